@@ -1,0 +1,41 @@
+# `make demo` and `make test` do all the set-up on a fresh machine with Python 3.10 or later.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers>=5.17,<6
+MODEL := models/smollm2-135m
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-gpu lint format clean
+
+demo: $(VENV)/.installed $(MODEL)/config.json
+	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 4 \
+	  --method dense --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
+	  --method luka:top_k=0.1 --method mixed --dtype float32 --show-answers --out runs/demo.jsonl
+
+test: $(VENV)/.installed $(MODEL)/config.json
+	$(BIN)/python -m pytest -n auto
+
+test-gpu:
+	python3 -m pytest -m gpu
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet "$(TRANSFORMERS)" --editable ".[dev]"
+	touch $@
+
+$(MODEL)/config.json: | $(VENV)/.installed
+	$(BIN)/foveate fetch smollm2-135m --out $(MODEL)
+
+clean:
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache build dist

@@ -1,0 +1,441 @@
+"""Where the keys and values of one layer live, and beside them whatever a method remembers of them.
+
+Slots are packed: the real tokens of row b fill the slots ``0 .. counts[b] - 1`` without holes, whatever the padding was
+and on whichever turn it came, so a page of tokens is a page of slots and a row of a batch is stored exactly as it would
+be alone. Until a method evicts, the token at position p of its row is in slot p; afterwards ``positions`` says which
+token a slot holds (-1: none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shapes of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Channel:
+    """State of a method that lies beside the keys and travels with them.
+
+    Args:
+        shape: of one entry.
+        per: 1 for an entry per slot, n for an entry per page of n slots, 0 for an entry per sequence. Slots and pages
+            are per KV head: ``[B, Hkv, entries, *shape]``; sequences are ``[B, *shape]``.
+        dtype: None for the dtype of the keys.
+        recomputed: True when cropping tokens needs no undoing because the entries are written again before they are
+            read (page summaries).
+    """
+
+    shape: tuple[int, ...] = ()
+    per: int = 1
+    dtype: torch.dtype | None = torch.float32
+    recomputed: bool = False
+
+
+class _Snapshot(NamedTuple):
+    rows: dict[str, list[int]]
+    tensors: dict[str, Tensor]
+
+
+class _Freed(NamedTuple):
+    slots: Tensor
+    """int64 ``[B, Hkv]``: where the next token goes; -1: after the last slot in use."""
+    rows: list[bool]
+    """Which rows freed a slot."""
+
+
+@dataclass
+class Counters:
+    """What a layer did since the last reset. Numbers come from the sizes and masks of what was really read."""
+
+    decode_steps: int = 0
+    decode_rows: int = 0
+    keys_read: float | Tensor = 0.0
+    keys_available: float = 0.0
+    prompt_tokens: int = 0
+    tokens_evicted: int = 0
+    pages_refined: float | Tensor = 0.0
+    indices_reused: int = 0
+    bytes_per_key: int = 0
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        for field in fields(self):
+            if field.name != "bytes_per_key":
+                setattr(self, field.name, field.default)
+
+    def __deepcopy__(self, memo):  # one layer counts for every copy of its cache
+        return self
+
+
+class SlotCache:
+    """Keys, values and method state of one layer for a batch of sequences.
+
+    Args:
+        geometry: shapes of the layer.
+        batch_size: number of sequences.
+        dtype, device: of keys and values.
+        channels: state that the method keeps, by name.
+        evicts: whether slots are given up, so that positions have to be kept.
+        counters: where to count what is read.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        batch_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        channels: dict[str, Channel] | None = None,
+        evicts: bool = False,
+        counters: Counters | None = None,
+    ):
+        self.geometry = geometry
+        self.dtype, self.device = dtype, device
+        self.specs = dict(channels or {})
+        self.evicts = evicts
+        self.counters = counters if counters is not None else Counters()
+        self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
+        self.rows: dict[str, list[int]] = {
+            name: [0] * batch_size for name in ("lengths", "counts", "live", "prompt", "pages")
+        }
+        self.capacity = 0
+        self.tensors: dict[str, Tensor] = {}
+        self.freed: _Freed | None = None
+        self.staged = False
+        self.snapshots: dict[int, _Snapshot] = {}
+        self._is_row = False
+        if evicts and any(spec.per > 1 for spec in self.specs.values()):
+            raise ValueError("a method that evicts cannot keep pages: their slots would move")
+        for name, spec in self.specs.items():
+            if spec.per == 0:
+                self.tensors[name] = torch.zeros(batch_size, *spec.shape, dtype=spec.dtype or dtype, device=device)
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, num_heads: int) -> SlotCache:
+        """A cache over given keys and values, which are not copied: for one forward pass without a cache."""
+        geometry = Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3])
+        cache = cls(geometry, k.shape[0], k.dtype, k.device)
+        cache.tensors |= {"keys": k, "values": v}
+        cache.capacity = k.shape[2]
+        cache._advance(k.shape[2], k.shape[2])
+        return cache
+
+    # What methods read
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows["lengths"])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens seen by each row, without padding, evicted ones included."""
+        return self.rows["lengths"]
+
+    @property
+    def used(self) -> int:
+        """Slots in use, the largest row's."""
+        return max(self.rows["counts"])
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every row has the same length and uses the same number of slots."""
+        return all(len(set(self.rows[name])) == 1 for name in ("lengths", "counts", "live"))
+
+    @property
+    def keys(self) -> Tensor:
+        """``[B, Hkv, used, D]``, a view."""
+        return self.tensors["keys"][:, :, : self.used]
+
+    @property
+    def values(self) -> Tensor:
+        """``[B, Hkv, used, Dv]``, a view."""
+        return self.tensors["values"][:, :, : self.used]
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 ``[B, Hkv, used]``: which token of its row a slot holds; -1 for none."""
+        if "positions" in self.tensors:
+            return self.tensors["positions"][:, :, : self.used]
+        slots = torch.arange(self.used, dtype=torch.int32, device=self.device)
+        counts = self.row_tensor("counts")[:, None, None]
+        return slots.where(slots < counts, -1).expand(-1, self.geometry.num_kv_heads, -1)
+
+    def channel(self, name: str) -> Tensor:
+        """A channel's used part: ``[B, Hkv, used, ...]`` per slot, whole otherwise."""
+        tensor = self.tensors[name]
+        return tensor[:, :, : self.used] if self.specs[name].per == 1 else tensor
+
+    def row_tensor(self, name: str) -> Tensor:
+        """A per-row number as int64 ``[B]`` on the device."""
+        return torch.tensor(self.rows[name], device=self.device)
+
+    def holes(self) -> Tensor | None:
+        """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
+        counts = self.rows["counts"]
+        if counts == self.rows["live"] and min(counts) == max(counts):
+            return None
+        if "positions" in self.tensors:
+            return self.positions >= 0
+        return (torch.arange(self.used, device=self.device) < self.row_tensor("counts")[:, None])[:, None]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of keys, values and state held at present."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+    def count_read(self, keys: int | Tensor, pages_refined: int | Tensor = 0, available: int | None = None) -> None:
+        """Count one decode step: keys (raw or summary) read by each KV head, from the sizes or masks of the read.
+
+        Args:
+            keys, pages_refined: one number for all, or a tensor ``[B, Hkv or 1]``.
+            available: keys that dense attention would read in each row; None for all tokens so far.
+        """
+        counters = self.counters
+        counters.decode_steps += 1
+        counters.decode_rows += self.batch_size
+        counters.keys_available += sum(self.lengths) if available is None else available * self.batch_size
+        counters.keys_read = counters.keys_read + self._summed(keys)
+        counters.pages_refined = counters.pages_refined + self._summed(pages_refined)
+
+    # Writing
+
+    def reserve(self, slots: int) -> None:
+        """Make room for at least this many slots in every row."""
+        if slots <= self.capacity:
+            return
+        if self._is_row:
+            raise RuntimeError("a row of a batch cannot grow alone: reserve room in the batch first")
+        capacity = -(-(slots + max(_ALIGN, slots // 16)) // _ALIGN) * _ALIGN
+        for name, spec in self._slot_specs().items():
+            entries = capacity // spec.per
+            shape = (self.batch_size, self.geometry.num_kv_heads, entries, *spec.shape)
+            grown = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
+            if name == "positions":
+                grown.fill_(-1)
+            if name in self.tensors:
+                old = self.tensors[name]
+                grown[:, :, : old.shape[2]] = old
+            self.tensors[name] = grown
+        self.capacity = capacity
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Add n tokens to every row, after the last slot in use; all rows must use the same number of slots.
+
+        Args:
+            k, v: ``[B, Hkv, n, D(v)]``.
+        """
+        first, n = self.rows["counts"][0], k.shape[2]
+        if len(set(self.rows["counts"])) > 1:
+            raise ValueError("rows of different lengths are appended to one by one")
+        self.reserve(first + n)
+        self.tensors["keys"][:, :, first : first + n] = k
+        self.tensors["values"][:, :, first : first + n] = v
+        if "positions" in self.tensors:
+            start = self.rows["lengths"][0]
+            self.tensors["positions"][:, :, first : first + n] = torch.arange(
+                start, start + n, dtype=torch.int32, device=self.device
+            )
+        self._clear(slice(first, first + n))
+        self._advance(n, n)
+
+    def write_step(self, k: Tensor, v: Tensor) -> None:
+        """Add one token to every row: into the slot freed last, if any, or else after the last slot in use.
+
+        Args:
+            k, v: ``[B, Hkv, 1, D(v)]``.
+        """
+        counts = self.rows["counts"]
+        if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
+            self.append(k, v)
+            return
+        self.reserve(self.used + 1)
+        appended = [True] * self.batch_size
+        slot = self.row_tensor("counts")[:, None].expand(-1, self.geometry.num_kv_heads)
+        if self.freed is not None:
+            slot = torch.where(self.freed.slots >= 0, self.freed.slots, slot)
+            appended = [not freed for freed in self.freed.rows]
+        index = slot[:, :, None]
+        for name, x in (("keys", k), ("values", v)):
+            self.tensors[name].scatter_(2, index[..., None].expand(-1, -1, -1, x.shape[3]), x)
+        if "positions" in self.tensors:
+            positions = self.row_tensor("lengths").to(torch.int32)[:, None, None].expand(index.shape)
+            self.tensors["positions"].scatter_(2, index, positions)
+        for name, spec in self.specs.items():
+            if spec.per == 1 and not spec.shape:
+                self.tensors[name].scatter_(2, index, 0.0)
+        self.freed = None
+        self._advance(1, appended)
+
+    def evict(self, slots: Tensor, rows: Iterable[bool]) -> None:
+        """Give up one slot of every KV head of some rows; the next token of the row takes its place.
+
+        Args:
+            slots: int64 ``[B, Hkv]``.
+            rows: which rows evict.
+        """
+        rows = list(rows)
+        if not any(rows):
+            return
+        if not all(rows):
+            slots = slots.masked_fill(~torch.tensor(rows, device=self.device)[:, None], -1)
+        index = slots.clamp_min(0)[:, :, None]
+        positions = self.tensors["positions"]
+        gone = torch.where(slots[:, :, None] >= 0, -1, positions.gather(2, index))
+        positions.scatter_(2, index, gone.to(torch.int32))
+        self.rows["live"] = [live - evicted for live, evicted in zip(self.rows["live"], rows)]
+        self.counters.tokens_evicted += sum(rows)
+        if not self.staged:
+            self.freed = _Freed(slots, rows)
+
+    def retain(self, keep: Tensor | list[Tensor]) -> None:
+        """Keep only the given slots, in the order of their positions, and free the memory of the others.
+
+        Args:
+            keep: int64 ``[B, Hkv, K]``, or one ``[1, Hkv, K_b]`` for each row.
+        """
+        kept = [keep.shape[2]] * self.batch_size if isinstance(keep, Tensor) else [one.shape[2] for one in keep]
+        if isinstance(keep, list):
+            width = max(kept)
+            keep = torch.cat([torch.nn.functional.pad(one, (0, width - one.shape[2]), value=-1) for one in keep])
+        positions = _take(self.positions, keep).masked_fill(keep < 0, -1)
+        order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
+        keep = keep.gather(2, order)
+        evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
+        self.counters.tokens_evicted += evicted
+        packed = {name: _take(self.tensors[name], keep) for name in self._slot_specs() if name in self.tensors}
+        packed["positions"] = positions.gather(2, order)
+        self.capacity = 0
+        for name in packed:
+            self.tensors.pop(name, None)
+        self.rows["counts"], self.rows["live"] = list(kept), list(kept)
+        self.freed = None
+        self.reserve(max(kept))
+        for name, tensor in packed.items():
+            self.tensors[name][:, :, : tensor.shape[2]] = tensor
+
+    def compact(self) -> None:
+        """Close the holes that eviction left, so that slots are packed and in the order of their positions."""
+        if "positions" not in self.tensors or (self.freed is None and self.holes() is None):
+            return
+        positions = self.positions
+        order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
+        self.retain([order[b : b + 1, :, :live] for b, live in enumerate(self.rows["live"])])
+
+    # Rows of a batch
+
+    def row(self, b: int) -> SlotCache:
+        """Row b alone, sharing this cache's memory; :meth:`put_back` returns its numbers."""
+        one = object.__new__(SlotCache)
+        one.__dict__.update(self.__dict__)
+        one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
+        one.tensors = {name: tensor[b : b + 1] for name, tensor in self.tensors.items()}
+        one.snapshots = {}
+        one._is_row = True
+        return one
+
+    def put_back(self, b: int, one: SlotCache) -> None:
+        """Take over the numbers of a row that was worked on alone."""
+        for name, numbers in one.rows.items():
+            self.rows[name][b] = numbers[0]
+
+    def take_rows(self, index: Tensor) -> None:
+        """Rows of the batch anew: ``index`` int64 ``[B']`` (beam search, repeats, selection)."""
+        self.tensors = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
+        chosen = index.tolist()
+        self.rows = {name: [numbers[b] for b in chosen] for name, numbers in self.rows.items()}
+        if self.freed is not None:
+            self.freed = _Freed(self.freed.slots.index_select(0, index), [self.freed.rows[b] for b in chosen])
+        self.snapshots = {}
+
+    # Undoing
+
+    def save(self, clock: int) -> None:
+        """Remember the present state under a number of tokens, for :meth:`restore`; only while staged."""
+        if self.staged:
+            used = self.used
+            tensors = {
+                name: (self.tensors[name][:, :, :used] if spec.per == 1 else self.tensors[name]).clone()
+                for name, spec in self._undone_specs().items()
+            }
+            rows = {name: list(numbers) for name, numbers in self.rows.items()}
+            self.snapshots[clock] = _Snapshot(rows, tensors)
+
+    def restore(self, clock: int) -> None:
+        """Go back to a saved state. Keys and values written since are ignored and written over."""
+        saved = self.snapshots[clock]
+        self.rows = {name: list(numbers) for name, numbers in saved.rows.items()}
+        for name, tensor in saved.tensors.items():
+            if self._undone_specs()[name].per == 1:
+                self.tensors[name][:, :, : tensor.shape[2]] = tensor
+                if name == "positions":
+                    self.tensors[name][:, :, tensor.shape[2] :] = -1
+            else:
+                self.tensors[name].copy_(tensor)
+        self.snapshots = {at: kept for at, kept in self.snapshots.items() if at <= clock}
+
+    def truncate(self, tokens: int) -> None:
+        """Drop the last tokens of every row; only where nothing but keys and values depends on them."""
+        for name in ("lengths", "counts", "live"):
+            self.rows[name] = [number - tokens for number in self.rows[name]]
+
+    # Inside
+
+    def _summed(self, number: int | Tensor) -> float | Tensor:
+        """Sum over the rows of the mean over the KV heads; stays on the device."""
+        return number.double().mean(1).sum() if isinstance(number, Tensor) else float(number * self.batch_size)
+
+    def _slot_specs(self) -> dict[str, Channel]:
+        """Everything that has an entry per slot or page, keys and values included."""
+        specs = {
+            "keys": Channel((self.geometry.head_dim,), dtype=None),
+            "values": Channel((self.geometry.value_dim,), dtype=None),
+        }
+        if self.evicts:
+            specs["positions"] = Channel(dtype=torch.int32)
+        return specs | {name: spec for name, spec in self.specs.items() if spec.per > 0}
+
+    def _undone_specs(self) -> dict[str, Channel]:
+        """What a snapshot holds: all that a later token may change."""
+        specs = {name: spec for name, spec in self.specs.items() if not spec.recomputed}
+        return specs | ({"positions": Channel(dtype=torch.int32)} if self.evicts else {})
+
+    def _clear(self, slots: slice) -> None:
+        for name, spec in self.specs.items():
+            if spec.per == 1:
+                self.tensors[name][:, :, slots] = 0
+
+    def _advance(self, tokens: int, slots: int | list[bool]) -> None:
+        slots = [slots] * self.batch_size if isinstance(slots, int) else slots
+        rows = self.rows
+        rows["lengths"] = [number + tokens for number in rows["lengths"]]
+        rows["live"] = [number + tokens for number in rows["live"]]
+        rows["counts"] = [number + added for number, added in zip(rows["counts"], slots)]
+
+
+def _take(x: Tensor, slots: Tensor) -> Tensor:
+    """``x [B, Hkv, S, ...]`` at ``slots [B, Hkv, K]`` (negative ones read slot 0)."""
+    index = slots.clamp_min(0)
+    if x.dim() > 3:
+        index = index[..., None].expand(*index.shape, x.shape[3])
+    return x.gather(2, index)

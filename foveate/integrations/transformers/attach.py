@@ -1,0 +1,307 @@
+"""attach, detach, attached, stats: put a method on one model instance, and take it off again without a trace."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerationMode
+
+from foveate.cache import Counters
+from foveate.integrations.transformers import attention, handover
+from foveate.integrations.transformers.cache import Cache, Layer
+from foveate.integrations.transformers.stats import LayerStats, Stats
+from foveate.methods import Method, make
+
+
+@dataclass
+class Policy:
+    """What one attention layer does."""
+
+    method: Method
+    counters: Counters = field(default_factory=Counters)
+
+
+@dataclass
+class Attachment:
+    """What :func:`attach` put on a model."""
+
+    method: Method
+    config: transformers.PreTrainedConfig
+    """The decoder's configuration, a copy that only this model uses."""
+    policies: dict[int, Policy]
+    unchanged: dict[int, str]
+    """Layers that stay as they are, with the reason."""
+    uid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
+    _hook: Any = None
+    _cache: Any = None
+
+    def remember(self, cache: Cache) -> None:
+        """Note the cache whose size :func:`stats` reports."""
+        self._cache = weakref.ref(cache)
+
+    def __deepcopy__(self, memo):
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._cache = None
+        twin.policies = {index: Policy(policy.method) for index, policy in self.policies.items()}
+        for index, policy in self.policies.items():
+            memo[id(policy)] = twin.policies[index]
+        twin.config = copy.deepcopy(self.config, memo)
+        twin._undo = copy.deepcopy(self._undo, memo)
+        twin._hook = copy.copy(self._hook)
+        return twin
+
+
+def attach(model: nn.Module, method: str | Method, **settings: Any) -> Attachment:
+    """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
+
+    Args:
+        model: a Transformers model (Llama, Qwen2, Qwen3, Mistral, Gemma 3 and others of their kind).
+        method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`.
+        settings: the method's settings, e.g. ``top_k=0.1``.
+
+    Raises:
+        ValueError: for an unknown method or setting, a value out of range, or a model whose attention is not supported;
+            the model is left as it was.
+    """
+    chosen = make(method, **settings)
+    decoder = _decoder(model)
+    config = decoder.config.get_text_config(decoder=True)
+    modules, unchanged = _attention_modules(model, decoder, config)
+    policies = {index: Policy(chosen.for_layer(index, config.num_hidden_layers)) for index in modules}
+    detach(model)
+    attention.register()
+
+    memo: dict[int, Any] = {}
+    attachment = Attachment(chosen, copy.deepcopy(config, memo), policies, unchanged)
+    owners = [model, *decoder.modules()] if model is not decoder else list(decoder.modules())
+    for module in owners:
+        own = module.__dict__.get("config")
+        if isinstance(own, transformers.PreTrainedConfig):
+            attachment._undo.append((module, own))
+            module.config = copy.deepcopy(own, memo)
+    for owner in (model, decoder, attachment):
+        if owner.config.get_text_config(decoder=True) is attachment.config:
+            owner.config._attn_implementation_internal = attention.IMPLEMENTATION
+    attachment.config._attn_implementation_internal = attention.IMPLEMENTATION
+    for index, module in modules.items():
+        module.foveate = policies[index]
+    model.foveate = attachment
+    attachment._hook = decoder.register_forward_pre_hook(_BeforeForward(model, attachment), with_kwargs=True)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = _PrepareCache(model, attachment)
+    return attachment
+
+
+def detach(model: nn.Module) -> None:
+    """Give a model its own attention back; nothing of :func:`attach` remains. Does nothing on other models."""
+    attachment = model.__dict__.get("foveate")
+    if attachment is None:
+        return
+    decoder = _decoder(model)
+    for key, hook in list(decoder._forward_pre_hooks.items()):
+        if isinstance(hook, _BeforeForward):
+            del decoder._forward_pre_hooks[key]
+            decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+    model.__dict__.pop("_prepare_cache_for_generation", None)
+    for module, config in attachment._undo:
+        module.config = config
+    for module in decoder.modules():
+        module.__dict__.pop("foveate", None)
+    model.__dict__.pop("foveate", None)
+
+
+@contextmanager
+def attached(model: nn.Module, method: str | Method, **settings: Any) -> Iterator[Attachment]:
+    """:func:`attach` for the length of a ``with`` block."""
+    try:
+        yield attach(model, method, **settings)
+    finally:
+        detach(model)
+
+
+def stats(model: nn.Module, reset: bool = False) -> Stats:
+    """What every layer read, refined, evicted and reused since it was attached or the counters were reset.
+
+    Args:
+        model: an attached model.
+        reset: start counting anew afterwards.
+
+    Raises:
+        ValueError: when the model is not attached.
+    """
+    attachment = model.__dict__.get("foveate")
+    if attachment is None:
+        raise ValueError("the model is not attached: there is nothing to report")
+    cache = attachment._cache() if attachment._cache is not None else None
+    layers = [
+        LayerStats(layer=index, method="unchanged", note=f"{reason} layers stay as they are")
+        for index, reason in attachment.unchanged.items()
+    ]
+    for index, policy in attachment.policies.items():
+        counted, rows = policy.counters, max(policy.counters.decode_rows, 1)
+        read = float(counted.keys_read) / rows
+        layers.append(
+            LayerStats(
+                layer=index,
+                method=policy.method.spec,
+                prompt_tokens=counted.prompt_tokens,
+                decode_steps=counted.decode_steps,
+                keys_read_per_step=read,
+                keys_available_per_step=counted.keys_available / rows,
+                kv_bytes_per_step=read * counted.bytes_per_key,
+                tokens_evicted=counted.tokens_evicted,
+                pages_refined=round(float(counted.pages_refined)),
+                indices_reused=counted.indices_reused,
+            )
+        )
+        if reset:
+            counted.reset()
+    return Stats(sorted(layers, key=lambda layer: layer.layer), cache.resident_bytes if cache is not None else 0)
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ValueError(f"model must be a Transformers PreTrainedModel, not {type(model).__name__}")
+    decoder = model.get_decoder()
+    return model if decoder is None else decoder
+
+
+def _attention_modules(
+    model: nn.Module, decoder: nn.Module, config: transformers.PreTrainedConfig
+) -> tuple[dict[int, nn.Module], dict[int, str]]:
+    """The attention modules to handle by layer, and the layers to leave alone; refuses what is not supported."""
+    kind = type(model).__name__
+
+    def refuse(why: str):
+        raise ValueError(f"{kind} is not supported: {why}")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it has an encoder; foveate attaches to decoder-only models")
+    if not getattr(type(decoder), "_supports_attention_backend", False):
+        refuse("its attention does not go through Transformers' AttentionInterface")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse("some of its layers share the keys and values of others")
+    layers = transformers.DynamicCache(config=config).layers
+    unchanged: dict[int, str] = {}
+    for index, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            unchanged[index] = "sliding-window"
+        elif type(layer) is not DynamicLayer:
+            refuse(f"layer {index} keeps a {type(layer).__name__}, which foveate does not know")
+    modules = {
+        module.layer_idx: module
+        for module in decoder.modules()
+        if hasattr(module, "num_key_value_groups") and getattr(module, "layer_idx", None) is not None
+    }
+    missing = sorted(set(range(len(layers))) - set(modules))
+    if missing:
+        refuse(f"no attention module was found for layers {missing}")
+    handled = {index: module for index, module in modules.items() if index < len(layers) and index not in unchanged}
+    if not handled:
+        refuse("all of its layers use a sliding window, so there is no long context to make cheaper")
+    for index, module in handled.items():
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            refuse(f"layer {index} caps its attention logits")
+        if hasattr(module, "sinks"):
+            refuse(f"layer {index} has learned attention sinks")
+        if not getattr(module, "is_causal", True):
+            refuse(f"layer {index} is not causal")
+    return handled, unchanged
+
+
+class _BeforeForward:
+    """Pre-hook of the decoder: every forward with a cache runs on a foveate cache that belongs to this model."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        handover.clear()
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            if not decoder.training:
+                check_cache(cache, self.attachment)
+            for layer in cache.layers:
+                if isinstance(layer, Layer):
+                    layer._pending = False
+            return None
+        use_cache = kwargs.get("use_cache")
+        if (decoder.config.use_cache if use_cache is None else use_cache) and not decoder.training:
+            return args, kwargs | {"past_key_values": Cache(self.model), "use_cache": True}
+        return None
+
+
+class _PrepareCache:
+    """Stands in for the model's ``_prepare_cache_for_generation``: builds a foveate cache and tells it the prompt."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(
+        self,
+        generation_config: transformers.GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        if generation_config.output_attentions:
+            raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} cannot be combined with an attached "
+                "method, which brings its own cache; leave it out"
+            )
+        positions = getattr(self.attachment.config, "max_position_embeddings", None)
+        if positions is not None and max_cache_length > positions:
+            raise ValueError(
+                f"the prompt and max_new_tokens come to {max_cache_length + 1} tokens, beyond the model's "
+                f"max_position_embeddings of {positions}"
+            )
+        if generation_config.use_cache is False:
+            return
+        told = [model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
+        lengths = [tensor.shape[-1] for tensor in told if tensor is not None]
+        prompt_end = lengths[0] if lengths else generation_config._mask_length
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            cache = model_kwargs["past_key_values"] = Cache(self.model)
+        else:
+            check_cache(cache, self.attachment)
+            cache._is_user_defined = True
+            seen, assistant = cache.get_seq_length(), bool(generation_config.is_assistant)
+            if seen and not assistant:
+                if generation_mode == GenerationMode.ASSISTED_GENERATION:
+                    raise ValueError("assisted decoding must start on an empty cache; leave past_key_values out")
+                if prompt_end <= seen:
+                    raise ValueError(
+                        f"the cache holds {seen} tokens, but input_ids and attention_mask cover {prompt_end}: pass the "
+                        "whole conversation, or the new tokens with an attention_mask over all of it"
+                    )
+        cache.begin(prompt_end, bool(generation_config.is_assistant))
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+
+
+def check_cache(cache: Any, attachment: Attachment) -> None:
+    """Refuse a cache that is not foveate's or belongs to another model or method."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}: with an attached method pass foveate.Cache(model), a cache "
+            "that generate returned, or none"
+        )
+    if cache.owner != attachment.uid:
+        raise ValueError("past_key_values was made for another model or another attached method; start a new cache")

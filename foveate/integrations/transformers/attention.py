@@ -1,0 +1,92 @@
+"""The attention and mask functions that Transformers calls for an attached model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from foveate.cache import SlotCache
+from foveate.integrations.transformers import handover
+
+IMPLEMENTATION = "foveate"
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: ``query [B, Hq, n, D]``, ``key, value [B, Hkv, n, D(v)]`` to ``[B, n, Hq, Dv]``."""
+    policy = getattr(module, "foveate", None)
+    layer = handover.take(key)
+    if policy is None:  # a layer that stays as it is (sliding window)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"layer {module.layer_idx} passes {name} to its attention, which foveate does not support")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layer is not None:
+        out = layer.attend(query, key, value, attention_mask, scaling)
+    else:
+        if dropout > 0:
+            raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
+        out = _without_cache(module, query, key, value, attention_mask, scaling)
+    return out.transpose(1, 2), None
+
+
+def _without_cache(
+    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """Training and ``use_cache=False``: the whole sequence is a prompt, and nothing is remembered."""
+    if k.shape[2] != q.shape[2]:
+        raise ValueError("the keys come from a cache that is not foveate's; pass foveate.Cache(model) or no cache")
+    if mask is not None and mask.dim() != 2:
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling)[0].transpose(1, 2)
+    method = module.foveate.method
+    if mask is None or bool(mask.all()):
+        return method.prompt(SlotCache.of(k, v, q.shape[1]), q, scaling).out
+    rows = []
+    for b, real in enumerate(row.nonzero()[:, 0] for row in mask.bool()):
+        one = q.new_zeros(q.shape[1], q.shape[2], v.shape[3])
+        if len(real):
+            cache = SlotCache.of(k[b : b + 1, :, real], v[b : b + 1, :, real], q.shape[1])
+            one = one.index_copy(1, real, method.prompt(cache, q[b : b + 1, :, real], scaling).out[0])
+        rows.append(one)
+    return torch.stack(rows)
+
+
+def mask(
+    *args,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs,
+) -> Tensor | None:
+    """The 2-D mask of real tokens as it is, so that no mask of pairs exists; pairs only where a model needs them."""
+    if local_size is not None or not allow_is_causal_skip:
+        return sdpa_mask(
+            *args,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **kwargs,
+        )
+    return attention_mask
+
+
+def register() -> None:
+    """Make the implementation known to Transformers under the name "foveate"."""
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, mask)

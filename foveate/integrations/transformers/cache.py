@@ -1,0 +1,340 @@
+"""The cache that `generate` builds for an attached model, and the bookkeeping of prompt, decode and undo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from foveate.cache import Counters, Geometry, SlotCache
+from foveate.integrations.transformers import handover
+from foveate.methods import Method
+
+if TYPE_CHECKING:
+    from foveate.integrations.transformers.attach import Attachment
+
+_DEAD_SLOTS = 256
+"""Slots given up during assisted decoding that are tolerated before the cache is packed again."""
+
+
+@dataclass
+class Phase:
+    """Where the prompt ends and whether the past is recorded: shared by the layers of one cache."""
+
+    prompt_end: int | None = None
+    """Number of columns that are prompt; None until it is told or the first forward has shown it."""
+    told: bool = False
+    """`generate` said where the prompt ends; single tokens after it are never padding."""
+    assistant: bool = False
+    layout: tuple | None = None
+
+    def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
+        """Columns of the real tokens of each row among ``first .. first + n - 1``; None when all are real.
+
+        Read from the device once for all layers of a forward.
+        """
+        if mask is None:
+            return None
+        if self.layout is None or self.layout[0] is not mask or self.layout[1:3] != (first, n):
+            if mask.dim() != 2:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(mask.shape)}; foveate's cache takes a 2-D mask of real tokens, "
+                    "not one of pairs of tokens (packing and overlays are not supported with a cache)"
+                )
+            if mask.shape[1] < first + n:
+                raise ValueError(
+                    f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {first} and {n} are new: "
+                    "pass a mask over all of them"
+                )
+            columns = mask[:, first : first + n].bool()
+            rows = None if bool(columns.all()) else [row.nonzero()[:, 0] for row in columns]
+            self.layout = (mask, first, n, rows)
+        return self.layout[3]
+
+
+class Layer(CacheLayerMixin):
+    """One attention layer's part of a :class:`Cache`: a :class:`SlotCache` and the method that works on it."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, method: Method, counters: Counters, phase: Phase):
+        super().__init__()
+        self.method, self.counters, self.phase = method, counters, phase
+        self.store: SlotCache | None = None
+        self.seen = 0
+        self.record_past = False
+        self._pending = False
+
+    # Called by the model
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Announce new keys; they are stored by the attention function, which knows the queries and the padding."""
+        if self._pending:
+            raise RuntimeError(
+                "keys were handed to the cache but attention never took them: is the model's attention implementation "
+                "still 'foveate'?"
+            )
+        self.is_initialized = self._pending = True
+        self.seen += key_states.shape[2]
+        handover.post(self, key_states)
+        return key_states, value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        """Store the keys, attend: ``q [B, Hq, n, D]``, ``k, v [B, Hkv, n, D(v)]`` to ``[B, Hq, n, Dv]``."""
+        self._pending = False
+        n = k.shape[2]
+        first = self.seen - n
+        if self.store is None:
+            geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
+            self.store = SlotCache(
+                geometry,
+                k.shape[0],
+                k.dtype,
+                k.device,
+                self.method.channels(geometry),
+                self.method.evicts,
+                self.counters,
+            )
+            self.store.staged = self.record_past
+        elif k.shape[0] != self.store.batch_size:
+            raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
+        if self.phase.prompt_end is None:
+            self.phase.prompt_end = self.seen
+        prompt = min(max(self.phase.prompt_end - first, 0), n)
+        outs = []
+        if prompt:
+            outs.append(self._prompt(q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt], mask, first, scaling))
+        if prompt < n:
+            if not (self.phase.told and n == 1) and self.phase.rows(mask, first + prompt, n - prompt) is not None:
+                raise ValueError(
+                    "attention_mask marks padding after the prompt: decoded tokens must be real in every row "
+                    "(a new turn with padding goes through generate)"
+                )
+            outs.append(self._decode(q[:, :, prompt:], k[:, :, prompt:], v[:, :, prompt:], first + prompt, scaling))
+        return torch.cat(outs, 2) if len(outs) > 1 else outs[0]
+
+    def _prompt(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int, scaling: float) -> Tensor:
+        store, method, n = self.store, self.method, k.shape[2]
+        self.counters.prompt_tokens += n * k.shape[0]
+        store.compact()
+        store.reserve(store.used + n)
+        columns = self.phase.rows(mask, first, n)
+        if columns is None and store.uniform:
+            store.append(k, v)
+            attended = method.prompt(store, q, scaling)
+            method.observe(store, q, attended, scaling)
+            out = attended.out
+        else:
+            out = q.new_zeros(*q.shape[:3], v.shape[3])
+            for b in range(store.batch_size):
+                real = columns[b] if columns is not None else torch.arange(n, device=q.device)
+                if len(real) == 0:
+                    continue
+                row = store.row(b)
+                row.append(k[b : b + 1, :, real], v[b : b + 1, :, real])
+                queries = q[b : b + 1, :, real]
+                attended = method.prompt(row, queries, scaling)
+                method.observe(row, queries, attended, scaling)
+                out[b, :, real] = attended.out[0]
+                store.put_back(b, row)
+        if first + n == self.phase.prompt_end or not method.needs_prompt_end:
+            self._finish_prompt(scaling)
+            store.save(first + n)
+        return out
+
+    def _finish_prompt(self, scaling: float) -> None:
+        store = self.store
+        store.rows["prompt"] = list(store.lengths)
+        if store.uniform:
+            keep = self.method.prompt_end(store, scaling)
+            if keep is not None:
+                store.retain(keep)
+            return
+        kept = []
+        for b in range(store.batch_size):
+            row = store.row(b)
+            kept.append(self.method.prompt_end(row, scaling) if row.used else None)
+            store.put_back(b, row)
+        if any(keep is not None for keep in kept):
+            heads = store.geometry.num_kv_heads
+            everything = [
+                torch.arange(count, device=store.device).expand(1, heads, -1) for count in store.rows["counts"]
+            ]
+            store.retain([every if keep is None else keep for keep, every in zip(kept, everything)])
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
+        store, n = self.store, k.shape[2]
+        if n > 1 and not self.method.stateful and store.uniform:
+            store.append(k, v)
+            for missing in range(n - 1, -1, -1):
+                store.count_read(store.used - missing, available=store.used - missing)
+            return self.method.prompt(store, q, scaling).out
+        outs = []
+        for i in range(n):
+            store.write_step(k[:, :, i : i + 1], v[:, :, i : i + 1])
+            outs.append(self.method.decode(store, q[:, :, i : i + 1], scaling))
+            if self.method.stateful:
+                store.save(first + i + 1)
+        return torch.cat(outs, 2) if n > 1 else outs[0]
+
+    # Called by generate and the cache
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.store is None else self.store.batch_size
+
+    def reset(self) -> None:
+        self.store, self.seen, self._pending = None, 0, False
+        self.is_initialized = False
+
+    def activate_past_recording(self) -> None:
+        """From now on keep what :meth:`crop` needs to undo tokens."""
+        self.record_past = True
+        if self.store is not None and not self.store.staged:
+            self.store.compact()
+            self.store.staged = True
+            self.store.save(self.seen)
+
+    def stop_recording(self) -> None:
+        """Make everything since final."""
+        self.record_past = False
+        if self.store is not None and self.store.staged:
+            self.store.staged = False
+            self.store.snapshots = {}
+            self.store.compact()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens, and make what remains final while the past is recorded.
+
+        Raises:
+            ValueError: when what would be removed was already made final (evicted, compressed or accumulated).
+        """
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(f"crop takes the negative number of tokens to remove, not {-count}")
+        store, target = self.store, self.seen - count
+        if store is None:
+            return
+        if target < 0:
+            raise ValueError(f"crop({-count}) of a cache of {self.seen} tokens")
+        if not self.method.stateful:
+            into_prompt = target < (self.phase.prompt_end or 0)
+            if count and into_prompt and not store.uniform:
+                raise ValueError("a padded prompt cannot be cropped: its rows end at different tokens")
+            store.truncate(count)
+        elif target in store.snapshots:
+            store.restore(target)
+            keep = target - 1 if self.phase.assistant else target
+            store.snapshots = {clock: saved for clock, saved in store.snapshots.items() if clock >= keep}
+            dead = store.rows["counts"][0] - store.rows["live"][0]
+            if dead > max(_DEAD_SLOTS, store.rows["live"][0] // 4) and not self.phase.assistant:
+                store.compact()
+                store.snapshots = {}
+                store.save(target)
+        elif count:
+            raise ValueError(
+                f"crop({-count}): the {self.method.name} method has already made the last tokens final; call "
+                "cache.activate_past_recording() before decoding tokens that may be removed"
+            )
+        self.seen = target
+
+    def _take_rows(self, index: Tensor) -> None:
+        if self.store is not None:
+            self.store.take_rows(index.to(self.store.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self._take_rows(torch.arange(self.store.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.store is not None:
+            indices = torch.as_tensor(indices)
+            self._take_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def offload(self) -> None:
+        raise ValueError("foveate's cache cannot be offloaded")
+
+    prefetch = offload
+
+
+class Cache(transformers.Cache):
+    """Keys, values and method state of an attached model, for one batch of sequences over any number of turns.
+
+    `generate` builds one by itself. Build one by hand to feed a prompt in several forward passes.
+
+    Args:
+        model: an attached model.
+        prompt_length: number of tokens, padding included, that are prompt; None: those of the first forward pass.
+
+    Raises:
+        ValueError: when the model is not attached.
+    """
+
+    def __init__(self, model: torch.nn.Module, prompt_length: int | None = None):
+        attachment: Attachment | None = getattr(model, "foveate", None)
+        if attachment is None:
+            raise ValueError("the model is not attached: call foveate.attach(model, method) first")
+        self.owner = attachment.uid
+        self.phase = Phase(prompt_end=prompt_length)
+        layers = transformers.DynamicCache(config=attachment.config).layers
+        for index, policy in attachment.policies.items():
+            layers[index] = Layer(policy.method, policy.counters, self.phase)
+        super().__init__(layers=layers)
+        attachment.remember(self)
+
+    def begin(self, prompt_end: int, assistant: bool) -> None:
+        """A call of `generate` starts: tell where its prompt ends."""
+        empty = self.get_seq_length() == 0
+        self.phase.told, self.phase.assistant = True, assistant
+        if not assistant:
+            for layer in self.layers:
+                if isinstance(layer, Layer):
+                    layer.stop_recording()
+                elif hasattr(layer, "record_past"):
+                    layer.record_past = False
+            self.phase.prompt_end = prompt_end
+        elif empty:
+            # an assistant's cache is cropped to one token before its prompt's end: that token is decoded
+            self.phase.prompt_end = prompt_end - 1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(int(tokens_to_remove))
+        if self.phase.prompt_end is not None:
+            self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
+
+    def reset(self) -> None:
+        super().reset()
+        self.phase.prompt_end, self.phase.told = None, False
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of keys, values and method state held by all layers."""
+        total = 0
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                total += layer.store.resident_bytes if layer.store is not None else 0
+            elif isinstance(layer, DynamicLayer) and layer.keys is not None:
+                total += sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
+        return total

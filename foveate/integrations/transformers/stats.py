@@ -1,0 +1,64 @@
+"""What the layers of an attached model did: read, refined, evicted, reused."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One layer since it was attached or its counters were reset. Keys count per sequence and KV head."""
+
+    layer: int
+    method: str
+    """Spec of the method, or "unchanged" for a layer that foveate leaves alone."""
+    prompt_tokens: int = 0
+    decode_steps: int = 0
+    keys_read_per_step: float = 0.0
+    keys_available_per_step: float = 0.0
+    kv_bytes_per_step: float = 0.0
+    tokens_evicted: int = 0
+    pages_refined: int = 0
+    indices_reused: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """All layers, and the size of the cache used last."""
+
+    layers: list[LayerStats]
+    resident_bytes: int
+
+    def summary(self) -> dict[str, Any]:
+        """Totals over the layers that foveate handles, with the field names of result rows."""
+        handled = [layer for layer in self.layers if layer.method != "unchanged"]
+        available = sum(layer.keys_available_per_step for layer in handled)
+        read = sum(layer.keys_read_per_step for layer in handled)
+        return {
+            "decode_steps": max((layer.decode_steps for layer in handled), default=0),
+            "keys_read_share": read / available if available else 1.0,
+            "keys_read_per_step": read / len(handled) if handled else 0.0,
+            "kv_bytes_per_step": sum(layer.kv_bytes_per_step for layer in handled),
+            "resident_bytes": self.resident_bytes,
+            "tokens_evicted": sum(layer.tokens_evicted for layer in handled),
+            "pages_refined": sum(layer.pages_refined for layer in handled),
+            "indices_reused": sum(layer.indices_reused for layer in handled),
+            "notes": sorted({layer.note for layer in self.layers if layer.note}),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values."""
+        return {"layers": [asdict(layer) for layer in self.layers], **self.summary()}
+
+    def __str__(self) -> str:
+        total = self.summary()
+        lines = [
+            f"{total['decode_steps']} decode steps, {100 * total['keys_read_share']:.1f} % of the keys read "
+            f"({total['keys_read_per_step']:.0f} a head and layer), "
+            f"{total['kv_bytes_per_step'] / 1e6:.2f} MB of KV a step, {total['resident_bytes'] / 1e6:.1f} MB resident"
+        ]
+        if total["tokens_evicted"] or total["pages_refined"]:
+            lines.append(f"{total['tokens_evicted']} tokens evicted, {total['pages_refined']} pages refined")
+        return "\n".join(lines + total["notes"])

@@ -1,0 +1,37 @@
+"""The methods by name: one short file each, found by being here."""
+
+import importlib
+import pkgutil
+
+from foveate.methods.base import REGISTRY, Method, budget, get, make, names, parse
+from foveate.methods.dense import Dense
+from foveate.methods.h2o import H2O
+from foveate.methods.luka import LuKA
+from foveate.methods.per_layer import Mixed, PerLayer, per_layer
+from foveate.methods.snapkv import SnapKV
+from foveate.methods.streaming import Streaming
+from foveate.methods.tova import TOVA
+from foveate.methods.uniform import Uniform
+
+__all__ = [
+    "H2O",
+    "REGISTRY",
+    "TOVA",
+    "Dense",
+    "LuKA",
+    "Method",
+    "Mixed",
+    "PerLayer",
+    "SnapKV",
+    "Streaming",
+    "Uniform",
+    "budget",
+    "get",
+    "make",
+    "names",
+    "parse",
+    "per_layer",
+]
+
+for _module in pkgutil.iter_modules(__path__):  # a new file registers its method
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,223 @@
+"""What a method is: a policy over the five verbs, per layer, in prefill and in decode."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import Channel, Geometry, SlotCache
+
+REGISTRY: dict[str, type[Method]] = {}
+
+
+def setting(default: Any, help: str) -> Any:
+    """A documented field of a method."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Method:
+    """A policy for one attention layer. Subclasses are frozen dataclasses whose fields are the settings.
+
+    A subclass with a ``name`` registers itself. The hooks are called with packed, unpadded caches: in a prompt every
+    row that the hook sees has the same length (rows of a padded batch are handed over one at a time); in decode rows
+    may differ, and :meth:`SlotCache.holes` says which slots are empty. The new tokens are already in the cache.
+    """
+
+    name: ClassVar[str] = ""
+    """Registered name."""
+    source: ClassVar[str] = ""
+    """Paper that the method comes from."""
+    evicts: ClassVar[bool] = False
+    """Whether slots are given up for good."""
+    stateful: ClassVar[bool] = True
+    """Whether decoding a token changes more than the keys and values stored: then tokens are decoded one at a time."""
+    dense_at_full_budget: ClassVar[bool] = True
+    """Whether a budget of the whole context gives dense attention."""
+    causal_granularity: ClassVar[int] = 1
+    """A later token may change outputs up to this many tokens before it."""
+    needs_prompt_end: ClassVar[bool] = False
+    """Whether the state after a prompt depends on where the prompt ended."""
+    full_budget: ClassVar[dict[str, Any]] = {}
+    """Settings under which nothing of any context is left out."""
+    small_budget: ClassVar[dict[str, Any]] = {}
+    """Settings under which a context of some sixty tokens is already sparse."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "name" in cls.__dict__:
+            REGISTRY[cls.name] = cls
+
+    def __deepcopy__(self, memo):
+        return self
+
+    # Policy
+
+    def for_layer(self, layer: int, num_layers: int) -> Method:
+        """The method of one layer; composed methods differ from layer to layer."""
+        return self
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        """State to keep beside the keys, by name."""
+        return {}
+
+    def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
+        """Attention of prompt queries ``q [B, Hq, n, D]``, the last n slots' tokens: dense unless overridden."""
+        return ops.attend_causal(
+            q, cache.keys, cache.values, scaling=scaling, offset=cache.used - q.shape[2], need_lse=self.observes
+        )
+
+    @property
+    def observes(self) -> bool:
+        """Whether :meth:`observe` wants the log-sum-exp of prompt queries."""
+        return False
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        """Learn from prompt queries; called after :meth:`prompt`, chunk by chunk, when there is a cache."""
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        """The prompt is complete: slots to keep, int64 ``[B, Hkv, K]`` ascending, or None for all."""
+        return None
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``, and whatever follows from it."""
+        raise NotImplementedError
+
+    # Settings
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as JSON-able values."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def spec(self) -> str:
+        """The method in one string that :func:`parse` reads back: only settings that differ from the defaults."""
+        changed = [
+            f"{field.name}={_format(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return self.name + (":" + ",".join(changed) if changed else "")
+
+    # Checks for subclasses
+
+    def _check(self, name: str, allowed: bool, rule: str) -> None:
+        if not allowed:
+            raise ValueError(f"{self.name}: {name} must be {rule}, not {getattr(self, name)!r}")
+
+    def _check_count(self, name: str, least: int = 0) -> None:
+        value = getattr(self, name)
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        self._check(name, ok, f"an integer of at least {least}")
+
+    def _check_budget(self, name: str, least: int = 1) -> None:
+        value = getattr(self, name)
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        share = isinstance(value, float) and 0.0 < value <= 1.0
+        self._check(name, whole or share, f"an integer of at least {least} (a number) or a float in (0, 1] (a share)")
+
+    def _check_choice(self, name: str, *choices: str) -> None:
+        self._check(name, getattr(self, name) in choices, "one of " + ", ".join(choices))
+
+
+def budget(value: int | float, length: int, least: int = 0) -> int:
+    """What a budget comes to in a context of ``length``: an int is itself, a float is a share, never below ``least``.
+
+    Raises nothing: values are checked when a method is made.
+    """
+    return max(math.floor(value * length), least) if isinstance(value, float) else value
+
+
+def names() -> list[str]:
+    """Registered methods, sorted."""
+    return sorted(REGISTRY)
+
+
+def get(name: str) -> type[Method]:
+    """The class of a method.
+
+    Raises:
+        ValueError: when the name is unknown; names the nearest.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"unknown method {name!r}{_nearest(name, names())}; known are {', '.join(names())}")
+    return REGISTRY[name]
+
+
+def make(method: str | Method, **settings: Any) -> Method:
+    """A method from its name or spec string and settings, or a method itself with settings replaced.
+
+    Raises:
+        ValueError: for an unknown method or setting (the nearest is named) or a value out of range.
+    """
+    if isinstance(method, Method):
+        _check_known(type(method), settings)
+        return dataclasses.replace(method, **settings) if settings else method
+    if not isinstance(method, str):
+        raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
+    name, _, rest = method.partition(":")
+    cls = get(name.strip())
+    given = _split(rest, method)
+    _check_known(cls, given | settings)
+    return cls(**(given | settings))
+
+
+def parse(spec: str) -> Method:
+    """A method from ``name`` or ``name:setting=value,...``; inverse of :attr:`Method.spec`."""
+    return make(spec)
+
+
+def _split(text: str, spec: str) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for piece in re.findall(r"""(?:"(?:\\.|[^"])*"|\{[^}]*\}|[^,])+""", text):
+        if not piece.strip():
+            continue
+        key, equals, value = piece.partition("=")
+        if not equals:
+            raise ValueError(f"{spec!r}: expected setting=value, found {piece.strip()!r}")
+        try:
+            given[key.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            given[key.strip()] = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
+    return given
+
+
+def _format(value: Any) -> str:
+    return value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
+
+
+def _check_known(cls: type[Method], settings: dict[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in settings:
+        if key not in known:
+            raise ValueError(
+                f"{cls.name} has no setting {key!r}{_nearest(key, known)}; "
+                + (f"it has {', '.join(known)}" if known else "it has none")
+            )
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    near = difflib.get_close_matches(word, words, 1, 0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def recent(cache: SlotCache, window: int | list[int]) -> Tensor:
+    """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row."""
+    lower = [length - window for length in cache.lengths] if isinstance(window, int) else window
+    return cache.positions >= per_row(lower, cache)
+
+
+def per_row(numbers: list[int], cache: SlotCache) -> Tensor | int:
+    """Numbers of the rows, ready to broadcast over ``[B, Hkv, S]``; a plain int when all are equal."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    return torch.tensor(numbers, device=cache.device)[:, None, None]

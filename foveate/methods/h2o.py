@@ -1,0 +1,86 @@
+"""H2O, the heavy-hitter oracle; the LuKA paper's lined attention, with a correct causal prefill."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods.base import Method, budget, recent, setting
+from foveate.methods.dense import attend_all
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """The tokens that received the most attention so far, and the most recent ones.
+
+    Mass is accumulated over prefill and decode without decay, per KV head (summed over its group). The prefill is dense
+    and causal; what exceeds the budget is evicted when the prompt ends and, from then on, at every step.
+    """
+
+    name: ClassVar[str] = "h2o"
+    source: ClassVar[str] = "H2O, Zhang et al. 2023, arXiv:2306.14048; LuKA, section 3.1"
+    evicts: ClassVar[bool] = True
+    needs_prompt_end: ClassVar[bool] = True
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}
+
+    top_k: int | float = setting(0.125, "heavy hitters: a number, or a share of the tokens so far")
+    min_k: int = setting(0, "least number of heavy hitters when top_k is a share")
+    window: int = setting(128, "recent tokens that are always kept")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        self._check_count("min_k")
+        self._check_count("window", 1)
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return {"mass": Channel()}
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        ops.column_mass(
+            q,
+            cache.keys,
+            attended.lse,
+            scaling=scaling,
+            offset=cache.used - q.shape[2],
+            out=cache.channel("mass"),
+        )
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        return keep_heavy(cache, cache.channel("mass"), self.allowed(cache.lengths[0]), self.window)
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        attended = attend_all(cache, q, scaling, need_mass=True)
+        mass = cache.channel("mass")
+        mass += attended.mass
+        evict_weakest(cache, mass, [self.allowed(length) for length in cache.lengths], self.window)
+        return attended.out
+
+    def allowed(self, length: int) -> int:
+        """Tokens kept of a row of this length."""
+        return budget(self.top_k, length, self.min_k) + self.window
+
+
+def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> Tensor | None:
+    """Slots to keep when a prompt ends: the recent window and the best of the others, ``allowed`` in all."""
+    if cache.used <= allowed:
+        return None
+    window = min(window, cache.used)
+    return ops.keep_best(scores, allowed - window, recent(cache, window))
+
+
+def evict_weakest(cache: SlotCache, scores: Tensor, allowed: list[int], window: int) -> None:
+    """Evict the weakest token outside the window from every row that holds more than it may."""
+    over = [live > most for live, most in zip(cache.rows["live"], allowed)]
+    if any(over):
+        positions = cache.positions
+        eligible = positions >= 0
+        if window > 0:
+            eligible &= ~recent(cache, window)
+        cache.evict(ops.weakest(scores, eligible, positions), over)

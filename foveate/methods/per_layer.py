@@ -1,0 +1,99 @@
+"""Different methods in different layers, and the LuKA paper's mixed mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from foveate.methods.base import Method, make, setting
+
+
+@dataclass(frozen=True)
+class PerLayer(Method):
+    """A method for each layer: ``{"0-7": "h2o", "8-27": "luka:top_k=3", "-8--1": "h2o"}``.
+
+    Keys are a layer, a range with both ends included, or "rest"; negative numbers count from the last layer.
+    """
+
+    name: ClassVar[str] = "per_layer"
+    source: ClassVar[str] = "LuKA, section 3.3"
+    full_budget: ClassVar[dict] = {"layers": {"0": "dense", "rest": "luka:top_k=1.0"}}
+    small_budget: ClassVar[dict] = {
+        "layers": {"0": "streaming:sinks=2,window=11", "rest": "luka:page_size=4,tail=9,compress_every=3,top_k=2"}
+    }
+
+    layers: Any = setting(None, 'method specs by layer, e.g. {"0-1": "h2o", "rest": "luka"}')
+
+    def __post_init__(self):
+        self._check("layers", isinstance(self.layers, dict) and len(self.layers) > 0, "a dict of specs by layer")
+        specs = {}
+        for key, method in self.layers.items():
+            key = f"{key[0]}-{key[-1]}" if isinstance(key, range) and key.step == 1 and len(key) else str(key)
+            _bounds(key)
+            specs[key] = make(method).spec
+        object.__setattr__(self, "layers", specs)
+
+    def __hash__(self):
+        return hash(self.spec)
+
+    def for_layer(self, layer: int, num_layers: int) -> Method:
+        chosen = [method for key, method in self.layers.items() if _covers(key, layer, num_layers)]
+        if len(chosen) > 1:
+            raise ValueError(f"per_layer: layer {layer} is named by several keys of {sorted(self.layers)}")
+        rest = self.layers.get("rest")
+        if not chosen and rest is None:
+            raise ValueError(f"per_layer: no method for layer {layer} of {num_layers}; add it, or the key 'rest'")
+        method = make(chosen[0] if chosen else rest)
+        return method.for_layer(layer, num_layers)
+
+
+def per_layer(layers: dict[Any, str | Method]) -> PerLayer:
+    """A method for each layer; see :class:`PerLayer`."""
+    return PerLayer(layers=layers)
+
+
+@dataclass(frozen=True)
+class Mixed(Method):
+    """Lined attention (H2O) in the first and last layers, clustered attention (LuKA) between them."""
+
+    name: ClassVar[str] = "mixed"
+    source: ClassVar[str] = "LuKA, sections 3.3 and 4.2"
+    needs_prompt_end: ClassVar[bool] = True
+    full_budget: ClassVar[dict] = {"lined": "h2o:top_k=1.0", "clustered": "luka:top_k=1.0"}
+    small_budget: ClassVar[dict] = {
+        "lined": "h2o:top_k=9,window=8",
+        "clustered": "luka:page_size=4,tail=9,compress_every=3,top_k=2",
+    }
+
+    lined: Any = setting("h2o", "method of the first and last layers")
+    clustered: Any = setting("luka", "method of the layers between")
+    ends: float = setting(8 / 36, "share of the depth at each end that is lined (the paper: 8 of 36 layers)")
+
+    def __post_init__(self):
+        object.__setattr__(self, "lined", make(self.lined).spec)
+        object.__setattr__(self, "clustered", make(self.clustered).spec)
+        self._check("ends", isinstance(self.ends, float) and 0 < self.ends <= 0.5, "a share in (0, 0.5]")
+
+    def for_layer(self, layer: int, num_layers: int) -> Method:
+        ends = max(1, round(self.ends * num_layers))
+        return make(self.lined if layer < ends or layer >= num_layers - ends else self.clustered)
+
+
+def _bounds(key: str) -> tuple[int, int] | None:
+    if key == "rest":
+        return None
+    cut = key.find("-", 1)
+    try:
+        return (int(key), int(key)) if cut < 0 else (int(key[:cut]), int(key[cut + 1 :]))
+    except ValueError:
+        raise ValueError(f"per_layer: {key!r} is not a layer, a range such as '0-7', or 'rest'") from None
+
+
+def _covers(key: str, layer: int, num_layers: int) -> bool:
+    bounds = _bounds(key)
+    if bounds is None:
+        return False
+    first, last = (number + num_layers if number < 0 else number for number in bounds)
+    if not 0 <= first <= last < num_layers:
+        raise ValueError(f"per_layer: {key!r} names layers outside 0..{num_layers - 1}")
+    return first <= layer <= last

@@ -1,0 +1,66 @@
+"""SnapKV: what the end of the prompt looks at."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods.base import Method, budget, setting
+from foveate.methods.dense import attend_all
+from foveate.methods.h2o import keep_heavy
+
+
+@dataclass(frozen=True)
+class SnapKV(Method):
+    """The prompt tokens, with their neighbours, that an observation window at the prompt's end attends to.
+
+    Compresses the prompt once; every generated token is kept. Per KV head: the votes of the heads of a group are added.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    source: ClassVar[str] = "SnapKV, Li et al. 2024, arXiv:2404.14469"
+    evicts: ClassVar[bool] = True
+    needs_prompt_end: ClassVar[bool] = True
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 12, "window": 8, "kernel_size": 3}
+
+    top_k: int | float = setting(0.125, "prompt tokens kept beside the window: a number, or a share of the prompt")
+    min_k: int = setting(0, "least number of tokens when top_k is a share")
+    window: int = setting(32, "observation window: the last tokens of the prompt, always kept")
+    kernel_size: int = setting(5, "neighbourhood over which votes are pooled, odd")
+    pooling: str = setting("avg", "how votes are pooled: avg or max")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        self._check_count("min_k")
+        self._check_count("window", 1)
+        self._check("kernel_size", isinstance(self.kernel_size, int) and self.kernel_size % 2 == 1, "odd and positive")
+        self._check_choice("pooling", "avg", "max")
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return {"queries": Channel((geometry.num_heads, self.window, geometry.head_dim), per=0, dtype=None)}
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        queries = cache.channel("queries")
+        queries.copy_(torch.cat([queries, q], 2)[:, :, -self.window :])
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        allowed = budget(self.top_k, cache.lengths[0], self.min_k) + self.window
+        if cache.used <= allowed:
+            return None
+        before = cache.used - self.window
+        votes = ops.query_mass(cache.channel("queries"), cache.keys, scaling=scaling, offset=before)[:, :, :before]
+        padding = self.kernel_size // 2
+        if self.pooling == "avg":
+            votes = F.avg_pool1d(votes, self.kernel_size, 1, padding)
+        else:
+            votes = F.max_pool1d(votes, self.kernel_size, 1, padding)
+        votes = votes.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)
+        return keep_heavy(cache, F.pad(votes, (0, self.window)), allowed, self.window)
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        return attend_all(cache, q, scaling).out

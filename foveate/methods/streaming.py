@@ -1,0 +1,69 @@
+"""StreamingLLM: attention sinks and a window of recent tokens."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import SlotCache
+from foveate.methods.base import Method, budget, setting
+from foveate.methods.dense import attend_all
+
+
+@dataclass(frozen=True)
+class Streaming(Method):
+    """The first tokens and the most recent ones; sparse in prefill as in decode.
+
+    Tokens keep their original positions (the paper renumbers them inside the cache).
+    """
+
+    name: ClassVar[str] = "streaming"
+    source: ClassVar[str] = "StreamingLLM, Xiao et al. 2024, arXiv:2309.17453"
+    evicts: ClassVar[bool] = True
+    full_budget: ClassVar[dict] = {"window": 1.0}
+    small_budget: ClassVar[dict] = {"sinks": 2, "window": 13}
+
+    sinks: int = setting(4, "first tokens that are always kept")
+    window: int | float = setting(
+        1024, "recent tokens, the query's own included: a number or a share of the tokens so far"
+    )
+    min_window: int = setting(0, "least window when it is a share")
+
+    def __post_init__(self):
+        self._check_count("sinks")
+        self._check_budget("window")
+        self._check_count("min_window")
+
+    def lower(self, position: int) -> int:
+        """First position inside the window of the query at ``position``."""
+        return position + 1 - max(1, budget(self.window, position + 1, self.min_window))
+
+    def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
+        length, n = cache.lengths[0], q.shape[2]
+        gone = length - cache.used  # tokens between the sinks and the first slot after them
+        lower = torch.tensor([self.lower(position) - gone for position in range(length - n, length)])
+        return ops.attend_window(
+            q, cache.keys, cache.values, scaling=scaling, lower=lower, sinks=self.sinks, offset=cache.used - n
+        )
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        lower = self.lower(cache.lengths[0])
+        kept = (cache.positions < self.sinks) | (cache.positions >= lower)
+        if bool(kept.all()):
+            return None
+        return kept[0, 0].nonzero()[:, 0].expand(*kept.shape[:2], -1)
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        out = attend_all(cache, q, scaling).out
+        # the next query sees nothing below its window: at most one token leaves it at each step
+        leaving = [self.lower(length) - 1 for length in cache.lengths]
+        leaves = [
+            self.lower(length) > self.lower(length - 1) and position >= self.sinks
+            for length, position in zip(cache.lengths, leaving)
+        ]
+        if any(leaves):
+            target = torch.tensor(leaving, device=cache.device)[:, None, None] if len(set(leaving)) > 1 else leaving[0]
+            cache.evict((cache.positions == target).to(torch.uint8).argmax(-1), leaves)
+        return out

@@ -1,0 +1,73 @@
+"""Evenly spaced tokens: the baseline that knows nothing."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import SlotCache
+from foveate.methods.base import Method, budget, recent, setting
+from foveate.methods.dense import attend_all
+
+
+@dataclass(frozen=True)
+class Uniform(Method):
+    """Tokens spaced evenly over the context, and the most recent ones.
+
+    The prefill is dense. In decode the token whose neighbours are closest to each other leaves, so that the spacing
+    stays even as the context grows.
+    """
+
+    name: ClassVar[str] = "uniform"
+    source: ClassVar[str] = "baseline"
+    evicts: ClassVar[bool] = True
+    needs_prompt_end: ClassVar[bool] = True
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}
+
+    top_k: int | float = setting(0.125, "evenly spaced tokens: a number, or a share of the tokens so far")
+    min_k: int = setting(0, "least number of spaced tokens when top_k is a share")
+    window: int = setting(128, "recent tokens that are always kept")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        self._check_count("min_k")
+        self._check_count("window", 1)
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        spaced = self.allowed(cache.lengths[0]) - self.window
+        old = cache.used - self.window
+        if old <= spaced:
+            return None
+        kept = torch.arange(spaced, device=cache.device) * old // max(spaced, 1)
+        kept = torch.cat([kept, torch.arange(old, cache.used, device=cache.device)])
+        return kept.expand(cache.batch_size, cache.geometry.num_kv_heads, -1)
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        out = attend_all(cache, q, scaling).out
+        over = [live > self.allowed(length) for live, length in zip(cache.rows["live"], cache.lengths)]
+        if any(over):
+            positions = cache.positions
+            eligible = (positions >= 0) & ~recent(cache, self.window)
+            cache.evict(ops.weakest(spacing(positions), eligible, positions), over)
+        return out
+
+    def allowed(self, length: int) -> int:
+        """Tokens kept of a row of this length."""
+        return budget(self.top_k, length, self.min_k) + self.window
+
+
+def spacing(positions: Tensor) -> Tensor:
+    """Distance between the two neighbours of each token, fp32 like ``positions [B, Hkv, S]``; -1 marks no token.
+
+    The first and the last token have no bound on one side and get infinity.
+    """
+    order = positions.argsort(-1)
+    ordered = positions.gather(-1, order).float()
+    ordered = ordered.masked_fill(ordered < 0, float("-inf"))
+    before = torch.nn.functional.pad(ordered[..., :-1], (1, 0), value=float("-inf"))
+    after = torch.nn.functional.pad(ordered[..., 1:], (0, 1), value=float("inf"))
+    gaps = (after - before).nan_to_num(float("inf"), posinf=float("inf"))
+    return torch.empty_like(gaps).scatter_(-1, order, gaps)

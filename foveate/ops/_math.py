@@ -1,0 +1,39 @@
+"""Arithmetic that the references share: grouped heads without copies, fp32 products, bounded scratch."""
+
+import torch
+from torch import Tensor
+
+SCRATCH_BYTES = 64 << 20
+"""Upper bound in bytes of the largest temporary that a blockwise reference makes."""
+
+
+def fold_group(q: Tensor, num_kv_heads: int) -> Tensor:
+    """Put the query heads of a KV head into rows: ``[B, Hq, Lq, D] -> [B, Hkv, G * Lq, D]`` (a view when Lq is 1).
+
+    Head ``h`` belongs to KV head ``h // G``; row ``g * Lq + i`` is query ``i`` of group member ``g``.
+    """
+    batch, num_heads, length, dim = q.shape
+    if num_heads % num_kv_heads:
+        raise ValueError(f"q has {num_heads} heads, which is not a multiple of the {num_kv_heads} KV heads of k")
+    return q.reshape(batch, num_kv_heads, num_heads // num_kv_heads * length, dim)
+
+
+def unfold_group(x: Tensor, num_heads: int) -> Tensor:
+    """Inverse of :func:`fold_group` for anything ``[B, Hkv, G * Lq, ...]``: gives ``[B, Hq, Lq, ...]``."""
+    batch, num_kv_heads, rows = x.shape[:3]
+    return x.reshape(batch, num_heads, rows * num_kv_heads // num_heads, *x.shape[3:])
+
+
+def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` with an fp32 result, whatever the inputs' dtype; ``a [..., M, K]``, ``b [..., K, N]``."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda and not torch.is_grad_enabled():
+        flat = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
+        return flat.unflatten(0, a.shape[:-2])
+    return a.float() @ b.float()
+
+
+def block_length(bytes_per_row: int, total: int) -> int:
+    """Rows per block, so that a block's temporary stays below :data:`SCRATCH_BYTES` (at least 1, at most total)."""
+    return max(1, min(total, SCRATCH_BYTES // max(1, bytes_per_row)))

@@ -1,0 +1,25 @@
+"""attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
+
+from foveate.ops.attend.reference import (
+    Attended,
+    attend,
+    attend_causal,
+    attend_indices,
+    attend_pages,
+    attend_window,
+    gather_slots,
+    merge,
+    page_slots,
+)
+
+__all__ = [
+    "Attended",
+    "attend",
+    "attend_causal",
+    "attend_indices",
+    "attend_pages",
+    "attend_window",
+    "gather_slots",
+    "merge",
+    "page_slots",
+]

@@ -1,0 +1,250 @@
+"""Softmax attention over chosen keys, with log-sum-exp, and exact merging of partial results."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foveate.ops._math import block_length, fold_group, matmul_fp32, unfold_group
+
+
+class Attended(NamedTuple):
+    """What :func:`attend` and its relatives return; what was not asked for is None."""
+
+    out: Tensor
+    """``[B, Hq, Lq, Dv]``, in the dtype of q."""
+    lse: Tensor | None = None
+    """``[B, Hq, Lq]`` fp32: log-sum-exp of the scaled logits; -inf where a query saw nothing (its output is 0)."""
+    mass: Tensor | None = None
+    """``[B, Hkv, Lk]`` fp32: softmax probability summed over the queries and over the heads of the group."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_lse: bool = False,
+    need_mass: bool = False,
+) -> Attended:
+    """Attention of every query over every given key that the mask leaves.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, Lk, D]``, ``[B, Hkv, Lk, Dv]``; read through their strides.
+        scaling: factor of the logits.
+        mask: bool, broadcastable to ``[B, Hkv, Lq, Lk]``; True where a query may look. The keys of a False entry may
+            hold anything finite.
+        need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both the fastest library
+            kernel runs.
+    """
+    num_heads, length = q.shape[1:3]
+    rows = fold_group(q, k.shape[1])
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
+        mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
+    if not (need_lse or need_mass):
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling)
+        return Attended(unfold_group(out, num_heads))
+    logits = (
+        matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
+        if not rows.requires_grad
+        else (matmul_fp32(rows, k.transpose(-1, -2)) * scaling)
+    )
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    top = logits.amax(-1, keepdim=True)
+    top = top.masked_fill(top.isneginf(), 0.0) if mask is not None else top
+    weights = (logits - top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    weights = weights / (total.clamp_min(torch.finfo(torch.float32).tiny) if mask is not None else total)
+    out = (weights.to(v.dtype) @ v).to(q.dtype)
+    lse = (total.log() + top).squeeze(-1) if need_lse else None
+    return Attended(
+        unfold_group(out, num_heads),
+        unfold_group(lse, num_heads) if need_lse else None,
+        weights.sum(2) if need_mass else None,
+    )
+
+
+def attend_causal(
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int = 0, need_lse: bool = False
+) -> Attended:
+    """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
+
+    No ``Lq x Lk`` tensor and no mask of that size exists: the fused kernel of the device is used where it gives what is
+    asked for, and otherwise blocks of queries are computed one after another.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
+        offset: number of keys before the first query's own.
+    """
+    end = offset + q.shape[2]
+    if k.shape[2] < end:
+        raise ValueError(f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {end}")
+    k, v = k[:, :, :end], v[:, :, :end]
+    if offset == 0 and not need_lse and _library_is_causal(q):
+        return Attended(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        )
+    if not _has_fused(q, k, v):
+        return _attend_causal_blocks(q, k, v, scaling=scaling, offset=offset)
+    own = _fused(q, k[:, :, offset:], v[:, :, offset:], scaling, causal=True)
+    if offset == 0:
+        return own
+    return merge([_fused(q, k[:, :, :offset], v[:, :, :offset], scaling, causal=False), own])
+
+
+def attend_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    lower: Tensor,
+    sinks: int = 0,
+    offset: int = 0,
+) -> Attended:
+    """Causal attention over the first ``sinks`` keys and a window whose start may move from query to query.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
+        lower: int64 ``[Lq]`` on the CPU, non-decreasing: query i sees the keys ``lower[i] .. offset + i``
+            and those with ``j < sinks``.
+        sinks: number of keys at the beginning that every query sees.
+        offset: number of keys before the first query's own.
+    """
+    length = q.shape[2]
+    step = min(length, 512)
+    outs = []
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        start, end = int(lower[first]), offset + last
+        start = 0 if start <= sinks else start
+        keys, values, slots = k[:, :, start:end], v[:, :, start:end], torch.arange(start, end)
+        if start > 0 and sinks > 0:
+            keys = torch.cat([k[:, :, :sinks], keys], 2)
+            values = torch.cat([v[:, :, :sinks], values], 2)
+            slots = torch.cat([torch.arange(sinks), slots])
+        query = torch.arange(offset + first, offset + last)[:, None]
+        mask = (slots <= query) & ((slots >= lower[first:last, None]) | (slots < sinks))
+        outs.append(attend(q[:, :, first:last], keys, values, scaling=scaling, mask=mask[None, None].to(q.device)).out)
+    return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
+
+
+def attend_indices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scaling: float,
+    need_lse: bool = False,
+    need_mass: bool = False,
+) -> Attended:
+    """Attention over gathered keys: only the selected keys are read.
+
+    Args:
+        indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
+
+    Returns:
+        With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
+    """
+    used = indices >= 0
+    keys, values = gather_slots(k, indices), gather_slots(v, indices)
+    values = values.masked_fill(~used[..., None], 0)
+    return attend(q, keys, values, scaling=scaling, mask=used[:, :, None], need_lse=need_lse, need_mass=need_mass)
+
+
+def attend_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    page_size: int,
+    *,
+    scaling: float,
+    need_lse: bool = False,
+    need_mass: bool = False,
+) -> Attended:
+    """Attention over whole pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
+
+    Args:
+        pages: int ``[B, Hkv, P]``; -1 marks an unused place.
+    """
+    indices = page_slots(pages, page_size).flatten(-2)
+    return attend_indices(q, k, v, indices, scaling=scaling, need_lse=need_lse, need_mass=need_mass)
+
+
+def merge(parts: list[Attended]) -> Attended:
+    """Exact attention over the union of disjoint sets of keys, from the attention over each of them.
+
+    Each part is weighted by ``exp(lse_part - lse)``; a part that saw nothing (``lse = -inf``) has weight 0.
+    """
+    lses = torch.stack([part.lse for part in parts])
+    lse = torch.logsumexp(lses, 0)
+    weights = (lses - lse.masked_fill(lse.isneginf(), 0.0)).exp()[..., None]
+    out = sum(weight * part.out.float() for weight, part in zip(weights, parts))
+    return Attended(out.to(parts[0].out.dtype), lse)
+
+
+def gather_slots(x: Tensor, indices: Tensor) -> Tensor:
+    """``x [B, Hkv, Lk, ...]`` at ``indices [B, Hkv, K]`` (negative ones read slot 0): ``[B, Hkv, K, ...]``."""
+    index = indices.clamp_min(0).long()
+    if x.dim() == 3:
+        return x.gather(2, index)
+    return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
+
+
+def page_slots(pages: Tensor, page_size: int) -> Tensor:
+    """Slots of each page: ``[..., P] -> [..., P, page_size]``, -1 where the page is -1."""
+    slots = pages[..., None].long() * page_size + torch.arange(page_size, device=pages.device)
+    return slots.masked_fill(pages[..., None] < 0, -1)
+
+
+def _library_is_causal(q: Tensor) -> bool:
+    """Whether PyTorch's causal attention runs here without an ``Lq x Lk`` tensor and with grouped heads."""
+    return q.device.type == "cpu" or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256)
+
+
+def _has_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    return q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and _library_is_causal(q)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Attended:
+    """The device's flash attention with its log-sum-exp, which the public functional interface does not return."""
+    if q.is_cuda:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scaling)[:2]
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
+    return Attended(out, lse.float())
+
+
+def _attend_causal_blocks(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int) -> Attended:
+    """The specification of :func:`attend_causal`: query blocks over all the keys that they may see."""
+    batch, num_heads, length = q.shape[:3]
+    step = block_length(4 * batch * num_heads * k.shape[2], length)
+    parts = []
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        end = offset + last
+        query = torch.arange(offset + first, end, device=q.device)[:, None]
+        mask = torch.arange(end, device=q.device) <= query
+        parts.append(
+            attend(
+                q[:, :, first:last],
+                k[:, :, :end],
+                v[:, :, :end],
+                scaling=scaling,
+                mask=mask[None, None],
+                need_lse=True,
+            )
+        )
+    return Attended(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))

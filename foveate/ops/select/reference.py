@@ -1,0 +1,77 @@
+"""Which k: deterministic top-k in bounded memory, ties to the smaller index."""
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 16
+"""Scores examined at once."""
+
+
+class StreamingTopK:
+    """Top-k over scores that arrive in blocks (StreamIndex, section 4: chunked partition-merge).
+
+    The order is total: the larger score first, then the smaller index, so that the set never depends on how the scores
+    were cut into blocks. Scores of -inf are never selected. NaN is an error on the CPU.
+
+    Args:
+        k: how many to keep; fewer valid scores leave places of -1 at the end.
+    """
+
+    def __init__(self, k: int):
+        if k < 1:
+            raise ValueError(f"k must be at least 1, not {k}")
+        self.k = k
+        self._scores: Tensor | None = None
+        self._indices: Tensor | None = None
+
+    def update(self, scores: Tensor, first_index: int) -> None:
+        """Take the scores ``[..., n]`` of the indices ``first_index .. first_index + n - 1``; blocks must ascend."""
+        if scores.device.type == "cpu" and bool(torch.isnan(scores).any()):
+            raise ValueError("scores hold NaN: there is no top-k of them")
+        indices = torch.arange(first_index, first_index + scores.shape[-1], device=scores.device)
+        indices = indices.expand(scores.shape)
+        if self._scores is not None:
+            scores = torch.cat([self._scores, scores], -1)
+            indices = torch.cat([self._indices, indices], -1)
+        keep = _first_largest(scores, self.k)
+        self._scores, self._indices = scores.gather(-1, keep), indices.gather(-1, keep)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """``(indices, scores)``, each ``[..., min(k, n)]``: indices int64 ascending, then -1 (score -inf)."""
+        if self._scores is None:
+            raise ValueError("no scores were given")
+        unused = self._scores.isneginf()
+        indices = self._indices.masked_fill(unused, torch.iinfo(torch.int64).max)
+        order = indices.argsort(-1)
+        return self._indices.masked_fill(unused, -1).gather(-1, order), self._scores.gather(-1, order)
+
+
+def topk(scores: Tensor, k: int, *, chunk: int = CHUNK) -> Tensor:
+    """Indices of the k largest scores, ascending, ties to the smaller index.
+
+    Args:
+        scores: ``[..., n]``; -inf marks what must not be chosen.
+        k: how many.
+        chunk: scores examined at once; the result does not depend on it.
+
+    Returns:
+        int64 ``[..., min(k, n)]``, ascending, with -1 at the end where fewer than k scores were above -inf.
+    """
+    best = StreamingTopK(k)
+    for first in range(0, scores.shape[-1], chunk):
+        best.update(scores[..., first : first + chunk], first)
+    return best.result()[0]
+
+
+def _first_largest(scores: Tensor, k: int) -> Tensor:
+    """Ascending positions of the k largest of ``[..., n]``, ties to the smaller position: ``[..., min(k, n)]``."""
+    n = scores.shape[-1]
+    if k >= n:
+        return torch.arange(n, device=scores.device).expand(scores.shape)
+    kth = scores.topk(k, -1).values[..., -1:]
+    above = scores > kth
+    ties = scores == kth
+    room = k - above.sum(-1, keepdim=True)
+    chosen = above | (ties & (ties.cumsum(-1) <= room))
+    positions = torch.where(chosen, torch.arange(n, device=scores.device), n)
+    return positions.topk(k, -1, largest=False, sorted=True).values

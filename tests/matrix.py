@@ -1,0 +1,488 @@
+"""Every method through every invariant.
+
+A method enters by being registered: its class gives the settings of a full and of a small budget and declares its
+exceptions, and the matrix tests the declarations too. Methods are driven through one attention layer, without a model,
+so that states can be compared; `tests/integrations` drives them through `generate`.
+"""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from foveate import methods
+from foveate.cache import Counters
+from foveate.integrations.transformers import handover
+from foveate.integrations.transformers.cache import Layer, Phase
+
+NAMES = methods.names()
+HEADS, KV_HEADS, DIM = 6, 2, 16
+SCALING = DIM**-0.5
+PROMPT, DECODED = 61, 24
+
+
+def small(name, layer=0):
+    """A registered method as one of three layers gets it, under its small budget."""
+    return methods.make(name, **methods.get(name).small_budget).for_layer(layer, 3)
+
+
+VARIANTS = [
+    *((name, small(name)) for name in NAMES),
+    *((name, small(name, 1)) for name in NAMES if small(name, 1) != small(name)),
+    ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
+    ("snapkv/max", methods.make("snapkv", top_k=0.2, window=4, kernel_size=5, pooling="max")),
+    ("tova/kv_head", methods.make("tova", top_k=15, pool="kv_head")),
+    ("luka/mean", methods.make("luka", page_size=8, tail=5, compress_every=1, top_k=0.4)),
+    ("luka/preserve", methods.make("luka", page_size=4, tail=9, compress_every=5, top_k=3, mass="preserve")),
+    ("luka/threshold", methods.make("luka", page_size=4, tail=3, refine="threshold", epsilon=0.07, bias="log")),
+    (
+        "luka/threshold_preserve",
+        methods.make("luka", page_size=4, tail=3, refine="threshold", epsilon=0.07, bias="log", mass="preserve"),
+    ),
+]
+each_variant = pytest.mark.parametrize("method", [m for _, m in VARIANTS], ids=[name for name, _ in VARIANTS])
+
+
+@pytest.fixture(autouse=True)
+def _single_thread():
+    torch.set_num_threads(1)
+
+
+@dataclasses.dataclass
+class Tokens:
+    """Queries, keys and values of a batch of sequences."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def random(cls, batch, length, seed=0, dtype=torch.float32):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((batch, HEADS, length, DIM), (batch, KV_HEADS, length, DIM), (batch, KV_HEADS, length, DIM))
+        q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+        # some keys are loud for a while, so that methods have something to find
+        k[:, :, ::7] *= 2.0
+        return cls(q.to(dtype), k.to(dtype), v.to(dtype))
+
+    def __getitem__(self, tokens):
+        return Tokens(self.q[:, :, tokens], self.k[:, :, tokens], self.v[:, :, tokens])
+
+    def rows(self, index):
+        return Tokens(self.q[index], self.k[index], self.v[index])
+
+    def cat(self, other):
+        return Tokens(*(torch.cat(pair, 2) for pair in zip((self.q, self.k, self.v), (other.q, other.k, other.v))))
+
+    def __len__(self):
+        return self.k.shape[2]
+
+
+class Driver:
+    """One attention layer fed with tokens, as a model feeds it."""
+
+    def __init__(self, method, prompt_end=PROMPT):
+        self.layer = Layer(method, Counters(), Phase(prompt_end=prompt_end))
+
+    def feed(self, tokens, mask=None):
+        key, value = self.layer.update(tokens.k, tokens.v)
+        handover.clear()
+        return self.layer.attend(tokens.q, key, value, mask, SCALING)
+
+    def feed_steps(self, tokens):
+        return torch.cat([self.feed(tokens[i : i + 1]) for i in range(len(tokens))], 2)
+
+    @property
+    def store(self):
+        return self.layer.store
+
+
+def dense(tokens):
+    """Causal attention of every token over all earlier ones, materialised."""
+    group = HEADS // KV_HEADS
+    k, v = (x.double().repeat_interleave(group, 1) for x in (tokens.k, tokens.v))
+    logits = tokens.q.double() @ k.transpose(-1, -2) * SCALING
+    future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
+    return (logits.masked_fill(future, float("-inf")).softmax(-1) @ v).float()
+
+
+def close(a, b, tolerance=2e-5):
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+def assert_same_state(a, b):
+    """Two caches hold the same tokens with the same state, in whatever order of slots."""
+    assert a.rows["lengths"] == b.rows["lengths"]
+    assert a.rows["live"] == b.rows["live"]
+    assert a.rows["pages"] == b.rows["pages"]
+    for row in range(a.batch_size):
+        ordered = []
+        for store in (a, b):
+            positions = store.positions[row]
+            held = [(positions[head] >= 0).nonzero()[:, 0] for head in range(KV_HEADS)]
+            held = torch.stack([slots[positions[head, slots].argsort()] for head, slots in enumerate(held)])
+            picked = {"positions": positions.gather(1, held)}
+            for name, spec in store._slot_specs().items():
+                if spec.per == 1:
+                    tensor = store.tensors[name][row]
+                    index = held if tensor.dim() == 2 else held[..., None].expand(-1, -1, tensor.shape[-1])
+                    picked[name] = tensor.gather(1, index)
+                else:
+                    picked[name] = store.tensors[name][row, :, : store.rows["pages"][row]]
+            ordered.append(picked)
+        assert ordered[0].keys() == ordered[1].keys()
+        for name in ordered[0]:
+            close(ordered[0][name], ordered[1][name], 1e-4)
+
+
+# Budgets
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_full_budget_is_dense_exactly_when_declared(name, layer):
+    method = methods.make(name, **methods.get(name).full_budget).for_layer(layer, 3)
+    tokens = Tokens.random(2, PROMPT + DECODED)
+    driver = Driver(method)
+    out = torch.cat([driver.feed(tokens[:PROMPT]), driver.feed_steps(tokens[PROMPT:])], 2)
+    assert method.dense_at_full_budget
+    close(out, dense(tokens))
+
+
+def test_preserved_mass_is_declared_not_dense_and_is_not():
+    method = methods.make("luka", page_size=4, tail=9, top_k=1.0, mass="preserve")
+    tokens = Tokens.random(1, PROMPT + 1)
+    driver = Driver(method)
+    driver.feed(tokens[:PROMPT])
+    assert not method.dense_at_full_budget
+    assert (driver.feed(tokens[PROMPT:]) - dense(tokens)[:, :, PROMPT:]).abs().max() > 1e-3
+
+
+@each_variant
+def test_context_shorter_than_the_budget_is_dense(method):
+    tokens = Tokens.random(2, 6)
+    driver = Driver(method, prompt_end=4)
+    out = torch.cat([driver.feed(tokens[:4]), driver.feed_steps(tokens[4:5])], 2)
+    if getattr(method, "tail", 9) >= 5:
+        close(out, dense(tokens[:5]))
+
+
+# Causality
+
+
+@each_variant
+def test_a_later_token_never_changes_an_earlier_output(method):
+    tokens, others = Tokens.random(1, PROMPT + 6), Tokens.random(1, PROMPT + 6, seed=1)
+    reach = method.causal_granularity
+    for changed in (reach, PROMPT // 2, PROMPT - 1, PROMPT, PROMPT + 3):
+        outs = []
+        for tail in (tokens, others):
+            mixed = tokens[:changed].cat(tail[changed:])
+            driver = Driver(method)
+            outs.append(torch.cat([driver.feed(mixed[:PROMPT]), driver.feed_steps(mixed[PROMPT:])], 2))
+        upto = changed // reach * reach
+        close(outs[0][:, :, :upto], outs[1][:, :, :upto], 1e-6)
+        assert not torch.allclose(outs[0][:, :, changed:], outs[1][:, :, changed:])
+
+
+# What is read
+
+
+def influences(driver, token):
+    """Which raw slots, and which summaries, change the next output: bool ``[Hkv, used]`` and ``[Hkv, P]``."""
+    base = copy.deepcopy(driver).feed(token)
+    found = {}
+    for name in ("values", "summary_v"):
+        if name not in driver.store.tensors:
+            continue
+        entries = driver.store.rows["pages"][0] if name == "summary_v" else driver.store.used
+        found[name] = torch.zeros(KV_HEADS, entries, dtype=torch.bool)
+        for slot in range(entries):
+            probe = copy.deepcopy(driver)
+            probe.store.tensors[name][:, :, slot] += 1e4
+            changed = (probe.feed(token) - base).abs().amax(-1)[0, :, 0] > 0
+            found[name][:, slot] = changed.view(KV_HEADS, -1).any(1)
+    return found["values"], found.get("summary_v", torch.zeros(KV_HEADS, 0, dtype=torch.bool))
+
+
+@each_variant
+def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
+    tokens = Tokens.random(1, PROMPT + 11)
+    driver = Driver(method)
+    driver.feed(tokens[:PROMPT])
+    driver.feed_steps(tokens[PROMPT:-1])
+    raw, summaries = influences(driver, tokens[-1:])
+
+    counted = copy.deepcopy(driver)
+    counters = counted.layer.counters
+    counters.reset()
+    base = counted.feed(tokens[-1:])
+    assert counters.decode_steps == counters.decode_rows == 1
+    # every summary's key is read, and the value of those that no page replaced; one more key is the token's own
+    assert float(counters.pages_refined) == pytest.approx((~summaries).sum(1).float().mean().item())
+    read = raw.sum(1).float().mean().item() + summaries.shape[1] + 1
+    assert float(counters.keys_read) == pytest.approx(read)
+    assert counters.keys_available == len(tokens)
+
+    poisoned = copy.deepcopy(driver)
+    unread = ~raw
+    for name in ("keys", "values"):
+        poisoned.store.tensors[name][0, :, : driver.store.used][unread] = float("nan")
+    close(poisoned.feed(tokens[-1:]), base, 1e-6)
+
+
+@each_variant
+def test_small_budget_reads_less_than_dense(method):
+    tokens = Tokens.random(1, PROMPT + DECODED)
+    driver = Driver(method)
+    driver.feed(tokens[:PROMPT])
+    driver.feed_steps(tokens[PROMPT:])
+    counters = driver.layer.counters
+    assert counters.decode_steps == DECODED
+    available = sum(range(PROMPT + 1, PROMPT + DECODED + 1))
+    assert counters.keys_available == available
+    if method.name == "dense":
+        assert float(counters.keys_read) == available
+    else:
+        assert float(counters.keys_read) < 0.8 * available
+        assert (counters.tokens_evicted > 0) == method.evicts
+        assert (float(counters.pages_refined) > 0) == (method.name == "luka")
+
+
+@each_variant
+def test_evicting_methods_free_the_memory(method):
+    tokens = Tokens.random(1, 1024)
+    driver, full = Driver(method, 1024), Driver(methods.make("dense"), 1024)
+    driver.feed(tokens)
+    full.feed(tokens)
+    if method.evicts:
+        assert driver.store.resident_bytes < 0.45 * full.store.resident_bytes
+        assert driver.store.used < 0.35 * 1024
+    assert full.store.resident_bytes >= 2 * 1024 * KV_HEADS * DIM * 4
+
+
+# Padding, chunks, turns
+
+
+def padded(rows, pad_to):
+    """Left-padded batch of sequences of unequal length, its mask, garbage in the padding."""
+    batch = Tokens.random(len(rows), pad_to, seed=99)
+    mask = torch.zeros(len(rows), pad_to, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        start = pad_to - len(row)
+        mask[b, start:] = True
+        for name in ("q", "k", "v"):
+            getattr(batch, name)[b, :, start:] = getattr(row, name)[0]
+    return batch, mask
+
+
+LENGTHS = (PROMPT, PROMPT - 17, 23, 3)
+
+
+@each_variant
+@pytest.mark.parametrize("chunk", [PROMPT, 20])
+def test_left_padded_rows_equal_batch_size_one(method, chunk):
+    prompts = [Tokens.random(1, length, seed=length) for length in LENGTHS]
+    steps = [Tokens.random(1, DECODED, seed=1000 + length) for length in LENGTHS]
+    batch, mask = padded(prompts, PROMPT)
+    driver = Driver(method)
+    for first in range(0, PROMPT, chunk):
+        last = min(first + chunk, PROMPT)
+        out = driver.feed(batch[first:last], mask[:, :last])
+    decoded = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in steps]) for n in "qkv")))
+    for b, (prompt, step) in enumerate(zip(prompts, steps)):
+        alone = Driver(method, len(prompt))
+        expected = alone.feed(prompt)
+        tail = min(len(prompt), out.shape[2])
+        close(out[b : b + 1, :, -tail:], expected[:, :, -tail:])
+        close(decoded[b : b + 1], alone.feed_steps(step))
+        one = driver.store.row(b)
+        one.rows["counts"] = list(driver.store.rows["counts"])[b : b + 1]
+        assert_same_state(one, alone.store)
+
+
+@each_variant
+@pytest.mark.parametrize("cuts", [(1,), (7, 30), (PROMPT - 1,), tuple(range(5, PROMPT, 5))], ids=str)
+def test_chunked_prefill_equals_one_piece(method, cuts):
+    tokens = Tokens.random(2, PROMPT + DECODED)
+    whole, chunked = Driver(method), Driver(method)
+    expected = whole.feed(tokens[:PROMPT])
+    edges = [0, *cuts, PROMPT]
+    out = torch.cat([chunked.feed(tokens[a:b]) for a, b in itertools.pairwise(edges)], 2)
+    close(out, expected)
+    close(chunked.feed_steps(tokens[PROMPT:]), whole.feed_steps(tokens[PROMPT:]))
+    assert_same_state(chunked.store, whole.store)
+
+
+@each_variant
+def test_needs_prompt_end_is_declared_truthfully(method):
+    """Where it is not declared, a prompt told as two (the second decoded) gives the same; where it is, it differs."""
+    tokens = Tokens.random(1, PROMPT + DECODED)
+    told, untold = Driver(method), Driver(method, prompt_end=20)
+    a = torch.cat([told.feed(tokens[:PROMPT]), told.feed_steps(tokens[PROMPT:])], 2)
+    b = torch.cat([untold.feed(part) for part in (tokens[:20], tokens[20:PROMPT], tokens[PROMPT:])], 2)
+    if method.needs_prompt_end:
+        assert (a - b).abs().max() > 1e-4
+    else:
+        close(a, b)
+
+
+@each_variant
+def test_several_tokens_at_once_after_the_prompt_equal_single_steps(method):
+    tokens = Tokens.random(2, PROMPT + DECODED)
+    together, apart = Driver(method), Driver(method)
+    for driver in (together, apart):
+        driver.feed(tokens[:PROMPT])
+    close(together.feed(tokens[PROMPT:]), apart.feed_steps(tokens[PROMPT:]))
+    assert_same_state(together.store, apart.store)
+    assert float(together.layer.counters.keys_read) == pytest.approx(float(apart.layer.counters.keys_read))
+
+
+@each_variant
+def test_second_turn_in_chunks_and_batches(method):
+    """A second prompt on the same cache: padded batches and chunks give what a lone sequence gives."""
+    first = [Tokens.random(1, length, seed=length) for length in (31, 18)]
+    steps = [Tokens.random(1, 7, seed=200 + b) for b in range(2)]
+    second = [Tokens.random(1, length, seed=300 + length) for length in (12, 29)]
+    last = [Tokens.random(1, 5, seed=400 + b) for b in range(2)]
+    batch, mask = padded(first, 31)
+    driver = Driver(method, 31)
+    driver.feed(batch, mask)
+    driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in steps]) for n in "qkv")))
+    more, more_mask = padded(second, 29)
+    mask = torch.cat([mask, torch.ones(2, 7, dtype=torch.bool), more_mask], 1)
+    driver.layer.phase.prompt_end = mask.shape[1]
+    driver.feed(more[:11], mask[:, : 31 + 7 + 11])
+    driver.feed(more[11:], mask)
+    out = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in last]) for n in "qkv")))
+    for b in range(2):
+        alone = Driver(method, len(first[b]))
+        alone.feed(first[b])
+        alone.feed_steps(steps[b])
+        alone.layer.phase.prompt_end = len(first[b]) + 7 + len(second[b])
+        alone.feed(second[b])
+        close(out[b : b + 1], alone.feed_steps(last[b]))
+
+
+# Undoing and rearranging
+
+
+@each_variant
+@pytest.mark.parametrize("removed", [1, 4, 9])
+def test_crop_leaves_what_a_fresh_run_would_have(method, removed):
+    tokens, drafts = Tokens.random(1, PROMPT + DECODED), Tokens.random(1, 9, seed=5)
+    driver, fresh = Driver(method), Driver(method)
+    driver.layer.activate_past_recording()
+    driver.feed(tokens[:PROMPT])
+    driver.feed(tokens[PROMPT : PROMPT + 5])
+    driver.layer.crop(0)
+    driver.feed(drafts)  # drafts, of which the first are kept
+    kept = drafts[: len(drafts) - removed]
+    driver.layer.crop(-removed)
+    fresh.feed(tokens[:PROMPT])
+    fresh.feed_steps(tokens[PROMPT : PROMPT + 5])
+    if len(kept):
+        fresh.feed_steps(kept)
+    assert_same_state(driver.store, fresh.store)
+    rest = tokens[PROMPT + 5 :]
+    close(driver.feed(rest), fresh.feed_steps(rest))
+    driver.layer.crop(0)
+    driver.layer.stop_recording()
+    assert_same_state(driver.store, fresh.store)
+    close(driver.feed_steps(drafts), fresh.feed_steps(drafts))
+
+
+@each_variant
+def test_recording_can_start_and_stop_in_mid_sequence(method):
+    tokens = Tokens.random(1, PROMPT + DECODED)
+    driver, fresh = Driver(method), Driver(method)
+    for one in (driver, fresh):
+        one.feed(tokens[:PROMPT])
+        one.feed_steps(tokens[PROMPT : PROMPT + 6])
+    driver.layer.activate_past_recording()
+    driver.feed(Tokens.random(1, 3, seed=7))
+    driver.layer.crop(-3)
+    driver.layer.stop_recording()
+    close(driver.feed_steps(tokens[PROMPT + 6 :]), fresh.feed_steps(tokens[PROMPT + 6 :]))
+    assert_same_state(driver.store, fresh.store)
+
+
+@each_variant
+def test_crop_of_what_is_final_is_refused_or_exact(method):
+    tokens = Tokens.random(1, PROMPT + 3)
+    driver = Driver(method)
+    driver.feed(tokens[:PROMPT])
+    driver.feed_steps(tokens[PROMPT:])
+    if method.stateful:
+        with pytest.raises(ValueError, match="activate_past_recording"):
+            driver.layer.crop(-2)
+        return
+    driver.layer.crop(-2)
+    fresh = Driver(method)
+    fresh.feed(tokens[:PROMPT])
+    fresh.feed(tokens[PROMPT : PROMPT + 1])
+    assert_same_state(driver.store, fresh.store)
+
+
+@each_variant
+def test_reordered_rows_continue_like_fresh_ones(method):
+    tokens, steps = Tokens.random(3, PROMPT + 5), Tokens.random(3, 7, seed=3)
+    order = torch.tensor([2, 0, 0])
+    driver, fresh = Driver(method), Driver(method)
+    driver.feed(tokens[:PROMPT])
+    driver.feed_steps(tokens[PROMPT:])
+    driver.layer.reorder_cache(order)
+    chosen = tokens.rows(order)
+    fresh.feed(chosen[:PROMPT])
+    fresh.feed_steps(chosen[PROMPT:])
+    assert_same_state(driver.store, fresh.store)
+    close(driver.feed_steps(steps), fresh.feed_steps(steps))
+
+
+@each_variant
+def test_repeated_and_selected_rows_continue_like_fresh_ones(method):
+    tokens, steps = Tokens.random(2, PROMPT + 5), Tokens.random(2, 7, seed=3)
+    driver, fresh = Driver(method), Driver(method)
+    driver.feed(tokens[:PROMPT])
+    driver.feed_steps(tokens[PROMPT:])
+    driver.layer.batch_repeat_interleave(3)
+    assert driver.store.batch_size == 6
+    driver.layer.batch_select_indices(torch.tensor([5, 1]))
+    chosen = tokens.rows(torch.tensor([1, 0]))
+    fresh.feed(chosen[:PROMPT])
+    fresh.feed_steps(chosen[PROMPT:])
+    assert_same_state(driver.store, fresh.store)
+    close(driver.feed_steps(steps), fresh.feed_steps(steps))
+
+
+# Precision and settings
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_stays_close_to_the_same_choice_in_fp32(method, dtype):
+    tokens = Tokens.random(1, PROMPT + 1, dtype=dtype)
+    driver = Driver(method)
+    driver.feed(tokens[:PROMPT])
+    wide = copy.deepcopy(driver)
+    for name, tensor in wide.store.tensors.items():
+        wide.store.tensors[name] = tensor.float() if tensor.dtype == dtype else tensor
+    wide.store.dtype = torch.float32
+    out = driver.feed(tokens[PROMPT:])
+    assert out.dtype == dtype
+    exact = wide.feed(Tokens(*(getattr(tokens[PROMPT:], name).float() for name in "qkv")))
+    close(out.float(), exact, 2e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_spec_reads_back_as_the_same_method(name):
+    cls = methods.get(name)
+    assert cls.source
+    assert cls.__doc__
+    for settings in (cls.full_budget, cls.small_budget):
+        method = methods.make(name, **settings)
+        assert methods.parse(method.spec) == method
+        assert set(method.settings()) == {field.name for field in dataclasses.fields(cls)}
+        assert all(field.metadata.get("help") for field in dataclasses.fields(cls))
