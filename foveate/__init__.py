@@ -7,10 +7,28 @@
 >>> foveate.detach(model)
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0.dev0"
 
-from foveate import methods
-from foveate.integrations.transformers import Attachment, Cache, Stats, attach, attached, detach, stats
-from foveate.methods import Method, per_layer
+if TYPE_CHECKING:
+    from foveate import methods
+    from foveate.integrations.transformers import Attachment, Cache, Stats, attach, attached, detach, stats
+    from foveate.methods import Method, per_layer
 
 __all__ = ["Attachment", "Cache", "Method", "Stats", "attach", "attached", "detach", "methods", "per_layer", "stats"]
+
+_HOME = {"methods": "foveate.methods", "Method": "foveate.methods", "per_layer": "foveate.methods"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is used when it is used: torch and Transformers take seconds, `foveate --help` should not."""
+    if name not in __all__:
+        raise AttributeError(f"module 'foveate' has no attribute {name!r}")
+    module = importlib.import_module(_HOME.get(name, "foveate.integrations.transformers"))
+    return module if name == "methods" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

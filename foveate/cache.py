@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.ops import gather_slots
+
 _ALIGN = 64
 
 
@@ -129,7 +131,8 @@ class SlotCache:
             raise ValueError("a method that evicts cannot keep pages: their slots would move")
         for name, spec in self.specs.items():
             if spec.per == 0:
-                self.tensors[name] = torch.zeros(batch_size, *spec.shape, dtype=spec.dtype or dtype, device=device)
+                with torch.inference_mode(False):
+                    self.tensors[name] = torch.zeros(batch_size, *spec.shape, dtype=spec.dtype or dtype, device=device)
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, num_heads: int) -> SlotCache:
@@ -230,7 +233,8 @@ class SlotCache:
         for name, spec in self._slot_specs().items():
             entries = capacity // spec.per
             shape = (self.batch_size, self.geometry.num_kv_heads, entries, *spec.shape)
-            grown = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
+            with torch.inference_mode(False):  # a buffer made under inference_mode could not be written outside of it
+                grown = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
             if name == "positions":
                 grown.fill_(-1)
             if name in self.tensors:
@@ -318,12 +322,12 @@ class SlotCache:
         if isinstance(keep, list):
             width = max(kept)
             keep = torch.cat([torch.nn.functional.pad(one, (0, width - one.shape[2]), value=-1) for one in keep])
-        positions = _take(self.positions, keep).masked_fill(keep < 0, -1)
+        positions = gather_slots(self.positions, keep).masked_fill(keep < 0, -1)
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
         keep = keep.gather(2, order)
         evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
         self.counters.tokens_evicted += evicted
-        packed = {name: _take(self.tensors[name], keep) for name in self._slot_specs() if name in self.tensors}
+        packed = {name: gather_slots(self.tensors[name], keep) for name in self._slot_specs() if name in self.tensors}
         packed["positions"] = positions.gather(2, order)
         self.capacity = 0
         for name in packed:
@@ -361,7 +365,9 @@ class SlotCache:
 
     def take_rows(self, index: Tensor) -> None:
         """Rows of the batch anew: ``index`` int64 ``[B']`` (beam search, repeats, selection)."""
-        self.tensors = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            index = index.clone()
+            self.tensors = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
         chosen = index.tolist()
         self.rows = {name: [numbers[b] for b in chosen] for name, numbers in self.rows.items()}
         if self.freed is not None:
@@ -431,11 +437,3 @@ class SlotCache:
         rows["lengths"] = [number + tokens for number in rows["lengths"]]
         rows["live"] = [number + tokens for number in rows["live"]]
         rows["counts"] = [number + added for number, added in zip(rows["counts"], slots)]
-
-
-def _take(x: Tensor, slots: Tensor) -> Tensor:
-    """``x [B, Hkv, S, ...]`` at ``slots [B, Hkv, K]`` (negative ones read slot 0)."""
-    index = slots.clamp_min(0)
-    if x.dim() > 3:
-        index = index[..., None].expand(*index.shape, x.shape[3])
-    return x.gather(2, index)

@@ -147,13 +147,14 @@ class LuKA(Method):
         cover = torch.cat([at_summary, at_tail], -1).softmax(-1)
 
         refined = self._refined(cover[..., :pages].mean(2), cache)
-        used = refined >= 0
-        slots = ops.page_slots(refined, self.page_size).flatten(-2)
-        raw_k, raw_v = ops.gather_slots(cache.keys, slots), ops.gather_slots(cache.values, slots)
+        partial = self.refine == "threshold" or not cache.uniform  # places for refined pages may be unused
+        raw_k, raw_v = (ops.gather_pages(x, refined, self.page_size) for x in (cache.keys, cache.values))
         at_raw = matmul_fp32(rows, raw_k.transpose(-1, -2)).mul_(scaling)
-        if self._partial(cache):
-            at_raw.masked_fill_((slots < 0)[:, :, None], float("-inf"))
-            raw_v = raw_v.masked_fill((slots < 0)[..., None], 0)
+        used = refined >= 0
+        if partial:
+            unused = ~used.repeat_interleave(self.page_size, -1)
+            at_raw.masked_fill_(unused[:, :, None], float("-inf"))
+            raw_v = raw_v.masked_fill(unused[..., None], 0)
 
         index = refined.clamp_min(0)[:, :, None].expand(-1, -1, rows.shape[2], -1)
         if self.mass == "exact":
@@ -171,7 +172,7 @@ class LuKA(Method):
         out = out + of_summary.to(summary_v.dtype) @ summary_v + of_raw.to(raw_v.dtype) @ raw_v
         if self.observes:
             self._add_mass(cache, of_tail.sum(2), tail_slots)
-        refined_pages = used.sum(-1)
+        refined_pages = used.sum(-1) if partial else refined.shape[-1]
         tokens = at_tail.shape[-1] if tail_used is None else tail_used.sum(-1)
         summaries = pages if is_page is None else is_page.sum(-1)[:, :, 0]
         cache.count_read(refined_pages * self.page_size + summaries + tokens, pages_refined=refined_pages)
@@ -191,10 +192,6 @@ class LuKA(Method):
         rows = [ops.topk(mass[b : b + 1], count) for b, count in enumerate(counts)]
         width = max(row.shape[-1] for row in rows)
         return torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=-1) for row in rows])
-
-    def _partial(self, cache: SlotCache) -> bool:
-        """Whether places for refined pages may be unused."""
-        return self.refine == "threshold" or not cache.uniform
 
     def _page_mask(self, cache: SlotCache, pages: int) -> Tensor:
         """bool ``[B, 1, 1, P]``: which summaries exist in each row."""

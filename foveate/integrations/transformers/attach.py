@@ -124,8 +124,9 @@ def detach(model: nn.Module) -> None:
 @contextmanager
 def attached(model: nn.Module, method: str | Method, **settings: Any) -> Iterator[Attachment]:
     """:func:`attach` for the length of a ``with`` block."""
+    attachment = attach(model, method, **settings)
     try:
-        yield attach(model, method, **settings)
+        yield attachment
     finally:
         detach(model)
 
@@ -231,6 +232,9 @@ class _BeforeForward:
         if kwargs.get("output_attentions"):
             raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
         cache = kwargs.get("past_key_values")
+        new = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if new is not None:
+            check_length((0 if cache is None else cache.get_seq_length()) + new.shape[1], self.attachment)
         if cache is not None:
             if not decoder.training:
                 check_cache(cache, self.attachment)
@@ -265,12 +269,7 @@ class _PrepareCache:
                 f"cache_implementation={generation_config.cache_implementation!r} cannot be combined with an attached "
                 "method, which brings its own cache; leave it out"
             )
-        positions = getattr(self.attachment.config, "max_position_embeddings", None)
-        if positions is not None and max_cache_length > positions:
-            raise ValueError(
-                f"the prompt and max_new_tokens come to {max_cache_length + 1} tokens, beyond the model's "
-                f"max_position_embeddings of {positions}"
-            )
+        check_length(max_cache_length, self.attachment)  # the last token generated is never fed
         if generation_config.use_cache is False:
             return
         told = [model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
@@ -294,6 +293,16 @@ class _PrepareCache:
         cache.begin(prompt_end, bool(generation_config.is_assistant))
         if generation_config.is_assistant:
             cache.activate_past_recording()
+
+
+def check_length(tokens: int, attachment: Attachment) -> None:
+    """Refuse a context that the model has no positions for."""
+    positions = getattr(attachment.config, "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise ValueError(
+            f"the prompt and what is to be generated come to {tokens} tokens, beyond the model's "
+            f"max_position_embeddings of {positions}"
+        )
 
 
 def check_cache(cache: Any, attachment: Attachment) -> None:

@@ -177,8 +177,10 @@ def attend_pages(
     Args:
         pages: int ``[B, Hkv, P]``; -1 marks an unused place.
     """
-    indices = page_slots(pages, page_size).flatten(-2)
-    return attend_indices(q, k, v, indices, scaling=scaling, need_lse=need_lse, need_mass=need_mass)
+    used = (pages >= 0).repeat_interleave(page_size, -1)
+    keys, values = gather_pages(k, pages, page_size), gather_pages(v, pages, page_size)
+    values = values.masked_fill(~used[..., None], 0)
+    return attend(q, keys, values, scaling=scaling, mask=used[:, :, None], need_lse=need_lse, need_mass=need_mass)
 
 
 def merge(parts: list[Attended]) -> Attended:
@@ -198,7 +200,31 @@ def gather_slots(x: Tensor, indices: Tensor) -> Tensor:
     index = indices.clamp_min(0).long()
     if x.dim() == 3:
         return x.gather(2, index)
-    return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
+    batch, num_kv_heads, length, dim = x.shape
+    per_head = x.stride(1) // dim
+    if x.requires_grad or x.stride() != (num_kv_heads * per_head * dim, per_head * dim, dim, 1):
+        return x.gather(2, index[..., None].expand(*index.shape, dim))
+    # whole rows of the buffer that x is a view of: several times faster than an element-wise gather
+    heads = torch.arange(batch * num_kv_heads, device=x.device).view(batch, num_kv_heads, 1)
+    rows = x.as_strided(((batch * num_kv_heads - 1) * per_head + length, dim), (dim, 1))
+    return rows.index_select(0, (index + heads * per_head).flatten()).view(*index.shape, dim)
+
+
+def gather_pages(x: Tensor, pages: Tensor, page_size: int) -> Tensor:
+    """Whole pages of ``x [B, Hkv, Lk, D]`` at ``pages [B, Hkv, P]`` (negative ones read page 0).
+
+    Returns:
+        ``[B, Hkv, P * page_size, D]``.
+    """
+    batch, num_kv_heads, _, dim = x.shape
+    per_head = x.stride(1) // dim
+    packed = x.stride() == (num_kv_heads * per_head * dim, per_head * dim, dim, 1)
+    if x.requires_grad or not packed or per_head % page_size:
+        return gather_slots(x, page_slots(pages.clamp_min(0), page_size).flatten(-2))
+    whole = x.as_strided(
+        (batch, num_kv_heads, x.shape[2] // page_size, page_size * dim), (*x.stride()[:2], page_size * dim, 1)
+    )
+    return gather_slots(whole, pages).view(batch, num_kv_heads, -1, dim)
 
 
 def page_slots(pages: Tensor, page_size: int) -> Tensor:

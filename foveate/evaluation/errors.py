@@ -1,0 +1,23 @@
+"""Errors that a user can mend: one line that says what is wrong and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input: an unknown name, a missing folder, a length out of range. The command line prints it as one line."""
+
+
+class DataError(UserError):
+    """A malformed or missing data file; the message begins with the file and, where there is one, the line."""
+
+
+def unknown(kind: str, value: str, allowed: Iterable[str], where: str = "") -> UserError:
+    """Error for an unknown name, found in `where`: the nearest allowed name, if one is near, and all of them."""
+    names = list(allowed)
+    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    where = f"{where}: " if where else ""
+    return UserError(f"{where}unknown {kind} '{value}'.{hint} Allowed: {', '.join(names)}")

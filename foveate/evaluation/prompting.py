@@ -1,0 +1,58 @@
+"""From a prompt (chat messages or raw text) to token ids, with an answer prefix that the model has to continue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foveate.evaluation.errors import UserError
+
+Message = dict[str, str]
+"""A chat message: `{"role": "system" | "user" | "assistant", "content": text}`."""
+
+Prompt = str | Sequence[Message]
+
+# Templates that print the day would make a prompt depend on the clock; those that can think aloud are asked not to.
+_TEMPLATE_SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
+
+
+def encode(tokenizer: Any, prompt: Prompt, answer_prefix: str = "") -> list[int]:
+    """Token ids of a prompt, `[L]`.
+
+    Messages go through the tokenizer's chat template, if it has one, and the answer prefix follows the generation
+    prompt; without a template their contents are joined by empty lines, and the prefix follows after a space. Raw text
+    gets the tokenizer's beginning-of-text token, if it uses one, and never an end token.
+    """
+    if not isinstance(prompt, str) and tokenizer.chat_template:
+        text = _chat(tokenizer, prompt) + answer_prefix
+        return tokenizer.encode(text, add_special_tokens=False)
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(message["content"] for message in prompt)
+    text = f"{prompt} {answer_prefix}" if answer_prefix else prompt
+    return leading_ids(tokenizer) + tokenizer.encode(text, add_special_tokens=False)
+
+
+def leading_ids(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, as a list of one, if this tokenizer puts one before a text, else an empty list."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer.encode("a")[:1] == [bos] else []
+
+
+def _chat(tokenizer: Any, messages: Sequence[Message]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return _apply(tokenizer, messages)
+    except TemplateError as error:
+        if messages[0]["role"] != "system":
+            raise UserError(f"the tokenizer's chat template refuses the prompt: {error}") from None
+    # Some templates know no system role: the system prompt then opens the user's message.
+    system, user, *rest = messages
+    merged = {"role": "user", "content": f"{system['content']}\n\n{user['content']}"}
+    return _apply(tokenizer, [merged, *rest])
+
+
+def _apply(tokenizer: Any, messages: Sequence[Message]) -> str:
+    return tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True, **_TEMPLATE_SETTINGS
+    )

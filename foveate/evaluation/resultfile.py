@@ -1,0 +1,176 @@
+"""The files of a run: results so far, appended batch by batch to `OUT.partial`, and the finished rows in `OUT`.
+
+Both carry the run's fingerprint, a mapping of JSON values. A file of another run is never written to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foveate.evaluation.errors import DataError, UserError
+
+_KIND = "partial results of foveate compare"
+Fingerprint = Mapping[str, Any]
+
+
+def partial_path(out: Path) -> Path:
+    """Where the results so far of the rows file `out` are kept."""
+    return out.with_name(out.name + ".partial")
+
+
+def read_rows(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
+    """The finished rows in `out`, none if it does not exist. Raises `UserError` if they are not this run's."""
+    try:
+        lines = out.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror}") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _parsed(out, number, line)
+        if not isinstance(row.get("run"), dict) or "item_values" not in row:
+            raise UserError(f"{out}:{number}: not a row of foveate compare; choose another --out")
+        _same_run(out, row["run"], run)
+        rows.append(row)
+    return rows
+
+
+def read_partial(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
+    """The batch records kept for `out`, none if there is no partial file.
+
+    A last line without its newline was torn by the kill and is left out. Raises `UserError` if it is another run's file
+    or no partial file at all, `DataError` with the line if it is damaged.
+    """
+    path = partial_path(out)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    return _records(path, content, run)[0]
+
+
+class PartialFile:
+    """The partial file, open for appending. A context manager; each record is on the disk when `append` returns.
+
+    `records` are those that it already holds. Raises what `read_partial` does, and `UserError` if another process is
+    writing to it or the folder cannot be written to.
+    """
+
+    def __init__(self, out: Path, run: Fingerprint):
+        path = partial_path(out)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab+")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written to ({error.strerror})") from None
+        try:
+            _lock(self._file, path)
+            self._file.seek(0)
+            self.records, whole = _records(path, self._file.read(), run)
+            self._file.truncate(whole)
+            if not whole:
+                self.append({"kind": _KIND, "run": dict(run)})
+                _sync_folder(path.parent)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes one JSON line, whole or, if killed meanwhile, to be dropped by the next reader."""
+        self._file.write(_dumps(record))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> PartialFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+def write_rows(out: Path, rows: Sequence[Mapping[str, Any]], keep_partial: bool = False) -> None:
+    """Writes the rows to `out` in one step (a temporary file, then a rename).
+
+    The partial file is then removed, unless it also has results of methods that are not among the rows.
+    """
+    with tempfile.NamedTemporaryFile("wb", dir=out.parent, prefix=f".{out.name}.", delete=False) as file:
+        try:
+            file.write(b"".join(map(_dumps, rows)))
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, out)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    _sync_folder(out.parent)
+    if not keep_partial:
+        partial_path(out).unlink(missing_ok=True)
+
+
+def _dumps(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _records(path: Path, content: bytes, run: Fingerprint) -> tuple[list[dict[str, Any]], int]:
+    """The records of a partial file and the length of its whole lines; neither if not even its header is whole."""
+    whole = content.rfind(b"\n") + 1
+    begin = json.dumps({"kind": _KIND}).encode()[:-1]
+    if not (content.startswith(begin) or (not whole and begin.startswith(content))):
+        raise UserError(f"{path}: not a file of partial results; move it away or choose another --out")
+    lines = [_parsed(path, number, line) for number, line in enumerate(content[:whole].splitlines(), start=1)]
+    if lines:
+        _same_run(path, lines[0].get("run") or {}, run)
+    return lines[1:], whole
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}:{number}: malformed JSON ({error}); move the file away or choose another --out"
+        ) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}:{number}: expected a JSON object; move the file away or choose another --out")
+    return value
+
+
+def _same_run(path: Path, theirs: Fingerprint, ours: Fingerprint) -> None:
+    ours = json.loads(json.dumps(dict(ours)))
+    fields = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
+    if fields:
+        differences = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in fields)
+        raise UserError(
+            f"{path} belongs to another run: {differences}. Choose another --out, or move that file away to start anew"
+        )
+
+
+def _lock(file: Any, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"{path}: another process is writing to it") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # folders cannot be opened on this system
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,297 @@
+"""Comparing methods on one task: the same items for every method, resumable, one row of results per method.
+
+`prepare` does everything that can fail without the model's weights (names, data, lengths, earlier results); `run` loads
+the model and works off what is missing. Items go in the outer loop and methods in the inner one, so that a machine that
+slows down slows all methods alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import foveate
+from foveate.evaluation import accounting, data, inference, resultfile
+from foveate.evaluation.errors import UserError
+from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
+from foveate.evaluation.tasks.base import Item, Task
+
+_EXAMPLES = 8  # items whose answers go into the rows
+_EXAMPLE_CHARS = 200
+_WARM_UP = 64  # prompt tokens of the unmeasured first call
+
+Record = dict[str, Any]
+Progress = Callable[[str, int], None]
+"""Called with a method's spec and the number of items that it has just answered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What is to be compared. `dtype` and `device` may be "auto"; `methods` are foveate methods, "dense" among them."""
+
+    model: Path
+    task: Task
+    data: Path
+    methods: tuple[Any, ...]
+    limit: int
+    out: Path
+    batch_size: int = 1
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def command(self) -> str:
+        """The command line of this comparison, paths shortened to their last names."""
+        settings = ",".join(f"{key}={value}" for key, value in self.task.settings().items())
+        parts = ["foveate compare", f"--model {self.model.name}", f"--task {self.task.name}:{settings}"]
+        parts += [f"--data {self.data.name}", *(f'--method "{method.spec}"' for method in self.methods)]
+        parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]
+        return " ".join([*parts, f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A checked comparison: its items, its fingerprint and what earlier runs have left of it."""
+
+    plan: Comparison
+    tokenizer: Any
+    items: list[Item]
+    run: dict[str, Any]
+    rows: list[dict[str, Any]]
+    records: list[Record]
+
+    @property
+    def missing(self) -> list[Any]:
+        """The methods without a finished row."""
+        done = {_key(row["method"], row["settings"]) for row in self.rows}
+        return [method for method in self.plan.methods if _method_key(method) not in done]
+
+    @property
+    def kept(self) -> int:
+        """Answers, items times methods, that an interrupted run has left."""
+        keys = {_method_key(method) for method in self.missing}
+        return sum(len(record["values"]) for record in self.records if record["key"] in keys)
+
+
+def parse_method(spec: str) -> Any:
+    """A method from its spec. Raises `UserError` for an unknown method or setting, naming the nearest."""
+    try:
+        return foveate.methods.parse(spec)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from None
+
+
+def parse_methods(specs: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
+    """Methods from their specs, "dense" first and repeated ones dropped; second: whether "dense" had to be added.
+
+    Raises `UserError` for an unknown method or setting.
+    """
+    methods = [parse_method(spec) for spec in specs]
+    added = all(method.name != "dense" for method in methods)
+    if added:
+        methods.insert(0, parse_method("dense"))
+    methods.sort(key=lambda method: method.name != "dense")
+    unique = {_method_key(method): method for method in methods}
+    return tuple(unique.values()), added
+
+
+def prepare(plan: Comparison) -> Prepared:
+    """Checks a comparison and makes its items; loads the tokenizer, no weights. Raises `UserError`."""
+    for name in ("limit", "batch_size"):
+        if getattr(plan, name) < 1:
+            raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(plan, name)}")
+    facts = accounting.model_facts(plan.model)
+    device = inference.choose_device(plan.device)
+    plan = dataclasses.replace(
+        plan, model=plan.model.resolve(), device=device, dtype=inference.choose_dtype(plan.dtype, plan.model, device)
+    )
+    files = plan.task.files(plan.data)
+    settings = plan.task.settings()
+    asked = sum(settings.get(name, 0) for name in ("length", "continuation", "max_new_tokens"))
+    what = f"task '{plan.task.name}' (prompt and answer) needs"
+    accounting.check_positions(asked, facts, what)
+    tokenizer = inference.load_tokenizer(plan.model)
+    items = plan.task.items(plan.data, tokenizer, plan.limit, plan.seed)
+    accounting.check_positions(max(item.positions for item in items), facts, what)
+    run = {
+        "schema": accounting.ROW_SCHEMA,
+        "task": plan.task.name,
+        **settings,
+        "limit": plan.limit,
+        "seed": plan.seed,
+        "model": plan.model.name,
+        "weights": accounting.model_digest(plan.model),
+        "data": data.digest(files),
+        "items": _items_digest(items),
+        "dtype": plan.dtype,
+        "device": device,
+        "batch_size": plan.batch_size,
+    }
+    rows = resultfile.read_rows(plan.out, run)
+    kept = resultfile.read_partial(plan.out, run)
+    return Prepared(plan, tokenizer, items, run, rows, kept)
+
+
+def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> list[dict[str, Any]]:
+    """Answers what is missing, writes the rows and returns them: those of earlier runs first, then the new ones.
+
+    Killed at any moment, it loses at most the batch in flight. Raises `UserError` if a method cannot be applied to the
+    model, before any item is answered.
+    """
+    plan, missing = prepared.plan, prepared.missing
+    if not missing:
+        return prepared.rows
+    with resultfile.PartialFile(plan.out, prepared.run) as partial:
+        records = {(record["key"], record["first"]): record for record in partial.records}
+        groups = inference.batches(prepared.items, plan.batch_size)
+        cells = [(_method_key(method), group[0].id, method, group) for group in groups for method in missing]
+        todo = [cell for cell in cells if cell[:2] not in records]
+        for key, first, method, group in cells:
+            if (key, first) in records:
+                progress(method.spec, len(group))
+        session = _Session(prepared, list({cell[0]: cell[2] for cell in todo}.values())) if todo else None
+        for key, first, method, group in todo:
+            records[key, first] = session.measure(method, group)
+            partial.append(records[key, first])
+            progress(method.spec, len(group))
+        of_methods = [[records[_method_key(method), group[0].id] for group in groups] for method in missing]
+        rows = _rows(prepared, of_methods)
+        finished = {_key(row["method"], row["settings"]) for row in rows}
+        resultfile.write_rows(plan.out, rows, keep_partial=any(key not in finished for key, _ in records))
+    return rows
+
+
+class _Session:
+    """The loaded model, every method tried on it once, ready to be measured."""
+
+    def __init__(self, prepared: Prepared, methods: Sequence[Any]):
+        plan = self._plan = prepared.plan
+        self._tokenizer = prepared.tokenizer
+        self._model = inference.load_model(plan.model, plan.dtype, plan.device)
+        self._memory = accounting.PeakMemory(plan.device)
+        self._commit = accounting.commit()
+        item = prepared.items[0]
+        cut = dataclasses.replace(
+            item,
+            prompt_ids=item.prompt_ids[:_WARM_UP],
+            target_ids=item.target_ids[:2],
+            max_new_tokens=min(2, item.max_new_tokens),
+        )
+        for method in methods:
+            try:
+                with foveate.attached(self._model, method):
+                    inference.run_batch(self._model, self._tokenizer, [cut])
+            except (ValueError, TypeError, NotImplementedError) as error:
+                raise UserError(f"method '{method.spec}' cannot be applied to {plan.model.name}: {error}") from error
+
+    def measure(self, method: Any, items: Sequence[Item]) -> Record:
+        """One method on one batch: graded values, texts, times, memory and the method's own counters."""
+        torch.manual_seed(self._plan.seed)
+        with foveate.attached(self._model, method):
+            self._memory.start()
+            batch = inference.run_batch(self._model, self._tokenizer, items)
+            stats = foveate.stats(self._model).summary()
+            peak = self._memory.peak()
+        values = [self._plan.task.grade(item, output) for item, output in zip(items, batch.outputs)]
+        if not all(math.isfinite(value) for graded in values for value in graded.values()):
+            raise ArithmeticError(f"method '{method.spec}' gave a value that is not a number on item {items[0].id}")
+        return {
+            "key": _method_key(method),
+            "spec": method.spec,
+            "first": items[0].id,
+            "values": values,
+            "texts": [self._plan.task.said(item, output) for item, output in zip(items, batch.outputs)],
+            "prefill_ms": batch.prefill_ms,
+            "decode_ms_per_token": batch.decode_ms_per_token,
+            "timing": batch.timing,
+            "peak_bytes": peak,
+            "peak_kind": self._memory.kind,
+            "stats": stats,
+            "commit": self._commit,
+        }
+
+
+def _rows(prepared: Prepared, new: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
+    """Finished rows: the earlier ones, and one per method made from its records, in the order of the items."""
+    rows = list(prepared.rows)
+    for method, records in zip(prepared.missing, new):
+        values = columns(value for record in records for value in record["values"])
+        dense = next((row for row in rows if row["method"] == "dense"), None)
+        rows.append(_row(prepared, method, records, values, dense))
+    return rows
+
+
+def _row(
+    prepared: Prepared, method: Any, records: Sequence[Record], values: dict[str, Any], dense: dict[str, Any] | None
+) -> dict[str, Any]:
+    plan, task, items = prepared.plan, prepared.plan.task, prepared.items
+    names = sorted(task.metrics, key=lambda name: name != task.main)  # the main one first
+    metrics = {name: bootstrap(task.metrics[name], values, plan.seed) for name in names}
+    main, aggregate = metrics[task.main], task.metrics[task.main]
+    if dense is None:  # this row is dense itself
+        difference, dense_score = Interval(0.0, 0.0, 0.0), main.value
+    else:
+        theirs = {key: np.array(column) for key, column in dense["item_values"].items()}
+        difference, dense_score = paired_bootstrap(aggregate, values, theirs, plan.seed), dense["score"]
+    texts = [text for record in records for text in record["texts"]]
+    prompt_tokens = sum(len(item.prompt_ids) for item in items) / len(items)
+    return accounting.ordered(
+        {
+            "method": method.name,
+            "spec": method.spec,
+            "settings": method.settings(),
+            "model": plan.model.name,
+            "architecture": accounting.model_facts(plan.model),
+            "task": task.name,
+            "task_settings": task.settings(),
+            "split": task.split,
+            "length": getattr(task, "length", round(prompt_tokens)),
+            "n": len(items),
+            "score": main.value,
+            "low": main.low,
+            "high": main.high,
+            "metrics": {name: dataclasses.asdict(interval) for name, interval in metrics.items()},
+            "ceiling": task.ceiling(items),
+            "dense_score": dense_score,
+            "diff_to_dense": difference.value,
+            "diff_low": difference.low,
+            "diff_high": difference.high,
+            **accounting.add_up(records),
+            "batch_size": plan.batch_size,
+            "dtype": plan.dtype,
+            "device": accounting.device_name(plan.device),
+            "versions": accounting.versions(),
+            "limit": plan.limit,
+            "seed": plan.seed,
+            "command": plan.command(),
+            "run": prepared.run,
+            "item_values": {key: array.tolist() for key, array in values.items()},
+            "examples": [
+                {"id": item.id, "gold": list(item.answers), "answer": text[:_EXAMPLE_CHARS]}
+                for item, text in list(zip(items, texts))[:_EXAMPLES]
+            ],
+        }
+    )
+
+
+def _method_key(method: Any) -> str:
+    return _key(method.name, method.settings())
+
+
+def _key(name: str, settings: dict[str, Any]) -> str:
+    return json.dumps([name, settings], sort_keys=True)
+
+
+def _items_digest(items: Sequence[Item]) -> str:
+    total = hashlib.sha256()
+    for item in items:
+        total.update(json.dumps([item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]).encode())
+    return total.hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""What a task is: items to ask, how an answer is graded, and how grades become metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from foveate.evaluation.errors import UserError, unknown
+from foveate.evaluation.metrics import Aggregate
+from foveate.evaluation.prompting import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One question put to a model.
+
+    `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. An item with
+    `target_ids` `[T]` is scored teacher-forced (T decode steps); one without is answered greedily, up to
+    `max_new_tokens` tokens or the first `stop` string.
+    """
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    answers: tuple[str, ...] = ()
+    answer_prefix: str = ""
+    max_new_tokens: int = 0
+    stop: str = ""
+    target_ids: tuple[int, ...] = ()
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model needs for prompt and answer."""
+        return len(self.prompt_ids) + max(self.max_new_tokens, len(self.target_ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a model made of an item: its text, or the summed negative log-likelihood (nats) of the target tokens."""
+
+    text: str = ""
+    nll: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A kind of item and its grading; the fields are the task's settings.
+
+    A new task is one file in this folder: a frozen dataclass derived from `Task` and decorated by `tasks.register`.
+    """
+
+    name: ClassVar[str]
+    splits: ClassVar[tuple[str, ...]]
+    metrics: ClassVar[Mapping[str, Aggregate]]
+    main: ClassVar[str]
+    """The metric that is the row's `score`, in 0..100."""
+
+    split: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.split:
+            object.__setattr__(self, "split", self.splits[0])
+        if self.split not in self.splits:
+            raise unknown("split", self.split, self.splits, f"task '{self.name}'")
+
+    def settings(self) -> dict[str, Any]:
+        """All settings as JSON-able values."""
+        return dataclasses.asdict(self)
+
+    def files(self, data: Path) -> list[Path]:
+        """The files of the data folder that the items are made of. Raises `DataError` if they are missing."""
+        raise NotImplementedError
+
+    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
+        """The first `limit` items (or examples, where the task says so), a function of the arguments alone.
+
+        Raises `DataError` for malformed data and `UserError` if there are fewer than asked for and more can't be made.
+        """
+        raise NotImplementedError
+
+    def grade(self, item: Item, output: Output) -> dict[str, float]:
+        """The item's values, from which the metrics aggregate; the same keys for every item."""
+        raise NotImplementedError
+
+    def said(self, item: Item, output: Output) -> str:
+        """The output in words, for a reader."""
+        return output.text
+
+    def ceiling(self, items: list[Item]) -> float:
+        """The best `score` that a reader of the prompts alone could reach, 0..100."""
+        return 100.0
+
+
+def at_least(task: Task, name: str, smallest: int) -> None:
+    """Raises `UserError` if the integer setting `name` of a task is below `smallest`."""
+    value = getattr(task, name)
+    if value < smallest:
+        raise UserError(f"task '{task.name}': {name} must be at least {smallest}, got {value}")

@@ -1,0 +1,178 @@
+"""Needle in a haystack: a magic number hidden in a novel, worded as RULER's essay tasks (Hsieh et al. 2024, app. B).
+
+`single` is RULER's niah_single_2 with novels as the essay; `multi` adds nine needles of the same form with other keys
+(RULER's niah_multikey_1, with ten keys instead of four). The whole prompt, template and answer prefix included, is
+fitted to `length` tokens: never above, and within 1 % below.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from foveate.evaluation import data as reading
+from foveate.evaluation.errors import UserError
+from foveate.evaluation.metrics import Aggregate, mean, string_match
+from foveate.evaluation.prompting import Message, encode
+from foveate.evaluation.tasks import register
+from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.evaluation.words import ADJECTIVES, NOUNS
+
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+TEMPLATE = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards.\n{context}\n"
+    "What is the special magic number for {key} mentioned in the provided text?"
+)
+ANSWER_PREFIX = "The special magic number for {key} mentioned in the provided text is"
+
+DEPTHS = tuple(round(100 * step / 39) for step in range(40))
+"""RULER's 40 depths, in percent; here of the text (there of its sentences), to the nearest start of a sentence."""
+_FIRST, _STRIDE = 20, 23  # any run of items is spread over the depths, 40 in a row visit each once
+_NEEDLES = {"single": 1, "multi": 10}
+_SHORTEST = 256
+_CHARS_PER_TOKEN = 8
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]_]*\s")
+_ABBREVIATION = re.compile(r"(?:^|[\s(\"'“‘])(?:[A-Z]|Mrs?|Ms|Messrs|Dr|St|Mme|Mlle|No|vol|viz|etc|i\.e|e\.g)\.$")
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class NeedleInAHaystack(Task):
+    """A magic number hidden in a novel, asked for with an answer prefix. Score: the number is in the answer."""
+
+    name: ClassVar[str] = "niah"
+    splits: ClassVar[tuple[str, ...]] = tuple(_NEEDLES)
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"string_match": mean("string_match")}
+    main: ClassVar[str] = "string_match"
+
+    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
+    max_new_tokens: int = dataclasses.field(default=16, metadata={"help": "longest answer (RULER: 128)"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "length", _SHORTEST * (2 if self.split == "multi" else 1))
+        at_least(self, "max_new_tokens", 1)
+
+    def files(self, data: Path) -> list[Path]:
+        return reading.novel_files(data)
+
+    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
+        library = Library(reading.read_novels(data))
+        return [self._item(tokenizer, library, index, seed) for index in range(limit)]
+
+    def grade(self, item: Item, output: Output) -> dict[str, float]:
+        return {"string_match": string_match(output.text, item.answers)}
+
+    def _item(self, tokenizer: Any, library: Library, index: int, seed: int) -> Item:
+        rng = random.Random(f"niah/{seed}/{index}")
+        depth = DEPTHS[(_FIRST + _STRIDE * index) % len(DEPTHS)]
+        keys = _keys(rng, _NEEDLES[self.split])
+        needles = [NEEDLE.format(key=key, value=rng.randint(1_000_000, 9_999_999)) for key in keys]
+        places = [depth / 100, *(rng.random() for _ in needles[1:])]
+        prefix = ANSWER_PREFIX.format(key=keys[0])
+        window = library.window(rng.random(), _CHARS_PER_TOKEN * self.length)
+
+        def messages(chars: int) -> tuple[Message, ...]:
+            context = insert(window[:chars], needles, places)
+            return ({"role": "user", "content": TEMPLATE.format(context=context, key=keys[0])},)
+
+        chars, ids = fit(window, self.length, lambda chars: encode(tokenizer, messages(chars), prefix))
+        if len(ids) < 0.99 * self.length:
+            raise UserError(
+                f"the novels give a prompt of {len(ids):,} tokens at most; a length of {self.length:,} needs more text"
+            )
+        return Item(
+            id=f"{index}",
+            prompt=messages(chars),
+            prompt_ids=tuple(ids),
+            answers=(needles[0].rstrip(".").rsplit(" ", 1)[1],),
+            answer_prefix=prefix,
+            max_new_tokens=self.max_new_tokens,
+            stop="\n",
+            meta={"key": keys[0], "depth": depth},
+        )
+
+
+class Library:
+    """All novels as one text, in their order, white space made single, read in a circle."""
+
+    def __init__(self, novels: list[reading.Novel]):
+        self.text = " ".join(" ".join(novel.text.split()) for novel in novels)
+
+    def window(self, where: float, chars: int) -> str:
+        """Up to `chars` characters from the sentence that begins after the share `where` in [0, 1) of the text."""
+        start = next(sentence_starts(self.text, int(where * len(self.text))), 0)
+        text = self.text[start : start + chars]
+        if len(text) < chars:
+            text = f"{text} {self.text[: min(start, chars - len(text))]}".rstrip()
+        return text
+
+
+def sentence_starts(text: str, begin: int = 0) -> Iterator[int]:
+    """Positions after `begin` at which a sentence starts: after . ! or ?, but not after an abbreviation."""
+    for match in _SENTENCE_END.finditer(text, begin):
+        if not _ABBREVIATION.search(text, max(0, match.start() - 10), match.start()):
+            yield match.end()
+
+
+def insert(text: str, needles: list[str], places: list[float]) -> str:
+    """`text` with each needle set at the start of a sentence, the nearest to its place, a share in [0, 1] of the text.
+
+    A last sentence that is cut counts as none: at place 1 the needle follows the last whole sentence.
+    """
+    starts = [0, *sentence_starts(text + " ")]
+    wanted = [place * len(text) for place in places]
+    nearest = [(min((abs(start - at), start) for start in starts)[1], number) for number, at in enumerate(wanted)]
+    pieces, last = [], 0
+    for start, number in sorted(nearest):
+        pieces += [text[last:start].strip(), needles[number]]
+        last = start
+    return " ".join(filter(None, [*pieces, text[last:].strip()]))
+
+
+def fit(text: str, length: int, encoded: Callable[[int], list[int]]) -> tuple[int, list[int]]:
+    """The longest prefix of `text` for which `encoded(characters)` has at most `length` tokens, within 1 % of it.
+
+    Returns (characters, token ids); the ids are fewer only if the text does not suffice. Cuts between words, and inside
+    one only where a word is more than that 1 %. Guesses by the characters per token seen so far, bisecting where a
+    guess leads out of bounds. Raises `UserError` if even an empty text is too long.
+    """
+    empty = encoded(0)
+    if len(empty) >= length:
+        raise UserError(f"a length of {length:,} tokens is too short: question and needles alone take {len(empty):,}")
+    cuts = [0, *(match.start() for match in re.finditer(r"(?<=\S)(?:\s|$)", text))]
+    low, high, best = 0, len(cuts), empty  # cuts[low] fits, cuts[high] does not
+    cut = bisect.bisect_left(cuts, 4 * (length - len(empty)))
+    while low < high - 1 and length - len(best) > length // 400:
+        if not low < cut < high:
+            cut = (low + high) // 2
+        ids = encoded(cuts[cut])
+        if len(ids) <= length:
+            low, best = cut, ids
+        else:
+            high = cut
+        per_token = cuts[cut] / max(1, len(ids) - len(empty))
+        cut = bisect.bisect_left(cuts, cuts[cut] + per_token * (length - len(ids)))
+    chars = cuts[low]
+    while len(best) < 0.99 * length and chars < len(text):
+        ids = encoded(chars + 1)
+        if len(ids) > length:
+            break
+        chars, best = chars + 1, ids
+    return chars, best
+
+
+def _keys(rng: random.Random, count: int) -> list[str]:
+    keys: list[str] = []
+    while len(keys) < count:
+        key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+        if key not in keys:
+            keys.append(key)
+    return keys

@@ -1,0 +1,109 @@
+"""WikiSalad: questions on interleaved Wikipedia segments, from the four published files of the LuKA paper.
+
+Protocol of that evaluation: a system prompt, the salad and one question as the user's message, greedy decoding, fresh
+state for every question. Every question of an example is one item; `limit` counts examples, as the paper does. The
+prompt often lacks the evidence (unanswerable questions, or an answer outside the three sentences quoted): `ceiling` is
+the share of questions with a gold answer in the prompt, and belongs beside the score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from foveate.evaluation import data as reading
+from foveate.evaluation.errors import DataError
+from foveate.evaluation.metrics import Aggregate, contains_match, exact_match, f1, mean
+from foveate.evaluation.prompting import encode
+from foveate.evaluation.tasks import register
+from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+
+SYSTEM = (
+    "You are a helpful assistant that answers questions based on the given context. "
+    "Answer in a few words or a short phrase. Do not include explanations."
+)
+FILES = {
+    "easy": "easy_2topic_short.json",
+    "medium": "medium_2topic_medium.json",
+    "hard": "hard_3topic_short.json",
+    "very_hard": "very_hard_3topic_long.json",
+}
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class WikiSalad(Task):
+    """Questions on interleaved Wikipedia segments. Score: lenient exact match as published (`em_paper`)."""
+
+    name: ClassVar[str] = "wikisalad"
+    splits: ClassVar[tuple[str, ...]] = tuple(FILES)
+    metrics: ClassVar[Mapping[str, Aggregate]] = {key: mean(key) for key in ("em_paper", "em", "f1")}
+    main: ClassVar[str] = "em_paper"
+
+    max_new_tokens: int = dataclasses.field(default=32, metadata={"help": "longest answer (the paper: 100)"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "max_new_tokens", 1)
+
+    def files(self, data: Path) -> list[Path]:
+        if not Path(data).is_dir():
+            raise DataError(f"{data}: no such folder")
+        folder = Path(data) / "wikisalad"
+        return [reading.find_data_file(folder if folder.is_dir() else Path(data), FILES[self.split])]
+
+    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
+        (path,) = self.files(data)
+        examples = reading.read_json(path)
+        if not isinstance(examples, list) or not examples:
+            raise DataError(f"{path}: expected a list of examples")
+        return [
+            self._item(tokenizer, example["prompt"], question, f"{number}.{index}")
+            for number, example in enumerate(examples[:limit])
+            for index, question in enumerate(_questions(path, number, example))
+        ]
+
+    def grade(self, item: Item, output: Output) -> dict[str, float]:
+        said = output.text.strip()
+        return {
+            "em_paper": contains_match(said, item.answers),
+            "em": exact_match(said, item.answers),
+            "f1": f1(said, item.answers),
+        }
+
+    def ceiling(self, items: list[Item]) -> float:
+        return 100.0 * sum(item.meta["evidence"] for item in items) / len(items)
+
+    def _item(self, tokenizer: Any, salad: str, question: dict[str, Any], name: str) -> Item:
+        answers = tuple(question["answers"]["text"])
+        prompt = (
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"{salad}\n\nQuestion: {question['question']}\nAnswer:"},
+        )
+        return Item(
+            id=name,
+            prompt=prompt,
+            prompt_ids=tuple(encode(tokenizer, prompt)),
+            answers=answers,
+            max_new_tokens=self.max_new_tokens,
+            meta={"evidence": any(answer in salad for answer in answers), "question": question["question"].strip()},
+        )
+
+
+def _questions(path: Path, number: int, example: Any) -> list[dict[str, Any]]:
+    """The questions of an example, its form checked."""
+    where = f"{path}: example {number} (counted from 0)"
+    if not isinstance(example, dict) or not isinstance(example.get("prompt"), str):
+        raise DataError(f"{where}: expected an object with a text 'prompt'")
+    questions = example.get("questions")
+    if not isinstance(questions, list) or not questions:
+        raise DataError(f"{where}: expected a list 'questions'")
+    for index, question in enumerate(questions):
+        answers = question.get("answers", {}) if isinstance(question, dict) else {}
+        texts = answers.get("text") if isinstance(answers, dict) else None
+        fine = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+        if not fine or not isinstance(question.get("question"), str):
+            raise DataError(f"{where}: question {index} needs a text 'question' and a list 'answers.text'")
+    return questions

@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from foveate.evaluation import inference
+from foveate.evaluation.errors import UserError
+from foveate.evaluation.tasks.base import Item
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    return inference.load_model(tiny_folder, "float32", "cpu")
+
+
+def question(tokenizer, text, stop="", new=12):
+    return Item(text, text, tuple(tokenizer.encode(text)), max_new_tokens=new, stop=stop)
+
+
+def scored(ids, prompt, length):
+    return Item("w", "", tuple(ids[:prompt]), target_ids=tuple(ids[prompt : prompt + length]))
+
+
+TEXTS = ["Call me Ishmael.", "It was the whale, and", "Queequeg"]
+
+
+def test_a_batch_answers_what_single_items_do(model, tokenizer):
+    items = [question(tokenizer, text) for text in TEXTS]
+    together = inference.run_batch(model, tokenizer, items)
+    alone = [inference.run_batch(model, tokenizer, [item]) for item in items]
+    assert [output.text for output in together.outputs] == [batch.outputs[0].text for batch in alone]
+    assert len({output.text for output in together.outputs}) > 1
+    for batch in [together, *alone]:
+        assert batch.timing == "generate"
+        assert batch.prefill_ms > 0
+        assert batch.decode_ms_per_token > 0
+
+
+def test_greedy_whatever_the_checkpoint_says(tiny_folder, tokenizer, model):
+    with torch.inference_mode():
+        ids = torch.tensor([question(tokenizer, TEXTS[1]).prompt_ids])
+        made = []
+        for _ in range(12):
+            made.append(int(model(torch.cat([ids, torch.tensor([made], dtype=torch.int64)], 1)).logits[0, -1].argmax()))
+    assert model.generation_config.eos_token_id not in made
+    (output,) = inference.run_batch(model, tokenizer, [question(tokenizer, TEXTS[1])]).outputs
+    assert output.text == tokenizer.decode(made).strip()
+
+
+def test_an_answer_ends_at_the_stop_string_and_takes_no_more_steps(model, tokenizer):
+    (full,) = inference.run_batch(model, tokenizer, [question(tokenizer, TEXTS[1], new=40)]).outputs
+    stop = full.text[len(full.text) // 3]
+    batch = inference.run_batch(model, tokenizer, [question(tokenizer, TEXTS[1], stop, new=40)])
+    assert batch.outputs[0].text == full.text.split(stop, 1)[0].rstrip()
+    assert batch.cache.get_seq_length() < len(question(tokenizer, TEXTS[1]).prompt_ids) + 39
+
+
+def test_likelihood_is_that_of_one_full_forward(model, tokenizer):
+    ids = tokenizer.encode(
+        "Call me Ishmael. Some years ago - never mind how long precisely - having little money. " * 9
+    )
+    items = [scored(ids, 30, 150), scored(ids[5:], 30, 150)]
+    batch = inference.run_batch(model, tokenizer, items)
+    assert batch.timing == "teacher-forced"
+    for item, output in zip(items, batch.outputs):
+        with torch.inference_mode():
+            logits = model(torch.tensor([item.prompt_ids + item.target_ids])).logits[0, 29:-1].double()
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(item.target_ids), reduction="sum")
+        assert output.nll == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_single_target_needs_no_decode_step(model, tokenizer):
+    ids = tokenizer.encode("Call me Ishmael. Some years ago")
+    batch = inference.run_batch(model, tokenizer, [scored(ids, 5, 1)])
+    assert batch.decode_ms_per_token is None
+    assert batch.outputs[0].nll > 0
+
+
+def test_only_items_of_one_kind_share_a_batch(tokenizer):
+    ids = tokenizer.encode("Call me Ishmael. Some years ago")
+    ask = question(tokenizer, "a")
+    items = [ask, ask, ask, question(tokenizer, "a", new=3), scored(ids, 4, 3), scored(ids, 4, 3), scored(ids, 5, 3)]
+    assert [len(group) for group in inference.batches(items, 2)] == [2, 1, 1, 2, 1]
+    assert [item for group in inference.batches(items, 3) for item in group] == items
+
+
+def test_choices(tiny_folder, tmp_path):
+    assert inference.choose_dtype("auto", tiny_folder, "cpu") == "float32"
+    assert inference.choose_dtype("auto", tiny_folder, "cuda") == "float32"  # the checkpoint's own
+    assert inference.choose_dtype("float16", tiny_folder, "cpu") == "float16"
+    with pytest.raises(UserError, match=r"unknown dtype 'float61'\. Did you mean 'float16'"):
+        inference.choose_dtype("float61", tiny_folder, "cpu")
+    with pytest.raises(UserError, match="unknown device 'gpu'"):
+        inference.choose_device("gpu")
+
+
+def test_folders_that_are_no_model(tiny_folder, tmp_path):
+    with pytest.raises(UserError, match="no such model folder"):
+        inference.load_model(tmp_path / "none", "float32", "cpu")
+    with pytest.raises(UserError, match=r"not a model folder \(no config.json\)"):
+        inference.load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="no weights"):
+        inference.load_tokenizer(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes())
+    with pytest.raises(UserError, match="no usable tokenizer"):
+        inference.load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(UserError, match="not loadable as a causal language model"):
+        inference.load_model(tmp_path, "float32", "cpu")

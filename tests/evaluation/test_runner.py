@@ -1,0 +1,215 @@
+import dataclasses
+import json
+
+import pytest
+from evaluation import tiny
+
+import foveate
+from foveate.evaluation import accounting, inference, resultfile, runner, tasks
+from foveate.evaluation.errors import UserError
+
+SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8"]
+COSTS = ("prefill_ms", "decode_ms_per_token", "peak_bytes", "commit")
+
+
+@pytest.fixture
+def plan(tiny_folder, sample, tmp_path):
+    methods, _ = runner.parse_methods(SPECS)
+    task = tasks.parse("perplexity:continuation=12", length=60)
+    return runner.Comparison(tiny_folder, task, sample, methods, limit=5, out=tmp_path / "rows.jsonl", batch_size=2)
+
+
+def without_costs(rows):
+    return [{key: value for key, value in row.items() if key not in COSTS} for row in rows]
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stop_after(calls):
+    """A progress callback that ends the run after a number of batches, as a kill would."""
+    left = [calls]
+
+    def progress(method, items):
+        left[0] -= 1
+        if not left[0]:
+            raise StoppedError
+
+    return progress
+
+
+def test_rows_say_what_happened(plan):
+    prepared = runner.prepare(plan)
+    rows = runner.run(prepared)
+    assert [json.loads(line) for line in plan.out.read_text(encoding="utf-8").splitlines()] == rows
+    assert [row["spec"] for row in rows] == ["dense", *SPECS]
+    dense, h2o, luka = rows
+    for row in rows:
+        assert list(row) == list(accounting.ROW_FIELDS)
+        assert row["model"] == "tiny-llama"
+        assert (row["task"], row["split"], row["length"], row["n"], row["limit"]) == ("perplexity", "books", 60, 5, 5)
+        assert 0 <= row["low"] <= row["score"] <= row["high"] <= 100
+        assert list(row["metrics"]) == ["inverse_perplexity", "perplexity", "nll", "bits_per_byte"]
+        assert row["score"] == row["metrics"]["inverse_perplexity"]["value"]
+        assert row["score"] == pytest.approx(100 / row["metrics"]["perplexity"]["value"])
+        assert row["diff_to_dense"] == pytest.approx(row["score"] - row["dense_score"])
+        assert row["diff_low"] <= row["diff_to_dense"] <= row["diff_high"]
+        assert row["dense_score"] == dense["score"]
+        assert row["decode_steps"] == 3 * 11  # batches times the continuation's steps after its first token
+        assert len(row["examples"]) == 5
+        assert row["prefill_ms"] > 0
+        assert row["peak_bytes"] > 0
+        assert "/" not in row["command"].replace(f'"{SPECS[1]}"', "")
+    assert dense["keys_read_share"] == 1
+    assert 0 < h2o["keys_read_share"] < 0.5
+    assert 0 < luka["keys_read_share"] < 0.8
+    assert h2o["tokens_evicted"] > 0
+    assert luka["pages_refined"] > 0
+    assert h2o["item_values"]["nll"] != dense["item_values"]["nll"]
+    assert h2o["settings"]["window"] == 8
+
+
+def test_dense_is_what_the_model_does_by_itself(plan, tokenizer):
+    prepared = runner.prepare(dataclasses.replace(plan, batch_size=1))
+    rows = runner.run(prepared)
+    model = inference.load_model(plan.model, "float32", "cpu")
+    alone = [inference.run_batch(model, tokenizer, [item]).outputs[0].nll for item in prepared.items]
+    assert rows[0]["item_values"]["nll"] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("batches", [1, 4, 8])
+def test_an_ended_run_goes_on_where_it_was(plan, batches, monkeypatch, tmp_path):
+    whole = runner.run(runner.prepare(dataclasses.replace(plan, out=tmp_path / "whole" / "rows.jsonl")))
+    with pytest.raises(StoppedError):
+        runner.run(runner.prepare(plan), stop_after(batches))
+    assert not plan.out.exists()
+    assert len(resultfile.partial_path(plan.out).read_text().splitlines()) == 1 + batches
+
+    answered = []
+    run_batch = inference.run_batch
+    monkeypatch.setattr(inference, "run_batch", lambda *args: answered.append(1) or run_batch(*args))
+    prepared = runner.prepare(plan)
+    assert prepared.kept == {1: 2, 4: 8, 8: 14}[batches]  # the last batch of a method has one item
+    told = []
+    rows = runner.run(prepared, lambda method, items: told.append(items))
+    waiting = 9 - batches
+    assert waiting < len(answered) <= waiting + 3  # each method still needed is tried once before
+    assert sum(told) == 3 * 5
+    assert without_costs(rows) == without_costs(whole)
+    assert list(tmp_path.glob("rows.jsonl*")) == [plan.out]
+
+
+def test_a_finished_run_only_reads_its_rows(plan, monkeypatch):
+    rows = runner.run(runner.prepare(plan))
+    before = plan.out.stat().st_mtime_ns
+    monkeypatch.setattr(inference, "load_model", None)
+    assert runner.run(runner.prepare(plan)) == rows
+    assert plan.out.stat().st_mtime_ns == before
+
+
+def test_a_method_can_join_a_finished_run(plan, monkeypatch):
+    first = runner.run(runner.prepare(dataclasses.replace(plan, methods=plan.methods[:2])))
+    prepared = runner.prepare(plan)
+    assert [method.name for method in prepared.missing] == ["luka"]
+    measured = []
+    measure = runner._Session.measure
+    monkeypatch.setattr(
+        runner._Session,
+        "measure",
+        lambda self, method, items: measured.append(method.name) or measure(self, method, items),
+    )
+    rows = runner.run(prepared)
+    assert set(measured) == {"luka"}
+    assert rows[:2] == first
+    assert without_costs(rows[2:])[0]["dense_score"] == first[0]["score"]
+    assert [row["spec"] for row in resultfile.read_rows(plan.out, prepared.run)] == ["dense", *SPECS]
+
+
+def test_results_of_a_method_left_out_later_are_kept(plan):
+    with pytest.raises(StoppedError):
+        runner.run(runner.prepare(plan), stop_after(4))
+    runner.run(runner.prepare(dataclasses.replace(plan, methods=plan.methods[:2])))
+    assert runner.prepare(plan).kept == 2
+    assert len(runner.run(runner.prepare(plan))) == 3
+    assert not resultfile.partial_path(plan.out).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "seed is 0 there, 1 here"),
+        ({"limit": 4}, "limit is 5 there, 4 here"),
+        ({"batch_size": 1}, "batch_size is 2 there, 1 here"),
+        ({"dtype": "bfloat16"}, "dtype is 'float32' there, 'bfloat16' here"),
+        ({"task": tasks.parse("perplexity:continuation=13", length=60)}, "continuation is 12 there, 13 here"),
+        ({"task": tasks.parse("niah", length=300)}, "task is 'perplexity' there, 'niah' here"),
+    ],
+)
+def test_another_run_is_refused_before_the_model_is_loaded(plan, monkeypatch, change, message):
+    with pytest.raises(StoppedError):
+        runner.run(runner.prepare(plan), stop_after(2))
+    kept = resultfile.partial_path(plan.out).read_bytes()
+    monkeypatch.setattr(inference, "load_model", None)
+    with pytest.raises(UserError, match=message):
+        runner.prepare(dataclasses.replace(plan, **change))
+    assert resultfile.partial_path(plan.out).read_bytes() == kept
+
+
+def test_another_model_of_the_same_name_is_another_run(plan, tmp_path):
+    runner.run(runner.prepare(plan))
+    other = tiny.build(tmp_path / "tiny-llama", seed=1)
+    with pytest.raises(UserError, match="weights is"):
+        runner.prepare(dataclasses.replace(plan, model=other))
+
+
+def test_bad_plans_end_before_the_model_is_loaded(plan, monkeypatch, tmp_path):
+    monkeypatch.setattr(inference, "load_model", None)
+    long = tasks.parse("perplexity:continuation=100", length=2000)
+    for change, message in [
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"batch_size": -1}, "batch-size must be at least 1, got -1"),
+        ({"task": long}, r"'perplexity' .* needs 2,100 positions, the model has 2,048"),
+        ({"model": tmp_path / "none"}, "no such model folder"),
+        ({"data": tmp_path / "none"}, "no such folder"),
+        ({"device": "tpu"}, "unknown device"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            runner.prepare(dataclasses.replace(plan, **change))
+    assert not plan.out.exists()
+
+
+def test_methods_are_unique_and_dense_comes_first():
+    methods, added = runner.parse_methods(["h2o", "luka:top_k=3,page_size=16", "h2o", "luka"])
+    assert [method.spec for method in methods] == ["dense", "h2o", "luka"]
+    assert added
+    methods, added = runner.parse_methods(["h2o", "dense", "h2o:window=9"])
+    assert [method.spec for method in methods] == ["dense", "h2o", "h2o:window=9"]
+    assert not added
+    for spec, message in [("h20", "h2o"), ("h2o:widnow=3", "window"), ("h2o:window=-1", "window")]:
+        with pytest.raises(UserError, match=message):
+            runner.parse_methods([spec])
+
+
+def test_a_method_that_does_not_fit_ends_the_run_before_any_item(plan):
+    wrong = (*plan.methods[:1], foveate.methods.parse('per_layer:layers={"0": "dense"}'))
+    with pytest.raises(UserError, match=r"cannot be applied to tiny-llama.*layer 1"):
+        runner.run(runner.prepare(dataclasses.replace(plan, methods=wrong)))
+    assert len(resultfile.partial_path(plan.out).read_text().splitlines()) == 1
+
+
+def test_a_value_that_is_no_number_is_an_error(plan, monkeypatch):
+    monkeypatch.setattr(type(plan.task), "grade", lambda self, item, output: {"nll": float("nan")})
+    with pytest.raises(ArithmeticError, match="'dense' gave a value that is not a number"):
+        runner.run(runner.prepare(plan))
+
+
+def test_questions_in_batches_of_unequal_length(plan):
+    task = tasks.parse("wikisalad:max_new_tokens=4")
+    one = dataclasses.replace(plan, task=task, limit=1, batch_size=1)
+    four = dataclasses.replace(one, batch_size=4, out=plan.out.with_name("four.jsonl"))
+    alone, together = runner.run(runner.prepare(one)), runner.run(runner.prepare(four))
+    for a, b in zip(alone, together):
+        assert a["examples"] == b["examples"]
+        assert a["item_values"] == b["item_values"]
+        assert (a["n"], a["ceiling"]) == (b["n"], b["ceiling"]) == (4, 75.0)

@@ -1,0 +1,85 @@
+"""The references and methods on a GPU against the same on the CPU. Run with `make test-gpu`."""
+
+import pytest
+import torch
+from matrix import DECODED, LENGTHS, PROMPT, Driver, Tokens, close, each_variant, padded
+
+from foveate import methods, ops
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(tokens, dtype=torch.float32):
+    return Tokens(*(x.to("cuda", dtype) for x in (tokens.q, tokens.k, tokens.v)))
+
+
+@each_variant
+def test_prompt_and_decode_equal_the_cpu(method):
+    tokens = Tokens.random(2, PROMPT + DECODED)
+    cpu, gpu = Driver(method), Driver(method)
+    expected = torch.cat([cpu.feed(tokens[:PROMPT]), cpu.feed_steps(tokens[PROMPT:])], 2)
+    tokens = on_gpu(tokens)
+    out = torch.cat([gpu.feed(tokens[:PROMPT]), gpu.feed_steps(tokens[PROMPT:])], 2)
+    close(out.cpu(), expected, 1e-4)
+
+
+@each_variant
+def test_padded_rows_equal_the_cpu(method):
+    prompts = [Tokens.random(1, length, seed=length) for length in LENGTHS]
+    batch, mask = padded(prompts, PROMPT)
+    steps = Tokens.random(len(LENGTHS), DECODED, seed=1)
+    cpu, gpu = Driver(method), Driver(method)
+    cpu.feed(batch, mask)
+    gpu.feed(on_gpu(batch), mask.cuda())
+    close(gpu.feed_steps(on_gpu(steps)).cpu(), cpu.feed_steps(steps), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (9, 3), (8, 8)])
+@pytest.mark.parametrize(("length", "offset"), [(1, 777), (333, 0), (129, 1000), (1024, 0)])
+def test_attention_and_mass_of_every_dtype_against_fp64(dtype, heads, kv_heads, length, offset):
+    q = torch.randn(2, heads, length, 64, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, 2, kv_heads, offset + length + 50, 64, device="cuda", dtype=dtype)
+    end = offset + length
+    attended = ops.attend_causal(q, k, v, scaling=0.125, offset=offset, need_lse=True)
+    mass = ops.column_mass(q, k[:, :, :end], attended.lse, scaling=0.125, offset=offset)
+    group = heads // kv_heads
+    wide_k, wide_v = (x[:, :, :end].double().repeat_interleave(group, 1) for x in (k, v))
+    logits = q.double() @ wide_k.transpose(-1, -2) * 0.125
+    future = torch.ones(length, end, device="cuda").triu(offset + 1).bool()
+    logits = logits.masked_fill(future, float("-inf"))
+    weights = logits.softmax(-1)
+    tolerance = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
+    close(attended.out.double(), weights @ wide_v, tolerance)
+    close(attended.lse.double(), logits.logsumexp(-1), 2e-3 if dtype != torch.float32 else 1e-4)
+    close(mass.double(), weights.sum(2).unflatten(1, (kv_heads, group)).sum(2), 5e-3)
+    fused = ops.attend_causal(q, k, v, scaling=0.125, offset=offset)
+    close(fused.out.double(), weights @ wide_v, tolerance)
+
+
+@pytest.mark.parametrize("spec", ["h2o", "luka:compressor=attention", "snapkv", "tova"])
+def test_importance_of_a_long_prompt_stays_in_bounded_memory(spec):
+    """No attention matrix: at 32K tokens one head's alone would take 4 GiB."""
+    method, length = methods.parse(spec), 32768
+    tokens = on_gpu(Tokens.random(1, length), torch.bfloat16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    Driver(method, length).feed(tokens)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 640 << 20
+
+
+def test_decode_does_not_wait_for_the_device():
+    """No host synchronisation in a decode step of rows of equal length."""
+    tokens = on_gpu(Tokens.random(2, PROMPT + 8), torch.bfloat16)
+    for name in methods.names():
+        method = methods.make(name, **methods.get(name).small_budget).for_layer(0, 3)
+        driver = Driver(method)
+        driver.feed(tokens[:PROMPT])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            driver.feed_steps(tokens[PROMPT:])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,241 @@
+"""What the tests share: naive fp64 attention, awkward memory layouts, a gauge of temporaries, tiny random models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operations
+
+
+class Shape(NamedTuple):
+    """Sizes of one attention problem."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    queries: int
+    offset: int
+    dim: int
+    value_dim: int
+
+    @property
+    def keys(self) -> int:
+        return self.offset + self.queries
+
+
+def shapes(max_queries: int = 19, max_offset: int = 23) -> st.SearchStrategy[Shape]:
+    """Odd sizes: groups that are no powers of two, head dims off the multiples of eight, values of another width."""
+    return st.builds(
+        Shape,
+        batch=st.sampled_from([1, 2, 3]),
+        kv_heads=st.sampled_from([1, 2, 3]),
+        group=st.sampled_from([1, 3, 4, 7, 8]),
+        queries=st.integers(1, max_queries),
+        offset=st.integers(0, max_offset),
+        dim=st.sampled_from([5, 16, 64, 80]),
+        value_dim=st.sampled_from([5, 16, 64, 80]),
+    )
+
+
+LAYOUTS = ["own", "slots", "tokens_first", "padded_rows"]
+
+
+def in_buffer(x: Tensor, layout: str) -> Tensor:
+    """The same numbers ``[B, H, L, D]`` as a view of a larger buffer whose unused part is NaN."""
+    batch, heads, length, dim = x.shape
+    nan = float("nan")
+    if layout == "own":
+        return x.clone()
+    if layout == "slots":
+        view = x.new_full((batch, heads, length + 9, dim), nan)[:, :, 4 : 4 + length]
+    elif layout == "tokens_first":
+        view = x.new_full((batch, length + 3, heads, dim), nan)[:, :length].transpose(1, 2)
+    else:
+        view = x.new_full((batch, heads, length, dim + 3), nan)[..., :dim]
+    return view.copy_(x)
+
+
+def problem(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32, layout: str = "own", extra: int = 0):
+    """Random ``q, k, v``; k and v lie in ``layout`` and have ``extra`` keys of NaN after those that queries may see."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    q = draw(shape.batch, shape.kv_heads * shape.group, shape.queries, shape.dim)
+    k = draw(shape.batch, shape.kv_heads, shape.keys + extra, shape.dim)
+    v = draw(shape.batch, shape.kv_heads, shape.keys + extra, shape.value_dim)
+    k[:, :, shape.keys :] = float("nan")
+    v[:, :, shape.keys :] = float("nan")
+    return q, in_buffer(k, layout), in_buffer(v, layout)
+
+
+class Naive(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    mass: Tensor
+    """Per KV head, summed over its queries and its group."""
+    weights: Tensor
+    """``[B, Hq, Lq, Lk]``."""
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None = None) -> Naive:
+    """Textbook attention in fp64 with every matrix written out; a query that sees nothing gets zeros."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    logits = q @ k.transpose(-1, -2) * scaling
+    if mask is not None:
+        mask = mask.expand(q.shape[0], -1, -1, -1)
+        mask = mask.repeat_interleave(group, 1) if mask.shape[1] > 1 else mask
+        logits = logits.masked_fill(~mask, float("-inf"))
+    weights = logits.softmax(-1).nan_to_num(0.0)
+    mass = weights.sum(2).unflatten(1, (-1, group)).sum(2)
+    return Naive(weights @ v, logits.logsumexp(-1), mass, weights)
+
+
+def causal_mask(queries: int, offset: int) -> Tensor:
+    """bool ``[1, 1, queries, offset + queries]``."""
+    keys = torch.arange(offset + queries)
+    return (keys <= torch.arange(offset, offset + queries)[:, None])[None, None]
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Equal up to what rounding in the inputs' dtype allows."""
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that any operation makes; views of existing memory do not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+        self.what = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is(x)}
+        for x in torch.utils._pytree.tree_leaves(result):
+            if _is(x) and x.untyped_storage().data_ptr() not in known and x.untyped_storage().nbytes() > self.bytes:
+                self.bytes, self.what = x.untyped_storage().nbytes(), f"{func} {tuple(x.shape)} {x.dtype}"
+        return result
+
+
+def _is(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+# Models
+
+VOCAB = 97
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=96,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    tie_word_embeddings=False,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+CONFIGS = {
+    "llama": lambda **more: transformers.LlamaConfig(**_COMMON | {"head_dim": 16} | more),
+    "qwen2": lambda **more: transformers.Qwen2Config(**_COMMON | more),
+    "qwen3": lambda **more: transformers.Qwen3Config(**_COMMON | {"head_dim": 16} | more),
+    "mistral": lambda **more: transformers.MistralConfig(**_COMMON | {"head_dim": 16, "sliding_window": None} | more),
+    "gemma3": lambda **more: transformers.Gemma3TextConfig(
+        **_COMMON
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        }
+        | more
+    ),
+}
+FAMILIES = list(CONFIGS)
+SLIDING = {"gemma3": [0, 2]}
+
+
+def prepare(model, seed: int = 0):
+    """Give a model random biases and norms too, no end of sequence, no liking for special ids, and evaluation mode."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        model.lm_head.weight[:3] = 0  # a generated padding id would later be taken for padding
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+@functools.lru_cache(maxsize=None)
+def _built(family: str, seed: int):
+    torch.manual_seed(seed)
+    config = CONFIGS[family]()
+    config._attn_implementation = "sdpa"
+    return prepare(transformers.AutoModelForCausalLM.from_config(config), seed)
+
+
+def tiny_model(family: str = "llama", seed: int = 0):
+    """A random model of its own for the test that asks: always the same weights."""
+    return copy.deepcopy(_built(family, seed))
+
+
+def disturbed(model, amount: float = 0.03):
+    """A model that mostly, but not always, agrees with another: an assistant whose drafts are partly accepted."""
+    twin = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
+    return twin
+
+
+def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
+    """Random ids ``[batch, length]`` without the special ones."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def repetitive(length: int, seed: int = 0) -> Tensor:
+    """Ids ``[1, length]`` that repeat themselves, so that prompt lookup finds drafts."""
+    return tokens(7, seed=seed).repeat(1, length // 7 + 1)[:, :length]
+
+
+def left_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    """A batch of rows of unequal lengths, padded on the left: ``input_ids`` and ``attention_mask``."""
+    width = max(lengths)
+    ids, mask = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width, dtype=torch.int64)
+    for b, length in enumerate(lengths):
+        ids[b, width - length :] = tokens(length, seed=seed + b)[0]
+        mask[b, width - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, input_ids: Tensor, new: int = 12, **options) -> Tensor:
+    """The new tokens only, ``[B, new]``; every id counts as real unless a mask is given."""
+    options.setdefault("attention_mask", torch.ones_like(input_ids))
+    options.setdefault("do_sample", False)
+    out = model.generate(input_ids, max_new_tokens=new, min_new_tokens=new, **options)
+    return out[:, input_ids.shape[1] :]
+
+
+def cut_rows(batch: dict[str, Tensor]) -> list[Tensor]:
+    """Each row of a left-padded batch alone and without its padding, ``[1, length]``."""
+    return [ids[mask.bool()][None] for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]

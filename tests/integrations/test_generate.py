@@ -1,0 +1,659 @@
+"""generate and forward calls of attached models, in every mode, against the stock model and against simpler runs."""
+
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+
+import foveate
+from foveate import methods
+from tests.helpers import (
+    CONFIGS,
+    FAMILIES,
+    cut_rows,
+    disturbed,
+    generate,
+    left_padded,
+    prepare,
+    repetitive,
+    tiny_model,
+    tokens,
+)
+
+SPECS = {name: methods.make(name, **methods.get(name).small_budget).spec for name in methods.names()}
+SPECS |= {
+    "streaming_share": "streaming:sinks=2,window=0.3",
+    "tova_kv_head": "tova:top_k=9,pool=kv_head",
+    "snapkv_max": "snapkv:top_k=0.2,window=5,kernel_size=3,pooling=max",
+    "luka_threshold": "luka:page_size=4,tail=9,compress_every=3,refine=threshold,epsilon=0.1,mass=preserve",
+    "luka_share": "luka:page_size=5,tail=7,compress_every=1,top_k=0.3,bias=log,compressor=attention",
+}
+SPARSE = [name for name in SPECS if name != "dense"]
+PROMPT = 61
+LENGTHS = [PROMPT, 23, 40]
+every_method = pytest.mark.parametrize("method", SPARSE)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+two_families = pytest.mark.parametrize("family", ["llama", "gemma3"])
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "several_sequences": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "chunks": {"prefill_chunk_size": 20},
+    "chunks_and_beams": {"num_beams": 3, "prefill_chunk_size": 20},
+    "no_cache": {"use_cache": False},
+}
+SINGLE_MODES = {"prompt_lookup": {"prompt_lookup_num_tokens": 3}, "assisted": {}, "assisted_sampling": {"do_sample": True, "top_k": 20}}
+
+
+def spec(method: str) -> str:
+    return SPECS[method]
+
+
+def run(model, inputs, **options):
+    torch.manual_seed(7)
+    return generate(model, **inputs, **options)
+
+
+def single(length: int = PROMPT, seed: int = 0) -> dict:
+    ids = repetitive(length, seed)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@functools.lru_cache(maxsize=None)
+def assistant(family: str):
+    return disturbed(tiny_model(family))
+
+
+@functools.lru_cache(maxsize=None)
+def greedy(family: str, method: str, length: int = PROMPT, seed: int = 0):
+    """What the plainest run gives: one prompt in one piece, token by token."""
+    model = tiny_model(family)
+    with foveate.attached(model, spec(method)):
+        return run(model, single(length, seed))
+
+
+def begin(model, inputs, **options):
+    """First turn of a conversation: everything so far, its mask, and the cache."""
+    out = model.generate(**inputs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, **options)
+    mask = inputs["attention_mask"]
+    mask = torch.cat([mask, mask.new_ones(len(mask), 6)], 1)
+    return out.sequences, mask, out.past_key_values
+
+
+def go_on(model, sequences, mask, cache, said, said_mask=None, new: int = 8, **options):
+    """Next turn: the ids said are appended to the conversation."""
+    said_mask = torch.ones_like(said) if said_mask is None else said_mask
+    ids, mask = torch.cat([sequences, said], 1), torch.cat([mask, said_mask], 1)
+    return generate(model, ids, new, attention_mask=mask, past_key_values=cache, **options)
+
+
+# Dense is the stock model
+
+
+@every_family
+@pytest.mark.parametrize("padded", [False, True], ids=["one", "padded_batch"])
+@pytest.mark.parametrize("mode", MODES)
+def test_dense_gives_the_tokens_of_the_stock_model(family, padded, mode):
+    model, inputs = tiny_model(family), left_padded(LENGTHS) if padded else single()
+    expected = run(model, inputs, **MODES[mode])
+    with foveate.attached(model, "dense"):
+        assert torch.equal(run(model, inputs, **MODES[mode]), expected)
+
+
+@every_family
+@pytest.mark.parametrize("mode", SINGLE_MODES)
+@pytest.mark.parametrize("attached_assistant", [False, True])
+def test_dense_speculates_like_the_stock_model(family, mode, attached_assistant):
+    model, helper = tiny_model(family), copy.deepcopy(assistant(family))
+    options = SINGLE_MODES[mode] | ({"assistant_model": helper} if "assisted" in mode else {})
+    expected = run(model, single(), new=20, **options)
+    if attached_assistant:
+        foveate.attach(helper, "dense")
+    with foveate.attached(model, "dense"):
+        assert torch.equal(run(model, single(), new=20, **options), expected)
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dense_logits_in_every_dtype(family, dtype):
+    model, batch = tiny_model(family).to(dtype), left_padded(LENGTHS)
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**batch).logits[real].float()
+        with foveate.attached(model, "dense"):
+            actual = model(**batch).logits[real]
+    assert actual.dtype == dtype
+    error = (actual.float() - expected).abs()
+    assert error.max() <= {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.8}[dtype]
+    assert error.mean() <= {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.08}[dtype]
+
+
+@every_family
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_dense_logits_of_bare_forward_calls(family, use_cache):
+    model, ids = tiny_model(family), tokens(40, batch=2)
+    with torch.no_grad():
+        expected = model(ids, use_cache=use_cache).logits
+        with foveate.attached(model, "dense"):
+            out = model(ids, use_cache=use_cache)
+    torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
+    assert (out.past_key_values is not None) == use_cache
+
+
+@every_family
+def test_dense_logits_of_several_forward_calls_on_one_cache(family):
+    model, ids = tiny_model(family), tokens(40, batch=2)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with foveate.attached(model, "dense"):
+            cache, logits = None, []
+            for first, last in ((0, 21), (21, 22), (22, 30), (30, 31), (31, 40)):
+                out = model(ids[:, first:last], past_key_values=cache)
+                cache = out.past_key_values
+                logits.append(out.logits)
+    assert isinstance(cache, foveate.Cache)
+    assert cache.get_seq_length() == 40
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@every_family
+def test_dense_from_embeddings(family):
+    model, batch = tiny_model(family), left_padded(LENGTHS)
+    inputs = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach()}
+    inputs |= {"attention_mask": batch["attention_mask"], "max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(**inputs)
+    with foveate.attached(model, "dense"):
+        assert torch.equal(model.generate(**inputs), expected)
+
+
+@every_family
+@pytest.mark.parametrize("padded", [False, True], ids=["one", "padded_batch"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_dense_over_three_turns_on_one_cache(family, padded, options):
+    model, inputs = tiny_model(family), left_padded(LENGTHS) if padded else single()
+
+    def talk():
+        sequences, mask, cache = begin(model, inputs)
+        for turn, lengths in enumerate(([9, 4, 1], [2, 1, 11])):
+            said = left_padded(lengths if padded else lengths[:1], seed=50 + turn)
+            # every turn but the last is greedy, so that the cache has one row for each sequence
+            reply = go_on(model, sequences, mask, cache, *said.values(), new=6, **(options if turn else {}))
+            sequences = torch.cat([sequences, said["input_ids"], reply], 1)
+            mask = torch.cat([mask, said["attention_mask"], torch.ones_like(reply)], 1)
+        return sequences
+
+    if options:
+
+        def talk():
+            sequences, mask, _ = begin(model, inputs)
+            said = left_padded([9, 4, 1] if padded else [9], seed=50)
+            return go_on(model, sequences, mask, None, *said.values(), **options)
+
+    expected = talk()
+    with foveate.attached(model, "dense"):
+        assert torch.equal(talk(), expected)
+
+
+def test_dense_continues_after_a_crop():
+    model, ids = tiny_model(), tokens(30)
+    with torch.no_grad(), foveate.attached(model, "dense"):
+        cache = model(ids).past_key_values
+        model(tokens(5, seed=1), past_key_values=cache)
+        cache.crop(-9)
+        assert cache.get_seq_length() == 26
+        logits = model(ids[:, 26:], past_key_values=cache).logits
+        expected = model(ids).logits[:, 26:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+# Every method in every mode agrees with the plain run
+
+
+@two_families
+@every_method
+def test_the_method_is_active(family, method):
+    assert not torch.equal(greedy(family, method), greedy(family, "dense"))
+
+
+@two_families
+@every_method
+def test_prompt_lookup_gives_the_greedy_tokens(family, method):
+    model = tiny_model(family)
+    with foveate.attached(model, spec(method)):
+        assert torch.equal(run(model, single(), prompt_lookup_num_tokens=3), greedy(family, method))
+
+
+@two_families
+@every_method
+@pytest.mark.parametrize("attached_assistant", [False, True])
+def test_assisted_decoding_gives_the_greedy_tokens(family, method, attached_assistant):
+    model, helper = tiny_model(family), copy.deepcopy(assistant(family))
+    if attached_assistant:
+        foveate.attach(helper, spec(method))
+    with foveate.attached(model, spec(method)):
+        assert torch.equal(run(model, single(), assistant_model=helper), greedy(family, method))
+
+
+@two_families
+@every_method
+@pytest.mark.parametrize("chunk", [7, 20, 60])
+def test_chunked_prefill_equals_one_piece(family, method, chunk):
+    model = tiny_model(family)
+    with foveate.attached(model, spec(method)):
+        assert torch.equal(run(model, single(), prefill_chunk_size=chunk), greedy(family, method))
+
+
+@two_families
+@every_method
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_rows_of_a_padded_batch_equal_batches_of_one(family, method, chunk):
+    model, batch = tiny_model(family), left_padded([PROMPT, 1, 23, 40])
+    with foveate.attached(model, spec(method)):
+        together = run(model, batch, prefill_chunk_size=chunk)
+        for row, ids in zip(together, cut_rows(batch)):
+            assert torch.equal(row[None], generate(model, ids))
+
+
+@every_method
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_beams_of_a_batch_equal_each_alone(method, chunk):
+    model, batch = tiny_model(), left_padded([PROMPT, 40])
+    with foveate.attached(model, spec(method)):
+        together = run(model, batch, num_beams=3, prefill_chunk_size=chunk)
+        for row, ids in zip(together, cut_rows(batch)):
+            assert torch.equal(row[None], generate(model, ids, num_beams=3))
+
+
+@every_method
+def test_seeded_sampling_is_reproducible_and_equals_repeated_prompts(method):
+    model, batch = tiny_model(), left_padded([PROMPT, 40])
+    with foveate.attached(model, spec(method)):
+        several = run(model, batch, do_sample=True, num_return_sequences=2)
+        assert torch.equal(several, run(model, batch, do_sample=True, num_return_sequences=2))
+        repeated = {name: tensor.repeat_interleave(2, 0) for name, tensor in batch.items()}
+        assert torch.equal(several, run(model, repeated, do_sample=True))
+    assert len({tuple(row) for row in several.tolist()}) == 4
+
+
+@every_method
+def test_embeddings_give_the_greedy_tokens(method):
+    model = tiny_model()
+    embeds = model.get_input_embeddings()(single()["input_ids"]).detach()
+    with foveate.attached(model, spec(method)):
+        out = model.generate(inputs_embeds=embeds, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        assert torch.equal(out, greedy("llama", method))
+
+
+@every_method
+def test_without_a_cache_prefill_is_the_method_and_generation_runs(method):
+    model, batch = tiny_model(), left_padded(LENGTHS)
+    with torch.no_grad(), foveate.attached(model, spec(method)):
+        real = batch["attention_mask"].bool()
+        without, cached = (model(**batch, use_cache=use_cache).logits[real] for use_cache in (False, True))
+        torch.testing.assert_close(without, cached, rtol=1e-4, atol=1e-4)
+        assert run(model, batch, use_cache=False).shape == (3, 12)
+
+
+@every_method
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs_on_padded_batches(method, dtype):
+    model = tiny_model().to(dtype)
+    with foveate.attached(model, spec(method)):
+        assert run(model, left_padded(LENGTHS)).shape == (3, 12)
+
+
+@every_method
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_loop_of_forward_calls_gives_the_greedy_tokens(method, context):
+    model = tiny_model()
+    with context(), foveate.attached(model, spec(method)):
+        out = model(single()["input_ids"])
+        chosen = [out.logits[:, -1].argmax(-1)]
+        for _ in range(11):
+            out = model(chosen[-1][:, None], past_key_values=out.past_key_values)
+            chosen.append(out.logits[:, -1].argmax(-1))
+    assert torch.equal(torch.stack(chosen, 1), greedy("llama", method))
+
+
+@every_method
+def test_a_prompt_fed_by_hand_gives_the_greedy_tokens(method):
+    model, ids = tiny_model(), single()["input_ids"]
+    with torch.no_grad(), foveate.attached(model, spec(method)):
+        cache = foveate.Cache(model, prompt_length=PROMPT)
+        for first in range(0, PROMPT, 20):
+            out = model(ids[:, first : first + 20], past_key_values=cache)
+        chosen = [out.logits[:, -1].argmax(-1)]
+        for _ in range(11):
+            chosen.append(model(chosen[-1][:, None], past_key_values=cache).logits[:, -1].argmax(-1))
+    assert torch.equal(torch.stack(chosen, 1), greedy("llama", method))
+
+
+# Several turns
+
+
+@two_families
+@every_method
+def test_two_turns_of_a_padded_batch_equal_each_row_alone(family, method):
+    model, batch, said = tiny_model(family), left_padded([PROMPT, 8, 40]), left_padded([3, 12, 7], seed=50)
+    with foveate.attached(model, spec(method)):
+        together = go_on(model, *begin(model, batch), *said.values())
+        for row, ids, more in zip(together, cut_rows(batch), cut_rows(said)):
+            alone = begin(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            assert torch.equal(row[None], go_on(model, *alone, more))
+
+
+@every_method
+@pytest.mark.parametrize("new", [4, 5, 6, 7])
+def test_two_turns_in_chunks_equal_whole_turns(method, new):
+    """Chunked by hand, as generate of the oldest supported release cannot chunk onto a cache."""
+    model, said = tiny_model(), tokens(13, seed=50)
+
+    def talk(cuts):
+        out = model.generate(**single(), max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+        cache, ids = out.past_key_values, torch.cat([out.sequences[:, -1:], said], 1)
+        cache.begin(PROMPT + new + 13, assistant=False)
+        logits = [
+            model(ids[:, first:last], past_key_values=cache).logits for first, last in zip([0, *cuts], [*cuts, 14])
+        ]
+        logits.append(model(tokens(1, seed=60), past_key_values=cache).logits)
+        return torch.cat(logits, 1)
+
+    with torch.no_grad(), foveate.attached(model, spec(method)):
+        torch.testing.assert_close(talk([5, 13]), talk([]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["streaming", "streaming_share"])
+@pytest.mark.parametrize("new", [4, 5, 6, 7, 8])
+def test_turns_of_a_window_equal_one_long_prompt(method, new):
+    """What a query sees under a window depends on its position alone, so turns leave no trace."""
+    model, said = tiny_model(), tokens(9, seed=50)
+    with foveate.attached(model, spec(method)):
+        out = model.generate(**single(), max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+        everything = torch.cat([out.sequences, said], 1)
+        expected = generate(model, everything)
+        assert torch.equal(generate(model, everything, past_key_values=out.past_key_values), expected)
+
+
+@every_method
+def test_new_ids_alone_equal_the_whole_conversation(method):
+    model, said = tiny_model(), tokens(9, seed=50)
+    with foveate.attached(model, spec(method)):
+        whole = go_on(model, *begin(model, single()), said)
+        sequences, mask, cache = begin(model, single())
+        fresh = torch.cat([sequences[:, -1:], said], 1)
+        mask = torch.cat([mask, torch.ones_like(said)], 1)
+        assert torch.equal(generate(model, fresh, 8, attention_mask=mask, past_key_values=cache), whole)
+
+
+@every_method
+def test_a_copied_cache_serves_two_continuations(method):
+    model = tiny_model()
+    ones, others = tokens(9, seed=50), tokens(4, seed=51)
+    with foveate.attached(model, spec(method)):
+        expected = [go_on(model, *begin(model, single()), said) for said in (ones, others)]
+        sequences, mask, cache = begin(model, single())
+        twin = copy.deepcopy(cache)
+        assert torch.equal(go_on(model, sequences, mask, cache, ones), expected[0])
+        assert torch.equal(go_on(model, sequences, mask, twin, others), expected[1])
+
+
+@every_method
+def test_a_reset_cache_is_a_new_one(method):
+    model = tiny_model()
+    with foveate.attached(model, spec(method)):
+        cache = foveate.Cache(model)
+        generate(model, tokens(30, seed=9), past_key_values=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(run(model, single(), past_key_values=cache), greedy("llama", method))
+
+
+@every_method
+def test_decoding_that_is_taken_back_leaves_no_trace(method):
+    model = tiny_model()
+
+    def logits_after(detour: int):
+        cache = foveate.Cache(model)
+        cache.activate_past_recording()
+        model(single()["input_ids"], past_key_values=cache)
+        for step in range(4):
+            model(tokens(1, seed=step), past_key_values=cache)
+        if detour:
+            model(tokens(detour, seed=77), past_key_values=cache)
+            cache.crop(-detour)
+        out = [model(tokens(1, seed=20 + step), past_key_values=cache).logits for step in range(6)]
+        assert cache.get_seq_length() == PROMPT + 10
+        return torch.cat(out)
+
+    with torch.no_grad(), foveate.attached(model, spec(method)):
+        torch.testing.assert_close(logits_after(5), logits_after(0), rtol=1e-4, atol=1e-4)
+
+
+@every_method
+def test_a_turn_in_inference_mode_may_be_followed_by_one_outside(method):
+    model, said = tiny_model(), tokens(9, seed=50)
+    with foveate.attached(model, spec(method)):
+        expected = go_on(model, *begin(model, single()), said)
+        with torch.inference_mode():
+            state = begin(model, single())
+        assert torch.equal(go_on(model, *state, said), expected)
+
+
+# Training
+
+
+def gradients(model, batch, train: bool):
+    model.train(train)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    model.zero_grad()
+    out = model(**batch, labels=labels)
+    out.loss.backward()
+    model.eval()
+    return out.loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@every_family
+@pytest.mark.parametrize("padded", [False, True], ids=["one", "padded_batch"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_dense_gradients_equal_those_of_the_stock_model(family, padded, train):
+    model, batch = tiny_model(family), left_padded([20, 9, 14]) if padded else single(20)
+    loss, expected = gradients(model, batch, train)
+    with foveate.attached(model, "dense"):
+        attached_loss, actual = gradients(model, batch, train)
+    torch.testing.assert_close(attached_loss, loss, rtol=1e-5, atol=1e-5)
+    for name, gradient in expected.items():
+        scale = gradient.abs().max()
+        torch.testing.assert_close(actual[name] / scale, gradient / scale, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@every_method
+def test_gradients_flow_through_every_method(method):
+    model = tiny_model()
+    with foveate.attached(model, spec(method)):
+        _, found = gradients(model, left_padded([40, 22]), train=True)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert all(gradient.abs().max() > 0 for gradient in found.values())
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model, batch = tiny_model(), single(20)
+    _, expected = gradients(model, batch, train=True)
+    model.gradient_checkpointing_enable()
+    with foveate.attached(model, "dense"):
+        _, actual = gradients(model, batch, train=True)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_training_forward_builds_no_cache():
+    model = tiny_model().train()
+    with foveate.attached(model, "h2o"):
+        out = model(tokens(20))
+    assert not isinstance(out.past_key_values, foveate.Cache) or out.past_key_values.get_seq_length() == 0
+
+
+# Attaching and detaching
+
+
+def fingerprint(model):
+    """Every attribute of every module, and what its containers hold, by identity."""
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            found[name, key] = id(value)
+            if isinstance(value, dict):
+                found |= {(name, key, inner): id(held) for inner, held in value.items()}
+    return found
+
+
+def told(config):
+    """A configuration as plain values, the attention implementation included."""
+    return copy.deepcopy(config.to_dict()), config._attn_implementation
+
+
+@every_family
+@pytest.mark.parametrize("method", ["dense", "h2o", "mixed"])
+def test_detach_restores_every_attribute(family, method):
+    model = tiny_model(family)
+    hook = model.model.register_forward_pre_hook(lambda module, args: None)
+    before, config, expected = fingerprint(model), told(model.config), run(model, single())
+    foveate.attach(model, spec(method))
+    assert fingerprint(model) != before
+    run(model, single())
+    foveate.detach(model)
+    assert fingerprint(model) == before
+    assert told(model.config) == config
+    assert list(model.model._forward_pre_hooks) == [hook.id]
+    assert torch.equal(run(model, single()), expected)
+
+
+def test_detach_of_a_model_that_is_not_attached_does_nothing():
+    model = tiny_model()
+    before = fingerprint(model)
+    foveate.detach(model)
+    assert fingerprint(model) == before
+
+
+def test_attaching_again_replaces_the_method():
+    model = tiny_model()
+    before = fingerprint(model)
+    foveate.attach(model, spec("streaming"))
+    run(model, single())
+    foveate.attach(model, spec("h2o"))
+    assert len(model.model._forward_pre_hooks) == 1
+    assert torch.equal(run(model, single()), greedy("llama", "h2o"))
+    assert foveate.stats(model).layers[0].method == spec("h2o")
+    foveate.detach(model)
+    assert fingerprint(model) == before
+
+
+def test_attached_detaches_after_an_error():
+    model = tiny_model()
+    before = fingerprint(model)
+    with pytest.raises(KeyError), foveate.attached(model, "h2o"):
+        raise KeyError
+    assert fingerprint(model) == before
+
+
+def test_attaching_a_base_model():
+    model, ids = tiny_model().model, tokens(30, batch=2)
+    before = fingerprint(model)
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        with foveate.attached(model, "dense"):
+            out = model(ids)
+    assert isinstance(out.past_key_values, foveate.Cache)
+    torch.testing.assert_close(out.last_hidden_state, expected, rtol=1e-4, atol=1e-4)
+    assert fingerprint(model) == before
+
+
+def test_two_models_of_one_configuration_do_not_influence_each_other():
+    config = CONFIGS["llama"]()
+    config._attn_implementation = "sdpa"
+    kind = type(tiny_model())
+    first, second = prepare(kind(config), 1), prepare(kind(config), 2)
+    assert first.config is second.config is config
+    before, expected, plain = told(config), run(second, single()), fingerprint(second)
+    with foveate.attached(first, spec("h2o")):
+        assert told(config) == before
+        assert fingerprint(second) == plain
+        assert second.config._attn_implementation == "sdpa"
+        assert torch.equal(run(second, single()), expected)
+        with foveate.attached(second, spec("streaming")):
+            assert foveate.stats(first).layers[0].method != foveate.stats(second).layers[0].method
+            streamed = run(second, single())
+            run(first, single())
+            assert torch.equal(run(second, single()), streamed)
+    assert told(config) == before
+    assert torch.equal(run(second, single()), expected)
+
+
+@every_family
+def test_a_copied_model_is_attached_and_independent(family):
+    model = tiny_model(family)
+    foveate.attach(model, spec("h2o"))
+    run(model, single())
+    twin = copy.deepcopy(model)
+    assert foveate.stats(twin).summary()["decode_steps"] == 0
+    assert torch.equal(run(twin, single()), greedy(family, "h2o"))
+    foveate.stats(twin, reset=True)
+    assert foveate.stats(model).summary()["decode_steps"] == 11
+    foveate.detach(model)
+    assert torch.equal(run(twin, single()), greedy(family, "h2o"))
+    assert torch.equal(run(model, single()), greedy(family, "dense"))
+    foveate.detach(twin)
+    assert torch.equal(run(twin, single()), greedy(family, "dense"))
+    assert not any("foveate" in module.__dict__ for module in twin.modules())
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    assert torch.equal(run(model, single()), greedy(family, "dense"))
+
+
+def test_a_copy_keeps_working_when_the_original_changes_its_method():
+    model = tiny_model()
+    foveate.attach(model, spec("h2o"))
+    twin = copy.deepcopy(model)
+    foveate.attach(model, spec("streaming"))
+    assert torch.equal(run(twin, single()), greedy("llama", "h2o"))
+    assert torch.equal(run(model, single()), greedy("llama", "streaming"))
+
+
+def test_three_threads_with_three_models():
+    work = [("llama", "h2o"), ("gemma3", "luka"), ("llama", "streaming")]
+    models = [tiny_model(family) for family, _ in work]
+    for model, (_, method) in zip(models, work):
+        foveate.attach(model, spec(method))
+    expected = [greedy(family, method) for family, method in work]
+    found, barrier = {}, threading.Barrier(3)
+
+    def talk(index: int) -> None:
+        torch.set_num_threads(1)
+        barrier.wait()
+        found[index] = [generate(models[index], **single()) for _ in range(4)]
+
+    threads = [threading.Thread(target=talk, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, expected[index]) for index in range(3) for one in found[index])
+
+
+def test_an_interrupted_forward_leaves_no_trace():
+    model = tiny_model()
+    with foveate.attached(model, spec("h2o")):
+        class Interrupt(Exception):
+            pass
+
+        def interrupt(*_):
+            raise Interrupt
+
+        hook = model.model.layers[1].self_attn.o_proj.register_forward_hook(interrupt)
+        with pytest.raises(Interrupt):
+            run(model, single())
+        hook.remove()
+        assert torch.equal(run(model, single()), greedy("llama", "h2o"))

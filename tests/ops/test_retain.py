@@ -1,0 +1,95 @@
+"""What stays: all at once and one step at a time, which must agree."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveate import ops
+
+INF = float("inf")
+SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, 3.0]), min_size=2, max_size=30)
+
+
+def kept_by_sorting(scores: list[float], k: int, protected: list[bool]) -> list[int]:
+    """All protected slots and the k best others, ties to the smaller slot."""
+    others = sorted((i for i, p in enumerate(protected) if not p), key=lambda i: (-scores[i], i))
+    return sorted([i for i, p in enumerate(protected) if p] + [i for i in others[:k] if scores[i] != -INF])
+
+
+def row(values, dtype=None):
+    return torch.tensor(values, dtype=dtype)[None, None]
+
+
+@given(st.lists(st.sampled_from([-INF, -1.0, 0.0, 0.5, 2.0]), min_size=1, max_size=30), st.integers(0, 32), st.data())
+def test_keep_best_keeps_the_protected_and_the_best(scores, k, data):
+    protected = data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)))
+    kept = ops.keep_best(row(scores), k, row(protected))
+    assert kept.dtype == torch.int64
+    assert [slot for slot in kept[0, 0].tolist() if slot >= 0] == kept_by_sorting(scores, k, protected)
+
+
+def test_keep_best_keeps_the_protected_beside_infinite_scores():
+    assert ops.keep_best(row([INF, 0.0, 1.0]), 0, row([False, False, True])).tolist() == [[[2]]]
+    assert ops.keep_best(row([INF, INF, 1.0]), 1, row([False, False, True])).tolist() == [[[0, 2]]]
+
+
+def test_keep_best_works_on_every_head_and_broadcasts_protection():
+    scores = torch.tensor([[[5.0, 1, 4, 0, 0], [1, 5, 4, 0, 0]], [[0, 0, 0, 9, 9], [1, 2, 3, 0, 9]]])
+    protected = torch.tensor([False, False, False, False, True])
+    kept = ops.keep_best(scores, 2, protected)
+    assert kept.tolist() == [[[0, 2, 4], [1, 2, 4]], [[0, 3, 4], [1, 2, 4]]]
+
+
+def test_keep_best_of_nothing_is_empty():
+    assert ops.keep_best(torch.zeros(2, 3, 4), 0, torch.zeros(4, dtype=torch.bool)).shape == (2, 3, 0)
+
+
+def test_keep_best_of_more_than_there_is_keeps_all():
+    assert ops.keep_best(torch.zeros(1, 1, 4), 9, torch.zeros(4, dtype=torch.bool)).tolist() == [[[0, 1, 2, 3]]]
+
+
+@given(SCORES, st.data())
+def test_weakest_is_the_smallest_and_the_latest(scores, data):
+    eligible = data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)).filter(any))
+    positions = data.draw(st.permutations(range(len(scores))))
+    expected = min((i for i, e in enumerate(eligible) if e), key=lambda i: (scores[i], -positions[i]))
+    assert ops.weakest(row(scores), row(eligible), row(positions, torch.int32)).tolist() == [[expected]]
+
+
+def test_weakest_among_infinite_scores_is_an_eligible_one():
+    scores, positions = row([INF, 0.0, INF, INF]), row([4, 5, 6, 9], torch.int32)
+    assert ops.weakest(scores, row([True, False, True, False]), positions).tolist() == [[2]]
+
+
+def test_weakest_of_every_head():
+    scores = torch.tensor([[[3.0, 1, 2], [1, 2, 3]], [[2, 2, 2], [5, 0, 0]]])
+    eligible = torch.tensor([[[True, False, True], [True] * 3], [[True] * 3, [True, True, False]]])
+    positions = torch.tensor([[[0, 1, 2]] * 2, [[7, 3, 5]] * 2], dtype=torch.int32)
+    assert ops.weakest(scores, eligible, positions).tolist() == [[2, 0], [0, 1]]
+
+
+@given(SCORES, st.data())
+def test_giving_up_the_weakest_again_and_again_leaves_the_best(scores, data):
+    """Wherever the tokens lie, the survivors are those that keep_best would have chosen in the order of positions."""
+    n = len(scores)
+    protected = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    k = data.draw(st.integers(0, n - sum(protected)))
+    slots = data.draw(st.permutations(range(n)))  # slots[p]: where the token at position p lies
+    by_slot = sorted(range(n), key=lambda p: slots[p])
+    alive = row([not protected[p] for p in by_slot])
+    shuffled, positions = row([scores[p] for p in by_slot]), row(by_slot, torch.int32)
+    for _ in range(n - sum(protected) - k):
+        alive[0, 0, ops.weakest(shuffled, alive, positions).item()] = False
+    survivors = sorted(p for p in range(n) if alive[0, 0, slots[p]] or protected[p])
+    assert survivors == ops.keep_best(row(scores), k, row(protected))[0, 0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_are_left_alone(dtype):
+    scores, flags = torch.rand(1, 2, 6, dtype=dtype), torch.rand(1, 2, 6) > 0.5
+    before = scores.clone(), flags.clone()
+    ops.weakest(scores, flags, torch.arange(6, dtype=torch.int32).expand(1, 2, 6))
+    ops.keep_best(scores, 2, torch.tensor([False, True, False, False, True, False]))
+    assert torch.equal(scores, before[0])
+    assert torch.equal(flags, before[1])

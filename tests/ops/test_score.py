@@ -1,0 +1,163 @@
+"""Attention mass against the columns of the written-out attention matrix."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foveate import ops
+from foveate.ops import _math
+from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, naive, problem, shapes
+
+SEEDS = st.integers(0, 1000)
+SOME = Shape(batch=2, kv_heads=2, group=3, queries=9, offset=14, dim=16, value_dim=16)
+LONG = Shape(batch=1, kv_heads=2, group=3, queries=3072, offset=1024, dim=16, value_dim=16)
+SCRATCH = 4 << 20
+
+
+def causal(shape, seed=0, **more):
+    """A problem with its true causal attention: ``q, k, naive``; the values are those that queries may see."""
+    q, k, v = problem(shape, seed, **more)
+    visible = slice(None, shape.keys)
+    return q, k, naive(q, k[:, :, visible], v[:, :, visible], 0.3, causal_mask(shape.queries, shape.offset))
+
+
+# column_mass
+
+
+@given(shapes(), SEEDS, st.sampled_from(LAYOUTS), st.sampled_from([0, 4]), st.sampled_from([1 << 9, 1 << 26]))
+@settings(max_examples=70)
+def test_column_mass_is_the_column_sum(shape, seed, layout, extra, scratch):
+    q, k, expected = causal(shape, seed, layout=layout, extra=extra)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_math, "SCRATCH_BYTES", scratch)
+        mass = ops.column_mass(q, k, expected.lse.float(), scaling=0.3, offset=shape.offset)
+    assert mass.shape == k.shape[:3]
+    assert mass.dtype == torch.float32
+    assert_close(mass[:, :, : shape.keys], expected.mass)
+    assert (mass[:, :, shape.keys :] == 0).all()
+    assert_close(mass.sum(-1), torch.full(mass.shape[:2], float(shape.group * shape.queries)))
+
+
+@pytest.mark.parametrize("offset", [0, 41])
+def test_column_mass_over_several_blocks_of_queries(offset):
+    shape = SOME._replace(queries=700, offset=offset, batch=1)
+    q, k, expected = causal(shape, layout="slots")
+    assert_close(ops.column_mass(q, k, expected.lse.float(), scaling=0.3, offset=offset) / 100, expected.mass / 100)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8])
+def test_column_mass_adds_up_over_chunks_of_queries(cut):
+    q, k, expected = causal(SOME)
+    lse = expected.lse.float()
+    mass = torch.zeros(k.shape[:3])
+    first = ops.column_mass(q[:, :, :cut], k, lse[:, :, :cut], scaling=0.3, offset=14, out=mass)
+    assert first is mass
+    ops.column_mass(q[:, :, cut:], k, lse[:, :, cut:], scaling=0.3, offset=14 + cut, out=mass)
+    assert_close(mass, expected.mass)
+
+
+def test_column_mass_adds_to_a_view_of_a_larger_buffer():
+    q, k, expected = causal(SOME)
+    buffer = torch.ones(2, 2, 40)
+    ops.column_mass(q, k, expected.lse.float(), scaling=0.3, offset=14, out=buffer[:, :, : SOME.keys])
+    assert_close(buffer[:, :, : SOME.keys], 1 + expected.mass)
+    assert (buffer[:, :, SOME.keys :] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_column_mass_in_half_precision(dtype):
+    q, k, expected = causal(SOME, dtype=dtype)
+    mass = ops.column_mass(q, k, expected.lse.float(), scaling=0.3, offset=14)
+    assert mass.dtype == torch.float32
+    assert_close(mass, expected.mass, dtype)
+
+
+@given(shapes(max_queries=40), SEEDS, st.sampled_from([1e4, float("nan"), float("inf")]), st.data())
+@settings(max_examples=40)
+def test_mass_of_earlier_queries_never_depends_on_later_keys(shape, seed, poison, data):
+    q, k, expected = causal(shape, seed)
+    count = data.draw(st.integers(1, shape.queries), label="queries before the change")
+    queries, lse = q[:, :, :count], expected.lse[:, :, :count].float()
+    visible = shape.offset + count
+    changed = k.clone()
+    changed[:, :, visible:] = poison
+    before, after = (ops.column_mass(queries, x, lse, scaling=0.3, offset=shape.offset) for x in (k, changed))
+    assert torch.equal(before, after)
+    assert (after[:, :, visible:] == 0).all()
+    before, after = (ops.query_mass(queries, x, scaling=0.3, offset=shape.offset) for x in (k, changed))
+    assert torch.equal(before, after)
+    before, after = (
+        [mass for _, mass in ops.tile_mass(queries, x, lse, tile=4, scaling=0.3, offset=shape.offset)]
+        for x in (k, changed)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(before, after))
+
+
+@pytest.mark.parametrize("later", [3, 8])
+def test_the_causal_bound_holds_inside_a_block_of_queries(later):
+    """A key in the midst of the block gives mass only to the queries at and after it, whatever it holds."""
+    q, k, expected = causal(SOME)
+    lse = expected.lse.float()
+    k = k.clone()
+    k[:, :, 14 + later :] = 1e4  # exp overflows for the queries that must not look
+    mass = ops.column_mass(q[:, :, : later + 1], k, lse[:, :, : later + 1], scaling=0.3, offset=14)
+    own = ops.column_mass(q[:, :, later : later + 1], k, lse[:, :, later : later + 1], scaling=0.3, offset=14 + later)
+    assert torch.equal(mass[:, :, 14 + later], own[:, :, 14 + later])
+    assert_close(mass[:, :, : 14 + later], expected.weights[:, :, : later + 1, : 14 + later].sum(2).unflatten(1, (2, 3)).sum(2))
+
+
+# tile_mass
+
+
+@given(shapes(), SEEDS, st.sampled_from(LAYOUTS), st.integers(1, 8), st.sampled_from([0, 4]))
+@settings(max_examples=50)
+def test_tile_mass_is_the_mean_over_a_tile_and_its_group(shape, seed, layout, tile, extra):
+    q, k, expected = causal(shape, seed, layout=layout, extra=extra)
+    masses = list(ops.tile_mass(q, k, expected.lse.float(), tile=tile, scaling=0.3, offset=shape.offset))
+    assert [index for index, _ in masses] == list(range(-(-shape.queries // tile)))
+    for index, mass in masses:
+        first, last = index * tile, min((index + 1) * tile, shape.queries)
+        visible = shape.offset + last
+        assert mass.shape == (shape.batch, shape.kv_heads, visible)
+        weights = expected.weights[:, :, first:last, :visible].unflatten(1, (shape.kv_heads, shape.group))
+        assert_close(mass, weights.mean((2, 3)))
+        assert_close(mass.sum(-1), torch.ones(shape.batch, shape.kv_heads))
+
+
+# query_mass
+
+
+@given(shapes(), SEEDS, st.sampled_from(LAYOUTS), st.sampled_from([0, 4]))
+@settings(max_examples=50)
+def test_query_mass_keeps_heads_apart(shape, seed, layout, extra):
+    q, k, expected = causal(shape, seed, layout=layout, extra=extra)
+    mass = ops.query_mass(q, k, scaling=0.3, offset=shape.offset)
+    assert mass.dtype == torch.float32
+    assert_close(mass, expected.weights.sum(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_query_mass_in_half_precision(dtype):
+    q, k, expected = causal(SOME, dtype=dtype)
+    mass = ops.query_mass(q, k, scaling=0.3, offset=14)
+    assert mass.dtype == torch.float32
+    assert_close(mass, expected.weights.sum(2), dtype)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("function", ["column_mass", "tile_mass", "query_mass"])
+def test_mass_makes_no_square_matrix(function):
+    q, k, v = problem(LONG, layout="slots")
+    lse = torch.full(q.shape[:3], 9.0)
+    with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
+        patch.setattr(_math, "SCRATCH_BYTES", SCRATCH)
+        if function == "column_mass":
+            ops.column_mass(q, k, lse, scaling=0.3, offset=1024)
+        elif function == "tile_mass":
+            list(ops.tile_mass(q, k, lse, tile=128, scaling=0.3, offset=1024))
+        else:
+            ops.query_mass(q[:, :, -32:], k, scaling=0.3, offset=4096 - 32)
+    assert largest.bytes <= SCRATCH, largest.what

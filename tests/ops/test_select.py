@@ -1,0 +1,118 @@
+"""Top-k: a total order, bounded memory, the same set however the scores were cut."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveate import ops
+from tests.helpers import LargestTensor
+
+INF = float("inf")
+NAN = float("nan")
+
+
+def expected_topk(scores: list[float], k: int) -> list[int]:
+    """Sort by score, then by index; -inf is no candidate; ascending, then -1."""
+    order = sorted((i for i, score in enumerate(scores) if score != -INF), key=lambda i: (-scores[i], i))
+    chosen = sorted(order[:k])
+    return chosen + [-1] * (min(k, len(scores)) - len(chosen))
+
+
+TIED = st.lists(st.sampled_from([-INF, -2.0, -0.0, 0.0, 1.0, 1.5, INF]), min_size=1, max_size=60)
+
+
+@given(TIED, st.integers(1, 70), st.integers(1, 70))
+def test_topk_of_many_ties_in_any_chunks(scores, k, chunk):
+    assert ops.topk(torch.tensor(scores), k, chunk=chunk).tolist() == expected_topk(scores, k)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=60), st.integers(1, 70), st.integers(1, 70))
+def test_topk_of_any_numbers(scores, k, chunk):
+    assert ops.topk(torch.tensor(scores), k, chunk=chunk).tolist() == expected_topk(scores, k)
+
+
+@given(TIED, st.integers(1, 20), st.lists(st.integers(1, 25), max_size=8))
+def test_streaming_over_uneven_blocks(scores, k, sizes):
+    best = ops.StreamingTopK(k)
+    bounds = sorted({0, len(scores)} | {cut for cut in itertools.accumulate(sizes) if cut < len(scores)})
+    for first, last in itertools.pairwise(bounds):
+        best.update(torch.tensor(scores[first:last]), first)
+        indices, values = best.result()
+        assert indices.tolist() == expected_topk(scores[:last], k)
+        assert values.tolist() == [scores[i] if i >= 0 else -INF for i in indices.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_topk_of_every_row_of_a_batch(dtype, transposed):
+    scores = (torch.randn(2, 3, 41, generator=torch.manual_seed(0)) * 3).round().to(dtype)
+    scores[0, 1, 5:] = -INF
+    if transposed:
+        scores = scores.transpose(1, 2).contiguous().transpose(1, 2)
+    chosen = ops.topk(scores, 9, chunk=7)
+    assert chosen.shape == (2, 3, 9)
+    assert chosen.dtype == torch.int64
+    for b, h in itertools.product(range(2), range(3)):
+        assert chosen[b, h].tolist() == expected_topk(scores[b, h].tolist(), 9)
+
+
+N = 500
+
+
+@pytest.mark.parametrize("chunk", [1, 37, N, 1 << 16])
+@pytest.mark.parametrize("k", [1, 13, N - 1, N, N + 1])
+@pytest.mark.parametrize(
+    ("scores", "wanted"),
+    [
+        (torch.zeros(N), lambda k: range(k)),
+        (torch.full((N,), INF), lambda k: range(k)),
+        (torch.arange(N).float(), lambda k: range(N - k, N)),
+        (-torch.arange(N).float(), lambda k: range(k)),
+        (torch.full((N,), -INF), lambda k: [-1] * k),
+        (torch.where(torch.arange(N) % 50 == 7, 1.0, -INF), lambda k: [*range(7, N, 50)][:k] + [-1] * (k - 10)),
+        (torch.where(torch.arange(N) % 2 == 1, INF, -1e38), lambda k: sorted([*range(1, N, 2), *range(0, N, 2)][:k])),
+        (1 + torch.arange(N).remainder(2) * 1e-7, lambda k: sorted([*range(1, N, 2), *range(0, N, 2)][:k])),
+    ],
+    ids=["tied", "all_inf", "rising", "falling", "all_minus_inf", "few", "half_inf", "one_ulp_apart"],
+)
+def test_adversarial_scores(scores, wanted, k, chunk):
+    assert ops.topk(scores, k, chunk=chunk).tolist() == list(wanted(min(k, N)))
+
+
+@pytest.mark.parametrize("place", [0, 41, N - 1])
+def test_nan_raises_wherever_it_is(place):
+    scores = torch.zeros(2, N)
+    scores[1, place] = NAN
+    with pytest.raises(ValueError, match="NaN"):
+        ops.topk(scores, 3, chunk=50)
+    with pytest.raises(ValueError, match="NaN"):
+        ops.topk(scores, N + 5)
+
+
+@pytest.mark.parametrize("k", [0, -3])
+def test_k_below_one_raises(k):
+    with pytest.raises(ValueError, match=f"k must be at least 1, not {k}"):
+        ops.topk(torch.zeros(4), k)
+
+
+def test_nothing_given_raises():
+    with pytest.raises(ValueError, match="no scores were given"):
+        ops.StreamingTopK(3).result()
+
+
+def test_repeats_are_equal_and_the_input_is_left_alone():
+    scores = torch.randn(3, 1000, generator=torch.manual_seed(1)).round(decimals=1)
+    before = scores.clone()
+    first = ops.topk(scores, 100, chunk=64)
+    assert all(torch.equal(first, ops.topk(scores, 100, chunk=64)) for _ in range(3))
+    assert torch.equal(scores, before)
+
+
+def test_memory_does_not_grow_with_the_number_of_scores():
+    k, chunk, scores = 64, 4096, torch.rand(1 << 20, generator=torch.manual_seed(2))
+    with LargestTensor() as largest:
+        ops.topk(scores, k, chunk=chunk)
+    assert largest.bytes <= 8 * (k + chunk), largest.what

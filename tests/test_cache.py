@@ -1,0 +1,483 @@
+"""SlotCache: packing, growth, eviction, rows, undoing."""
+
+import copy
+
+import pytest
+import torch
+
+from foveate.cache import Channel, Counters, Geometry, SlotCache
+
+GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
+MASS = {"mass": Channel()}
+
+
+def make(batch: int = 2, channels=None, evicts: bool = False) -> SlotCache:
+    return SlotCache(GEOMETRY, batch, torch.float32, torch.device("cpu"), channels, evicts)
+
+
+def kv(first: int, n: int, rows: list[int]):
+    """Keys and values that tell their origin: ``1000 * row + 100 * head + position``, the values negative."""
+    numbers = torch.arange(first, first + n) + 100 * torch.arange(2)[:, None]
+    numbers = (numbers + 1000 * torch.tensor(rows)[:, None, None]).float()[..., None]
+    return numbers.expand(-1, -1, -1, 4), -numbers.expand(-1, -1, -1, 3)
+
+
+def append(cache: SlotCache, n: int) -> None:
+    cache.append(*kv(cache.lengths[0], n, list(range(cache.batch_size))))
+
+
+def filled(n: int, batch: int = 2, **options) -> SlotCache:
+    cache = make(batch, **options)
+    append(cache, n)
+    return cache
+
+
+def append_to_row(cache: SlotCache, b: int, n: int) -> None:
+    row = cache.row(b)
+    row.append(*kv(row.lengths[0], n, [b]))
+    cache.put_back(b, row)
+
+
+def ragged(lengths: list[int], **options) -> SlotCache:
+    cache = make(len(lengths), **options)
+    cache.reserve(max(lengths))
+    for b, n in enumerate(lengths):
+        append_to_row(cache, b, n)
+    return cache
+
+
+def step(cache: SlotCache) -> None:
+    """One more token in every row, stamped with its own position."""
+    pieces = [kv(length, 1, [b]) for b, length in enumerate(cache.lengths)]
+    cache.write_step(*(torch.cat(parts) for parts in zip(*pieces)))
+
+
+def evict(cache: SlotCache, slots, rows=None) -> None:
+    cache.evict(torch.tensor(slots), [True] * cache.batch_size if rows is None else rows)
+
+
+def held(cache: SlotCache, b: int, head: int = 0) -> list[int]:
+    """Positions that a head of a row holds, slot by slot; -1 for a hole. Keys and values must agree with them."""
+    positions = cache.positions[b, head].tolist()
+    for slot, position in enumerate(positions):
+        if position >= 0:
+            stamp = 1000 * b + 100 * head + position
+            assert cache.keys[b, head, slot].tolist() == [stamp] * 4
+            assert cache.values[b, head, slot].tolist() == [-stamp] * 3
+    return positions
+
+
+# Writing
+
+
+def test_tokens_are_packed_and_read_without_a_copy():
+    cache = filled(5)
+    append(cache, 3)
+    assert cache.keys.shape == (2, 2, 8, 4)
+    assert cache.values.shape == (2, 2, 8, 3)
+    assert [held(cache, b, h) for b in range(2) for h in range(2)] == [list(range(8))] * 4
+    assert cache.lengths == [8, 8]
+    assert cache.used == 8
+    assert cache.uniform
+    assert cache.holes() is None
+    assert cache.keys.data_ptr() == cache.tensors["keys"].data_ptr()
+    assert cache.values.data_ptr() == cache.tensors["values"].data_ptr()
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_growth_keeps_everything(evicts):
+    channels = {"mass": Channel(), "queries": Channel((6, 4), per=0, dtype=None)}
+    channels |= {} if evicts else {"page": Channel((4,), per=8)}
+    cache = filled(40, channels=channels, evicts=evicts)
+    cache.channel("mass").copy_(torch.arange(40.0))
+    cache.tensors["queries"].fill_(3)
+    if not evicts:
+        cache.tensors["page"][:, :, :5] = 7
+    before = cache.capacity
+    append(cache, 200)
+    assert cache.capacity > before
+    assert held(cache, 1, 1) == list(range(240))
+    assert cache.channel("mass")[1, 1].tolist() == [*range(40)] + [0] * 200
+    assert (cache.tensors["queries"] == 3).all()
+    if not evicts:
+        assert (cache.tensors["page"][:, :, :5] == 7).all()
+        assert cache.tensors["page"].shape[2] >= 240 // 8
+
+
+def test_growth_is_geometric():
+    cache, sizes = make(1), set()
+    for _ in range(2000):
+        step(cache)
+        sizes.add(cache.capacity)
+    assert len(sizes) < 30
+    assert cache.capacity < 2000 * 1.2
+
+
+def test_reserve_never_shrinks():
+    cache = filled(5)
+    cache.reserve(300)
+    keys = cache.tensors["keys"]
+    cache.reserve(10)
+    assert cache.tensors["keys"] is keys
+
+
+def test_rows_of_different_lengths():
+    cache = ragged([3, 7, 1])
+    assert cache.lengths == [3, 7, 1]
+    assert cache.used == 7
+    assert not cache.uniform
+    assert cache.holes()[:, 0].sum(-1).tolist() == [3, 7, 1]
+    assert held(cache, 0, 1) == [0, 1, 2, -1, -1, -1, -1]
+    assert held(cache, 1, 0) == list(range(7))
+    assert cache.row_tensor("counts").tolist() == [3, 7, 1]
+    with pytest.raises(ValueError, match="different lengths are appended to one by one"):
+        append(cache, 2)
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_a_step_goes_to_the_end_of_each_row(evicts):
+    cache = ragged([3, 7, 64], evicts=evicts)
+    step(cache)
+    assert cache.lengths == cache.rows["counts"] == [4, 8, 65]
+    for b, length in enumerate(cache.lengths):
+        assert held(cache, b, 1)[:length] == list(range(length))
+
+
+def test_a_page_channel_cannot_be_kept_where_slots_move():
+    with pytest.raises(ValueError, match="evicts cannot keep pages"):
+        make(channels={"page": Channel((4,), per=8)}, evicts=True)
+
+
+def test_of_wraps_given_tensors_without_a_copy():
+    k, v = kv(0, 6, [0, 1])
+    cache = SlotCache.of(k, v, num_heads=6)
+    assert cache.keys.data_ptr() == k.data_ptr()
+    assert cache.geometry == GEOMETRY
+    assert cache.geometry.group == 3
+    assert held(cache, 1, 1) == list(range(6))
+
+
+# Evicting
+
+
+def test_the_next_token_takes_the_freed_slot_of_each_head():
+    cache = filled(6, evicts=True, channels=MASS)
+    cache.channel("mass").fill_(5)
+    evict(cache, [[2, 4], [0, 5]])
+    assert held(cache, 0, 0) == [0, 1, -1, 3, 4, 5]
+    assert cache.rows["live"] == [5, 5]
+    assert cache.holes().sum(-1).tolist() == [[5, 5], [5, 5]]
+    step(cache)
+    assert held(cache, 0, 0) == [0, 1, 6, 3, 4, 5]
+    assert held(cache, 0, 1) == [0, 1, 2, 3, 6, 5]
+    assert held(cache, 1, 0) == [6, 1, 2, 3, 4, 5]
+    assert held(cache, 1, 1) == [0, 1, 2, 3, 4, 6]
+    assert cache.channel("mass")[0, 0].tolist() == [5, 5, 0, 5, 5, 5]
+    assert cache.lengths == [7, 7]
+    assert cache.used == 6
+    assert cache.holes() is None
+    assert cache.counters.tokens_evicted == 2
+
+
+def test_a_freed_slot_is_used_once():
+    cache = filled(6, evicts=True)
+    evict(cache, [[2, 4], [0, 5]])
+    step(cache)
+    step(cache)
+    assert held(cache, 0, 0) == [0, 1, 6, 3, 4, 5, 7]
+
+
+def test_only_some_rows_evict():
+    cache = filled(6, evicts=True, batch=3)
+    evict(cache, [[2, 4], [0, 0], [1, 1]], [True, False, True])
+    assert cache.rows["live"] == [5, 6, 5]
+    assert held(cache, 1, 0) == [0, 1, 2, 3, 4, 5]
+    step(cache)
+    assert cache.rows["counts"] == [6, 7, 6]
+    assert cache.rows["live"] == [6, 7, 6]
+    assert held(cache, 0, 1)[:6] == [0, 1, 2, 3, 6, 5]
+    assert held(cache, 1, 1) == [0, 1, 2, 3, 4, 5, 6]
+    assert held(cache, 2, 1)[:6] == [0, 6, 2, 3, 4, 5]
+    assert cache.holes()[:, 0].sum(-1).tolist() == [6, 7, 6]
+    assert cache.counters.tokens_evicted == 2
+
+
+def test_evicting_in_no_row_changes_nothing():
+    cache = filled(6, evicts=True)
+    evict(cache, [[2, 4], [0, 5]], [False, False])
+    step(cache)
+    assert held(cache, 0, 0) == list(range(7))
+    assert cache.counters.tokens_evicted == 0
+
+
+def test_evicting_from_rows_of_different_lengths():
+    cache = ragged([3, 6], evicts=True)
+    evict(cache, [[1, 2], [0, 5]])
+    step(cache)
+    assert cache.lengths == [4, 7]
+    assert held(cache, 0, 0)[:3] == [0, 3, 2]
+    assert held(cache, 0, 1)[:3] == [0, 1, 3]
+    assert held(cache, 1, 1) == [0, 1, 2, 3, 4, 6]
+
+
+def test_retain_orders_by_position_and_frees_memory():
+    cache = filled(1000, evicts=True, channels=MASS)
+    cache.channel("mass").copy_(torch.arange(1000.0))
+    before = cache.resident_bytes
+    cache.retain(torch.tensor([[[7, 999, 3], [500, 0, 1]], [[5, 6, 4], [8, 2, 9]]]))
+    assert cache.resident_bytes < before / 5
+    assert held(cache, 0, 0) == [3, 7, 999]
+    assert held(cache, 0, 1) == [0, 1, 500]
+    assert held(cache, 1, 0) == [4, 5, 6]
+    assert cache.channel("mass")[0, 1].tolist() == [0, 1, 500]
+    assert cache.lengths == [1000, 1000]
+    assert cache.rows["counts"] == cache.rows["live"] == [3, 3]
+    assert cache.counters.tokens_evicted == 2 * 997
+    append(cache, 1)
+    assert held(cache, 1, 1) == [2, 8, 9, 1000]
+
+
+def test_resident_bytes_are_those_of_the_tensors_held():
+    cache = filled(40, evicts=True, channels=MASS | {"queries": Channel((6, 4), per=0, dtype=torch.float64)})
+    slot = 2 * 2 * (4 * 4 + 4 * 3 + 4 + 4)  # rows, heads; keys, values, position, mass
+    assert cache.resident_bytes == cache.capacity * slot + 2 * 6 * 4 * 8
+
+
+def test_retain_of_a_different_number_in_each_row():
+    cache = filled(6, evicts=True, batch=3)
+    keep = [torch.tensor(one)[None] for one in ([[5, 0], [1, 2]], [[0, 1, 2, 3], [2, 3, 4, 5]], [[], []])]
+    cache.retain([one.long() for one in keep])
+    assert cache.rows["counts"] == cache.rows["live"] == [2, 4, 0]
+    assert held(cache, 0, 0)[:2] == [0, 5]
+    assert held(cache, 1, 1) == [2, 3, 4, 5]
+    assert cache.holes()[:, 0].sum(-1).tolist() == [2, 4, 0]
+    assert cache.counters.tokens_evicted == 4 + 2 + 6
+    step(cache)
+    assert held(cache, 0, 1)[:3] == [1, 2, 6]
+    assert held(cache, 2, 1)[:1] == [6]
+
+
+def test_compact_closes_holes():
+    cache = filled(6, evicts=True, batch=3)
+    evict(cache, [[2, 4], [0, 0], [1, 1]], [True, False, True])
+    cache.compact()
+    assert cache.freed is None
+    assert cache.rows["counts"] == [5, 6, 5]
+    assert held(cache, 0, 0)[:5] == [0, 1, 3, 4, 5]
+    assert held(cache, 1, 0) == [0, 1, 2, 3, 4, 5]
+    assert held(cache, 2, 1)[:5] == [0, 2, 3, 4, 5]
+    assert cache.counters.tokens_evicted == 2
+
+
+@pytest.mark.parametrize("last_evicts", [True, False], ids=["with_a_hole", "without_a_hole"])
+def test_compact_leaves_slots_in_the_order_of_their_positions(last_evicts):
+    cache = filled(6, evicts=True)
+    evict(cache, [[2, 2], [2, 2]])
+    step(cache)
+    if last_evicts:
+        evict(cache, [[1, 1], [1, 1]])
+    cache.compact()
+    assert held(cache, 0, 0) == ([0, 3, 4, 5, 6] if last_evicts else [0, 1, 3, 4, 5, 6])
+
+
+def test_compact_of_a_cache_that_never_evicts_does_nothing():
+    cache = ragged([3, 6])
+    keys = cache.tensors["keys"]
+    cache.compact()
+    assert cache.tensors["keys"] is keys
+
+
+# Rows
+
+
+def test_take_rows_repeats_selects_and_reorders():
+    cache = ragged([3, 6, 4], evicts=True, channels=MASS | {"seen": Channel((2,), per=0)})
+    cache.tensors["seen"].copy_(torch.arange(6.0).reshape(3, 2))
+    cache.channel("mass").copy_(torch.arange(3.0)[:, None, None].expand(3, 2, 6))
+    evict(cache, [[0, 1], [2, 3], [1, 2]], [True, True, False])
+    rows = [1, 1, 2, 0]
+    cache.take_rows(torch.tensor(rows))
+    assert cache.batch_size == 4
+    assert cache.lengths == [6, 6, 4, 3]
+    assert cache.rows["live"] == [5, 5, 4, 2]
+    assert cache.tensors["seen"][:, 0].tolist() == [2, 2, 4, 0]
+    assert cache.channel("mass")[:, 0, 0].tolist() == [1, 1, 2, 0]
+    for b, origin in enumerate(rows):
+        assert cache.keys[b, 1, 1, 0] == 1000 * origin + 101
+    cache.write_step(*(torch.zeros(4, 2, 1, width) for width in (4, 3)))
+    assert cache.positions[:, 0].tolist() == [
+        [0, 1, 6, 3, 4, 5],
+        [0, 1, 6, 3, 4, 5],
+        [0, 1, 2, 3, 4, -1],
+        [3, 1, 2, -1, -1, -1],
+    ]
+
+
+def test_taken_rows_are_independent():
+    cache = filled(4)
+    cache.take_rows(torch.tensor([0, 0]))
+    cache.keys[0] = 9
+    assert (cache.keys[1] != 9).all()
+
+
+def test_a_row_shares_the_memory_of_its_batch():
+    cache = ragged([3, 6], channels=MASS)
+    row = cache.row(1)
+    assert row.batch_size == 1
+    assert row.lengths == [6]
+    assert row.keys.data_ptr() == cache.keys[1].data_ptr()
+    row.channel("mass").fill_(4)
+    assert cache.channel("mass")[:, 0].tolist() == [[0] * 6, [4] * 6]
+    append_to_row(cache, 0, 2)
+    assert held(cache, 0, 1) == [0, 1, 2, 3, 4, -1]
+
+
+def test_a_row_changes_its_batch_only_when_put_back():
+    cache = ragged([3, 6])
+    row = cache.row(0)
+    row.append(*kv(3, 2, [0]))
+    assert cache.lengths == [3, 6]
+    cache.put_back(0, row)
+    assert cache.lengths == [5, 6]
+    assert cache.rows["live"] == [5, 6]
+
+
+def test_a_row_cannot_grow():
+    cache = filled(60)
+    with pytest.raises(RuntimeError, match="row of a batch cannot grow alone"):
+        cache.row(0).reserve(cache.capacity + 1)
+
+
+# Undoing
+
+
+def state(cache: SlotCache):
+    return (
+        {name: list(numbers) for name, numbers in cache.rows.items()},
+        {
+            name: tensor[:, :, : cache.used].clone()
+            for name, tensor in cache.tensors.items()
+            if name not in ("keys", "values")
+        },
+        [held(cache, b, h) for b in range(cache.batch_size) for h in range(2)],
+    )
+
+
+def test_restore_gives_back_what_was_saved():
+    cache = filled(6, evicts=True, channels=MASS)
+    cache.staged = True
+    saved = {}
+    for clock in range(6, 10):
+        cache.channel("mass").add_(clock)
+        cache.save(clock)
+        saved[clock] = state(cache)
+        evict(cache, [[clock - 6, 3], [5, clock - 6]] if clock != 9 else [[4, 4], [4, 4]])
+        step(cache)
+    assert cache.used == 10
+    for clock in (8, 6):
+        cache.restore(clock)
+        rows, tensors, positions = state(cache)
+        assert rows == saved[clock][0]
+        assert all(torch.equal(tensor, saved[clock][1][name]) for name, tensor in tensors.items())
+        assert positions == saved[clock][2]
+        assert max(cache.snapshots) == clock
+    step(cache)
+    assert held(cache, 1, 1) == list(range(7))
+
+
+def test_restore_may_be_repeated():
+    cache = filled(4, evicts=True, channels=MASS)
+    cache.staged = True
+    cache.save(4)
+    for _ in range(2):
+        step(cache)
+        cache.channel("mass").fill_(3)
+        cache.restore(4)
+        assert cache.lengths == [4, 4]
+        assert (cache.channel("mass") == 0).all()
+
+
+def test_restore_brings_back_state_of_sequences_but_not_what_is_recomputed():
+    channels = {"queries": Channel((2,), per=0), "page": Channel((4,), per=2, recomputed=True)}
+    cache = filled(4, channels=channels)
+    cache.staged = True
+    cache.save(4)
+    cache.tensors["queries"].fill_(1)
+    cache.tensors["page"].fill_(1)
+    cache.restore(4)
+    assert (cache.tensors["queries"] == 0).all()
+    assert (cache.tensors["page"] == 1).all()
+
+
+def test_restore_after_growth():
+    cache = filled(60, evicts=True, channels=MASS)
+    cache.staged = True
+    cache.channel("mass").fill_(2)
+    cache.save(60)
+    for _ in range(90):
+        step(cache)
+    cache.restore(60)
+    assert held(cache, 0, 0) == list(range(60))
+    assert (cache.channel("mass") == 2).all()
+    step(cache)
+    assert held(cache, 1, 0) == list(range(61))
+
+
+def test_nothing_is_saved_unless_staged():
+    cache = filled(4, evicts=True)
+    cache.save(4)
+    assert cache.snapshots == {}
+
+
+def test_a_staged_eviction_frees_no_slot():
+    cache = filled(6, evicts=True)
+    cache.staged = True
+    evict(cache, [[2, 2], [2, 2]])
+    step(cache)
+    assert held(cache, 0, 0) == [0, 1, -1, 3, 4, 5, 6]
+    assert cache.rows["live"] == [6, 6]
+
+
+def test_truncate_drops_the_last_tokens_of_every_row():
+    cache = ragged([3, 6])
+    cache.truncate(2)
+    assert cache.lengths == [1, 4]
+    assert cache.used == 4
+    step(cache)
+    assert held(cache, 0, 0) == [0, 1, -1, -1, -1]
+    assert held(cache, 1, 0) == [0, 1, 2, 3, 4]
+
+
+# Counting
+
+
+def test_reads_are_counted_from_their_sizes():
+    cache = ragged([3, 6])
+    cache.count_read(4)
+    cache.count_read(torch.tensor([[2, 4], [5, 5]]), pages_refined=torch.tensor([[1], [2]]))
+    cache.count_read(1, available=7)
+    counters = cache.counters
+    assert counters.decode_steps == 3
+    assert counters.decode_rows == 6
+    assert float(counters.keys_read) == 2 * 4 + 3 + 5 + 2 * 1
+    assert counters.keys_available == 9 + 9 + 14
+    assert float(counters.pages_refined) == 3
+    assert counters.bytes_per_key == 2 * (4 + 3) * 4
+
+
+def test_reset_counters_still_know_the_size_of_a_key():
+    counters = filled(3).counters
+    counters.decode_steps = counters.prompt_tokens = counters.tokens_evicted = counters.indices_reused = 4
+    counters.keys_read = torch.tensor(3.0)
+    counters.reset()
+    assert counters == Counters(bytes_per_key=2 * 7 * 4)
+
+
+def test_a_copied_cache_has_its_own_memory_and_counts_together():
+    cache = filled(4, evicts=True)
+    twin = copy.deepcopy(cache)
+    step(twin)
+    twin.keys.fill_(0)
+    assert held(cache, 0, 0) == list(range(4))
+    assert cache.lengths == [4, 4]
+    assert twin.counters is cache.counters

@@ -1,0 +1,243 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from evaluation import tiny
+from typer.testing import CliRunner
+
+from foveate.cli import app
+from foveate.evaluation import resultfile
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "rows.jsonl"
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def compare(model, out, *more):
+    settings = ["--model", model, "--data", tiny.SAMPLE, "--out", out, "--task", "niah:max_new_tokens=3"]
+    return ["compare", *settings, "--length", 300, "--limit", 3, *more]
+
+
+def rows(out):
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_methods_tell_their_settings():
+    entries = {entry["name"]: entry for entry in json.loads(call("methods", "--json").stdout)}
+    assert {"dense", "h2o", "luka", "streaming"} <= entries.keys()
+    for entry in entries.values():
+        assert entry["summary"]
+        assert entry["source"]
+        assert all(setting["help"] for setting in entry["settings"])
+    page_size = next(setting for setting in entries["luka"]["settings"] if setting["name"] == "page_size")
+    assert page_size["default"] == 16
+    text = call("methods").stdout
+    assert "page_size" in text
+    assert "``" not in text
+
+
+def test_doctor_tells_devices_and_versions():
+    facts = json.loads(call("doctor", "--json").stdout)
+    assert facts["devices"][0].startswith("cpu: ")
+    assert {"python", "torch", "transformers", "foveate"} <= facts["versions"].keys()
+    assert "reference (torch)" in call("doctor").stdout
+
+
+def test_generate_answers_and_says_what_was_read(model, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Call me Ishmael. " * 20, encoding="utf-8")
+    arguments = ["generate", "--model", model, "--max-new-tokens", 9, "--prompt-file", tmp_path / "prompt.txt"]
+    dense, h2o = call(*arguments), call(*arguments, "--method", "h2o:top_k=4,window=8")
+    assert dense.exit_code == h2o.exit_code == 0
+    assert dense.stdout.strip()
+    assert dense.stdout != h2o.stdout
+    assert "8 decode steps · 100.0 % of the keys read" in dense.stderr
+    assert "h2o:top_k=4,window=8 · " in h2o.stderr
+    assert "tokens evicted" in h2o.stderr
+    chat = call("generate", "--model", model, "--prompt", "Call me", "--chat", "--max-new-tokens", 2)
+    assert chat.exit_code == 0
+    assert "3 prompt tokens" not in chat.stderr
+
+
+def test_compare_from_items_to_table(model, out):
+    methods = ["--method", "h2o:window=16", "--method", "luka:page_size=16,top_k=3"]
+    done = call(*compare(model, out, *methods, "--batch-size", 2, "--split", "single", "--show-answers"))
+    assert done.exit_code == 0, done.output
+    assert "dense runs too" in done.stderr
+    assert "niah / single · 300 tokens · 3 items · tiny-llama · float32 · cpu · batch 2" in done.stdout
+    assert "gold" in done.stdout
+    assert [row["spec"] for row in rows(out)] == ["dense", "h2o:window=16", "luka"]
+    assert all(row["n"] == 3 and row["task_settings"]["max_new_tokens"] == 3 for row in rows(out))
+    assert str(model.parent) not in out.read_text(encoding="utf-8")
+
+    before = out.read_bytes()
+    again = call(*compare(model, out, *methods, "--batch-size", 2, "--split", "single"))
+    assert again.exit_code == 0
+    assert "is complete; nothing to run" in again.stderr
+    assert out.read_bytes() == before
+    assert again.stdout.strip() == done.stdout.split("Answers")[0].strip()
+
+
+@pytest.mark.parametrize("task", ["wikisalad:max_new_tokens=2", "perplexity:length=50,continuation=5"])
+def test_other_tasks(model, out, task):
+    done = call("compare", "--model", model, "--data", tiny.SAMPLE, "--out", out, "--task", task, "--limit", 1)
+    assert done.exit_code == 0, done.output
+    assert len(rows(out)) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--method", "h20"], "h2o"),
+        (["--method", "luka:pagesize=3"], "page_size"),
+        (["--method", "luka:page_size=0"], "page_size"),
+        (["--task", "nihah"], "unknown task 'nihah'. Did you mean 'niah'? Allowed: niah, perplexity, wikisalad"),
+        (["--split", "singel"], "unknown split 'singel'. Did you mean 'single'? Allowed: single, multi"),
+        (["--length", 100], "length must be at least 256"),
+        (["--length", 4000], "needs 4,003 positions, the model has 2,048"),
+        (["--length", 2048], "needs 2,051 positions"),
+        (["--limit", 0], "limit must be at least 1, got 0"),
+        (["--batch-size", 0], "batch-size must be at least 1"),
+        (["--data", "nowhere"], "nowhere: no such folder"),
+        (["--model", "nowhere"], "nowhere: no such model folder"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--device", "gpu"], "unknown device 'gpu'"),
+    ],
+)
+def test_bad_input_is_one_line(model, out, more, message, monkeypatch):
+    import foveate.evaluation.inference
+
+    monkeypatch.setattr(foveate.evaluation.inference, "load_model", None)
+    done = call(*compare(model, out, *more))
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "give either --prompt or --prompt-file"),
+        (["--prompt", "a", "--prompt-file", "b"], "give either --prompt or --prompt-file"),
+        (["--prompt", " "], "the prompt is empty"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt: no such file"),
+        (["--prompt", "a", "--max-new-tokens", 0], "max-new-tokens must be at least 1"),
+        (["--prompt", "a", "--max-new-tokens", 3000], "prompt and answer need 3,001 positions"),
+        (["--prompt", "a", "--method", "densee"], "dense"),
+    ],
+)
+def test_bad_prompts_are_one_line(model, more, message):
+    done = call("generate", "--model", model, *more)
+    assert done.exit_code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_malformed_data_names_file_and_line(model, out, tmp_path):
+    (tmp_path / "easy_2topic_short.json").write_text('[\n{"prompt": }]')
+    done = call("compare", "--model", model, "--data", tmp_path, "--out", out, "--task", "wikisalad")
+    assert done.exit_code == 2
+    assert "easy_2topic_short.json:2: malformed JSON" in done.stderr
+
+
+def test_rows_of_another_run_are_not_overwritten(model, out):
+    assert call(*compare(model, out)).exit_code == 0
+    before = out.read_bytes()
+    done = call(*compare(model, out, "--seed", 1, "--batch-size", 3))
+    assert done.exit_code == 2
+    assert "seed is 0 there, 1 here" in done.stderr
+    assert "batch_size is 1 there, 3 here" in done.stderr
+    assert "Choose another --out" in done.stderr
+    assert out.read_bytes() == before
+
+
+def test_debug_lets_the_traceback_through(model, out):
+    done = call("--debug", *compare(model, out, "--limit", 0))
+    assert type(done.exception).__name__ == "UserError"
+    command = [sys.executable, "-m", "foveate.cli", "methods", "--debug", "--json"]  # in any place
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)
+
+
+def test_faults_of_the_program_are_not_taken_for_bad_input(monkeypatch):
+    import foveate
+
+    monkeypatch.setattr(foveate.methods, "names", lambda: [].pop())
+    assert isinstance(call("methods").exception, IndexError)
+
+
+def test_running_out_of_memory_is_one_line(model, out, monkeypatch):
+    import torch
+
+    import foveate.evaluation.inference
+
+    def run_batch(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(foveate.evaluation.inference, "run_batch", run_batch)
+    done = call(*compare(model, out))
+    assert done.exit_code == 2
+    assert done.stderr.strip() == "error: out of memory; try a smaller --batch-size or --length"
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_an_ended_command_goes_on_where_it_was(model, out, blow, tmp_path):
+    arguments = [str(part) for part in compare(model, out, "--limit", 60, "--method", "h2o", "--dtype", "float32")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foveate.cli", *arguments], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    partial = resultfile.partial_path(out)
+    until = time.monotonic() + 60
+    while not (partial.exists() and partial.read_bytes().count(b"\n") > 4) and time.monotonic() < until:
+        time.sleep(0.005)
+    process.send_signal(blow)
+    _, said = process.communicate(timeout=60)
+    assert not out.exists(), "the run was over before it could be ended"
+    kept = partial.read_bytes().count(b"\n") - 1
+    assert 4 <= kept < 120
+    if blow == signal.SIGINT:
+        assert process.returncode == 130
+        assert "the same command goes on from there" in " ".join(said.split())
+        assert "Traceback" not in said
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    assert f"resuming: {kept} of 120 answers are there" in done.stderr
+    fresh = tmp_path / "fresh.jsonl"
+    assert call(*compare(model, fresh, "--limit", 60, "--method", "h2o", "--dtype", "float32")).exit_code == 0
+    for ours, theirs in zip(rows(out), rows(fresh)):
+        assert ours["examples"] == theirs["examples"]
+        assert ours["item_values"] == theirs["item_values"]
+    assert not partial.exists()
+
+
+def test_fetch_names_what_it_can_fetch(tmp_path):
+    done = call("fetch", "smollm", "--out", tmp_path / "x")
+    assert done.exit_code == 2
+    assert "unknown model 'smollm'. Did you mean 'smollm2-135m'?" in done.stderr
+
+
+def test_help_names_all_commands():
+    text = call("--help").stdout
+    for command in ("methods", "doctor", "generate", "compare", "fetch", "bench"):
+        assert command in text
