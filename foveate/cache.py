@@ -191,7 +191,14 @@ class SlotCache:
 
     def row_tensor(self, name: str) -> Tensor:
         """A per-row number as int64 ``[B]`` on the device."""
-        return torch.tensor(self.rows[name], device=self.device)
+        return self.on_device(self.rows[name])
+
+    def on_device(self, numbers: list[int]) -> Tensor:
+        """Per-row numbers as int64 ``[B]`` on the device, without waiting for it."""
+        if len(set(numbers)) == 1:
+            return torch.full((len(numbers),), numbers[0], device=self.device)
+        pinned = torch.tensor(numbers, pin_memory=self.device.type == "cuda")
+        return pinned.to(self.device, non_blocking=True)
 
     def holes(self) -> Tensor | None:
         """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
@@ -273,12 +280,12 @@ class SlotCache:
         if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
             self.append(k, v)
             return
-        self.reserve(self.used + 1)
         appended = [True] * self.batch_size
         slot = self.row_tensor("counts")[:, None].expand(-1, self.geometry.num_kv_heads)
         if self.freed is not None:
             slot = torch.where(self.freed.slots >= 0, self.freed.slots, slot)
             appended = [not freed for freed in self.freed.rows]
+        self.reserve(max(count + added for count, added in zip(counts, appended)))
         index = slot[:, :, None]
         for name, x in (("keys", k), ("values", v)):
             self.tensors[name].scatter_(2, index[..., None].expand(-1, -1, -1, x.shape[3]), x)
@@ -302,7 +309,7 @@ class SlotCache:
         if not any(rows):
             return
         if not all(rows):
-            slots = slots.masked_fill(~torch.tensor(rows, device=self.device)[:, None], -1)
+            slots = slots.masked_fill(self.on_device([int(evicted) for evicted in rows])[:, None] == 0, -1)
         index = slots.clamp_min(0)[:, :, None]
         positions = self.tensors["positions"]
         gone = torch.where(slots[:, :, None] >= 0, -1, positions.gather(2, index))

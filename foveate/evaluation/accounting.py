@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -162,7 +163,12 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str:
-    """`git describe --always --dirty` of the checkout that foveate runs from, or "unknown" outside of one."""
+    """`git describe --always --dirty` of the checkout that foveate runs from, or "unknown" outside of one.
+
+    Where the code was copied without its history, the variable FOVEATE_COMMIT names the commit.
+    """
+    if named := os.environ.get("FOVEATE_COMMIT"):
+        return named
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown"

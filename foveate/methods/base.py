@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from foveate import ops
@@ -220,4 +219,4 @@ def per_row(numbers: list[int], cache: SlotCache) -> Tensor | int:
     """Numbers of the rows, ready to broadcast over ``[B, Hkv, S]``; a plain int when all are equal."""
     if len(set(numbers)) == 1:
         return numbers[0]
-    return torch.tensor(numbers, device=cache.device)[:, None, None]
+    return cache.on_device(numbers)[:, None, None]

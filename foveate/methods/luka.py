@@ -204,7 +204,7 @@ class LuKA(Method):
             tail = slice(first[0], cache.used)
             return cache.keys[:, :, tail], cache.values[:, :, tail], None, tail
         width = max(length - start for length, start in zip(cache.lengths, first))
-        slots = torch.tensor(first, device=cache.device)[:, None] + torch.arange(width, device=cache.device)
+        slots = cache.on_device(first)[:, None] + torch.arange(width, device=cache.device)
         used = slots < cache.row_tensor("lengths")[:, None]
         slots = slots.where(used, 0)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)
         return ops.gather_slots(cache.keys, slots), ops.gather_slots(cache.values, slots), used[:, None], slots

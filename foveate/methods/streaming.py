@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods.base import Method, budget, setting
+from foveate.methods.base import Method, budget, per_row, setting
 from foveate.methods.dense import attend_all
 
 
@@ -64,6 +64,6 @@ class Streaming(Method):
             for length, position in zip(cache.lengths, leaving)
         ]
         if any(leaves):
-            target = torch.tensor(leaving, device=cache.device)[:, None, None] if len(set(leaving)) > 1 else leaving[0]
+            target = per_row(leaving, cache)
             cache.evict((cache.positions == target).to(torch.uint8).argmax(-1), leaves)
         return out

