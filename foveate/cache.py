@@ -124,6 +124,7 @@ class SlotCache:
         self.capacity = 0
         self.tensors: dict[str, Tensor] = {}
         self.freed: _Freed | None = None
+        self.ordered = True  # no token lies before an older one
         self.staged = False
         self.snapshots: dict[int, _Snapshot] = {}
         self._is_row = False
@@ -285,6 +286,7 @@ class SlotCache:
         if self.freed is not None:
             slot = torch.where(self.freed.slots >= 0, self.freed.slots, slot)
             appended = [not freed for freed in self.freed.rows]
+            self.ordered = False
         self.reserve(max(count + added for count, added in zip(counts, appended)))
         index = slot[:, :, None]
         for name, x in (("keys", k), ("values", v)):
@@ -340,14 +342,14 @@ class SlotCache:
         for name in packed:
             self.tensors.pop(name, None)
         self.rows["counts"], self.rows["live"] = list(kept), list(kept)
-        self.freed = None
+        self.freed, self.ordered, self.snapshots = None, True, {}
         self.reserve(max(kept))
         for name, tensor in packed.items():
             self.tensors[name][:, :, : tensor.shape[2]] = tensor
 
     def compact(self) -> None:
         """Close the holes that eviction left, so that slots are packed and in the order of their positions."""
-        if "positions" not in self.tensors or (self.freed is None and self.holes() is None):
+        if "positions" not in self.tensors or (self.ordered and self.freed is None and self.holes() is None):
             return
         positions = self.positions
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)

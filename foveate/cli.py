@@ -1,4 +1,4 @@
-"""The command line: `foveate methods · doctor · generate · compare · fetch · bench`.
+"""The command line: `foveate methods · doctor · generate · compare · report · fetch · bench`.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
@@ -204,6 +204,23 @@ def compare(
         )
         raise typer.Exit(_INTERRUPTED) from None
     _table().console().print(_table().results(rows, _SHOWN_ANSWERS if show_answers else 0))
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)],
+) -> None:
+    """Print rows of results as Markdown tables."""
+    from foveate.evaluation.data import read_jsonl
+    from foveate.evaluation.errors import DataError
+    from foveate.report.markdown import tables
+
+    for file in files:
+        rows = [row for _, row in read_jsonl(file)]
+        try:
+            typer.echo(tables(rows) + "\n")
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{file}: not a file of result rows ({error} is missing or malformed)") from None
 
 
 @app.command()

@@ -137,27 +137,27 @@ def _is(x: Any) -> bool:
 # Models
 
 VOCAB = 97
-_COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=96,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.2,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 CONFIGS = {
-    "llama": lambda **more: transformers.LlamaConfig(**_COMMON | {"head_dim": 16} | more),
-    "qwen2": lambda **more: transformers.Qwen2Config(**_COMMON | more),
-    "qwen3": lambda **more: transformers.Qwen3Config(**_COMMON | {"head_dim": 16} | more),
-    "mistral": lambda **more: transformers.MistralConfig(**_COMMON | {"head_dim": 16, "sliding_window": None} | more),
+    "llama": lambda **more: transformers.LlamaConfig(**COMMON | {"head_dim": 16} | more),
+    "qwen2": lambda **more: transformers.Qwen2Config(**COMMON | more),
+    "qwen3": lambda **more: transformers.Qwen3Config(**COMMON | {"head_dim": 16} | more),
+    "mistral": lambda **more: transformers.MistralConfig(**COMMON | {"head_dim": 16, "sliding_window": None} | more),
     "gemma3": lambda **more: transformers.Gemma3TextConfig(
-        **_COMMON
+        **COMMON
         | {
             "num_hidden_layers": 4,
             "head_dim": 16,
@@ -176,7 +176,7 @@ def prepare(model, seed: int = 0):
     """Give a model random biases and norms too, no end of sequence, no liking for special ids, and evaluation mode."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         model.lm_head.weight[:3] = 0  # a generated padding id would later be taken for padding
@@ -185,7 +185,7 @@ def prepare(model, seed: int = 0):
     return model.eval()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _built(family: str, seed: int):
     torch.manual_seed(seed)
     config = CONFIGS[family]()
@@ -198,14 +198,41 @@ def tiny_model(family: str = "llama", seed: int = 0):
     return copy.deepcopy(_built(family, seed))
 
 
-def disturbed(model, amount: float = 0.03):
-    """A model that mostly, but not always, agrees with another: an assistant whose drafts are partly accepted."""
-    twin = copy.deepcopy(model)
+def fingerprint(model) -> dict[tuple[str, ...], int]:
+    """Every attribute of every module, and what its containers hold, by identity."""
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            found[name, key] = id(value)
+            if isinstance(value, dict):
+                found |= {(name, key, str(inner)): id(held) for inner, held in value.items()}
+    return found
+
+
+@functools.cache
+def _assistant(family: str):
+    # the oldest supported release cannot draft with a sliding window that is full, even unattached: make it a long one
+    config = CONFIGS[family](**{"sliding_window": 400} if family in SLIDING else {})
+    config._attn_implementation = "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(_built(family, 0).state_dict())
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
-    return twin
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+    model.generation_config.update(
+        eos_token_id=None,
+        pad_token_id=0,
+        num_assistant_tokens=4,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    return model.eval()
+
+
+def assistant(family: str = "llama"):
+    """A model that often, but not always, agrees with :func:`tiny_model`: its drafts are partly accepted."""
+    return copy.deepcopy(_assistant(family))
 
 
 def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:

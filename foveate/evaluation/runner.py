@@ -157,9 +157,9 @@ def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> 
         for key, first, method, group in cells:
             if (key, first) in records:
                 progress(method.spec, len(group))
-        session = _Session(prepared, list({cell[0]: cell[2] for cell in todo}.values())) if todo else None
+        examiner = _Examiner(prepared, list({cell[0]: cell[2] for cell in todo}.values())) if todo else None
         for key, first, method, group in todo:
-            records[key, first] = session.measure(method, group)
+            records[key, first] = examiner.measure(method, group)
             partial.append(records[key, first])
             progress(method.spec, len(group))
         of_methods = [[records[_method_key(method), group[0].id] for group in groups] for method in missing]
@@ -169,7 +169,7 @@ def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> 
     return rows
 
 
-class _Session:
+class _Examiner:
     """The loaded model, every method tried on it once, ready to be measured."""
 
     def __init__(self, prepared: Prepared, methods: Sequence[Any]):

@@ -11,7 +11,6 @@ from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods.base import Method, budget, setting
 from foveate.methods.dense import attend_all
-from foveate.ops._math import fold_group, matmul_fp32, unfold_group
 
 
 @dataclass(frozen=True)
@@ -130,72 +129,48 @@ class LuKA(Method):
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """One query per row over the cover: summaries, the tokens of refined pages, tail (Algorithm 1)."""
-        rows = fold_group(q, cache.geometry.num_kv_heads)
         pages = max(cache.rows["pages"])
-        summary_k, summary_v = cache.channel("summary_k")[:, :, :pages], cache.channel("summary_v")[:, :, :pages]
+        summary_k, summary_v = (cache.channel(name)[:, :, :pages] for name in ("summary_k", "summary_v"))
         tail_k, tail_v, tail_used, tail_slots = self._tail(cache)
-        is_page = None if cache.uniform else self._page_mask(cache, pages)
-
-        at_summary = matmul_fp32(rows, summary_k.transpose(-1, -2)).mul_(scaling)
-        if self.bias == "log":
-            at_summary += math.log(self.page_size)
-        if is_page is not None:
-            at_summary.masked_fill_(~is_page, float("-inf"))
-        at_tail = matmul_fp32(rows, tail_k.transpose(-1, -2)).mul_(scaling)
-        if tail_used is not None:
-            at_tail.masked_fill_(~tail_used[:, :, None], float("-inf"))
-        cover = torch.cat([at_summary, at_tail], -1).softmax(-1)
-
-        refined = self._refined(cover[..., :pages].mean(2), cache)
-        partial = self.refine == "threshold" or not cache.uniform  # places for refined pages may be unused
+        page_used = None if cache.uniform else self._pages_used(cache, pages)
+        scores = ops.score_cover(
+            q,
+            summary_k,
+            tail_k,
+            scaling=scaling,
+            summary_used=page_used,
+            tail_used=tail_used,
+            bias=math.log(self.page_size) if self.bias == "log" else 0.0,
+        )
+        refined = self._refined(scores.page_mass, cache, page_used)
+        complete = self.refine == "top_k" and cache.uniform
         raw_k, raw_v = (ops.gather_pages(x, refined, self.page_size) for x in (cache.keys, cache.values))
-        at_raw = matmul_fp32(rows, raw_k.transpose(-1, -2)).mul_(scaling)
-        used = refined >= 0
-        if partial:
-            unused = ~used.repeat_interleave(self.page_size, -1)
-            at_raw.masked_fill_(unused[:, :, None], float("-inf"))
-            raw_v = raw_v.masked_fill(unused[..., None], 0)
-
-        index = refined.clamp_min(0)[:, :, None].expand(-1, -1, rows.shape[2], -1)
-        if self.mass == "exact":
-            gone = torch.where(used, float("-inf"), 0.0)[:, :, None].expand(index.shape)
-            weights = torch.cat([at_summary.scatter_add(-1, index, gone), at_raw, at_tail], -1).softmax(-1)
-            of_summary, of_raw, of_tail = weights.split([pages, at_raw.shape[-1], at_tail.shape[-1]], -1)
-        else:
-            of_summary, of_tail = cover.split([pages, at_tail.shape[-1]], -1)
-            shares = at_raw.unflatten(-1, (-1, self.page_size)).softmax(-1)
-            parent = of_summary.gather(-1, index) * used[:, :, None]
-            of_raw = (shares.nan_to_num(0.0) * parent[..., None]).flatten(-2)
-            of_summary = of_summary.scatter_add(-1, index, -parent)
-
-        out = of_tail.to(tail_v.dtype) @ tail_v
-        out = out + of_summary.to(summary_v.dtype) @ summary_v + of_raw.to(raw_v.dtype) @ raw_v
+        attended = ops.attend_cover(
+            scores, summary_v, tail_v, raw_k, raw_v, refined, preserve=self.mass == "preserve", complete=complete
+        )
         if self.observes:
-            self._add_mass(cache, of_tail.sum(2), tail_slots)
-        refined_pages = used.sum(-1) if partial else refined.shape[-1]
-        tokens = at_tail.shape[-1] if tail_used is None else tail_used.sum(-1)
-        summaries = pages if is_page is None else is_page.sum(-1)[:, :, 0]
-        cache.count_read(refined_pages * self.page_size + summaries + tokens, pages_refined=refined_pages)
-        return unfold_group(out.to(q.dtype), q.shape[1])
+            self._add_mass(cache, attended.tail_mass, tail_slots)
+        refined_pages = refined.shape[-1] if complete else (refined >= 0).sum(-1)
+        summaries = pages if page_used is None else page_used.sum(-1)
+        tail = tail_k.shape[2] if tail_used is None else tail_used.sum(-1)
+        cache.count_read(summaries + refined_pages * self.page_size + tail, pages_refined=refined_pages)
+        return attended.out
 
-    def _refined(self, mass: Tensor, cache: SlotCache) -> Tensor:
+    def _refined(self, mass: Tensor, cache: SlotCache, page_used: Tensor | None) -> Tensor:
         """Pages to read raw, int64 ``[B, Hkv, K]`` ascending, -1 for none, from ``mass [B, Hkv, P]``."""
         if self.refine == "threshold":
             # the masses of the pages sum to at most 1, so no more than 1 / epsilon of them can be above epsilon
             capacity = min(mass.shape[-1], math.ceil(1 / self.epsilon))
             return ops.topk(mass.masked_fill(mass <= self.epsilon, float("-inf")), capacity)
         counts = [budget(self.top_k, pages, 1) for pages in cache.rows["pages"]]
-        if len(set(counts)) == 1 and cache.uniform:
+        if page_used is None:
             return ops.topk(mass, counts[0])
-        pages = torch.arange(mass.shape[-1], device=mass.device)
-        mass = mass.masked_fill(pages >= cache.row_tensor("pages")[:, None, None], float("-inf"))
-        rows = [ops.topk(mass[b : b + 1], count) for b, count in enumerate(counts)]
-        width = max(row.shape[-1] for row in rows)
-        return torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=-1) for row in rows])
+        mass = mass.masked_fill(~page_used, float("-inf"))
+        return ops.topk_rows(mass, cache.on_device(counts), max(counts))
 
-    def _page_mask(self, cache: SlotCache, pages: int) -> Tensor:
-        """bool ``[B, 1, 1, P]``: which summaries exist in each row."""
-        return torch.arange(pages, device=cache.device) < cache.row_tensor("pages")[:, None, None, None]
+    def _pages_used(self, cache: SlotCache, pages: int) -> Tensor:
+        """bool ``[B, 1, P]``: which summaries exist in each row."""
+        return torch.arange(pages, device=cache.device) < cache.row_tensor("pages")[:, None, None]
 
     def _tail(self, cache: SlotCache) -> tuple[Tensor, Tensor, Tensor | None, Tensor | slice]:
         """Raw tokens without a summary: keys, values, bool ``[B, 1, T]`` of those that exist (or None), slots."""

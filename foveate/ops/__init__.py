@@ -11,6 +11,7 @@ from foveate.ops.attend import (
     Attended,
     attend,
     attend_causal,
+    attend_cover,
     attend_indices,
     attend_pages,
     attend_window,
@@ -18,17 +19,19 @@ from foveate.ops.attend import (
     gather_slots,
     merge,
     page_slots,
+    score_cover,
 )
 from foveate.ops.compress import page_importance, summarise_pages
 from foveate.ops.retain import keep_best, weakest
 from foveate.ops.score import column_mass, query_mass, tile_mass
-from foveate.ops.select import StreamingTopK, topk
+from foveate.ops.select import StreamingTopK, topk, topk_rows
 
 __all__ = [
     "Attended",
     "StreamingTopK",
     "attend",
     "attend_causal",
+    "attend_cover",
     "attend_indices",
     "attend_pages",
     "attend_window",
@@ -40,8 +43,10 @@ __all__ = [
     "page_importance",
     "page_slots",
     "query_mass",
+    "score_cover",
     "summarise_pages",
     "tile_mass",
     "topk",
+    "topk_rows",
     "weakest",
 ]

@@ -113,9 +113,9 @@ def test_a_method_can_join_a_finished_run(plan, monkeypatch):
     prepared = runner.prepare(plan)
     assert [method.name for method in prepared.missing] == ["luka"]
     measured = []
-    measure = runner._Session.measure
+    measure = runner._Examiner.measure
     monkeypatch.setattr(
-        runner._Session,
+        runner._Examiner,
         "measure",
         lambda self, method, items: measured.append(method.name) or measure(self, method, items),
     )
@@ -160,6 +160,16 @@ def test_another_model_of_the_same_name_is_another_run(plan, tmp_path):
     runner.run(runner.prepare(plan))
     other = tiny.build(tmp_path / "tiny-llama", seed=1)
     with pytest.raises(UserError, match="weights is"):
+        runner.prepare(dataclasses.replace(plan, model=other))
+
+
+def test_other_prompts_make_another_run(plan, tmp_path):
+    plan = dataclasses.replace(plan, task=tasks.parse("wikisalad:max_new_tokens=1"), limit=1, methods=plan.methods[:1])
+    runner.run(runner.prepare(plan))
+    other = tiny.build(tmp_path / "tiny-llama")
+    tiny.make_tokenizer(chat_template=None).save_pretrained(other)
+    (other / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"another run: items is '\w+' there, '\w+' here\. Choose"):
         runner.prepare(dataclasses.replace(plan, model=other))
 
 

@@ -131,8 +131,9 @@ class TestNeedle:
     def test_grading(self, sample, tokenizer):
         task = tasks.parse("niah", length=300)
         (item,) = task.items(sample, tokenizer, 1, seed=0)
-        assert task.grade(item, Output(text=f"{item.answers[0]}.")) == {"string_match": 1}
-        assert task.grade(item, Output(text=item.answers[0][:-1])) == {"string_match": 0}
+        assert task.grade(item, Output(text=f"{item.answers[0]}.")) == {"string_match": 1, "number_match": 1}
+        assert task.grade(item, Output(text=f"{item.answers[0]}6.")) == {"string_match": 1, "number_match": 0}
+        assert task.grade(item, Output(text=item.answers[0][:-1])) == {"string_match": 0, "number_match": 0}
         assert task.ceiling([item]) == 100
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "data"
 TEMPLATE = (
@@ -48,6 +48,11 @@ def build(folder: Path, seed: int = 0, positions: int = 2048) -> Path:
         bos_token_id=None,
         eos_token_id=1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    # As many published models do, it asks for sampling and penalties; evaluation must not listen.
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.7, top_k=20, repetition_penalty=1.9, eos_token_id=1, pad_token_id=0
+    )
+    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

@@ -88,7 +88,9 @@ def test_what_sees_nothing_gives_zero(need_lse):
 @pytest.mark.parametrize("need_lse", [False, True])
 def test_attend_survives_large_logits(need_lse):
     q, k, v = problem(SOME)
-    assert_close(ops.attend(100 * q, 100 * k, v, scaling=1.0, need_lse=need_lse).out, naive(100 * q, 100 * k, v, 1.0).out)
+    assert_close(
+        ops.attend(100 * q, 100 * k, v, scaling=1.0, need_lse=need_lse).out, naive(100 * q, 100 * k, v, 1.0).out
+    )
 
 
 def test_query_heads_must_be_a_multiple_of_kv_heads():

@@ -104,7 +104,9 @@ def test_the_causal_bound_holds_inside_a_block_of_queries(later):
     mass = ops.column_mass(q[:, :, : later + 1], k, lse[:, :, : later + 1], scaling=0.3, offset=14)
     own = ops.column_mass(q[:, :, later : later + 1], k, lse[:, :, later : later + 1], scaling=0.3, offset=14 + later)
     assert torch.equal(mass[:, :, 14 + later], own[:, :, 14 + later])
-    assert_close(mass[:, :, : 14 + later], expected.weights[:, :, : later + 1, : 14 + later].sum(2).unflatten(1, (2, 3)).sum(2))
+    assert_close(
+        mass[:, :, : 14 + later], expected.weights[:, :, : later + 1, : 14 + later].sum(2).unflatten(1, (2, 3)).sum(2)
+    )
 
 
 # tile_mass
@@ -150,7 +152,7 @@ def test_query_mass_in_half_precision(dtype):
 
 @pytest.mark.parametrize("function", ["column_mass", "tile_mass", "query_mass"])
 def test_mass_makes_no_square_matrix(function):
-    q, k, v = problem(LONG, layout="slots")
+    q, k, _v = problem(LONG, layout="slots")
     lse = torch.full(q.shape[:3], 9.0)
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
         patch.setattr(_math, "SCRATCH_BYTES", SCRATCH)

@@ -49,7 +49,7 @@ class NeedleInAHaystack(Task):
 
     name: ClassVar[str] = "niah"
     splits: ClassVar[tuple[str, ...]] = tuple(_NEEDLES)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"string_match": mean("string_match")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {key: mean(key) for key in ("string_match", "number_match")}
     main: ClassVar[str] = "string_match"
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
@@ -68,7 +68,11 @@ class NeedleInAHaystack(Task):
         return [self._item(tokenizer, library, index, seed) for index in range(limit)]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
-        return {"string_match": string_match(output.text, item.answers)}
+        said = re.findall(r"\d+", output.text)  # RULER's metric takes 12345677 for 1234567, this one does not
+        return {
+            "string_match": string_match(output.text, item.answers),
+            "number_match": float(item.answers[0] in said),
+        }
 
     def _item(self, tokenizer: Any, library: Library, index: int, seed: int) -> Item:
         rng = random.Random(f"niah/{seed}/{index}")

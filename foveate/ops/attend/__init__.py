@@ -1,5 +1,6 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
+from foveate.ops.attend.cover import CoverAttended, CoverScores, attend_cover, score_cover
 from foveate.ops.attend.reference import (
     Attended,
     attend,
@@ -15,8 +16,11 @@ from foveate.ops.attend.reference import (
 
 __all__ = [
     "Attended",
+    "CoverAttended",
+    "CoverScores",
     "attend",
     "attend_causal",
+    "attend_cover",
     "attend_indices",
     "attend_pages",
     "attend_window",
@@ -24,4 +28,5 @@ __all__ = [
     "gather_slots",
     "merge",
     "page_slots",
+    "score_cover",
 ]

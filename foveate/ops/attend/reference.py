@@ -87,7 +87,7 @@ def attend_causal(
     if k.shape[2] < end:
         raise ValueError(f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {end}")
     k, v = k[:, :, :end], v[:, :, :end]
-    if offset == 0 and not need_lse and _library_is_causal(q):
+    if offset == 0 and not need_lse and q.shape[-1] == v.shape[-1] and _library_is_causal(q):
         return Attended(
             F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
         )
@@ -120,20 +120,21 @@ def attend_window(
         offset: number of keys before the first query's own.
     """
     length = q.shape[2]
-    step = min(length, 512)
+    width = offset + length - int(lower[-1]) + sinks + 512
+    step = min(512, block_length(4 * q.shape[1] // k.shape[1] * min(width, offset + length), length))
+    starts, lower = lower.tolist(), lower.to(q.device, non_blocking=True)[:, None]
+    slots = torch.arange(offset + length, device=q.device)
     outs = []
     for first in range(0, length, step):
         last = min(first + step, length)
-        start, end = int(lower[first]), offset + last
-        start = 0 if start <= sinks else start
-        keys, values, slots = k[:, :, start:end], v[:, :, start:end], torch.arange(start, end)
+        start, end = starts[first] if starts[first] > sinks else 0, offset + last
+        keys, values, seen = k[:, :, start:end], v[:, :, start:end], slots[start:end]
         if start > 0 and sinks > 0:
-            keys = torch.cat([k[:, :, :sinks], keys], 2)
-            values = torch.cat([v[:, :, :sinks], values], 2)
-            slots = torch.cat([torch.arange(sinks), slots])
-        query = torch.arange(offset + first, offset + last)[:, None]
-        mask = (slots <= query) & ((slots >= lower[first:last, None]) | (slots < sinks))
-        outs.append(attend(q[:, :, first:last], keys, values, scaling=scaling, mask=mask[None, None].to(q.device)).out)
+            keys, values = (torch.cat([x[:, :, :sinks], part], 2) for x, part in ((k, keys), (v, values)))
+            seen = torch.cat([slots[:sinks], seen])
+        query = slots[offset + first : end, None]
+        mask = (seen <= query) & ((seen >= lower[first:last]) | (seen < sinks))
+        outs.append(attend(q[:, :, first:last], keys, values, scaling=scaling, mask=mask[None, None]).out)
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
 
 
@@ -157,8 +158,7 @@ def attend_indices(
     """
     used = indices >= 0
     keys, values = gather_slots(k, indices), gather_slots(v, indices)
-    values = values.masked_fill(~used[..., None], 0)
-    return attend(q, keys, values, scaling=scaling, mask=used[:, :, None], need_lse=need_lse, need_mass=need_mass)
+    return _attend_gathered(q, keys, values, used, scaling, need_lse, need_mass)
 
 
 def attend_pages(
@@ -179,8 +179,7 @@ def attend_pages(
     """
     used = (pages >= 0).repeat_interleave(page_size, -1)
     keys, values = gather_pages(k, pages, page_size), gather_pages(v, pages, page_size)
-    values = values.masked_fill(~used[..., None], 0)
-    return attend(q, keys, values, scaling=scaling, mask=used[:, :, None], need_lse=need_lse, need_mass=need_mass)
+    return _attend_gathered(q, keys, values, used, scaling, need_lse, need_mass)
 
 
 def merge(parts: list[Attended]) -> Attended:
@@ -231,6 +230,14 @@ def page_slots(pages: Tensor, page_size: int) -> Tensor:
     """Slots of each page: ``[..., P] -> [..., P, page_size]``, -1 where the page is -1."""
     slots = pages[..., None].long() * page_size + torch.arange(page_size, device=pages.device)
     return slots.masked_fill(pages[..., None] < 0, -1)
+
+
+def _attend_gathered(
+    q: Tensor, k: Tensor, v: Tensor, used: Tensor, scaling: float, need_lse: bool, need_mass: bool
+) -> Attended:
+    """Attention over gathered keys; what lies in unused places, NaN included, has no influence."""
+    k, v = (x.masked_fill(~used[..., None], 0) for x in (k, v))
+    return attend(q, k, v, scaling=scaling, mask=used[:, :, None], need_lse=need_lse, need_mass=need_mass)
 
 
 def _library_is_causal(q: Tensor) -> bool:

@@ -15,16 +15,17 @@ def keep_best(scores: Tensor, k: int, protected: Tensor) -> Tensor:
         protected: bool, broadcastable to ``[B, Hkv, S]``, with the same number of True in every row.
 
     Returns:
-        int64 ``[B, Hkv, K]`` ascending.
+        int64 ``[B, Hkv, K]`` ascending; -1 at the end where fewer than k could be kept.
     """
     protected = protected.expand(scores.shape)
-    count = int(protected[0, 0].sum())
-    ranked = scores.masked_fill(protected, float("inf"))
-    return (
-        topk(ranked, min(k + count, scores.shape[-1]))
-        if k + count
-        else scores.new_empty((*scores.shape[:-1], 0), dtype=torch.int64)
-    )
+    count, last = int(protected[0, 0].sum()), scores.shape[-1]
+    slots = torch.arange(last, device=scores.device).where(protected, last)
+    kept = slots.topk(count, -1, largest=False).values
+    if k > 0:
+        best = topk(scores.masked_fill(protected, float("-inf")), k)
+        kept = torch.cat([kept, best.masked_fill(best < 0, last)], -1)
+    kept = kept.sort(-1).values
+    return kept.masked_fill(kept == last, -1)[..., : min(k + count, last)]
 
 
 def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:

@@ -57,15 +57,34 @@ def topk(scores: Tensor, k: int, *, chunk: int = CHUNK) -> Tensor:
     Returns:
         int64 ``[..., min(k, n)]``, ascending, with -1 at the end where fewer than k scores were above -inf.
     """
-    n = scores.shape[-1]
+    best, n = StreamingTopK(k), scores.shape[-1]
     if scores.device.type == "cpu" and k < n <= chunk:
         values, indices = scores.topk(k + 1, -1)
         if bool((values[..., k - 1] > values[..., k]).all()) and not bool(values[..., 0].isnan().any()):
             return indices[..., :k].sort(-1).values  # no tie at the edge of the set, so there is only one
-    best = StreamingTopK(k)
     for first in range(0, n, chunk):
         best.update(scores[..., first : first + chunk], first)
     return best.result()[0]
+
+
+def topk_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
+    """:func:`topk` with a number of its own for each row of a batch.
+
+    Args:
+        scores: ``[B, Hkv, n]``; -inf marks what must not be chosen.
+        counts: int64 ``[B]``: how many in each row, at most k.
+        k: the largest of the counts.
+
+    Returns:
+        int64 ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
+    """
+    ordered, indices = scores.sort(dim=-1, descending=True, stable=True)
+    ordered, indices = ordered[..., :k], indices[..., :k]
+    rank = torch.arange(ordered.shape[-1], device=scores.device)
+    unused = (rank >= counts[:, None, None]) | ordered.isneginf()
+    last = scores.shape[-1]
+    indices = indices.masked_fill(unused, last).sort(-1).values
+    return indices.masked_fill(indices == last, -1)
 
 
 def _first_largest(scores: Tensor, k: int) -> Tensor:

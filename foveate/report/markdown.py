@@ -1,0 +1,67 @@
+"""Result rows as Markdown tables, so that the documentation shows what the files in `benchmarks/results` say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All rows, grouped by what they measure, each group under one line that says on what."""
+    parts = []
+    for (title, speed), group in itertools.groupby(rows, key=lambda row: (_title(row), "bench" in row)):
+        table = (_speeds if speed else _comparison)(list(group))
+        parts.append(f"{title}\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def _title(row: Row) -> str:
+    versions = ", ".join(f"{name} {row['versions'][name]}" for name in ("torch", "transformers"))
+    where = f"{row['device']}; {versions}; commit {row['commit']}"
+    if "bench" in row:
+        case = row["case"]
+        batch = "" if case["batch"] == 1 else f", batch {case['batch']}"
+        return f"{row['bench']}, {case['model']}, {case['context']:,} tokens, {case['dtype']}{batch} ({where}):"
+    length = f", {row['length']:,.0f} tokens" if row["length"] else ""
+    return f"{row['task']} ({row['split']}), {row['model']}{length}, n = {row['n']}, {row['dtype']} ({where}):"
+
+
+def _comparison(rows: Sequence[Row]) -> str:
+    lines = [("method", "score [95 %]", "Δ to dense [95 %]", "keys read", "KV read a step", "resident a sequence")]
+    for row in rows:
+        difference = f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
+        lines.append(
+            (
+                f"`{row['spec']}`",
+                f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
+                "" if row["method"] == "dense" else difference,
+                f"{100 * row['keys_read_share']:.1f} %",
+                f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
+                f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
+            )
+        )
+    return _markdown(lines)
+
+
+def _speeds(rows: Sequence[Row]) -> str:
+    lines = [("method", "ms", "speed-up", "over", "peak memory")]
+    for row in rows:
+        lines.append(
+            (
+                f"`{row['case']['method']}`",
+                f"{row['ms']:.1f}",
+                f"{row['speedup']:.2f}×",
+                f"`{row['baseline']}`",
+                f"{row['peak_bytes'] / 1e6:,.0f} MB",
+            )
+        )
+    return _markdown(lines)
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    rule = "|" + "|".join("---" if i == 0 else "--:" for i in range(len(lines[0]))) + "|"
+    return "\n".join([head, rule, *body])

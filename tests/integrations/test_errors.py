@@ -1,0 +1,557 @@
+"""Bad input: what the message says, and that nothing is changed by it."""
+
+import contextlib
+import copy
+import dataclasses
+import re
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import foveate
+from foveate import methods
+from tests.helpers import CONFIGS, VOCAB, fingerprint, generate, left_padded, prepare, tiny_model, tokens
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def says(*parts: str) -> str:
+    """A pattern for a message that holds these pieces in this order."""
+    return ".*".join(re.escape(part) for part in parts)
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+@pytest.fixture
+def h2o(model):
+    """A model with an evicting method, attached."""
+    foveate.attach(model, "h2o", **methods.get("h2o").small_budget)
+    return model
+
+
+@pytest.fixture
+def dense(model):
+    foveate.attach(model, "dense")
+    return model
+
+
+# Methods and settings
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("h20", {}, says("unknown method 'h20'", "did you mean 'h2o'?", "known are", "dense", "luka")),
+        ("streamin:window=4", {}, says("unknown method 'streamin'", "did you mean 'streaming'?")),
+        ("", {}, says("unknown method ''", "known are")),
+        ("attention_is_all", {}, says("unknown method 'attention_is_all'", "known are")),
+        ("h2o", {"topk": 4}, says("h2o has no setting 'topk'", "did you mean 'top_k'?", "top_k, min_k, window")),
+        ("luka:pagesize=4", {}, says("luka has no setting 'pagesize'", "did you mean 'page_size'?")),
+        ("dense", {"window": 4}, says("dense has no setting 'window'", "it has none")),
+        ("dense:window=4", {}, says("dense has no setting 'window'", "it has none")),
+        ("h2o:top_k", {}, says("'h2o:top_k'", "expected setting=value", "found 'top_k'")),
+        (methods.H2O(), {"windw": 4}, says("h2o has no setting 'windw'", "did you mean 'window'?")),
+        (7, {}, says("method must be a name, a spec string or a Method, not int")),
+        (methods.H2O, {}, says("method must be a name, a spec string or a Method")),
+        ("per_layer", {}, says("per_layer: layers must be a dict of specs by layer, not None")),
+        ("per_layer", {"layers": {}}, says("per_layer: layers must be a dict of specs by layer, not {}")),
+        ("per_layer", {"layers": {"first": "h2o"}}, says("'first' is not a layer, a range such as '0-7', or 'rest'")),
+        ("per_layer", {"layers": {"0-": "h2o"}}, says("'0-' is not a layer")),
+        ("per_layer", {"layers": {"0": "h20"}}, says("unknown method 'h20'", "did you mean 'h2o'?")),
+        ("per_layer", {"layers": {"0": "h2o"}}, says("no method for layer 1 of 3", "'rest'")),
+        ("per_layer", {"layers": {"0-1": "h2o", "1": "dense", "rest": "dense"}}, says("layer 1 is named by several")),
+        ("per_layer", {"layers": {"0-3": "h2o"}}, says("'0-3' names layers outside 0..2")),
+        ("per_layer", {"layers": {"-4": "h2o", "rest": "dense"}}, says("'-4' names layers outside 0..2")),
+        ("per_layer", {"layers": {"2-1": "h2o", "rest": "dense"}}, says("'2-1'")),
+        ("mixed", {"lined": "h2o:top_k=0"}, says("h2o: top_k must be", "not 0")),
+        ("mixed", {"clustered": "lukas"}, says("unknown method 'lukas'", "did you mean 'luka'?")),
+    ],
+)
+def test_bad_methods_and_settings(model, method, settings, message):
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=message):
+        foveate.attach(model, method, **settings)
+    assert fingerprint(model) == before
+
+
+COUNT, SHARE = "an integer of at least", "or a float in (0, 1] (a share)"
+BUDGETS = [0, -1, 0.0, 1.5, -0.1, float("nan"), True, "4", None]
+
+
+@pytest.mark.parametrize("value", BUDGETS)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("h2o", "top_k"),
+        ("tova", "top_k"),
+        ("uniform", "top_k"),
+        ("snapkv", "top_k"),
+        ("luka", "top_k"),
+        ("streaming", "window"),
+    ],
+)
+def test_budgets_out_of_range(model, method, name, value):
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=says(f"{method}: {name} must be {COUNT} 1", SHARE, f"not {value!r}")):
+        foveate.attach(model, method, **{name: value})
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value", "rule"),
+    [
+        ("streaming", "sinks", -1, f"{COUNT} 0"),
+        ("streaming", "sinks", 1.0, f"{COUNT} 0"),
+        ("streaming", "min_window", -1, f"{COUNT} 0"),
+        ("h2o", "min_k", -1, f"{COUNT} 0"),
+        ("h2o", "window", 0, f"{COUNT} 1"),
+        ("h2o", "window", 0.5, f"{COUNT} 1"),
+        ("tova", "min_k", 0, f"{COUNT} 1"),
+        ("tova", "pool", "heads", "one of layer, kv_head"),
+        ("uniform", "min_k", -1, f"{COUNT} 0"),
+        ("uniform", "window", 0, f"{COUNT} 1"),
+        ("snapkv", "min_k", -1, f"{COUNT} 0"),
+        ("snapkv", "window", 0, f"{COUNT} 1"),
+        ("snapkv", "kernel_size", 4, "odd and positive"),
+        ("snapkv", "kernel_size", 0, "odd and positive"),
+        ("snapkv", "kernel_size", -3, "odd and positive"),
+        ("snapkv", "kernel_size", 3.0, "odd and positive"),
+        ("snapkv", "pooling", "sum", "one of avg, max"),
+        ("luka", "page_size", 0, f"{COUNT} 1"),
+        ("luka", "tail", 0, f"{COUNT} 1"),
+        ("luka", "compress_every", 0, f"{COUNT} 1"),
+        ("luka", "compressor", "median", "one of mean, attention"),
+        ("luka", "temperature", 0, "above 0"),
+        ("luka", "temperature", -1.0, "above 0"),
+        ("luka", "temperature", float("nan"), "above 0"),
+        ("luka", "temperature", "hot", "above 0"),
+        ("luka", "refine", "top_p", "one of top_k, threshold"),
+        ("luka", "epsilon", 0, "between 0 and 1"),
+        ("luka", "epsilon", 1.0, "between 0 and 1"),
+        ("luka", "mass", "keep", "one of exact, preserve"),
+        ("luka", "bias", "log2", "one of none, log"),
+        ("mixed", "ends", 0.0, "a share in (0, 0.5]"),
+        ("mixed", "ends", 0.6, "a share in (0, 0.5]"),
+        ("mixed", "ends", 1, "a share in (0, 0.5]"),
+    ],
+)
+def test_settings_out_of_range(method, name, value, rule):
+    with pytest.raises(ValueError, match=says(f"{method}: {name} must be {rule}, not {value!r}")):
+        methods.make(method, **{name: value})
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_no_method_takes_nonsense_for_any_setting(method):
+    for field in dataclasses.fields(methods.get(method)):
+        for value in (-3, -0.5, float("nan"), "nonsense", object):
+            with pytest.raises(ValueError, match=r"nonsense|not|unknown"):
+                methods.make(method, **{field.name: value})
+
+
+def test_a_failed_attach_leaves_the_attached_method_in_place(h2o):
+    before, expected = fingerprint(h2o), generate(h2o, tokens(40))
+    with pytest.raises(ValueError, match="top_k must be"):
+        foveate.attach(h2o, "h2o", top_k=0)
+    with pytest.raises(ValueError, match="no method for layer"):
+        foveate.attach(h2o, "per_layer", layers={"0": "dense"})
+    with pytest.raises(ValueError, match="unknown method"), foveate.attached(h2o, "h3o"):
+        pass
+    assert fingerprint(h2o) == before
+    assert torch.equal(generate(h2o, tokens(40)), expected)
+
+
+# Models
+
+
+def from_config(config):
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def t5():
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def shared_keys():
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    config = SMALL | {"num_hidden_layers": 4, "head_dim": 8, "layer_types": layer_types, "num_kv_shared_layers": 2}
+    config |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+    return from_config(transformers.Gemma4TextConfig(**config))
+
+
+def softcapped():
+    return from_config(transformers.Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=50.0))
+
+
+def sliding():
+    return from_config(transformers.MistralConfig(**SMALL, sliding_window=8))
+
+
+def learned_sinks():
+    config = transformers.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    return from_config(config)
+
+
+def recurrent():
+    return from_config(transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2))
+
+
+def encoder():
+    config = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    return transformers.BertModel(transformers.BertConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (t5, says("T5ForConditionalGeneration is not supported: it has an encoder", "decoder-only")),
+        (sliding, says("MistralForCausalLM is not supported: all of its layers use a sliding window")),
+        (softcapped, says("Gemma2ForCausalLM is not supported: layer 1 caps its attention logits")),
+        (shared_keys, says("Gemma4ForCausalLM is not supported: some of its layers share the keys and values")),
+        (learned_sinks, says("GptOssForCausalLM is not supported: layer 1 has learned attention sinks")),
+        (recurrent, says("MambaForCausalLM is not supported: its attention does not go through", "AttentionInterface")),
+        (encoder, says("BertModel is not supported: no attention module was found for layers [0, 1]")),
+        (lambda: nn.Linear(3, 3), says("model must be a Transformers PreTrainedModel, not Linear")),
+    ],
+    ids=["encoder_decoder", "all_sliding", "softcap", "shared_keys", "sinks", "recurrent", "encoder", "not_a_model"],
+)
+def test_models_that_are_not_supported(build, message):
+    model = build()
+    before, hooks = fingerprint(model), [len(module._forward_pre_hooks) for module in model.modules()]
+    config = copy.deepcopy(model.config.to_dict()) if hasattr(model, "config") else None
+    with pytest.raises(ValueError, match=message):
+        foveate.attach(model, "h2o")
+    assert fingerprint(model) == before
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert config is None or model.config.to_dict() == config
+
+
+@pytest.mark.parametrize("model", ["smollm", None, 3], ids=["a_name", "none", "a_number"])
+def test_what_is_no_model(model):
+    with pytest.raises(
+        ValueError, match=says("model must be a Transformers PreTrainedModel, not", type(model).__name__)
+    ):
+        foveate.attach(model, "h2o")
+
+
+def latent_keys():
+    """Caches a latent and expands it to keys afterwards: attention never sees what the cache returned."""
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8}
+    experts = {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+    }
+    config = SMALL | sizes | experts | {"num_key_value_heads": 4, "initializer_range": 0.2}
+    return from_config(transformers.DeepseekV3Config(**config))
+
+
+def two_attentions():
+    """Calls its attention twice in every layer."""
+    return from_config(transformers.DiffLlamaConfig(**SMALL, initializer_range=0.2))
+
+
+@pytest.mark.parametrize("build", [latent_keys, two_attentions])
+def test_a_model_that_uses_its_cache_otherwise_is_refused_or_right(build):
+    torch.manual_seed(0)
+    model, ids = prepare(build()), tokens(30)
+    expected = generate(model, ids)
+    with contextlib.suppress(ValueError, RuntimeError), foveate.attached(model, "dense"):
+        assert torch.equal(generate(model, ids), expected)
+
+
+def test_a_changed_attention_implementation_is_noticed(h2o):
+    h2o.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match=says("attention never took them", "'foveate'")):
+        generate(h2o, tokens(30))
+
+
+def test_attention_dropout_in_training():
+    model = prepare(from_config(CONFIGS["llama"](attention_dropout=0.1)))
+    with foveate.attached(model, "dense"):
+        model.eval()
+        model(tokens(20))
+        model.train()
+        with pytest.raises(ValueError, match=says("attention dropout (0.1)", "config.attention_dropout to 0")):
+            model(tokens(20))
+
+
+# Lengths
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_beyond_the_positions_of_the_model(h2o, use_cache):
+    with pytest.raises(ValueError, match=says("513", "max_position_embeddings of 512")):
+        generate(h2o, tokens(500), 14, use_cache=use_cache)
+
+
+def test_generation_up_to_the_positions_of_the_model(h2o):
+    assert generate(h2o, tokens(500), 13).shape == (1, 13)  # the last token is never fed
+
+
+def test_generation_from_embeddings_beyond_the_positions(h2o):
+    embeds = h2o.get_input_embeddings()(tokens(500)).detach()
+    with pytest.raises(ValueError, match=says("max_position_embeddings of 512")):
+        h2o.generate(inputs_embeds=embeds, max_new_tokens=14)
+
+
+def test_a_forward_call_beyond_the_positions(dense):
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=says("513", "max_position_embeddings of 512")):
+            dense(tokens(513))
+        cache = dense(tokens(500)).past_key_values
+        with pytest.raises(ValueError, match=says("513", "max_position_embeddings of 512")):
+            dense(tokens(13), past_key_values=cache)
+        assert cache.get_seq_length() == 500
+        dense(tokens(12), past_key_values=cache)
+
+
+@pytest.mark.parametrize("only_new", [False, True], ids=["whole_conversation", "only_new_ids"])
+def test_a_turn_beyond_the_positions_is_refused_before_it_starts(dense, only_new):
+    out = dense.generate(tokens(480), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    cache, ids = out.past_key_values, torch.cat([out.sequences, tokens(6)], 1)
+    seen = cache.get_seq_length()
+    options = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": 30}
+    with pytest.raises(ValueError, match=says("max_position_embeddings of 512")):
+        dense.generate(ids[:, seen:] if only_new else ids, **options)
+    assert cache.get_seq_length() == seen
+
+
+# Caches
+
+
+def foreign_caches(model):
+    return {
+        "DynamicCache": transformers.DynamicCache(config=model.config),
+        "StaticCache": transformers.StaticCache(config=model.config, max_cache_len=64),
+    }
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("how", ["generate", "forward"])
+def test_a_cache_of_transformers(h2o, kind, how):
+    cache = foreign_caches(h2o)[kind]
+    call = generate if how == "generate" else type(h2o).__call__
+    with pytest.raises(ValueError, match=says(f"past_key_values is a {kind}", "pass foveate.Cache(model)")):
+        call(h2o, tokens(20), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_filled_cache_of_transformers_in_training(h2o):
+    h2o.train()
+    cache = transformers.DynamicCache(config=h2o.config)
+    h2o(tokens(20), past_key_values=cache)
+    with pytest.raises(ValueError, match=says("cache that is not foveate's", "foveate.Cache(model)")):
+        h2o(tokens(5), past_key_values=cache)
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded", "quantized"])
+def test_a_cache_implementation(h2o, implementation):
+    with pytest.raises(ValueError, match=says(f"cache_implementation='{implementation}'", "leave it out")):
+        generate(h2o, tokens(20), cache_implementation=implementation)
+
+
+def test_the_dynamic_cache_implementation_is_ours(h2o):
+    expected = generate(h2o, tokens(20))
+    assert torch.equal(generate(h2o, tokens(20), cache_implementation="dynamic"), expected)
+
+
+@pytest.mark.parametrize("how", ["generate", "forward"])
+@pytest.mark.parametrize("whose", ["another_model", "a_copy_of_the_model", "another_method", "the_same_method_again"])
+def test_a_cache_of_another_model_or_method(h2o, how, whose):
+    ids = tokens(20)
+    with torch.no_grad():
+        if "model" in whose:
+            other = copy.deepcopy(h2o) if "copy" in whose else tiny_model(seed=1)
+            if "copy" not in whose:
+                foveate.attach(other, h2o.foveate.method)
+            cache = other(ids).past_key_values
+        else:
+            cache = h2o(ids).past_key_values
+            foveate.attach(h2o, "dense" if whose == "another_method" else h2o.foveate.method)
+        call = generate if how == "generate" else type(h2o).__call__
+        more = torch.cat([ids, tokens(3)], 1) if how == "generate" else tokens(3)
+        with pytest.raises(ValueError, match=says("another model or another attached method", "start a new cache")):
+            call(h2o, more, past_key_values=cache)
+    assert cache.get_seq_length() == 20
+
+
+def test_a_cache_needs_an_attached_model(model):
+    with pytest.raises(ValueError, match=says("not attached", "foveate.attach(model, method)")):
+        foveate.Cache(model)
+    with pytest.raises(ValueError, match="not attached"):
+        foveate.stats(model)
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_new_ids_without_a_mask_on_a_cache(h2o, new):
+    cache = h2o.generate(tokens(20), max_new_tokens=4, return_dict_in_generate=True).past_key_values
+    with pytest.raises(ValueError, match=says("the cache holds 23 tokens", f"cover {new}", "whole conversation")):
+        h2o.generate(tokens(new), past_key_values=cache, max_new_tokens=4)
+    assert cache.get_seq_length() == 23
+
+
+@pytest.mark.parametrize("how", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_assisted_decoding_on_a_cache_in_use(h2o, how):
+    first = h2o.generate(tokens(20), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, tokens(5)], 1)
+    options = {how: tiny_model(seed=1) if how == "assistant_model" else 3}
+    with pytest.raises(ValueError, match=says("assisted decoding must start on an empty cache")):
+        generate(h2o, ids, past_key_values=first.past_key_values, **options)
+    assert first.past_key_values.get_seq_length() == 23
+
+
+def layer_lengths(cache):
+    return [layer.get_seq_length() for layer in cache.layers]
+
+
+@pytest.mark.parametrize("method", [name for name in methods.names() if name != "dense"])
+def test_what_is_final_cannot_be_cropped(model, method):
+    with torch.no_grad(), foveate.attached(model, method, **methods.get(method).small_budget):
+        cache = model(tokens(40)).past_key_values
+        model(tokens(1), past_key_values=cache)
+        with pytest.raises(ValueError, match=says("crop(-1)", "final", "activate_past_recording()")):
+            cache.crop(-1)
+        assert layer_lengths(cache) == [41] * 3
+        model(tokens(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("dense_layer", [0, 2])
+def test_a_refused_crop_changes_no_layer(model, dense_layer):
+    layers = {dense_layer: "dense", "rest": "h2o:top_k=4,window=4"}
+    with torch.no_grad(), foveate.attached(model, "per_layer", layers=layers):
+        cache = model(tokens(40)).past_key_values
+        with pytest.raises(ValueError, match="final"):
+            cache.crop(-3)
+        assert layer_lengths(cache) == [40] * 3
+
+
+def test_crops_that_make_no_sense(dense):
+    with torch.no_grad():
+        cache = dense(tokens(20)).past_key_values
+        with pytest.raises(ValueError, match=says("negative number of tokens to remove, not 3")):
+            cache.crop(3)
+        with pytest.raises(ValueError, match=says("crop(-21) of a cache of 20 tokens")):
+            cache.crop(-21)
+        assert layer_lengths(cache) == [20] * 3
+        cache.crop(0)
+        cache.crop(torch.tensor(-5))
+        assert layer_lengths(cache) == [15] * 3
+
+
+def test_a_padded_prompt_cannot_be_cropped(dense):
+    with torch.no_grad():
+        cache = dense(**left_padded([20, 9])).past_key_values
+        with pytest.raises(ValueError, match=says("padded prompt cannot be cropped")):
+            cache.crop(-1)
+        assert layer_lengths(cache) == [20] * 3
+
+
+def test_the_cache_cannot_be_offloaded(dense):
+    cache = dense(tokens(9)).past_key_values
+    with pytest.raises(ValueError, match="cannot be offloaded"):
+        cache.layers[0].offload()
+
+
+# Forward calls
+
+
+@pytest.mark.parametrize("how", ["generate", "forward"])
+def test_attention_weights(h2o, how):
+    call = generate if how == "generate" else type(h2o).__call__
+    with pytest.raises(ValueError, match=says("output_attentions=True is not possible")):
+        call(h2o, tokens(20), output_attentions=True)
+
+
+def test_attention_weights_wanted_by_the_configuration(model):
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+
+    def attach_and_call():
+        foveate.attach(model, "h2o")
+        model(tokens(20))
+
+    with torch.no_grad(), pytest.raises(ValueError, match="output_attentions"):
+        attach_and_call()
+
+
+def test_attention_weights_without_a_cache(h2o):
+    with pytest.raises(ValueError, match=says("output_attentions=True is not possible")):
+        h2o(tokens(20), output_attentions=True, use_cache=False)
+
+
+def refused(model, cache, message, ids, **options):
+    """The call raises, and the cache is as it was: the next step gives what it would have given."""
+    twin = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match=message):
+        model(ids, past_key_values=cache, **options)
+    assert layer_lengths(cache) == layer_lengths(twin)
+    following = tokens(cache.layers[0].batch_size, seed=8).T
+    after, untouched = (model(following, past_key_values=one).logits for one in (cache, twin))
+    torch.testing.assert_close(after, untouched)
+
+
+@pytest.mark.parametrize("method", ["dense", "h2o"])
+class TestRefusedCallsLeaveTheCacheAsItWas:
+    @pytest.fixture
+    def model(self, method):
+        model = tiny_model()
+        foveate.attach(model, method, **methods.get(method).small_budget)
+        with torch.no_grad():
+            yield model
+
+    def test_a_mask_of_pairs(self, model):
+        cache = model(tokens(20, batch=2)).past_key_values
+        pairs = torch.ones(2, 1, 3, 23, dtype=torch.bool).tril(20)
+        refused(model, cache, says("(2, 1, 3, 23)", "2-D mask"), tokens(3, batch=2), attention_mask=pairs)
+
+    def test_another_batch_size(self, model):
+        cache = model(tokens(20, batch=2)).past_key_values
+        refused(model, cache, says("the cache holds 2 sequences, but the batch has 3"), tokens(1, batch=3))
+
+    def test_padding_after_the_prompt(self, model):
+        cache = model(tokens(20, batch=2)).past_key_values
+        mask = torch.ones(2, 23, dtype=torch.int64)
+        mask[1, 20] = 0
+        message = says("padding after the prompt", "generate")
+        refused(model, cache, message, tokens(3, batch=2), attention_mask=mask)
+
+    def test_a_mask_that_is_too_short(self, model):
+        cache = model(tokens(20, batch=2)).past_key_values
+        mask = torch.ones(2, 3, dtype=torch.int64)
+        mask[1, 0] = 0
+        message = says("attention_mask covers 3 tokens", "holds 20", "3 are new")
+        refused(model, cache, message, tokens(3, batch=2), attention_mask=mask)
+
+
+def test_a_mask_of_pairs_in_the_first_call(h2o):
+    pairs = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=says("(1, 1, 20, 20)", "2-D mask")):
+        h2o(tokens(20), attention_mask=pairs)
+
+
+@pytest.mark.parametrize("method", ["dense", "streaming"])
+def test_packed_sequences_without_a_cache_are_refused_or_right(model, method):
+    """Two documents in one row: each must come out as it would alone, or the call must say that it cannot."""
+    documents = tokens(40, seed=1), tokens(30, seed=2)
+    positions = torch.cat([torch.arange(40), torch.arange(30)])[None]
+    with torch.no_grad(), foveate.attached(model, method, **methods.get(method).small_budget):
+        alone = torch.cat([model(ids, use_cache=False).logits for ids in documents], 1)
+        with contextlib.suppress(ValueError):
+            packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
+            torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
