@@ -7,10 +7,10 @@ TRANSFORMERS ?= transformers>=5.17,<6
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test test-gpu lint format tables clean
 
 demo: $(VENV)/.installed $(MODEL)/config.json
-	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 4 \
+	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
 	  --method dense --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
 	  --method luka:top_k=0.1 --method mixed --dtype float32 --show-answers --out runs/demo.jsonl
 
@@ -36,6 +36,9 @@ $(VENV)/.installed: pyproject.toml
 
 $(MODEL)/config.json: | $(VENV)/.installed
 	$(BIN)/foveate fetch smollm2-135m --out $(MODEL)
+
+tables: $(VENV)/.installed
+	$(BIN)/python benchmarks/tables.py
 
 clean:
 	rm -rf .venv .venv-* .pytest_cache .ruff_cache build dist

@@ -423,6 +423,19 @@ def test_restore_after_growth():
     assert held(cache, 1, 0) == list(range(61))
 
 
+def test_restore_of_rows_of_different_lengths():
+    cache = ragged([3, 6], evicts=True)
+    cache.staged = True
+    cache.save(6)
+    for _ in range(5):
+        step(cache)
+    cache.restore(6)
+    assert held(cache, 0, 0) == [0, 1, 2, -1, -1, -1]
+    step(cache)
+    assert held(cache, 0, 0) == [0, 1, 2, 3, -1, -1, -1]
+    assert held(cache, 1, 1) == [0, 1, 2, 3, 4, 5, 6]
+
+
 def test_nothing_is_saved_unless_staged():
     cache = filled(4, evicts=True)
     cache.save(4)

@@ -76,6 +76,11 @@ class Method:
         )
 
     @property
+    def sparse_prompt(self) -> bool:
+        """Whether prompt queries look at less than everything."""
+        return type(self).prompt is not Method.prompt
+
+    @property
     def observes(self) -> bool:
         """Whether :meth:`observe` wants the log-sum-exp of prompt queries."""
         return False

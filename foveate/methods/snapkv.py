@@ -38,7 +38,8 @@ class SnapKV(Method):
         self._check_budget("top_k")
         self._check_count("min_k")
         self._check_count("window", 1)
-        self._check("kernel_size", isinstance(self.kernel_size, int) and self.kernel_size % 2 == 1, "odd and positive")
+        odd = isinstance(self.kernel_size, int) and self.kernel_size > 0 and self.kernel_size % 2 == 1
+        self._check("kernel_size", odd and not isinstance(self.kernel_size, bool), "odd and positive")
         self._check_choice("pooling", "avg", "max")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:

@@ -129,8 +129,7 @@ def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
     lines = [f"score: {main}, 0–100, with its 95 % bootstrap interval; Δ is paired on the same items"]
     if first["ceiling"] < 100:
         lines.append(f"ceiling {first['ceiling']:.1f}: the share of questions whose answer is in the prompt")
-    if len(first["metrics"]) > 1:
-        lines += [f"{row['spec']}: {_others(row)}" for row in rows]
+    lines += [f"{row['spec']}: {others}" for row in rows if (others := _others(row))]
     if first["timing"] != "generate":
         lines.append("decode was teacher-forced in blocks: its time is no speed of generation")
     for note in dict.fromkeys(note for row in rows for note in row["notes"]):
@@ -140,8 +139,9 @@ def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
 
 
 def _others(row: Row) -> str:
-    names = list(row["metrics"])[1:]
-    return ", ".join(f"{name} {row['metrics'][name]['value']:.4g}" for name in names)
+    """The metrics beside the score, but for those that say the same."""
+    values = {name: metric["value"] for name, metric in list(row["metrics"].items())[1:]}
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value != row["score"])
 
 
 def _method(row: Row, settings: bool = True) -> Text:

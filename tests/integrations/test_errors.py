@@ -266,7 +266,13 @@ def two_attentions():
     return from_config(transformers.DiffLlamaConfig(**SMALL, initializer_range=0.2))
 
 
-@pytest.mark.parametrize("build", [latent_keys, two_attentions])
+def repeated_keys():
+    """Repeats the keys that it took from its cache."""
+    sizes = {name: value for name, value in SMALL.items() if name != "num_attention_heads"}
+    return from_config(transformers.JetMoeConfig(**sizes, kv_channels=16, num_local_experts=2, initializer_range=0.2))
+
+
+@pytest.mark.parametrize("build", [latent_keys, two_attentions, repeated_keys])
 def test_a_model_that_uses_its_cache_otherwise_is_refused_or_right(build):
     torch.manual_seed(0)
     model, ids = prepare(build()), tokens(30)

@@ -227,11 +227,6 @@ MORE = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **COMMON, head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16
     ),
-    "jetmoe": lambda: transformers.JetMoeConfig(
-        **{name: value for name, value in COMMON.items() if name != "num_attention_heads"},
-        kv_channels=16,
-        num_local_experts=2,
-    ),
     "qwen2_sliding": lambda: transformers.Qwen2Config(
         **COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=1
     ),

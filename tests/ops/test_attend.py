@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from foveate import ops
 from foveate.ops import _math
-from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, naive, problem, shapes
+from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, in_buffer, naive, problem, shapes
 
 SEEDS = st.integers(0, 1000)
 LOW_PRECISION = [torch.bfloat16, torch.float16]
@@ -302,17 +302,39 @@ def test_gathered_attention_in_half_precision(dtype):
     assert_close(ops.attend_indices(q, k, v, indices, scaling=0.3, need_mass=True).out, expected, dtype)
 
 
+@pytest.mark.parametrize("keys", [30, 31])
 @pytest.mark.parametrize("page_size", [1, 3, 5])
-def test_pages_are_their_slots(page_size):
-    q, k, v = problem(SOME._replace(queries=1, offset=30))
+def test_pages_are_their_slots(page_size, keys):
+    q, k, v = problem(SOME._replace(queries=1, offset=keys - 1))
     pages = torch.tensor([[[0, 4], [5, -1]], [[-1, -1], [2, 3]]])
-    seen = (pages[..., None] == torch.arange(31) // page_size).any(2)[:, :, None]
+    seen = (pages[..., None] == torch.arange(keys) // page_size).any(2)[:, :, None]
     expected = naive(q, k, v, 0.3, seen)
     attended = ops.attend_pages(q, k, v, pages, page_size, scaling=0.3, need_lse=True, need_mass=True)
     assert_close(attended.out, expected.out)
     assert_close(attended.lse, expected.lse)
     assert attended.mass.shape == (2, 2, 2 * page_size)
     assert_close(ops.attend_pages(q, k, v, pages, page_size, scaling=0.3).out, expected.out)
+
+
+@given(
+    st.sampled_from(LAYOUTS), st.sampled_from([1, 2, 4, 5]), st.sampled_from([40, 41]), st.sampled_from([3, 16]), SEEDS
+)
+@settings(max_examples=60)
+def test_gathered_slots_and_pages_are_those_of_a_loop(layout, page_size, length, dim, seed):
+    """Whatever the buffer: whole rows, whole pages and single numbers are gathered in different ways."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 3, length, dim, generator=generator)
+    buffered = in_buffer(x, layout)
+    if layout == "slots":
+        buffered = x.new_full((2, 3, 80, dim), NAN)[:, :, 20 : 20 + length].copy_(x)  # a capacity of whole pages
+    for view, plain in ((buffered, x), (buffered[1:], x[1:])):
+        slots = torch.randint(length, (len(plain), 3, 7), generator=generator)
+        rows = [[plain[b, h, slots[b, h]] for h in range(3)] for b in range(len(plain))]
+        assert torch.equal(ops.gather_slots(view, slots), torch.stack([torch.stack(row) for row in rows]))
+        pages = torch.randint(length // page_size, (len(plain), 3, 4), generator=generator)
+        slots = (pages[..., None] * page_size + torch.arange(page_size)).flatten(2)
+        rows = [[plain[b, h, slots[b, h]] for h in range(3)] for b in range(len(plain))]
+        assert torch.equal(ops.gather_pages(view, pages, page_size), torch.stack([torch.stack(row) for row in rows]))
 
 
 def test_page_slots_and_gather_slots():

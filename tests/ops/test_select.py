@@ -90,6 +90,10 @@ def test_nan_raises_wherever_it_is(place):
         ops.topk(scores, 3, chunk=50)
     with pytest.raises(ValueError, match="NaN"):
         ops.topk(scores, N + 5)
+    without_ties = torch.arange(N).float()
+    without_ties[place] = NAN
+    with pytest.raises(ValueError, match="NaN"):
+        ops.topk(without_ties, 3)
 
 
 @pytest.mark.parametrize("k", [0, -3])
@@ -101,6 +105,20 @@ def test_k_below_one_raises(k):
 def test_nothing_given_raises():
     with pytest.raises(ValueError, match="no scores were given"):
         ops.StreamingTopK(3).result()
+
+
+@given(st.lists(TIED.map(lambda row: (row + [0.0] * 60)[:13]), min_size=1, max_size=4), st.data())
+def test_topk_rows_gives_each_row_its_own_number(rows, data):
+    counts = data.draw(st.lists(st.integers(0, 15), min_size=len(rows), max_size=len(rows)))
+    scores = torch.tensor([[row, row[::-1]] for row in rows])
+    k = max(1, *counts)
+    chosen = ops.topk_rows(scores, torch.tensor(counts), k)
+    assert chosen.dtype == torch.int64
+    assert chosen.shape == (len(rows), 2, min(k, 13))
+    for b, count in enumerate(counts):
+        for h in range(2):
+            wanted = expected_topk(scores[b, h].tolist(), count)
+            assert chosen[b, h].tolist() == wanted + [-1] * (min(k, 13) - len(wanted))
 
 
 def test_repeats_are_equal_and_the_input_is_left_alone():

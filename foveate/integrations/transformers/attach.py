@@ -17,7 +17,7 @@ from transformers.generation import GenerationMode
 
 from foveate.cache import Counters
 from foveate.integrations.transformers import attention, handover
-from foveate.integrations.transformers.cache import Cache, Layer
+from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.methods import Method, make
 
@@ -42,7 +42,6 @@ class Attachment:
     """Layers that stay as they are, with the reason."""
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)
     _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
-    _hook: Any = None
     _cache: Any = None
 
     def remember(self, cache: Cache) -> None:
@@ -53,12 +52,12 @@ class Attachment:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._cache = None
+        twin.uid = uuid.uuid4().hex
         twin.policies = {index: Policy(policy.method) for index, policy in self.policies.items()}
         for index, policy in self.policies.items():
             memo[id(policy)] = twin.policies[index]
         twin.config = copy.deepcopy(self.config, memo)
         twin._undo = copy.deepcopy(self._undo, memo)
-        twin._hook = copy.copy(self._hook)
         return twin
 
 
@@ -82,22 +81,21 @@ def attach(model: nn.Module, method: str | Method, **settings: Any) -> Attachmen
     detach(model)
     attention.register()
 
-    memo: dict[int, Any] = {}
-    attachment = Attachment(chosen, copy.deepcopy(config, memo), policies, unchanged)
+    memo: dict[int, Any] = {}  # one copy of each configuration, however many modules share it
+    own_config = decoder.config.get_text_config(decoder=True)
+    attachment = Attachment(chosen, copy.deepcopy(own_config, memo), policies, unchanged)
     owners = [model, *decoder.modules()] if model is not decoder else list(decoder.modules())
     for module in owners:
         own = module.__dict__.get("config")
         if isinstance(own, transformers.PreTrainedConfig):
             attachment._undo.append((module, own))
             module.config = copy.deepcopy(own, memo)
-    for owner in (model, decoder, attachment):
-        if owner.config.get_text_config(decoder=True) is attachment.config:
-            owner.config._attn_implementation_internal = attention.IMPLEMENTATION
-    attachment.config._attn_implementation_internal = attention.IMPLEMENTATION
+    for changed in (model.config, decoder.config, attachment.config):
+        changed._attn_implementation_internal = attention.IMPLEMENTATION
     for index, module in modules.items():
         module.foveate = policies[index]
     model.foveate = attachment
-    attachment._hook = decoder.register_forward_pre_hook(_BeforeForward(model, attachment), with_kwargs=True)
+    decoder.register_forward_pre_hook(_BeforeForward(model, attachment), with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = _PrepareCache(model, attachment)
     return attachment
@@ -228,24 +226,26 @@ class _BeforeForward:
         self.model, self.attachment = model, attachment
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        handover.clear()
-        if kwargs.get("output_attentions"):
+        config = decoder.config
+        if config._attn_implementation != attention.IMPLEMENTATION:
+            raise RuntimeError(
+                f"the model's attention implementation was changed to {config._attn_implementation!r} after "
+                "foveate.attach, so keys would be handed to a cache whose attention never took them; it must stay "
+                f"{attention.IMPLEMENTATION!r} until foveate.detach"
+            )
+        if kwargs.get("output_attentions", config.output_attentions):
             raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
-        cache = kwargs.get("past_key_values")
-        new = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        if new is not None:
-            check_length((0 if cache is None else cache.get_seq_length()) + new.shape[1], self.attachment)
-        if cache is not None:
-            if not decoder.training:
-                check_cache(cache, self.attachment)
-            for layer in cache.layers:
-                if isinstance(layer, Layer):
-                    layer._pending = False
-            return None
+        cache, training = kwargs.get("past_key_values"), decoder.training
+        if cache is not None and not training:
+            check_cache(cache, self.attachment)
+            cache.begin_forward()
         use_cache = kwargs.get("use_cache")
-        if (decoder.config.use_cache if use_cache is None else use_cache) and not decoder.training:
-            return args, kwargs | {"past_key_values": Cache(self.model), "use_cache": True}
-        return None
+        new = cache is None and not training and (config.use_cache if use_cache is None else use_cache)
+        handover.begin(caching=new or isinstance(cache, Cache))
+        ids = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if ids is not None:
+            check_length((0 if cache is None else cache.get_seq_length()) + ids.shape[1], self.attachment)
+        return (args, kwargs | {"past_key_values": Cache(self.model), "use_cache": True}) if new else None
 
 
 class _PrepareCache:
@@ -269,12 +269,13 @@ class _PrepareCache:
                 f"cache_implementation={generation_config.cache_implementation!r} cannot be combined with an attached "
                 "method, which brings its own cache; leave it out"
             )
-        check_length(max_cache_length, self.attachment)  # the last token generated is never fed
-        if generation_config.use_cache is False:
-            return
         told = [model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
         lengths = [tensor.shape[-1] for tensor in told if tensor is not None]
         prompt_end = lengths[0] if lengths else generation_config._mask_length
+        # the last token generated is never fed
+        check_length(max(max_cache_length, prompt_end + (generation_config.max_new_tokens or 1) - 1), self.attachment)
+        if generation_config.use_cache is False:
+            return
         cache = model_kwargs.get("past_key_values")
         if cache is None:
             cache = model_kwargs["past_key_values"] = Cache(self.model)

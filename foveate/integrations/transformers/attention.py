@@ -10,6 +10,7 @@ from transformers.masking_utils import sdpa_mask
 
 from foveate.cache import SlotCache
 from foveate.integrations.transformers import handover
+from foveate.methods import Method
 
 IMPLEMENTATION = "foveate"
 
@@ -26,7 +27,6 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: ``query [B, Hq, n, D]``, ``key, value [B, Hkv, n, D(v)]`` to ``[B, n, Hq, Dv]``."""
     policy = getattr(module, "foveate", None)
-    layer = handover.take(key)
     if policy is None:  # a layer that stays as it is (sliding window)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -37,24 +37,27 @@ def attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"layer {module.layer_idx} passes {name} to its attention, which foveate does not support")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = handover.take(key)
     if layer is not None:
         out = layer.attend(query, key, value, attention_mask, scaling)
     else:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
-        out = _without_cache(module, query, key, value, attention_mask, scaling)
-    return out.transpose(1, 2), None
+        if key.shape[2] != query.shape[2]:
+            raise ValueError("the keys come from a cache that is not foveate's; pass foveate.Cache(model) or no cache")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            if policy.method.sparse_prompt:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}: {policy.method.name} is sparse in "
+                    "prefill and takes a 2-D mask of real tokens (packing and overlays are not supported)"
+                )
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
+        out = without_cache(policy.method, query, key, value, attention_mask, scaling)
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _without_cache(
-    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor:
-    """Training and ``use_cache=False``: the whole sequence is a prompt, and nothing is remembered."""
-    if k.shape[2] != q.shape[2]:
-        raise ValueError("the keys come from a cache that is not foveate's; pass foveate.Cache(model) or no cache")
-    if mask is not None and mask.dim() != 2:
-        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling)[0].transpose(1, 2)
-    method = module.foveate.method
+def without_cache(method: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """The whole sequence is a prompt, and nothing is remembered: ``[B, Hq, n, Dv]``, differentiable."""
     if mask is None or bool(mask.all()):
         return method.prompt(SlotCache.of(k, v, q.shape[1]), q, scaling).out
     rows = []

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
+from foveate.integrations.transformers.attention import without_cache
 from foveate.methods import Method
 
 if TYPE_CHECKING:
@@ -90,45 +91,73 @@ class Layer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """Store the keys, attend: ``q [B, Hq, n, D]``, ``k, v [B, Hkv, n, D(v)]`` to ``[B, Hq, n, Dv]``."""
+        """Store the keys, attend: ``q [B, Hq, n, D]``, ``k, v [B, Hkv, n, D(v)]`` to ``[B, Hq, n, Dv]``.
+
+        The cache holds no gradients: with gradients enabled, those of a first forward pass are as without a cache, and
+        going back through a later one is an error.
+        """
         self._pending = False
         n = k.shape[2]
         first = self.seen - n
+        try:
+            prompt, columns = self._split(k, mask, first)
+        except ValueError:
+            self.seen = first
+            raise
+        if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+            return self._attend(q, k, v, prompt, columns, first, scaling)
+        with torch.no_grad():
+            out = self._attend(q.detach(), k.detach(), v.detach(), prompt, columns, first, scaling)
+        if first == 0 and prompt == n:
+            return without_cache(self.method, q, k, v, mask, scaling)
+        return _NoWayBack.apply(out, q)
+
+    def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
+        """How many of the new tokens are prompt, and which of these are real; refuses what cannot be."""
+        n = k.shape[2]
+        if self.store is not None and k.shape[0] != self.store.batch_size:
+            raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
+        prompt_end = self.seen if self.phase.prompt_end is None else self.phase.prompt_end
+        prompt = min(max(prompt_end - first, 0), n)
+        columns = self.phase.rows(mask, first, prompt) if prompt else None
+        single = self.phase.told and n == 1
+        if prompt < n and not single and self.phase.rows(mask, first + prompt, n - prompt) is not None:
+            raise ValueError(
+                "attention_mask marks padding after the prompt: decoded tokens must be real in every row "
+                "(a new turn with padding goes through generate)"
+            )
+        self.phase.prompt_end = prompt_end
+        return prompt, columns
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prompt: int,
+        columns: list[Tensor] | None,
+        first: int,
+        scaling: float,
+    ) -> Tensor:
         if self.store is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-            self.store = SlotCache(
-                geometry,
-                k.shape[0],
-                k.dtype,
-                k.device,
-                self.method.channels(geometry),
-                self.method.evicts,
-                self.counters,
-            )
+            channels = self.method.channels(geometry)
+            self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
             self.store.staged = self.record_past
-        elif k.shape[0] != self.store.batch_size:
-            raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
-        if self.phase.prompt_end is None:
-            self.phase.prompt_end = self.seen
-        prompt = min(max(self.phase.prompt_end - first, 0), n)
         outs = []
         if prompt:
-            outs.append(self._prompt(q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt], mask, first, scaling))
-        if prompt < n:
-            if not (self.phase.told and n == 1) and self.phase.rows(mask, first + prompt, n - prompt) is not None:
-                raise ValueError(
-                    "attention_mask marks padding after the prompt: decoded tokens must be real in every row "
-                    "(a new turn with padding goes through generate)"
-                )
-            outs.append(self._decode(q[:, :, prompt:], k[:, :, prompt:], v[:, :, prompt:], first + prompt, scaling))
+            outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))
+        if prompt < k.shape[2]:
+            outs.append(self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, scaling))
         return torch.cat(outs, 2) if len(outs) > 1 else outs[0]
 
-    def _prompt(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int, scaling: float) -> Tensor:
+    def _prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, columns: list[Tensor] | None, first: int, scaling: float
+    ) -> Tensor:
         store, method, n = self.store, self.method, k.shape[2]
-        self.counters.prompt_tokens += n * k.shape[0]
+        self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(map(len, columns))
         store.compact()
         store.reserve(store.used + n)
-        columns = self.phase.rows(mask, first, n)
         if columns is None and store.uniform:
             store.append(k, v)
             attended = method.prompt(store, q, scaling)
@@ -222,25 +251,42 @@ class Layer(CacheLayerMixin):
             self.store.snapshots = {}
             self.store.compact()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens, and make what remains final while the past is recorded.
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse a crop that cannot be done.
 
         Raises:
             ValueError: when what would be removed was already made final (evicted, compressed or accumulated).
         """
         count = -int(tokens_to_remove)
+        target = self.seen - count
         if count < 0:
             raise ValueError(f"crop takes the negative number of tokens to remove, not {-count}")
-        store, target = self.store, self.seen - count
-        if store is None:
+        if self.store is None or count == 0:
             return
         if target < 0:
             raise ValueError(f"crop({-count}) of a cache of {self.seen} tokens")
         if not self.method.stateful:
-            into_prompt = target < (self.phase.prompt_end or 0)
-            if count and into_prompt and not store.uniform:
+            if target < (self.phase.prompt_end or 0) and not self.store.uniform:
                 raise ValueError("a padded prompt cannot be cropped: its rows end at different tokens")
-            store.truncate(count)
+        elif target not in self.store.snapshots:
+            raise ValueError(
+                f"crop({-count}): the {self.method.name} method has already made the last tokens final; call "
+                "cache.activate_past_recording() before decoding tokens that may be removed"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens, and make what remains final while the past is recorded.
+
+        Raises:
+            ValueError: as :meth:`check_crop`.
+        """
+        self.check_crop(tokens_to_remove)
+        store, target = self.store, self.seen + int(tokens_to_remove)
+        if store is None:
+            return
+        self.seen = target
+        if not self.method.stateful:
+            store.truncate(-int(tokens_to_remove))
         elif target in store.snapshots:
             store.restore(target)
             keep = target - 1 if self.phase.assistant else target
@@ -248,14 +294,7 @@ class Layer(CacheLayerMixin):
             dead = store.rows["counts"][0] - store.rows["live"][0]
             if dead > max(_DEAD_SLOTS, store.rows["live"][0] // 4) and not self.phase.assistant:
                 store.compact()
-                store.snapshots = {}
                 store.save(target)
-        elif count:
-            raise ValueError(
-                f"crop({-count}): the {self.method.name} method has already made the last tokens final; call "
-                "cache.activate_past_recording() before decoding tokens that may be removed"
-            )
-        self.seen = target
 
     def _take_rows(self, index: Tensor) -> None:
         if self.store is not None:
@@ -277,6 +316,18 @@ class Layer(CacheLayerMixin):
         raise ValueError("foveate's cache cannot be offloaded")
 
     prefetch = offload
+
+
+class _NoWayBack(torch.autograd.Function):
+    """The identity, but for its gradient, which does not exist."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, q: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        raise RuntimeError("gradients do not flow through foveate's cache: train with use_cache=False")
 
 
 class Cache(transformers.Cache):
@@ -319,7 +370,22 @@ class Cache(transformers.Cache):
             # an assistant's cache is cropped to one token before its prompt's end: that token is decoded
             self.phase.prompt_end = prompt_end - 1
 
+    def begin_forward(self) -> None:
+        """A forward pass starts on this cache.
+
+        Raises:
+            ValueError: when an earlier one was interrupted between two layers.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        if len({layer.seen for layer in layers}) > 1 or any(layer._pending for layer in layers):
+            raise ValueError(
+                "a forward pass on this cache was interrupted, so its layers hold different tokens; start a new cache"
+            )
+
     def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                layer.check_crop(tokens_to_remove)
         super().crop(int(tokens_to_remove))
         if self.phase.prompt_end is not None:
             self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())

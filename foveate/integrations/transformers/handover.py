@@ -19,14 +19,23 @@ def post(layer: Layer, key: Tensor) -> None:
 
 
 def take(key: Tensor) -> Layer | None:
-    """The layer posted with this key tensor, if any; the slot is empty afterwards."""
+    """The layer posted with this key tensor; None in a forward without a foveate cache. The slot is empty afterwards.
+
+    Raises:
+        ValueError: when there is a cache but these are not the keys that were announced to it.
+    """
     layer, posted = getattr(_slot, "entry", None) or (None, None)
     if posted is not key:
+        if getattr(_slot, "caching", False):
+            raise ValueError(
+                "the model attends to other keys than it gave to its cache (it changes them in between, or attends "
+                "twice): such a model is not supported"
+            )
         return None
     _slot.entry = None
     return layer
 
 
-def clear() -> None:
-    """Forget what an interrupted forward may have left."""
-    _slot.entry = None
+def begin(caching: bool) -> None:
+    """A forward starts, with a foveate cache or without; forget what an interrupted one may have left."""
+    _slot.entry, _slot.caching = None, caching

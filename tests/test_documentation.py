@@ -1,0 +1,44 @@
+"""What the documentation says is what the result files and the program say."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foveate import methods
+from foveate.bench.rows import FIELDS
+from foveate.evaluation.accounting import ROW_FIELDS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+
+
+def test_tables_are_those_of_the_result_files():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"stale: {done.stdout}{done.stderr}; run `make tables`"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_result_rows_have_the_fields_that_they_must(path):
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        needed = FIELDS if "bench" in row else set(ROW_FIELDS)
+        assert set(needed) <= row.keys()
+        assert row["commit"] != "unknown"
+        assert not row["commit"].endswith("-dirty")
+        assert not re.search(r'"(/[a-z]+)+/', line), "a path of one machine"
+
+
+def test_every_result_file_is_explained():
+    explained = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert all(f"results/{path.name}" in explained for path in RESULTS)
+
+
+def test_readme_names_every_method():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in readme for name in methods.names())

@@ -1,0 +1,85 @@
+"""SmolLM2-135M on real text: what tiny random models cannot show. `make test` fetches the model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import foveate
+from foveate.evaluation import tasks
+from foveate.evaluation.runner import Comparison, prepare, run
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL, DATA = ROOT / "models" / "smollm2-135m", ROOT / "examples" / "data"
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    if not (MODEL / "config.json").exists():
+        pytest.fail("models/smollm2-135m is missing: `foveate fetch smollm2-135m --out models/smollm2-135m`")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def text(smollm):
+    novel = (DATA / "books" / "moby_dick.txt").read_text(encoding="utf-8")
+    return smollm[1](novel[:4000], return_tensors="pt")["input_ids"][:, :800]
+
+
+def greedy(model, ids, **options):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, **options)
+
+
+def test_dense_writes_what_the_unattached_model_writes(smollm, text):
+    model, _ = smollm
+    plain = greedy(model, text)
+    with foveate.attached(model, "dense"):
+        assert torch.equal(greedy(model, text), plain)
+        assert torch.equal(greedy(model, text, prefill_chunk_size=333), plain)
+        assert torch.equal(greedy(model, text, prompt_lookup_num_tokens=5), plain)
+    assert torch.equal(greedy(model, text), plain)
+
+
+@pytest.mark.parametrize("name", foveate.methods.names())
+def test_a_full_budget_writes_what_dense_writes(smollm, text, name):
+    model, _ = smollm
+    plain = greedy(model, text)
+    with foveate.attached(model, name, **foveate.methods.get(name).full_budget):
+        assert torch.equal(greedy(model, text), plain)
+
+
+def divergence(model, text, method, prompt=600):
+    """Mean KL divergence of dense attention's next-token distribution from the method's in decode, and keys read."""
+    with torch.inference_mode():
+        expected = model(text).logits[0, prompt:].log_softmax(-1)
+    with foveate.attached(model, method), torch.inference_mode():
+        out = model(text[:, :prompt], logits_to_keep=1)
+        logits = model(text[:, prompt:], past_key_values=out.past_key_values).logits[0].log_softmax(-1)
+        share = foveate.stats(model).summary()["keys_read_share"]
+    return float((expected.exp() * (expected - logits)).sum(-1).mean()), share
+
+
+def test_sparse_methods_change_little_and_a_bare_window_much(smollm, text):
+    model, _ = smollm
+    bare, _ = divergence(model, text, "streaming:sinks=0,window=64")
+    for spec in ("h2o:top_k=0.25,window=128", "luka:top_k=0.25", "streaming:window=400"):
+        changed, share = divergence(model, text, spec)
+        assert share < 0.65
+        assert 0 < changed < 0.5
+        assert changed < bare / 3
+
+
+def test_a_needle_is_found_by_summaries_and_lost_by_a_window(tmp_path):
+    methods = tuple(foveate.methods.parse(spec) for spec in ("dense", "luka:top_k=0.1", "streaming:window=128"))
+    task = tasks.parse("niah", length=1024)
+    out = tmp_path / "rows.jsonl"
+    plan = Comparison(MODEL, task, DATA, methods, 2, out, 2, 0, "float32", "cpu")
+    run(prepare(plan))
+    rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert rows["dense"]["score"] == rows["luka"]["score"] == 100
+    assert rows["streaming"]["score"] == 0
+    assert rows["luka"]["keys_read_share"] < 0.4
+    assert rows["streaming"]["resident_bytes"] < 0.3 * rows["dense"]["resident_bytes"]
