@@ -47,7 +47,7 @@ def _comparison(rows: Sequence[Row]) -> str:
 
 
 def _speeds(rows: Sequence[Row]) -> str:
-    lines = [("method", "ms", "speed-up", "over", "peak memory")]
+    lines = [("method", "ms", "speed-up", "over", rows[0].get("peak_kind", "peak memory"))]
     for row in rows:
         lines.append(
             (
