@@ -88,7 +88,7 @@ class Driver:
 
     def feed(self, tokens, mask=None):
         key, value = self.layer.update(tokens.k, tokens.v)
-        handover.begin(caching=True)
+        handover.begin(None)
         return self.layer.attend(tokens.q, key, value, mask, SCALING)
 
     def feed_steps(self, tokens):

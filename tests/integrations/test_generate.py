@@ -551,6 +551,24 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_checkpointed_layers_may_run_again_after_another_model_was_asked():
+    """A teacher is evaluated, with a cache, between the student's forward and its backward pass."""
+    student, teacher, batch = tiny_model().train(), tiny_model(seed=1), single(20)
+    getattr(student, "activation_checkpointing_enable", student.gradient_checkpointing_enable)()
+    found = []
+    for between in (False, True):
+        with foveate.attached(student, "dense"), foveate.attached(teacher, "h2o"):
+            student.zero_grad()
+            loss = student(**batch).logits.square().mean()
+            if between:
+                with torch.no_grad():
+                    teacher(**batch)
+            loss.backward()
+        found.append([parameter.grad.clone() for parameter in student.parameters()])
+    for alone, interleaved in zip(*found):
+        assert torch.equal(alone, interleaved)
+
+
 def test_a_training_forward_builds_no_cache():
     model = tiny_model().train()
     with foveate.attached(model, "h2o"):

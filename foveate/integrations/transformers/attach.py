@@ -27,6 +27,8 @@ class Policy:
     """What one attention layer does."""
 
     method: Method
+    owner: str
+    """uid of the attachment."""
     counters: Counters = field(default_factory=Counters)
 
 
@@ -40,7 +42,8 @@ class Attachment:
     policies: dict[int, Policy]
     unchanged: dict[int, str]
     """Layers that stay as they are, with the reason."""
-    uid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    uid: str
+    """Names this attachment: caches belong to one."""
     _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
     _cache: Any = None
 
@@ -51,9 +54,8 @@ class Attachment:
     def __deepcopy__(self, memo):
         twin = copy.copy(self)
         memo[id(self)] = twin
-        twin._cache = None
-        twin.uid = uuid.uuid4().hex
-        twin.policies = {index: Policy(policy.method) for index, policy in self.policies.items()}
+        twin._cache, twin.uid = None, _uid()
+        twin.policies = {index: Policy(policy.method, twin.uid) for index, policy in self.policies.items()}
         for index, policy in self.policies.items():
             memo[id(policy)] = twin.policies[index]
         twin.config = copy.deepcopy(self.config, memo)
@@ -77,13 +79,14 @@ def attach(model: nn.Module, method: str | Method, **settings: Any) -> Attachmen
     decoder = _decoder(model)
     config = decoder.config.get_text_config(decoder=True)
     modules, unchanged = _attention_modules(model, decoder, config)
-    policies = {index: Policy(chosen.for_layer(index, config.num_hidden_layers)) for index in modules}
+    uid = _uid()
+    policies = {index: Policy(chosen.for_layer(index, config.num_hidden_layers), uid) for index in modules}
     detach(model)
     attention.register()
 
     memo: dict[int, Any] = {}  # one copy of each configuration, however many modules share it
     own_config = decoder.config.get_text_config(decoder=True)
-    attachment = Attachment(chosen, copy.deepcopy(own_config, memo), policies, unchanged)
+    attachment = Attachment(chosen, copy.deepcopy(own_config, memo), policies, unchanged, uid)
     owners = [model, *decoder.modules()] if model is not decoder else list(decoder.modules())
     for module in owners:
         own = module.__dict__.get("config")
@@ -169,6 +172,10 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     return Stats(sorted(layers, key=lambda layer: layer.layer), cache.resident_bytes if cache is not None else 0)
 
 
+def _uid() -> str:
+    return uuid.uuid4().hex
+
+
 def _decoder(model: nn.Module) -> nn.Module:
     if not isinstance(model, transformers.PreTrainedModel):
         raise ValueError(f"model must be a Transformers PreTrainedModel, not {type(model).__name__}")
@@ -241,7 +248,7 @@ class _BeforeForward:
             cache.begin_forward()
         use_cache = kwargs.get("use_cache")
         new = cache is None and not training and (config.use_cache if use_cache is None else use_cache)
-        handover.begin(caching=new or isinstance(cache, Cache))
+        handover.begin(self.attachment.uid if new or isinstance(cache, Cache) else None)
         ids = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if ids is not None:
             check_length((0 if cache is None else cache.get_seq_length()) + ids.shape[1], self.attachment)

@@ -376,8 +376,8 @@ class Cache(transformers.Cache):
         Raises:
             ValueError: when an earlier one was interrupted between two layers.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
-        if len({layer.seen for layer in layers}) > 1 or any(layer._pending for layer in layers):
+        pending = any(isinstance(layer, Layer) and layer._pending for layer in self.layers)
+        if pending or len({layer.get_seq_length() for layer in self.layers}) > 1:
             raise ValueError(
                 "a forward pass on this cache was interrupted, so its layers hold different tokens; start a new cache"
             )

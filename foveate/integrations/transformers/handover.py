@@ -18,15 +18,19 @@ def post(layer: Layer, key: Tensor) -> None:
     _slot.entry = (layer, key)
 
 
-def take(key: Tensor) -> Layer | None:
+def take(key: Tensor, owner: str) -> Layer | None:
     """The layer posted with this key tensor; None in a forward without a foveate cache. The slot is empty afterwards.
+
+    Args:
+        key: the key tensor that the attention function was given.
+        owner: uid of the attachment of the model that it works for.
 
     Raises:
         ValueError: when there is a cache but these are not the keys that were announced to it.
     """
     layer, posted = getattr(_slot, "entry", None) or (None, None)
     if posted is not key:
-        if getattr(_slot, "caching", False):
+        if getattr(_slot, "owner", None) == owner:
             raise ValueError(
                 "the model attends to other keys than it gave to its cache (it changes them in between, or attends "
                 "twice): such a model is not supported"
@@ -36,6 +40,10 @@ def take(key: Tensor) -> Layer | None:
     return layer
 
 
-def begin(caching: bool) -> None:
-    """A forward starts, with a foveate cache or without; forget what an interrupted one may have left."""
-    _slot.entry, _slot.caching = None, caching
+def begin(owner: str | None) -> None:
+    """A forward starts; forget what an interrupted one may have left.
+
+    Args:
+        owner: uid of the attachment whose cache is used; None for a forward without a foveate cache.
+    """
+    _slot.entry, _slot.owner = None, owner
