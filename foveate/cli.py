@@ -192,7 +192,7 @@ def compare(
         notes.print("dense runs too: every row is compared with it", style="dim")
     total = len(prepared.items) * len(prepared.missing)
     if not prepared.missing:
-        notes.print(f"{out} is complete; nothing to run", style="dim", markup=False)
+        notes.print(f"{out} is complete; nothing to run", style="dim", markup=False, soft_wrap=True)
     elif prepared.kept:
         notes.print(f"resuming: {prepared.kept} of {total} answers are there", style="dim")
     try:
@@ -200,7 +200,9 @@ def compare(
             rows = run(prepared, progress)
     except KeyboardInterrupt:
         notes.print(
-            f"interrupted; the answers so far are in {out}.partial, the same command goes on from there", markup=False
+            f"interrupted; the answers so far are in {out}.partial, the same command goes on from there",
+            markup=False,
+            soft_wrap=True,
         )
         raise typer.Exit(_INTERRUPTED) from None
     _table().console().print(_table().results(rows, _SHOWN_ANSWERS if show_answers else 0))

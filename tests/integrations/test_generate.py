@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 import threading
 
 import pytest
@@ -705,10 +706,15 @@ def test_three_threads_with_three_models():
         found[index] = [generate(models[index], **single()) for _ in range(4)]
 
     threads = [threading.Thread(target=talk, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns in the middle of a layer
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert all(torch.equal(one, expected[index]) for index in range(3) for one in found[index])
 
 
