@@ -54,7 +54,10 @@ class SnapKV(Method):
         if cache.used <= allowed:
             return None
         before = cache.used - self.window
-        votes = ops.query_mass(cache.channel("queries"), cache.keys, scaling=scaling, offset=before)[:, :, :before]
+        # a turn shorter than the window observes with its own queries alone
+        observing = min(self.window, cache.lengths[0] - cache.rows["prompt"][0])
+        queries = cache.channel("queries")[:, :, self.window - observing :]
+        votes = ops.query_mass(queries, cache.keys, scaling=scaling, offset=cache.used - observing)[:, :, :before]
         padding = self.kernel_size // 2
         if self.pooling == "avg":
             votes = F.avg_pool1d(votes, self.kernel_size, 1, padding)

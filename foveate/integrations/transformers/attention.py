@@ -11,6 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from foveate.cache import SlotCache
 from foveate.integrations.transformers import handover
 from foveate.methods import Method
+from foveate.ops import attend_causal
 
 IMPLEMENTATION = "foveate"
 
@@ -58,14 +59,19 @@ def attention(
 
 def without_cache(method: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """The whole sequence is a prompt, and nothing is remembered: ``[B, Hq, n, Dv]``, differentiable."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if method.sparse_prompt:
+            return method.prompt(SlotCache.of(k, v, q.shape[1]), q, scaling).out
+        return attend_causal(q, k, v, scaling=scaling).out
+
     if mask is None or bool(mask.all()):
-        return method.prompt(SlotCache.of(k, v, q.shape[1]), q, scaling).out
+        return attend(q, k, v)
     rows = []
     for b, real in enumerate(row.nonzero()[:, 0] for row in mask.bool()):
         one = q.new_zeros(q.shape[1], q.shape[2], v.shape[3])
         if len(real):
-            cache = SlotCache.of(k[b : b + 1, :, real], v[b : b + 1, :, real], q.shape[1])
-            one = one.index_copy(1, real, method.prompt(cache, q[b : b + 1, :, real], scaling).out[0])
+            one = one.index_copy(1, real, attend(*(x[b : b + 1, :, real] for x in (q, k, v)))[0])
         rows.append(one)
     return torch.stack(rows)
 

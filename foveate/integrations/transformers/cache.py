@@ -183,23 +183,21 @@ class Layer(CacheLayerMixin):
 
     def _finish_prompt(self, scaling: float) -> None:
         store = self.store
-        store.rows["prompt"] = list(store.lengths)
         if store.uniform:
             keep = self.method.prompt_end(store, scaling)
-            if keep is not None:
-                store.retain(keep)
-            return
-        kept = []
-        for b in range(store.batch_size):
-            row = store.row(b)
-            kept.append(self.method.prompt_end(row, scaling) if row.used else None)
-            store.put_back(b, row)
-        if any(keep is not None for keep in kept):
-            heads = store.geometry.num_kv_heads
-            everything = [
-                torch.arange(count, device=store.device).expand(1, heads, -1) for count in store.rows["counts"]
-            ]
-            store.retain([every if keep is None else keep for keep, every in zip(kept, everything)])
+        else:
+            kept = []
+            for b in range(store.batch_size):
+                row = store.row(b)
+                kept.append(self.method.prompt_end(row, scaling) if row.used else None)
+                store.put_back(b, row)
+            slots = [torch.arange(count, device=store.device) for count in store.rows["counts"]]
+            everything = [every.expand(1, store.geometry.num_kv_heads, -1) for every in slots]
+            keep = [every if one is None else one for one, every in zip(kept, everything)]
+            keep = keep if any(one is not None for one in kept) else None
+        if keep is not None:
+            store.retain(keep)
+        store.rows["prompt"] = list(store.lengths)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]

@@ -120,7 +120,7 @@ def attend_window(
         offset: number of keys before the first query's own.
     """
     length = q.shape[2]
-    width = offset + length - int(lower[-1]) + sinks + 512
+    width = int((torch.arange(offset, offset + length) - lower).max()) + sinks + 512
     step = min(512, block_length(4 * q.shape[1] // k.shape[1] * min(width, offset + length), length))
     starts, lower = lower.tolist(), lower.to(q.device, non_blocking=True)[:, None]
     slots = torch.arange(offset + length, device=q.device)
