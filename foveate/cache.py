@@ -79,11 +79,12 @@ class Counters:
     pages_refined: float | Tensor = 0.0
     indices_reused: int = 0
     bytes_per_key: int = 0
+    resident_bytes: int = 0
 
     def reset(self) -> None:
         """Count from zero again."""
         for field in fields(self):
-            if field.name != "bytes_per_key":
+            if field.name not in ("bytes_per_key", "resident_bytes"):
                 setattr(self, field.name, field.default)
 
     def __deepcopy__(self, memo):  # one layer counts for every copy of its cache
@@ -119,7 +120,7 @@ class SlotCache:
         self.counters = counters if counters is not None else Counters()
         self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
         self.rows: dict[str, list[int]] = {
-            name: [0] * batch_size for name in ("lengths", "counts", "live", "prompt", "pages")
+            name: [0] * batch_size for name in ("lengths", "counts", "live", "prompt", "pages", "observed")
         }
         self.capacity = 0
         self.tensors: dict[str, Tensor] = {}
@@ -250,6 +251,7 @@ class SlotCache:
                 grown[:, :, : old.shape[2]] = old
             self.tensors[name] = grown
         self.capacity = capacity
+        self.counters.resident_bytes = self.resident_bytes
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add n tokens to every row, after the last slot in use; all rows must use the same number of slots.
@@ -295,8 +297,9 @@ class SlotCache:
             positions = self.row_tensor("lengths").to(torch.int32)[:, None, None].expand(index.shape)
             self.tensors["positions"].scatter_(2, index, positions)
         for name, spec in self.specs.items():
-            if spec.per == 1 and not spec.shape:
-                self.tensors[name].scatter_(2, index, 0.0)
+            if spec.per == 1:
+                where = index.view(*index.shape, *(1 for _ in spec.shape)).expand(*index.shape, *spec.shape)
+                self.tensors[name].scatter_(2, where, 0.0)
         self.freed = None
         self._advance(1, appended)
 
@@ -377,10 +380,13 @@ class SlotCache:
         with torch.inference_mode(False), torch.no_grad():
             index = index.clone()
             self.tensors = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
-        chosen = index.tolist()
+        per_row = [*self.rows.values(), *([self.freed.rows] if self.freed is not None else [])]
+        alike = all(len(set(numbers)) == 1 for numbers in per_row)
+        chosen = [0] * len(index) if alike else index.tolist()  # waits for the device only where rows differ
         self.rows = {name: [numbers[b] for b in chosen] for name, numbers in self.rows.items()}
         if self.freed is not None:
             self.freed = _Freed(self.freed.slots.index_select(0, index), [self.freed.rows[b] for b in chosen])
+        self.counters.resident_bytes = self.resident_bytes
         self.snapshots = {}
 
     # Undoing

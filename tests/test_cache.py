@@ -480,12 +480,13 @@ def test_reads_are_counted_from_their_sizes():
     assert counters.bytes_per_key == 2 * (4 + 3) * 4
 
 
-def test_reset_counters_still_know_the_size_of_a_key():
-    counters = filled(3).counters
+def test_reset_counters_still_know_sizes():
+    cache = filled(3)
+    counters = cache.counters
     counters.decode_steps = counters.prompt_tokens = counters.tokens_evicted = counters.indices_reused = 4
     counters.keys_read = torch.tensor(3.0)
     counters.reset()
-    assert counters == Counters(bytes_per_key=2 * 7 * 4)
+    assert counters == Counters(bytes_per_key=2 * 7 * 4, resident_bytes=cache.resident_bytes)
 
 
 def test_a_copied_cache_has_its_own_memory_and_counts_together():
@@ -496,3 +497,16 @@ def test_a_copied_cache_has_its_own_memory_and_counts_together():
     assert held(cache, 0, 0) == list(range(4))
     assert cache.lengths == [4, 4]
     assert twin.counters is cache.counters
+
+
+def test_a_token_in_a_reused_slot_starts_with_cleared_state():
+    geometry = Geometry(2, 2, 4, 4)
+    cache = SlotCache(geometry, 1, torch.float32, torch.device("cpu"), {"state": Channel((3,))}, evicts=True)
+    cache.append(torch.randn(1, 2, 4, 4), torch.randn(1, 2, 4, 4))
+    cache.channel("state").fill_(7.0)
+    cache.evict(torch.tensor([[1, 2]]), [True])
+    cache.write_step(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4))
+    state = cache.channel("state")
+    assert state[0, 0, 1].eq(0).all()
+    assert state[0, 1, 2].eq(0).all()
+    assert state.eq(7).sum() == 3 * 2 * 3

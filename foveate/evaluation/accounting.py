@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from foveate.evaluation.errors import UserError
+from foveate.integrations.transformers.positions import max_positions
 
 ROW_SCHEMA = 1
 ROW_FIELDS = {
@@ -80,7 +81,7 @@ def model_facts(folder: Path) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": text.get("num_key_value_heads", heads),
         "head_dim": text.get("head_dim") or (hidden // heads if hidden and heads else None),
-        "max_positions": text.get("max_position_embeddings"),
+        "max_positions": max_positions(text) or None,
     }
     return {key: value for key, value in facts.items() if value is not None}
 

@@ -138,7 +138,7 @@ def budget(value: int | float, length: int, least: int = 0) -> int:
 
     Raises nothing: values are checked when a method is made.
     """
-    return max(math.floor(value * length), least) if isinstance(value, float) else value
+    return max(math.floor(value * length + 1e-9), least) if isinstance(value, float) else value
 
 
 def names() -> list[str]:

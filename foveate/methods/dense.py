@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from foveate import ops
 from foveate.cache import SlotCache
+from foveate.methods._common import attend_all
 from foveate.methods.base import Method
 
 
@@ -20,11 +20,3 @@ class Dense(Method):
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out
-
-
-def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
-    """Attention of one token per row over every token that the cache holds, counted."""
-    holes = cache.holes()
-    cache.count_read(cache.used if holes is None else holes.sum(-1))
-    mask = None if holes is None else holes[:, :, None]
-    return ops.attend(q, cache.keys, cache.values, scaling=scaling, mask=mask, need_mass=need_mass)

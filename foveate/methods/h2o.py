@@ -7,8 +7,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
-from foveate.methods.base import Method, budget, recent, setting
-from foveate.methods.dense import attend_all
+from foveate.methods._common import attend_all, evict_weakest, keep_heavy
+from foveate.methods.base import Method, budget, setting
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,3 @@ class H2O(Method):
     def allowed(self, length: int) -> int:
         """Tokens kept of a row of this length."""
         return budget(self.top_k, length, self.min_k) + self.window
-
-
-def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> Tensor | None:
-    """Slots to keep when a prompt ends: the recent window and the best of the others, ``allowed`` in all."""
-    if cache.used <= allowed:
-        return None
-    window = min(window, cache.used)
-    return ops.keep_best(scores, allowed - window, recent(cache, window))
-
-
-def evict_weakest(cache: SlotCache, scores: Tensor, allowed: list[int], window: int) -> None:
-    """Evict the weakest token outside the window from every row that holds more than it may."""
-    over = [live > most for live, most in zip(cache.rows["live"], allowed)]
-    if any(over):
-        positions = cache.positions
-        eligible = positions >= 0
-        if window > 0:
-            eligible &= ~recent(cache, window)
-        cache.evict(ops.weakest(scores, eligible, positions), over)

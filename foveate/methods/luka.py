@@ -9,8 +9,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods._common import attend_all
 from foveate.methods.base import Method, budget, setting
-from foveate.methods.dense import attend_all
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class LuKA(Method):
         slots = slice(first * self.page_size, last * self.page_size)
         weights = None
         if self.observes:
-            weights = ops.page_importance(cache.channel("mass")[:, :, slots], self.page_size, self.temperature)
+            mass = cache.channel("mass")[:, :, slots] / cache.geometry.group  # the mean over the heads of the group
+            weights = ops.page_importance(mass, self.page_size, self.temperature)
         summary_k, summary_v = ops.summarise_pages(
             cache.keys[:, :, slots], cache.values[:, :, slots], self.page_size, weights
         )

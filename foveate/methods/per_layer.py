@@ -76,7 +76,8 @@ class Mixed(Method):
 
     def for_layer(self, layer: int, num_layers: int) -> Method:
         ends = max(1, round(self.ends * num_layers))
-        return make(self.lined if layer < ends or layer >= num_layers - ends else self.clustered)
+        method = make(self.lined if layer < ends or layer >= num_layers - ends else self.clustered)
+        return method.for_layer(layer, num_layers)
 
 
 def _bounds(key: str) -> tuple[int, int] | None:

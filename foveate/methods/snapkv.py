@@ -9,9 +9,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods._common import attend_all, keep_heavy
 from foveate.methods.base import Method, budget, setting
-from foveate.methods.dense import attend_all
-from foveate.methods.h2o import keep_heavy
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,16 @@ class SnapKV(Method):
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         queries = cache.channel("queries")
         queries.copy_(torch.cat([queries, q], 2)[:, :, -self.window :])
+        cache.rows["observed"] = [number + q.shape[2] for number in cache.rows["observed"]]
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        # a turn shorter than the window observes with its own queries alone
+        observing = min(self.window, cache.rows["observed"][0])
+        cache.rows["observed"] = [0] * cache.batch_size
         allowed = budget(self.top_k, cache.lengths[0], self.min_k) + self.window
-        if cache.used <= allowed:
+        if cache.used <= allowed or not observing:
             return None
         before = cache.used - self.window
-        # a turn shorter than the window observes with its own queries alone
-        observing = min(self.window, cache.lengths[0] - cache.rows["prompt"][0])
         queries = cache.channel("queries")[:, :, self.window - observing :]
         votes = ops.query_mass(queries, cache.keys, scaling=scaling, offset=cache.used - observing)[:, :, :before]
         padding = self.kernel_size // 2

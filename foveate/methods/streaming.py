@@ -8,8 +8,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
+from foveate.methods._common import attend_all
 from foveate.methods.base import Method, budget, per_row, setting
-from foveate.methods.dense import attend_all
 
 
 @dataclass(frozen=True)

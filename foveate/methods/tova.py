@@ -7,9 +7,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods._common import attend_all, evict_weakest, keep_heavy
 from foveate.methods.base import Method, budget, setting
-from foveate.methods.dense import attend_all
-from foveate.methods.h2o import evict_weakest, keep_heavy
 
 
 @dataclass(frozen=True)

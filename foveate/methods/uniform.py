@@ -8,8 +8,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
+from foveate.methods._common import attend_all
 from foveate.methods.base import Method, budget, recent, setting
-from foveate.methods.dense import attend_all
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,14 @@ class Uniform(Method):
         old = cache.used - self.window
         if old <= spaced:
             return None
-        kept = torch.arange(spaced, device=cache.device) * old // max(spaced, 1)
-        kept = torch.cat([kept, torch.arange(old, cache.used, device=cache.device)])
-        return kept.expand(cache.batch_size, cache.geometry.num_kv_heads, -1)
+        positions = cache.positions.long()
+        rank = torch.arange(spaced, device=cache.device)
+        targets = rank * positions[..., old, None] // max(spaced, 1)
+        nearest = torch.searchsorted(positions[..., :old].contiguous(), targets)
+        # the first token at or after each target, but every token once
+        kept = (nearest - rank).cummax(-1).values.clamp_max(old - spaced) + rank
+        window = torch.arange(old, cache.used, device=cache.device).expand(*kept.shape[:2], -1)
+        return torch.cat([kept, window], -1)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out

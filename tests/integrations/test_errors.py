@@ -606,3 +606,19 @@ def test_packed_sequences_without_a_cache_are_refused_or_right(model, method):
         with contextlib.suppress(ValueError):
             packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
             torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_scaled_rotary_embeddings_reach_beyond_the_stated_positions():
+    """The published YaRN recipe leaves max_position_embeddings at the original length."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    model = prepare(from_config(CONFIGS["llama"](max_position_embeddings=64, rope_parameters=rope)))
+    with foveate.attached(model, "dense"), torch.no_grad():
+        model(tokens(250))
+        with pytest.raises(ValueError, match=says("257 tokens", "max_position_embeddings of 256")):
+            model(tokens(257))
+
+
+def test_composed_methods_may_be_nested(model):
+    with foveate.attached(model, "mixed", lined='per_layer:layers={"rest":"h2o:top_k=4,window=4"}'):
+        generate(model, tokens(30))
+        assert foveate.stats(model).layers[0].method == "h2o:top_k=4,window=4"

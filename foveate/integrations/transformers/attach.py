@@ -18,6 +18,7 @@ from transformers.generation import GenerationMode
 from foveate.cache import Counters
 from foveate.integrations.transformers import attention, handover
 from foveate.integrations.transformers.cache import Cache
+from foveate.integrations.transformers.positions import max_positions
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.methods import Method, make
 
@@ -46,6 +47,8 @@ class Attachment:
     """Names this attachment: caches belong to one."""
     _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
     _cache: Any = None
+    positions: int | None = None
+    """Most tokens that the model has positions for; 0 when it does not say; None until it was asked."""
 
     def remember(self, cache: Cache) -> None:
         """Note the cache whose size :func:`stats` reports."""
@@ -169,7 +172,9 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         )
         if reset:
             counted.reset()
-    return Stats(sorted(layers, key=lambda layer: layer.layer), cache.resident_bytes if cache is not None else 0)
+    resident = sum(policy.counters.resident_bytes for policy in attachment.policies.values())
+    resident += cache.unchanged_bytes if cache is not None else 0
+    return Stats(sorted(layers, key=lambda layer: layer.layer), resident)
 
 
 def _uid() -> str:
@@ -305,8 +310,9 @@ class _PrepareCache:
 
 def check_length(tokens: int, attachment: Attachment) -> None:
     """Refuse a context that the model has no positions for."""
-    positions = getattr(attachment.config, "max_position_embeddings", None)
-    if positions is not None and tokens > positions:
+    positions = max_positions(attachment.config.to_dict()) if attachment.positions is None else attachment.positions
+    attachment.positions = positions
+    if positions and tokens > positions:
         raise ValueError(
             f"the prompt and what is to be generated come to {tokens} tokens, beyond the model's "
             f"max_position_embeddings of {positions}"

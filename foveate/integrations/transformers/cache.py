@@ -395,10 +395,11 @@ class Cache(transformers.Cache):
     @property
     def resident_bytes(self) -> int:
         """Bytes of keys, values and method state held by all layers."""
-        total = 0
-        for layer in self.layers:
-            if isinstance(layer, Layer):
-                total += layer.store.resident_bytes if layer.store is not None else 0
-            elif isinstance(layer, DynamicLayer) and layer.keys is not None:
-                total += sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
-        return total
+        stores = [layer.store for layer in self.layers if isinstance(layer, Layer) and layer.store is not None]
+        return self.unchanged_bytes + sum(store.resident_bytes for store in stores)
+
+    @property
+    def unchanged_bytes(self) -> int:
+        """Bytes of keys and values held by the layers that foveate leaves alone."""
+        layers = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
+        return sum(x.untyped_storage().nbytes() for layer in layers for x in (layer.keys, layer.values))

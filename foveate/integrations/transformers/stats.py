@@ -26,7 +26,7 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """All layers, and the size of the cache used last."""
+    """All layers, and the size of the cache that was filled last (of layers left alone: while it is alive)."""
 
     layers: list[LayerStats]
     resident_bytes: int

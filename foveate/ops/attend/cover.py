@@ -102,7 +102,7 @@ def attend_cover(
     if preserve:
         of_summary, of_tail = scores.mass.split([pages, tokens], -1)
         parent = of_summary.gather(-1, index) * used[:, :, None]
-        shares = at_raw.unflatten(-1, (-1, page_size)).softmax(-1).nan_to_num(0.0)
+        shares = at_raw.unflatten(-1, (-1, page_size)).softmax(-1).masked_fill(~used[:, :, None, :, None], 0.0)
         of_raw = (shares * parent[..., None]).flatten(-2)
         of_summary = of_summary.scatter_add(-1, index, -parent)
     else:

@@ -31,7 +31,7 @@ def keep_best(scores: Tensor, k: int, protected: Tensor) -> Tensor:
 def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:
     """The slot to give up: the smallest score among the eligible, ties to the larger position.
 
-    So what stays is what :func:`keep_best` would keep, wherever in the cache the tokens lie.
+    NaN is weaker than any score. So what stays is what :func:`keep_best` would keep, wherever the tokens lie.
 
     Args:
         scores: fp32 ``[B, Hkv, S]``.
@@ -41,6 +41,6 @@ def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:
     Returns:
         int64 ``[B, Hkv]``.
     """
-    scores = scores.masked_fill(~eligible, float("inf"))
+    scores = scores.masked_fill(scores.isnan(), float("-inf")).masked_fill(~eligible, float("inf"))
     tied = (scores == scores.amin(-1, keepdim=True)) & eligible
     return positions.masked_fill(~tied, -1).argmax(-1)

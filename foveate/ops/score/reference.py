@@ -88,8 +88,13 @@ def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int) -> Tensor:
     """
     batch, num_heads, length = q.shape[:3]
     end = offset + length
-    logits = matmul_fp32(fold_group(q, k.shape[1]), k[:, :, :end].transpose(-1, -2)) * scaling
-    logits = logits.reshape(batch, num_heads, length, end)
-    query = torch.arange(offset, end, device=q.device)[:, None]
-    future = torch.arange(end, device=q.device) > query
-    return logits.masked_fill(future, float("-inf")).softmax(-1).sum(2)
+    mass = q.new_zeros(batch, num_heads, end, dtype=torch.float32)
+    step = block_length(4 * batch * num_heads * end, length)
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        logits = matmul_fp32(fold_group(q[:, :, first:last], k.shape[1]), k[:, :, :end].transpose(-1, -2)) * scaling
+        logits = logits.reshape(batch, num_heads, last - first, end)
+        query = torch.arange(offset + first, offset + last, device=q.device)[:, None]
+        future = torch.arange(end, device=q.device) > query
+        mass += logits.masked_fill(future, float("-inf")).softmax(-1).sum(2)
+    return mass

@@ -1,0 +1,34 @@
+"""What several methods do alike."""
+
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import SlotCache
+from foveate.methods.base import recent
+
+
+def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
+    """Attention of one token per row over every token that the cache holds, counted."""
+    holes = cache.holes()
+    cache.count_read(cache.used if holes is None else holes.sum(-1))
+    mask = None if holes is None else holes[:, :, None]
+    return ops.attend(q, cache.keys, cache.values, scaling=scaling, mask=mask, need_mass=need_mass)
+
+
+def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> Tensor | None:
+    """Slots to keep when a prompt ends: the recent window and the best of the others, ``allowed`` in all."""
+    if cache.used <= allowed:
+        return None
+    window = min(window, cache.used)
+    return ops.keep_best(scores, allowed - window, recent(cache, window))
+
+
+def evict_weakest(cache: SlotCache, scores: Tensor, allowed: list[int], window: int) -> None:
+    """Evict the weakest token outside the window from every row that holds more than it may."""
+    over = [live > most for live, most in zip(cache.rows["live"], allowed)]
+    if any(over):
+        positions = cache.positions
+        eligible = positions >= 0
+        if window > 0:
+            eligible &= ~recent(cache, window)
+        cache.evict(ops.weakest(scores, eligible, positions), over)
