@@ -3,7 +3,7 @@
 #   benchmarks/first-niah.sh MODEL DATA [OUT_FOLDER] [ITEMS] [BATCH]
 # MODEL: a Hugging Face folder (Qwen2.5-Coder-0.5B-Instruct for the committed rows); DATA: a folder with books/.
 set -euo pipefail
-model=$1 data=$2 out=${3:-runs} items=${4:-100} batch=${5:-10}
+model=$1 data=$2 out=${3:-runs} items=${4:-100} batch=${5:-20}
 mkdir -p "$out"
 for length in 8192 16384; do
   foveate compare --model "$model" --task niah --data "$data" --length "$length" --limit "$items" \
