@@ -95,13 +95,25 @@ def doctor(as_json: AsJson = False) -> None:
         "devices": devices,
         "versions": accounting.versions(),
         "commit": accounting.commit(),
-        "kernels": "reference (torch)",
+        "prompts": _prompt_paths(["cpu", *(["cuda"] if torch.cuda.is_available() else [])]),
+        "decode": "references (torch), gathering what they read",
         "models": "llama, qwen2, qwen3, mistral, gemma3 and others whose attention goes through AttentionInterface",
     }
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
         _table().console().print(_table().facts(facts))
+
+
+def _prompt_paths(devices: list[str]) -> str:
+    """Which code attends in prompts, by device and number format."""
+    import torch
+
+    from foveate.ops import prompt_path
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    paths = [f"{device} {name}: {prompt_path(device, dtype)}" for device in devices for name, dtype in dtypes.items()]
+    return ", ".join(paths)
 
 
 @app.command()

@@ -57,7 +57,8 @@ def test_doctor_tells_devices_and_versions():
     facts = json.loads(call("doctor", "--json").stdout)
     assert facts["devices"][0].startswith("cpu: ")
     assert {"python", "torch", "transformers", "foveate"} <= facts["versions"].keys()
-    assert "reference (torch)" in call("doctor").stdout
+    assert "cpu float32: fused" in facts["prompts"]
+    assert "references (torch)" in call("doctor").stdout
 
 
 def test_generate_answers_and_says_what_was_read(model, tmp_path):

@@ -19,6 +19,7 @@ from foveate.ops.attend import (
     gather_slots,
     merge,
     page_slots,
+    prompt_path,
     score_cover,
 )
 from foveate.ops.compress import page_importance, summarise_pages
@@ -42,6 +43,7 @@ __all__ = [
     "merge",
     "page_importance",
     "page_slots",
+    "prompt_path",
     "query_mass",
     "score_cover",
     "summarise_pages",

@@ -12,6 +12,7 @@ from foveate.ops.attend.reference import (
     gather_slots,
     merge,
     page_slots,
+    prompt_path,
 )
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "gather_slots",
     "merge",
     "page_slots",
+    "prompt_path",
     "score_cover",
 ]

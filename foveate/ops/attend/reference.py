@@ -232,6 +232,12 @@ def page_slots(pages: Tensor, page_size: int) -> Tensor:
     return slots.masked_fill(pages[..., None] < 0, -1)
 
 
+def prompt_path(device: str, dtype: torch.dtype, head_dim: int = 64) -> str:
+    """What computes dense prompts with their log-sum-exp there: the device's fused kernel, or blocks of queries."""
+    probe = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
+    return "fused" if _has_fused(probe, probe, probe) else "blocks (torch)"
+
+
 def _attend_gathered(
     q: Tensor, k: Tensor, v: Tensor, used: Tensor, scaling: float, need_lse: bool, need_mass: bool
 ) -> Attended:
