@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# The Triton of that torch, which its CPU wheel does not bring.
+TRITON ?= triton==3.7.1; sys_platform == 'linux' and platform_machine == 'x86_64'
 TRANSFORMERS ?= transformers>=5.17,<6
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
@@ -30,7 +32,7 @@ format: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet "$(TORCH)" "$(TRITON)"
 	$(BIN)/pip install --quiet "$(TRANSFORMERS)" --editable ".[dev]"
 	touch $@
 

@@ -78,6 +78,7 @@ class Counters:
     tokens_evicted: int = 0
     pages_refined: float | Tensor = 0.0
     indices_reused: int = 0
+    selections_capped: int | Tensor = 0
     bytes_per_key: int = 0
     resident_bytes: int = 0
 
@@ -120,7 +121,7 @@ class SlotCache:
         self.counters = counters if counters is not None else Counters()
         self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
         self.rows: dict[str, list[int]] = {
-            name: [0] * batch_size for name in ("lengths", "counts", "live", "prompt", "pages", "observed")
+            name: [0] * batch_size for name in ("lengths", "counts", "live", "prompt", "pages", "paged", "observed")
         }
         self.capacity = 0
         self.tensors: dict[str, Tensor] = {}
@@ -128,6 +129,7 @@ class SlotCache:
         self.ordered = True  # no token lies before an older one
         self.staged = False
         self.snapshots: dict[int, _Snapshot] = {}
+        self.borrowed = False  # keys and values are another cache's, see branch
         self._is_row = False
         if evicts and any(spec.per > 1 for spec in self.specs.values()):
             raise ValueError("a method that evicts cannot keep pages: their slots would move")
@@ -240,17 +242,12 @@ class SlotCache:
             raise RuntimeError("a row of a batch cannot grow alone: reserve room in the batch first")
         capacity = -(-(slots + max(_ALIGN, slots // 16)) // _ALIGN) * _ALIGN
         for name, spec in self._slot_specs().items():
-            entries = capacity // spec.per
-            shape = (self.batch_size, self.geometry.num_kv_heads, entries, *spec.shape)
-            with torch.inference_mode(False):  # a buffer made under inference_mode could not be written outside of it
-                grown = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
-            if name == "positions":
-                grown.fill_(-1)
+            grown = self._buffer(name, spec, capacity)
             if name in self.tensors:
                 old = self.tensors[name]
                 grown[:, :, : old.shape[2]] = old
             self.tensors[name] = grown
-        self.capacity = capacity
+        self.capacity, self.borrowed = capacity, False
         self.counters.resident_bytes = self.resident_bytes
 
     def append(self, k: Tensor, v: Tensor) -> None:
@@ -313,6 +310,10 @@ class SlotCache:
         rows = list(rows)
         if not any(rows):
             return
+        if self.borrowed:  # the next token is written over a slot that other branches read
+            with torch.inference_mode(False):
+                self.tensors |= {name: self.tensors[name].clone() for name in ("keys", "values")}
+            self.borrowed = False
         if not all(rows):
             slots = slots.masked_fill(self.on_device([int(evicted) for evicted in rows])[:, None] == 0, -1)
         index = slots.clamp_min(0)[:, :, None]
@@ -389,6 +390,48 @@ class SlotCache:
         self.counters.resident_bytes = self.resident_bytes
         self.snapshots = {}
 
+    # Other methods
+
+    def part(self, names: dict[str, str]) -> SlotCache:
+        """The same keys and values with some of the channels under other names, for another method to fill.
+
+        Args:
+            names: the names here, by the names there.
+        """
+        one = object.__new__(SlotCache)
+        one.__dict__.update(self.__dict__)
+        one.specs = {name: self.specs[here] for name, here in names.items()}
+        one.tensors = {
+            name: self.tensors[here] for name, here in ({"keys": "keys", "values": "values"} | names).items()
+        }
+        one.rows = {name: list(numbers) for name, numbers in self.rows.items()}
+        return one
+
+    def branch(
+        self, channels: dict[str, Channel], evicts: bool, counters: Counters, filled: dict[str, str]
+    ) -> SlotCache:
+        """The same tokens for another method, over the same memory of keys and values.
+
+        Tokens that a branch adds lie behind the shared ones, where the next branch writes over them: use one branch after
+        the other. A branch that evicts copies first.
+
+        Args:
+            channels, evicts, counters: of the other method.
+            filled: channels to copy from this cache, their names here by the names there; the others are empty.
+        """
+        one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters)
+        one.rows = {name: list(numbers) for name, numbers in self.rows.items()}
+        one.capacity, one.borrowed = self.capacity, True
+        for name, spec in one._slot_specs().items():
+            shared = name in ("keys", "values")
+            one.tensors[name] = self.tensors[name] if shared else one._buffer(name, spec, self.capacity)
+        for name, here in filled.items():
+            one.tensors[name].copy_(self.tensors[here])
+        if evicts:
+            one.tensors["positions"][:, :, : self.used] = self.positions
+        counters.resident_bytes = one.resident_bytes
+        return one
+
     # Undoing
 
     def save(self, clock: int) -> None:
@@ -435,6 +478,13 @@ class SlotCache:
         if self.evicts:
             specs["positions"] = Channel(dtype=torch.int32)
         return specs | {name: spec for name, spec in self.specs.items() if spec.per > 0}
+
+    def _buffer(self, name: str, spec: Channel, capacity: int) -> Tensor:
+        """Empty entries for this many slots: zeros, or -1 for positions."""
+        shape = (self.batch_size, self.geometry.num_kv_heads, capacity // spec.per, *spec.shape)
+        with torch.inference_mode(False):  # a buffer made under inference_mode could not be written outside of it
+            buffer = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
+        return buffer.fill_(-1) if name == "positions" else buffer
 
     def _undone_specs(self) -> dict[str, Channel]:
         """What a snapshot holds: all that a later token may change."""

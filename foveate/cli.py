@@ -1,4 +1,4 @@
-"""The command line: `foveate methods · doctor · generate · compare · report · fetch · bench`.
+"""The command line: `foveate methods · doctor · generate · compare · report · plot · salad · fetch · bench`.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from foveate.bench.commands import app as bench_app
+from foveate.report.commands import app as plot_app
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
 _FAILED, _INTERRUPTED = 2, 130
@@ -44,6 +45,7 @@ app = typer.Typer(
     help="Long-context inference that looks closely only where it matters.",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(plot_app, name="plot")
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
 Dtype = Annotated[
@@ -88,6 +90,7 @@ def doctor(as_json: AsJson = False) -> None:
     import torch
 
     from foveate.evaluation import accounting
+    from foveate.ops._dispatch import kernel_status
 
     devices = [accounting.device_name("cpu")]
     devices += [accounting.device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())]
@@ -97,6 +100,7 @@ def doctor(as_json: AsJson = False) -> None:
         "commit": accounting.commit(),
         "prompts": _prompt_paths(["cpu", *(["cuda"] if torch.cuda.is_available() else [])]),
         "decode": "references (torch), gathering what they read",
+        "kernels": kernel_status(),
         "models": "llama, qwen2, qwen3, mistral, gemma3 and others whose attention goes through AttentionInterface",
     }
     if as_json:
@@ -177,7 +181,9 @@ def generate(
 @app.command()
 def compare(
     model: Model,
-    task: Annotated[str, typer.Option(help="niah, wikisalad, perplexity; settings as in niah:max_new_tokens=128.")],
+    task: Annotated[
+        str, typer.Option(help="niah, wikisalad, wikisalad_long, perplexity; settings as in niah:max_new_tokens=128.")
+    ],
     data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
     out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False)],
     method: Annotated[list[str] | None, typer.Option(help="A method; may be given often.", show_default=False)] = None,
@@ -235,6 +241,19 @@ def report(
             typer.echo(tables(rows) + "\n")
         except (KeyError, TypeError) as error:
             raise DataError(f"{file}: not a file of result rows ({error} is missing or malformed)") from None
+
+
+@app.command()
+def salad(
+    squad: Annotated[Path, typer.Option(help="SQuAD 2.0's training file (.json, .xz).", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the four files.", show_default=False)],
+    seed: Annotated[int, typer.Option(help="Seed of the draws; that of the published files if left out.")] = 42,
+) -> None:
+    """Write the sets of the wikisalad task by their published recipe."""
+    from foveate.evaluation.salad import write_sets
+
+    for path, published in write_sets(squad, out, seed).items():
+        typer.echo(f"{path}: {'as published' if published else 'differs from the published file'}")
 
 
 @app.command()

@@ -6,7 +6,8 @@ import pkgutil
 from foveate.methods.base import REGISTRY, Method, budget, get, make, names, parse
 from foveate.methods.dense import Dense
 from foveate.methods.h2o import H2O
-from foveate.methods.luka import LuKA
+from foveate.methods.lined import LinedAsPublished
+from foveate.methods.luka import LuKA, LuKAPaper
 from foveate.methods.per_layer import Mixed, PerLayer, per_layer
 from foveate.methods.snapkv import SnapKV
 from foveate.methods.streaming import Streaming
@@ -18,7 +19,9 @@ __all__ = [
     "REGISTRY",
     "TOVA",
     "Dense",
+    "LinedAsPublished",
     "LuKA",
+    "LuKAPaper",
     "Method",
     "Mixed",
     "PerLayer",

@@ -46,6 +46,8 @@ class Method:
     """A later token may change outputs up to this many tokens before it."""
     needs_prompt_end: ClassVar[bool] = False
     """Whether the state after a prompt depends on where the prompt ended."""
+    whole_prompt: ClassVar[bool] = False
+    """Whether the prompt must come in one piece, and only one prompt."""
     full_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which nothing of any context is left out."""
     small_budget: ClassVar[dict[str, Any]] = {}
@@ -182,7 +184,7 @@ def parse(spec: str) -> Method:
 
 def _split(text: str, spec: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    for piece in re.findall(r"""(?:"(?:\\.|[^"])*"|\{[^}]*\}|[^,])+""", text):
+    for piece in re.findall(r"""(?:"(?:\\.|[^"])*"|\{[^}]*\}|\[[^]]*\]|[^,])+""", text):
         if not piece.strip():
             continue
         key, equals, value = piece.partition("=")

@@ -1,8 +1,13 @@
 """LuKA's clustered attention: pages stand behind summaries and are read only where the query looks."""
 
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,180 +15,288 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all
+from foveate.methods._cover import Candidates, Reader, joined
+from foveate.methods._pages import KL_LAG, Pages
 from foveate.methods.base import Method, budget, setting
+from foveate.modules import PageSummariser
 
 
 @dataclass(frozen=True)
 class LuKA(Method):
-    """Summaries of old pages, the raw tokens of the pages that matter, and a raw tail.
+    """Summaries of old pages, the raw tokens of the pages that matter, raw sinks and a raw tail.
 
-    One level of summaries. The prefill is dense. Pages are made from the oldest token without a summary when the prompt
-    ends and every ``compress_every`` decoded tokens; nothing is evicted. Each KV head refines its own pages, by the
-    attention mass of their summaries, averaged over the heads of the group.
+    The prefill is dense. Pages are made from the oldest token without a summary when the prompt ends and every
+    ``compress_every`` decoded tokens; nothing is evicted. With several page sizes, summaries are themselves summarised:
+    attention starts at the coarsest level and goes down where the query looks.
 
-    ``mass="preserve"`` is the paper's equation 3: a refined page keeps its summary's mass, shared out among its tokens.
-    ``mass="exact"`` lets the page's own tokens enter the softmax in the summary's place.
+    A page of tokens or summaries is *refined* when its children take its place. ``mass="preserve"`` is the paper's
+    equation 3: the children share the mass of the summary. ``mass="exact"`` lets them enter the softmax themselves.
     """
 
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "refine": "top_k", "mass": "exact"}
-    small_budget: ClassVar[dict] = {
-        "page_size": 4,
-        "tail": 9,
-        "compress_every": 3,
-        "top_k": 2,
-        "compressor": "attention",
-        "temperature": 1.0,
-    }
+    full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
+    small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
 
-    page_size: int = setting(16, "tokens of a page")
+    page_size: Any = setting(16, "tokens of a page; several, each a multiple of the one before, for several levels")
+    sinks: int = setting(4, "first tokens that stay raw")
     tail: int = setting(128, "least number of recent tokens that stay raw")
     compress_every: int = setting(16, "decoded tokens between two rounds of making pages")
-    compressor: str = setting("mean", "what stands for a page: mean or attention (weighted by accumulated mass)")
-    temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
-    refine: str = setting("top_k", "which pages are read raw: top_k, or threshold (mass above epsilon)")
-    top_k: int | float = setting(3, "pages refined per KV head: a number, or a share of the pages")
-    epsilon: float = setting(0.2, "least mass of a refined page under refine=threshold")
-    mass: str = setting(
-        "exact", "mass of a refined page: exact (its tokens' own) or preserve (its summary's, equation 3)"
+    segmenter: str = setting("fixed", "where pages end: fixed, gaussian (random lengths) or kl (attention turns)")
+    page_deviation: float = setting(16.0, "standard deviation of the page lengths under segmenter=gaussian, tokens")
+    kl_threshold: float = setting(0.5, "divergence that ends a page under segmenter=kl, nats")
+    compressor: str = setting(
+        "mean", "what stands for a page: mean, attention (weighted by past mass), random, trained"
     )
-    bias: str = setting("none", "added to a summary's logit: none, or log (of the page size)")
+    temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
+    summariser: str = setting("", "file of a foveate.modules.PageSummariser under compressor=trained")
+    zero_values: bool = setting(False, "summaries have values of zero (the paper's figure 6)")
+    refine: str = setting("top_k", "which pages are read raw: top_k, threshold, top_p or missed_mass")
+    top_k: int | float = setting(0.12, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
+    expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
+    epsilon: float = setting(0.2, "least mass of a refined page under refine=threshold")
+    top_p: float = setting(0.9, "attention that must not stay in summaries under refine=top_p")
+    max_missed_mass: float = setting(0.1, "most attention that unrefined pages can hold under refine=missed_mass")
+    max_refined: int | float = setting(1.0, "most pages refined under top_p and missed_mass: a number, or a share")
+    first: int = setting(0, "first pages that are always refined")
+    pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
+    score: str = setting("spread", "what ranks pages: summary (its mass), spread (estimated mass) or bound (Quest's)")
+    mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
+    bias: str = setting("spread", "added to a summary's logit: none, log (of its tokens), entropy or spread")
+    seed: int = setting(0, "of random compression and random page lengths")
 
     def __post_init__(self):
-        self._check_count("page_size", 1)
-        self._check_count("tail", 1)
-        self._check_count("compress_every", 1)
-        self._check_choice("compressor", "mean", "attention")
-        self._check("temperature", isinstance(self.temperature, (int, float)) and self.temperature > 0, "above 0")
-        self._check_choice("refine", "top_k", "threshold")
-        self._check_budget("top_k")
-        self._check("epsilon", isinstance(self.epsilon, (int, float)) and 0 < self.epsilon < 1, "between 0 and 1")
+        if isinstance(self.page_size, (list, tuple)):
+            object.__setattr__(
+                self, "page_size", self.page_size[0] if len(self.page_size) == 1 else tuple(self.page_size)
+            )
+        self._check(
+            "page_size", self._nests(), "an integer of at least 1, or several, each a multiple of the one before"
+        )
+        for name in ("tail", "compress_every"):
+            self._check_count(name, 1)
+        for name in ("sinks", "first", "seed"):
+            self._check_count(name)
+        self._check_choice("segmenter", "fixed", "gaussian", "kl")
+        self._check_choice("compressor", "mean", "attention", "random", "trained")
+        self._check_choice("refine", "top_k", "threshold", "top_p", "missed_mass")
+        self._check_choice("pool", "kv_head", "layer")
+        self._check_choice("score", "summary", "spread", "bound")
         self._check_choice("mass", "exact", "preserve")
-        self._check_choice("bias", "none", "log")
+        self._check_choice("bias", "none", "log", "entropy", "spread")
+        for name in ("page_deviation", "kl_threshold", "temperature"):
+            value = getattr(self, name)
+            self._check(name, _is_number(value) and value > 0 and math.isfinite(value), "a number above 0")
+        for name in ("epsilon", "top_p", "max_missed_mass"):
+            value = getattr(self, name)
+            self._check(name, _is_number(value) and 0 < value < 1, "between 0 and 1")
+        self._check_budget("top_k", 0)
+        for name in ("expand", "max_refined"):
+            self._check_budget(name)
+        self._check("zero_values", isinstance(self.zero_values, bool), "true or false")
+        given = isinstance(self.summariser, str) and bool(self.summariser) == (self.compressor == "trained")
+        self._check("summariser", given, "a file under compressor=trained, and only there")
+        if self.segmenter == "kl":
+            self._check("tail", self.tail > KL_LAG, f"more than {KL_LAG}, the lag of the KL segmenter")
+        if self.refine == "missed_mass":
+            self._check("first", self.first == 0, "0 under refine=missed_mass, whose bound chooses every page")
+
+    def _nests(self) -> bool:
+        sizes = self.page_size if isinstance(self.page_size, tuple) else (self.page_size,)
+        if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+            return False
+        return all(big > small and big % small == 0 for small, big in itertools.pairwise(sizes))
+
+    # What the settings come to
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of a page on each level, the finest first."""
+        return self.page_size if isinstance(self.page_size, tuple) else (self.page_size,)
+
+    @functools.cached_property
+    def pages(self) -> Pages:
+        """How pages and the levels above them are made."""
+        return Pages(self)
 
     @property
     def dense_at_full_budget(self) -> bool:  # type: ignore[override]
         """Equation 3 keeps the summaries' masses, so refining everything is still not dense attention."""
         return self.mass == "exact"
 
+    @property
+    def weighs_mass(self) -> bool:
+        """Whether summaries are weighted by accumulated attention mass."""
+        return self.compressor == "attention"
+
+    @property
+    def uses_spread(self) -> bool:
+        """Whether summaries carry the variance of the keys beneath."""
+        return "spread" in (self.score, self.bias)
+
+    @property
+    def uses_bounds(self) -> bool:
+        """Whether summaries carry the box of the keys beneath."""
+        return self.score == "bound" or self.refine == "missed_mass"
+
+    @property
+    def reads_per_summary(self) -> float:
+        """Vectors read of a summary, in those of a raw token (its key and its value)."""
+        return 1.0 + 0.5 * self.uses_spread + 1.0 * self.uses_bounds
+
+    def for_layer(self, layer: int, num_layers: int) -> LuKA:
+        if self.compressor != "trained":
+            return self
+        trained = PageSummariser.load(self.summariser)
+        if len(trained.direction) != num_layers:
+            raise ValueError(
+                f"{self.name}: summariser {self.summariser!r} was trained for {len(trained.direction)} layers, but the "
+                f"model has {num_layers}"
+            )
+        own = dataclasses.replace(self)
+        own.__dict__["trained"] = functools.partial(trained, layer=layer)
+        return own
+
+    # Prompt
+
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        channels = {
-            "summary_k": Channel((geometry.head_dim,), per=self.page_size, dtype=None, recomputed=True),
-            "summary_v": Channel((geometry.value_dim,), per=self.page_size, dtype=None, recomputed=True),
-        }
-        if self.observes:
-            channels["mass"] = Channel()
-        return channels
+        return self.pages.channels(geometry)
 
     @property
     def observes(self) -> bool:
-        return self.compressor == "attention"
+        return self.weighs_mass or self.segmenter == "kl"
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        if self.observes:
-            offset = cache.used - q.shape[2]
+        offset = cache.used - q.shape[2]
+        if self.weighs_mass:
             ops.column_mass(q, cache.keys, attended.lse, scaling=scaling, offset=offset, out=cache.channel("mass"))
+        if self.segmenter == "kl":
+            self._note_divergence(cache, q, scaling)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
-        self._make_pages(cache)
+        self.pages.extend(cache)
+
+    # Decode
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        if self.segmenter == "kl":
+            for b in range(cache.batch_size):
+                self._note_divergence(cache.row(b), q[b : b + 1], scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
-        if (cache.lengths[0] - cache.rows["prompt"][0]) % self.compress_every == 0:
-            rows = [cache] if cache.uniform else [cache.row(b) for b in range(cache.batch_size)]
-            for b, row in enumerate(rows):
-                self._make_pages(row)
-                if row is not cache:
-                    cache.put_back(b, row)
+        decoded = [length - prompt for length, prompt in zip(cache.lengths, cache.rows["prompt"])]
+        if decoded[0] % self.compress_every == 0:
+            self.pages.extend(cache)
         return out
 
-    # Pages
-
-    def _make_pages(self, cache: SlotCache) -> None:
-        """Summarise every whole page that lies before the tail; the rows of ``cache`` have one length."""
-        first, length = cache.rows["pages"][0], cache.lengths[0]
-        last = max(first, (length - self.tail) // self.page_size)
-        if last == first:
-            return
-        slots = slice(first * self.page_size, last * self.page_size)
-        weights = None
-        if self.observes:
-            mass = cache.channel("mass")[:, :, slots] / cache.geometry.group  # the mean over the heads of the group
-            weights = ops.page_importance(mass, self.page_size, self.temperature)
-        summary_k, summary_v = ops.summarise_pages(
-            cache.keys[:, :, slots], cache.values[:, :, slots], self.page_size, weights
-        )
-        cache.channel("summary_k")[:, :, first:last] = summary_k
-        cache.channel("summary_v")[:, :, first:last] = summary_v
-        cache.rows["pages"] = [last] * cache.batch_size
-
-    # Attention over the cover
+    def _note_divergence(self, cache: SlotCache, q: Tensor, scaling: float) -> None:
+        """Compare the new queries with those before them, and remember the last ones."""
+        recent = cache.channel("recent_q")  # [B, lag, Hq, D]: those of the tokens before the new ones
+        queries = torch.cat([recent.transpose(1, 2), q], 2)
+        offset, length = cache.used - q.shape[2], q.shape[2]
+        cache.channel("divergence")[:, :, offset:] = ops.attention_divergence(
+            q,
+            queries[:, :, :length],
+            cache.keys,
+            lag=KL_LAG,
+            window=self.tail - KL_LAG,
+            scaling=scaling,
+            offset=offset,
+        )[:, None]
+        recent.copy_(queries[:, :, length:].transpose(1, 2))
 
     def _attend_raw(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        attended = attend_all(cache, q, scaling, need_mass=self.observes)
-        if self.observes:
+        attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
+        if self.weighs_mass:
             mass = cache.channel("mass")
             mass += attended.mass
         return attended.out
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """One query per row over the cover: summaries, the tokens of refined pages, tail (Algorithm 1)."""
-        pages = max(cache.rows["pages"])
-        summary_k, summary_v = (cache.channel(name)[:, :, :pages] for name in ("summary_k", "summary_v"))
-        tail_k, tail_v, tail_used, tail_slots = self._tail(cache)
-        page_used = None if cache.uniform else self._pages_used(cache, pages)
-        scores = ops.score_cover(
-            q,
-            summary_k,
-            tail_k,
-            scaling=scaling,
-            summary_used=page_used,
-            tail_used=tail_used,
-            bias=math.log(self.page_size) if self.bias == "log" else 0.0,
-        )
-        refined = self._refined(scores.page_mass, cache, page_used)
-        complete = self.refine == "top_k" and cache.uniform
-        raw_k, raw_v = (ops.gather_pages(x, refined, self.page_size) for x in (cache.keys, cache.values))
-        attended = ops.attend_cover(
-            scores, summary_v, tail_v, raw_k, raw_v, refined, preserve=self.mass == "preserve", complete=complete
-        )
-        if self.observes:
-            self._add_mass(cache, attended.tail_mass, tail_slots)
-        refined_pages = refined.shape[-1] if complete else (refined >= 0).sum(-1)
-        summaries = pages if page_used is None else page_used.sum(-1)
-        tail = tail_k.shape[2] if tail_used is None else tail_used.sum(-1)
-        cache.count_read(summaries + refined_pages * self.page_size + tail, pages_refined=refined_pages)
-        return attended.out
+        """One query a row over the cover: sinks and tail, and from the top level down whatever is not refined."""
+        reader = Reader(self, cache, ops.fold_group(q, cache.geometry.num_kv_heads), scaling)
+        tail, tail_slots, read = reader.tail()
+        raw = [tail] if self.sinks == 0 else [tail, reader.sinks()]
+        parts, refined = list(raw), 0
+        top = self.pages.top(cache)
+        open_ends = {level: reader.open_end(level) for level in range(top)}
+        nodes: Candidates | None = reader.all(top)
+        for level in range(top, -1, -1):
+            nodes = joined(nodes, open_ends.pop(level, None))
+            if nodes is None:
+                continue
+            read = read + nodes.number * self.reads_per_summary
+            others = [part.logits for part in parts] + [nodes.logits for nodes in open_ends.values() if nodes]
+            chosen = self._choose(cache, level, nodes, _log_sum(others), _log_sum([part.logits for part in raw]))
+            refined = chosen.shape[-1] if nodes.complete and self.refine == "top_k" else (chosen >= 0).sum(-1)
+            below = reader.below(nodes, chosen) if chosen.shape[-1] else None
+            left = nodes.logits
+            if below is not None:
+                children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
+                left, children = ops.refine(left, chosen, children, preserve=self.mass == "preserve")
+                below = below.weighted(children)
+            parts.append(ops.Part(left, nodes.values()))
+            nodes = below
+        if nodes is not None:
+            read = read + nodes.number
+            parts.append(ops.Part(nodes.logits, nodes.values()))
+        out, masses = ops.attend_cover(parts)
+        if self.weighs_mass:
+            self._add_mass(cache, masses[0].sum(2), tail_slots)
+        cache.count_read(read, pages_refined=refined)
+        return out
 
-    def _refined(self, mass: Tensor, cache: SlotCache, page_used: Tensor | None) -> Tensor:
-        """Pages to read raw, int64 ``[B, Hkv, K]`` ascending, -1 for none, from ``mass [B, Hkv, P]``."""
+    # Refinement rules
+
+    def _choose(self, cache: SlotCache, level: int, nodes: Candidates, others: Tensor, raw: Tensor) -> Tensor:
+        """Candidates to refine, int64 ``[B, Hkv, K]`` ascending, -1 for none.
+
+        Args:
+            others, raw: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover, and of its raw tokens.
+        """
+        if self.refine == "missed_mass":
+            limit = self.max_missed_mass / len(self.sizes)  # the levels share it: what they miss adds up
+            bounds = [nodes.upper, nodes.lower, raw]
+            if self.pool == "layer":  # every KV head with the bounds of all heads, so that all choose alike
+                bounds = [x.flatten(1, 2)[:, None].expand(-1, x.shape[1], -1, -1) for x in bounds]
+            order, counts, _ = ops.by_bound(*bounds, limit)
+            return self._take(cache, level, order, counts)
+        total = torch.logaddexp(nodes.ranks.logsumexp(-1, keepdim=True), others)
+        mass = (nodes.ranks - total).exp()
+        if self.pool == "layer":
+            mass = mass.flatten(1, 2).amax(1, keepdim=True).expand(-1, cache.geometry.num_kv_heads, -1)
+        else:
+            mass = mass.mean(2)
+        if self.first:
+            mass = mass.masked_fill(nodes.exist & (nodes.first_page < self.first), float("inf"))
+        if self.refine == "top_p":
+            return self._take(cache, level, *ops.by_mass(mass, 1.0 - self.top_p))
         if self.refine == "threshold":
-            # the masses of the pages sum to at most 1, so no more than 1 / epsilon of them can be above epsilon
-            capacity = min(mass.shape[-1], math.ceil(1 / self.epsilon))
-            return ops.topk(mass.masked_fill(mass <= self.epsilon, float("-inf")), capacity)
-        counts = [budget(self.top_k, pages, 1) for pages in cache.rows["pages"]]
-        if page_used is None:
+            # the masses of the heads of a group sum to at most 1, so no more than this many can be above epsilon
+            heads = 1 if self.pool == "kv_head" else cache.geometry.num_heads
+            capacity = min(nodes.logits.shape[-1], math.ceil(heads / self.epsilon) + self.first)
+            return ops.topk(mass.masked_fill(~nodes.exist | (mass <= self.epsilon), float("-inf")), capacity)
+        share = self.expand if level else self.top_k
+        first = -(-self.first * self.sizes[0] // self.sizes[level])  # nodes over the first pages
+        counts = [max(budget(share, self.pages.count(level, n), 1), first) for n in cache.rows["pages"]]
+        if not nodes.complete:
+            mass = mass.masked_fill(~nodes.exist, float("-inf"))
+        if max(counts) == 0:
+            return mass.new_empty((*mass.shape[:-1], 0), dtype=torch.int64)
+        if len(set(counts)) == 1:
             return ops.topk(mass, counts[0])
-        mass = mass.masked_fill(~page_used, float("-inf"))
         return ops.topk_rows(mass, cache.on_device(counts), max(counts))
 
-    def _pages_used(self, cache: SlotCache, pages: int) -> Tensor:
-        """bool ``[B, 1, P]``: which summaries exist in each row."""
-        return torch.arange(pages, device=cache.device) < cache.row_tensor("pages")[:, None, None]
-
-    def _tail(self, cache: SlotCache) -> tuple[Tensor, Tensor, Tensor | None, Tensor | slice]:
-        """Raw tokens without a summary: keys, values, bool ``[B, 1, T]`` of those that exist (or None), slots."""
-        first = [pages * self.page_size for pages in cache.rows["pages"]]
-        if cache.uniform:
-            tail = slice(first[0], cache.used)
-            return cache.keys[:, :, tail], cache.values[:, :, tail], None, tail
-        width = max(length - start for length, start in zip(cache.lengths, first))
-        slots = cache.on_device(first)[:, None] + torch.arange(width, device=cache.device)
-        used = slots < cache.row_tensor("lengths")[:, None]
-        slots = slots.where(used, 0)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)
-        return ops.gather_slots(cache.keys, slots), ops.gather_slots(cache.values, slots), used[:, None], slots
+    def _take(self, cache: SlotCache, level: int, order: Tensor, counts: Tensor) -> Tensor:
+        """The first ``counts [B, Hkv]`` of an order, but no more than a row may refine."""
+        caps = [budget(self.max_refined, self.pages.count(level, n), 1) for n in cache.rows["pages"]]
+        most = min(order.shape[-1], max(caps))
+        allowed = cache.on_device(caps)[:, None]
+        cache.counters.selections_capped = cache.counters.selections_capped + (counts > allowed).sum()
+        counts = counts.minimum(allowed)
+        if order.device.type == "cpu":  # places for no more than are taken, where to know it costs nothing
+            most = min(most, int(counts.max()))
+        return ops.first_of(order, counts, most)
 
     def _add_mass(self, cache: SlotCache, mass: Tensor, slots: Tensor | slice) -> None:
         """Accumulate the tail's mass: only tokens without a summary can still be given one."""
@@ -192,3 +305,29 @@ class LuKA(Method):
             total[:, :, slots] += mass
         else:
             total.scatter_add_(2, slots, mass)
+
+
+@dataclass(frozen=True)
+class LuKAPaper(LuKA):
+    """Clustered attention as the paper describes and sets it: equation 3, attention-weighted, top-3 of the layer."""
+
+    name: ClassVar[str] = "luka_paper"
+    source: ClassVar[str] = "LuKA, Fei et al. 2025, sections 3.2 and 4.2"
+    full_budget: ClassVar[dict] = {"top_k": 1.0, "mass": "exact"}
+
+    sinks: int = setting(0, "first tokens that stay raw")
+    compressor: str = setting("attention", "what stands for a page: mean, attention (by past mass), random, trained")
+    top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
+    pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
+    score: str = setting("summary", "what ranks pages: summary (its mass), spread (estimated mass) or bound (Quest's)")
+    mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
+    bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _log_sum(logits: list[Tensor]) -> Tensor:
+    """Log-sum-exp over several parts, ``[B, Hkv, G, 1]``."""
+    return torch.cat(logits, -1).logsumexp(-1, keepdim=True)

@@ -47,12 +47,10 @@ class SnapKV(Method):
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         queries = cache.channel("queries")
         queries.copy_(torch.cat([queries, q], 2)[:, :, -self.window :])
-        cache.rows["observed"] = [number + q.shape[2] for number in cache.rows["observed"]]
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         # a turn shorter than the window observes with its own queries alone
         observing = min(self.window, cache.rows["observed"][0])
-        cache.rows["observed"] = [0] * cache.batch_size
         allowed = budget(self.top_k, cache.lengths[0], self.min_k) + self.window
         if cache.used <= allowed or not observing:
             return None

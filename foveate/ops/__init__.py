@@ -7,8 +7,10 @@ Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk
 ``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32.
 """
 
+from foveate.ops._math import fold_group
 from foveate.ops.attend import (
     Attended,
+    Part,
     attend,
     attend_causal,
     attend_cover,
@@ -20,15 +22,26 @@ from foveate.ops.attend import (
     merge,
     page_slots,
     prompt_path,
-    score_cover,
+    refine,
 )
-from foveate.ops.compress import page_importance, summarise_pages
+from foveate.ops.compress import Nodes, divergence_ends, gaussian_ends, importance_weights, random_weights, summarise
 from foveate.ops.retain import keep_best, weakest
-from foveate.ops.score import column_mass, query_mass, tile_mass
-from foveate.ops.select import StreamingTopK, topk, topk_rows
+from foveate.ops.score import (
+    attention_divergence,
+    column_mass,
+    free_energy,
+    key_logits,
+    largest_logit,
+    logit_deviation,
+    query_mass,
+    tile_mass,
+)
+from foveate.ops.select import StreamingTopK, by_bound, by_mass, first_of, topk, topk_rows
 
 __all__ = [
     "Attended",
+    "Nodes",
+    "Part",
     "StreamingTopK",
     "attend",
     "attend_causal",
@@ -36,17 +49,29 @@ __all__ = [
     "attend_indices",
     "attend_pages",
     "attend_window",
+    "attention_divergence",
+    "by_bound",
+    "by_mass",
     "column_mass",
+    "divergence_ends",
+    "first_of",
+    "fold_group",
+    "free_energy",
     "gather_pages",
     "gather_slots",
+    "gaussian_ends",
+    "importance_weights",
     "keep_best",
+    "key_logits",
+    "largest_logit",
+    "logit_deviation",
     "merge",
-    "page_importance",
     "page_slots",
     "prompt_path",
     "query_mass",
-    "score_cover",
-    "summarise_pages",
+    "random_weights",
+    "refine",
+    "summarise",
     "tile_mass",
     "topk",
     "topk_rows",

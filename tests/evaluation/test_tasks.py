@@ -24,7 +24,7 @@ class TestParsing:
         task = tasks.parse("niah:length=512, max_new_tokens=3", split="multi", seed=None)
         assert task.settings() == {"split": "multi", "length": 512, "max_new_tokens": 3}
         assert tasks.parse("wikisalad").split == "easy"
-        assert tasks.names() == ["niah", "perplexity", "wikisalad"]
+        assert tasks.names() == ["niah", "perplexity", "wikisalad", "wikisalad_long"]
 
     @pytest.mark.parametrize(
         ("spec", "settings", "message"),

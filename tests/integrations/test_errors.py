@@ -99,7 +99,7 @@ BUDGETS = [0, -1, 0.0, 1.5, -0.1, float("nan"), True, "4", None]
         ("tova", "top_k"),
         ("uniform", "top_k"),
         ("snapkv", "top_k"),
-        ("luka", "top_k"),
+        ("luka", "expand"),
         ("streaming", "window"),
     ],
 )
@@ -132,6 +132,8 @@ def test_budgets_out_of_range(model, method, name, value):
         ("snapkv", "pooling", "sum", "one of avg, max"),
         ("luka", "page_size", 0, f"{COUNT} 1"),
         ("luka", "tail", 0, f"{COUNT} 1"),
+        ("luka", "top_k", -1, f"{COUNT} 0 (a number) {SHARE}"),
+        ("luka", "top_k", 0.0, f"{COUNT} 0 (a number) {SHARE}"),
         ("luka", "compress_every", 0, f"{COUNT} 1"),
         ("luka", "compressor", "median", "one of mean, attention"),
         ("luka", "temperature", 0, "above 0"),

@@ -1,4 +1,7 @@
-"""Page summaries against loops over pages."""
+"""Summaries, of tokens and of summaries, against loops in fp64."""
+
+import itertools
+import math
 
 import pytest
 import torch
@@ -9,67 +12,227 @@ from foveate import ops
 from tests.helpers import LAYOUTS, assert_close, in_buffer
 
 sizes = st.tuples(
+    st.integers(1, 2),
     st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 5),
-    st.sampled_from([1, 3, 4, 16]),
-    st.sampled_from([5, 16, 80]),
-    st.sampled_from([5, 16, 80]),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 3, 16]),
+    st.sampled_from([1, 5, 16]),
+    st.sampled_from([1, 5, 16]),
 )
 
 
-def draw_pages(size, layout="own", dtype=torch.float32):
-    batch, heads, pages, page_size, dim, value_dim = size
-    generator = torch.Generator().manual_seed(0)
-    k = torch.randn(batch, heads, pages * page_size, dim, generator=generator).to(dtype)
-    v = torch.randn(batch, heads, pages * page_size, value_dim, generator=generator).to(dtype)
-    mass = torch.rand(batch, heads, pages * page_size, generator=generator) * 9
-    return in_buffer(k, layout), in_buffer(v, layout), mass
+def groups_of(x, size, layout="own"):
+    """A tensor ``[B, H, N * S, D]`` in an awkward layout, cut into N groups without a copy."""
+    return in_buffer(x, layout).unflatten(2, (-1, size))
 
 
-def weighted(x, weights, page_size):
-    """Loop over pages in fp64; weights ``[B, H, P, page_size]``."""
-    pages = x.double().split(page_size, 2)
-    return torch.stack([(page * weights[:, :, p, :, None].double()).sum(2) for p, page in enumerate(pages)], 2)
+def draw_children(size, layout="own", dtype=torch.float32, levels=False, seed=0):
+    """N groups of S children: tokens, or (``levels``) summaries with spreads, bounds and entropies of their own."""
+    batch, heads, groups, width, dim, value_dim = size
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(dim):
+        return torch.randn(batch, heads, groups * width, dim, generator=generator).to(dtype)
+
+    k, v = groups_of(draw(dim), width, layout), groups_of(draw(value_dim), width, layout)
+    if not levels:
+        return ops.Nodes(k, v, None, k, k, torch.zeros(k.shape[:4]))
+    spread, low, high = (groups_of(draw(dim).abs(), width, layout) for _ in range(3))
+    entropy = torch.rand(batch, heads, groups, width, generator=generator) * 3
+    return ops.Nodes(k, v, spread, k - low, k + high, entropy)
 
 
-@given(sizes, st.sampled_from(LAYOUTS))
+def draw_used(batch, groups, width, seed=0):
+    """Which children there are: at least one in every group, not always the first."""
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.rand(batch, 1, groups, width, generator=generator) < 0.6
+    return used | (torch.rand(used.shape, generator=generator).argsort(-1) == 0)
+
+
+def draw_weights(size, used=None, seed=0):
+    weights = torch.rand(size[:4], generator=torch.Generator().manual_seed(seed)) ** 4
+    weights = weights if used is None else weights * used
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def summarised_by_hand(children, weights, used):
+    """Fields ``[B, H, N, ...]`` in fp64, one group and one child at a time."""
+    shape = children.k.shape[:3]
+    fields = {"k": children.k, "v": children.v, "spread": children.k, "low": children.k, "high": children.k}
+    found = {name: torch.zeros(*shape, x.shape[4], dtype=torch.float64) for name, x in fields.items()}
+    found["entropy"] = torch.zeros(shape, dtype=torch.float64)
+    for at in itertools.product(*map(range, shape)):
+        there = [s for s in range(children.k.shape[3]) if used is None or used[at[0], 0, at[2], s]]
+        share = {s: 1 / len(there) if weights is None else float(weights[(*at, s)]) for s in there}
+        for name in ("k", "v"):
+            found[name][at] = sum(share[s] * getattr(children, name)[(*at, s)].double() for s in there)
+        for s in there:
+            apart = (children.k[(*at, s)].double() - found["k"][at]) ** 2
+            own = 0.0 if children.spread is None else children.spread[(*at, s)].double()
+            found["spread"][at] += share[s] * (apart + own)
+            entropy = 0.0 if share[s] == 0 else -share[s] * math.log(share[s])
+            found["entropy"][at] += entropy + share[s] * float(children.entropy[(*at, s)])
+        found["low"][at], found["high"][at] = children.low[at][there].amin(0), children.high[at][there].amax(0)
+    return ops.Nodes(**found)
+
+
+def assert_nodes_close(nodes, wanted, dtype=torch.float32):
+    for name, value in nodes._asdict().items():
+        assert_close(value, getattr(wanted, name), dtype)
+
+
+@given(sizes, st.sampled_from(LAYOUTS), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 9))
 @settings(max_examples=40)
-def test_mean_summaries(size, layout):
-    k, v, _ = draw_pages(size, layout)
-    page_size = size[3]
-    even = torch.full((*size[:4],), 1 / page_size)
-    summary_k, summary_v = ops.summarise_pages(k, v, page_size)
-    assert_close(summary_k, weighted(k, even, page_size))
-    assert_close(summary_v, weighted(v, even, page_size))
+def test_summaries_of_tokens_and_of_summaries(size, layout, levels, ragged, weighted, seed):
+    children = draw_children(size, layout, levels=levels, seed=seed)
+    used = draw_used(size[0], size[2], size[3], seed) if ragged else None
+    weights = draw_weights(size, used, seed) if weighted else None
+    nodes = ops.summarise(children, weights, used, spread=True)
+    assert_nodes_close(nodes, summarised_by_hand(children, weights, used))
 
 
-@given(sizes, st.sampled_from(LAYOUTS), st.sampled_from([0.5, 1.0, 7.0]))
-@settings(max_examples=40)
-def test_importance_weighted_summaries(size, layout, temperature):
-    k, v, mass = draw_pages(size, layout)
-    page_size = size[3]
-    weights = ops.page_importance(mass, page_size, temperature)
-    exp = (mass.double() / temperature).exp().unflatten(2, (-1, page_size))
-    assert weights.shape == size[:4]
-    assert_close(weights, exp / exp.sum(-1, keepdim=True))
-    summary_k, summary_v = ops.summarise_pages(k, v, page_size, weights)
-    assert_close(summary_k, weighted(k, weights, page_size))
-    assert_close(summary_v, weighted(v, weights, page_size))
+@given(sizes, st.integers(0, 9))
+@settings(max_examples=20)
+def test_a_child_that_is_not_there_has_no_influence(size, seed):
+    children, used = draw_children(size, levels=True, seed=seed), draw_used(size[0], size[2], size[3], seed)
+    weights = torch.rand(size[:4]) if seed % 2 else None  # weights of unused children are ignored
+    before = ops.summarise(children, weights, used, spread=True)
+    there = used.expand(size[:4])
+    other = ops.Nodes(*(x.masked_fill(~(there if x.dim() == 4 else there[..., None]), 1e9) for x in children))
+    for one, another in zip(before, ops.summarise(other, weights, used, spread=True)):
+        assert torch.equal(one, another)
+
+
+def test_what_is_not_asked_for_is_none():
+    k = torch.randn(1, 2, 3, 4, 5)
+    plain = ops.summarise(ops.Nodes(k, k))
+    assert plain[2:] == (None, None, None, None)
+    assert ops.summarise(ops.Nodes(k, k), spread=True).entropy is None
+    assert ops.summarise(ops.Nodes(k, k, None, k, k)).entropy is None
+
+
+@given(st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=3), st.integers(0, 9))
+@settings(max_examples=20)
+def test_means_over_levels_are_those_of_all_tokens_beneath(branches, seed):
+    """Mean, total variance, box and entropy do not depend on how equal groups were put together."""
+    size = (2, 2, 3, math.prod(branches), 5, 6)
+    tokens = draw_children(size, seed=seed)
+    nodes = ops.Nodes(*(None if x is None else x.flatten(2, 3) for x in tokens))
+    for branch in branches:
+        children = ops.Nodes(*(None if x is None else x.unflatten(2, (-1, branch)) for x in nodes))
+        nodes = ops.summarise(children, spread=True)
+    k, v = tokens.k.double(), tokens.v.double()
+    wanted = ops.Nodes(
+        k.mean(3), v.mean(3), k.var(3, correction=0), k.amin(3), k.amax(3), torch.full(size[:3], math.log(size[3]))
+    )
+    assert_nodes_close(nodes, wanted)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
+@settings(max_examples=30)
+def test_weights_over_levels_multiply(branch, width, seed):
+    """Weighted mean, variance and entropy of two levels are those of the product of the weights (chain rule)."""
+    below, above = (2, 2, 3 * branch, width, 5, 6), (2, 2, 3, branch, 5, 6)
+    tokens = draw_children(below, seed=seed)
+    first, second = draw_weights(below, seed=seed), draw_weights(above, seed=seed + 1)
+    middle = ops.summarise(tokens, first, spread=True)
+    top = ops.summarise(ops.Nodes(*(x.unflatten(2, (-1, branch)) for x in middle)), second, spread=True)
+    product = (first.unflatten(2, (-1, branch)) * second[..., None]).flatten(3, 4)
+    whole = ops.Nodes(*(None if x is None else x.unflatten(2, (-1, branch)).flatten(3, 4) for x in tokens))
+    assert_nodes_close(top, summarised_by_hand(whole, product, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("by_weight", [False, True])
-def test_summaries_keep_the_dtype_and_accumulate_in_fp32(dtype, by_weight):
-    k = torch.full((1, 1, 4096, 5), 1.0, dtype=dtype)
-    k[:, :, ::2] = 1.0 + torch.finfo(dtype).eps  # summed in half precision, thousands of them would stall
-    weights = torch.full((1, 1, 1, 4096), 1 / 4096) if by_weight else None
-    for summary in ops.summarise_pages(k, k, 4096, weights):
-        assert summary.dtype == dtype
-        assert_close(summary, k.double().mean(2, keepdim=True), dtype)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_summaries_keep_the_dtypes_and_accumulate_in_fp32(dtype, weighted):
+    k = torch.full((1, 1, 1, 4096, 5), 1.0, dtype=dtype)
+    k[:, :, :, ::2] = 1.0 + torch.finfo(dtype).eps  # summed in half precision, thousands of them would stall
+    weights = torch.full((1, 1, 1, 4096), 1 / 4096) if weighted else None
+    nodes = ops.summarise(ops.Nodes(k, k, k, k, k, torch.ones(k.shape[:4])), weights, spread=True)
+    assert [x.dtype for x in nodes] == [dtype] * 5 + [torch.float32]
+    for summary in (nodes.k, nodes.v, nodes.spread):
+        assert_close(summary, k.double().mean(3), dtype)
+    assert nodes.entropy.item() == pytest.approx(1 + math.log(4096))
+    assert torch.equal(nodes.low, k.amin(3))
+    assert torch.equal(nodes.high, k.amax(3))
+
+
+def test_spread_of_keys_far_apart_stays_finite_in_half_precision():
+    """Keys of a few hundred are within fp16, and their variance is not."""
+    k = torch.tensor([-400.0, 400.0, -400.0, 400.0], dtype=torch.float16).view(1, 1, 1, 4, 1)
+    nodes = ops.summarise(ops.Nodes(k, k), spread=True)
+    assert nodes.spread.item() == torch.finfo(torch.float16).max
+    rows = torch.tensor([0.0, 1.0, 3e4], dtype=torch.float16).view(1, 1, 3, 1)
+    deviation = ops.logit_deviation(rows, nodes.spread, 1.0).flatten().tolist()
+    assert deviation[0] == 0
+    assert deviation[1] == pytest.approx(255.9, abs=0.2)
+    assert math.isfinite(deviation[2])
+
+
+# Weights
+
+
+@given(sizes, st.booleans(), st.sampled_from([0.5, 1.0, 7.0]), st.integers(0, 9))
+@settings(max_examples=40)
+def test_importance_is_a_softmax_over_the_page(size, ragged, temperature, seed):
+    mass = torch.rand(size[:4], generator=torch.Generator().manual_seed(seed)) * 9
+    used = draw_used(size[0], size[2], size[3], seed) if ragged else None
+    weights = ops.importance_weights(mass, temperature, used)
+    exp = (mass.double() / temperature).exp()
+    exp = exp if used is None else exp * used
+    assert_close(weights, exp / exp.sum(-1, keepdim=True))
+    assert weights.dtype == torch.float32
 
 
 def test_a_large_mass_takes_the_whole_page():
-    mass = torch.zeros(1, 1, 8)
-    mass[..., 5] = 1e5
-    assert ops.page_importance(mass, 4, 1.0).tolist() == [[[[0.25] * 4, [0.0, 1.0, 0.0, 0.0]]]]
+    mass = torch.zeros(1, 1, 2, 4)
+    mass[..., 1, 1] = 1e5
+    assert ops.importance_weights(mass, 1.0).tolist() == [[[[0.25] * 4, [0.0, 1.0, 0.0, 0.0]]]]
+
+
+def chosen_by_chance(numbers, width, heads=1, seed=0, sizes=None):
+    """``[heads, N]``: which child each node takes."""
+    numbers = torch.as_tensor(numbers)
+    sizes = torch.full_like(numbers, width) if sizes is None else torch.as_tensor(sizes)
+    weights = ops.random_weights(numbers, sizes, width, heads, seed)
+    assert weights.shape == (1, heads, len(numbers), width)
+    assert weights.dtype == torch.float32
+    assert ((weights == 1).sum(-1) == 1).all()
+    assert ((weights == 0).sum(-1) == width - 1).all()
+    return weights[0].argmax(-1)
+
+
+def unevenness(choices, number):
+    """Chi-square of the choices' frequencies against equal ones, in standard deviations from what it should be."""
+    counts = torch.bincount(choices.flatten(), minlength=number).double()
+    freedom = number - 1
+    return float(((counts - counts.mean()) ** 2 / counts.mean()).sum() - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("width", [2, 7, 16, 30])
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_random_choices_are_uniform_and_unrelated(width, seed):
+    chosen = chosen_by_chance(torch.arange(8192), width, heads=4, seed=seed)
+    assert all(unevenness(head, width) < 5 for head in chosen)
+    pairs = {
+        "neighbours": chosen[:, :-1] * width + chosen[:, 1:],
+        "heads": chosen[:-1] * width + chosen[1:],
+        "seeds": chosen * width + chosen_by_chance(torch.arange(8192), width, heads=4, seed=seed + 1),
+    }
+    for name, pair in pairs.items():
+        assert unevenness(pair, width**2) < 5, name
+
+
+def test_random_choices_depend_on_the_node_the_head_and_the_seed_alone():
+    whole = chosen_by_chance(torch.arange(50), 16, heads=3)
+    assert torch.equal(chosen_by_chance(torch.arange(20, 30), 16, heads=3), whole[:, 20:30])
+    assert torch.equal(chosen_by_chance([49, 7], 16, heads=2), whole[:2, [49, 7]])
+    ragged = chosen_by_chance(torch.arange(50), 16, heads=3, sizes=[16] * 25 + [5] * 25)
+    assert torch.equal(ragged[:, :25], whole[:, :25])
+    assert ragged[:, 25:].max() == 4
+    assert not torch.equal(chosen_by_chance(torch.arange(50), 16, heads=3, seed=1), whole)
+
+
+@pytest.mark.parametrize("seed", [2**32 - 1, 2**33 + 5, 10**30])
+def test_any_seed_will_do(seed):
+    assert chosen_by_chance(torch.arange(2000), 4, seed=seed).float().mean().item() == pytest.approx(1.5, abs=0.2)

@@ -1,6 +1,6 @@
-"""Attention over summaries, refined pages and a tail against loops over heads in fp64 (LuKA, Algorithm 1)."""
+"""Refining a cover, and attention over it, against loops over heads in fp64 (LuKA, Algorithm 1)."""
 
-from typing import NamedTuple
+import math
 
 import pytest
 import torch
@@ -9,182 +9,183 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foveate import ops
-from tests.helpers import LAYOUTS, LargestTensor, assert_close, in_buffer, naive
+from tests.helpers import LAYOUTS, assert_close, in_buffer, naive
 
+INF = float("inf")
 SCALING = 0.3
 
-
-class Cover(NamedTuple):
-    """One query over P pages of S tokens and T tokens of tail."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    summary_k: Tensor
-    summary_v: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
-    page_size: int
-
-
-def draw_cover(batch, kv_heads, group, pages, page_size, tail, dim, value_dim, layout="own", dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(heads: int, length: int, width: int) -> Tensor:
-        return torch.randn(batch, heads, length, width, generator=generator).to(dtype)
-
-    def buffered(length: int) -> tuple[Tensor, Tensor]:
-        return in_buffer(draw(kv_heads, length, dim), layout), in_buffer(draw(kv_heads, length, value_dim), layout)
-
-    q = draw(kv_heads * group, 1, dim)
-    return Cover(q, *buffered(pages * page_size), *buffered(pages), *buffered(tail), page_size)
-
-
 sizes = st.tuples(
-    st.sampled_from([1, 2, 3]),
     st.sampled_from([1, 2]),
-    st.sampled_from([1, 3, 7, 8]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 3, 4, 7]),
     st.integers(1, 6),
-    st.sampled_from([1, 3, 4]),
-    st.integers(1, 7),
-    st.sampled_from([5, 16, 80]),
-    st.sampled_from([5, 16, 80]),
+    st.sampled_from([1, 2, 5]),
 )
 
 
-def draw_refined(cover: Cover, places: int, page_used: Tensor, seed: int = 0) -> Tensor:
-    """For every head its own existing pages, ascending, then -1."""
-    batch, heads, pages = cover.summary_k.shape[:3]
-    order = torch.rand(batch, heads, pages, generator=torch.Generator().manual_seed(seed)).argsort(-1)[..., :places]
-    order = order.masked_fill(~page_used.expand(batch, heads, pages).gather(2, order), pages).sort(-1).values
-    return order.masked_fill(order == pages, -1)
+def draw_refinement(batch, heads, group, nodes, width, seed, loudness=3.0):
+    """Parents, of which some are nowhere; chosen places with gaps anywhere; children, of which some are nowhere."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator) < 0.3
+
+    parents = torch.randn(batch, heads, group, nodes, generator=generator) * loudness
+    parents = parents.masked_fill(some(batch, heads, 1, nodes), -INF)
+    places = int(torch.randint(1, nodes + 1, (1,), generator=generator))
+    chosen = torch.rand(batch, heads, nodes, generator=generator).argsort(-1)[..., :places]
+    chosen = chosen.masked_fill(some(*chosen.shape), -1)
+    children = torch.randn(batch, heads, group, places, width, generator=generator) * loudness
+    missing = some(batch, heads, 1, places, width)
+    missing[..., 0] = False  # no parent is childless
+    children = children.masked_fill(missing | (chosen < 0)[:, :, None, :, None], -INF)
+    return parents, chosen, children
 
 
-def written_out(cover: Cover, refined: Tensor, page_used: Tensor, tail_used: Tensor, bias: float, preserve: bool):
-    """Output ``[B, Hq, Dv]`` and mass of the tail ``[B, Hkv, T]``, one head at a time."""
-    q, k, v, summary_k, summary_v, tail_k, tail_v = (x.double() for x in cover[:-1])
-    group = q.shape[1] // k.shape[1]
-    outs, tail_mass = torch.zeros(*q.shape[:2], v.shape[3]), torch.zeros(tail_k.shape[:3])
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            kv, query = h // group, q[b, h, 0] * SCALING
-            chosen = {page for page in refined[b, kv].tolist() if page >= 0}
-            tail = [slot for slot in range(tail_k.shape[2]) if tail_used[b, 0, slot]]
-            shown = [page for page in range(summary_k.shape[2]) if page_used[b, 0, page]]
-            weight = {("page", page): (query @ summary_k[b, kv, page] + bias).exp() for page in shown}
-            weight |= {("tail", slot): (query @ tail_k[b, kv, slot]).exp() for slot in tail}
-            total = sum(weight.values())
-            for page in chosen:
-                whole = weight.pop(("page", page))
-                slots = range(page * cover.page_size, (page + 1) * cover.page_size)
-                own = torch.stack([query @ k[b, kv, slot] for slot in slots]).exp()
-                own = own / own.sum() * whole if preserve else own
-                weight |= {("raw", slot): one for slot, one in zip(slots, own)}
-            total = total if preserve else sum(weight.values())
-            values = {"page": summary_v, "raw": v, "tail": tail_v}
-            outs[b, h] = sum(w / total * values[kind][b, kv, place] for (kind, place), w in weight.items())
-            for slot in tail:
-                tail_mass[b, kv, slot] += weight["tail", slot] / total
-    return outs, tail_mass
+def refined_by_hand(parents, chosen, children, preserve):
+    """What should remain of the parents, and their children's log-weights, one head at a time."""
+    left, shared = parents.double().clone(), torch.full(children.shape, -INF, dtype=torch.float64)
+    for b, h, g in torch.cartesian_prod(*(torch.arange(n) for n in parents.shape[:3])).view(-1, 3).tolist():
+        for place, parent in enumerate(chosen[b, h].tolist()):
+            if parent < 0:
+                continue
+            logits = children[b, h, g, place].double()
+            mass = parents[b, h, g, parent].double()
+            shared[b, h, g, place] = logits - logits.exp().sum().log() + mass if preserve else logits
+            left[b, h, g, parent] = -INF
+    return left, shared.flatten(-2)
 
 
-def attend(cover: Cover, refined: Tensor, page_used=None, tail_used=None, bias=0.0, preserve=False, complete=False):
-    scores = ops.score_cover(
-        cover.q,
-        cover.summary_k,
-        cover.tail_k,
-        scaling=SCALING,
-        summary_used=page_used,
-        tail_used=tail_used,
-        bias=bias,
-    )
-    raw_k, raw_v = (ops.gather_pages(x, refined, cover.page_size) for x in (cover.k, cover.v))
-    return ops.attend_cover(
-        scores, cover.summary_v, cover.tail_v, raw_k, raw_v, refined, preserve=preserve, complete=complete
-    )
+@given(sizes, st.booleans(), st.integers(0, 99))
+@settings(max_examples=80)
+def test_refined_nodes_give_way_to_their_children(size, preserve, seed):
+    parents, chosen, children = draw_refinement(*size, seed)
+    before = [x.clone() for x in (parents, chosen, children)]
+    left, below = ops.refine(parents, chosen, children, preserve=preserve)
+    wanted_left, wanted_below = refined_by_hand(parents, chosen, children, preserve)
+    assert_close(left, wanted_left)
+    assert_close(below, wanted_below)
+    assert all(torch.equal(x, y) for x, y in zip(before, (parents, chosen, children)))
 
 
-def lengths_mask(counts: list[int], n: int) -> Tensor:
-    return (torch.arange(n) < torch.tensor(counts)[:, None])[:, None]
-
-
-@given(sizes, st.sampled_from(LAYOUTS), st.booleans(), st.sampled_from([0.0, 1.4]), st.data())
-@settings(max_examples=50)
-def test_cover_of_rows_with_their_own_pages_and_tails(size, layout, preserve, bias, data):
-    cover = draw_cover(*size, layout=layout)
-    batch, pages, tail = cover.q.shape[0], cover.summary_k.shape[2], cover.tail_k.shape[2]
-    page_used = lengths_mask(data.draw(st.lists(st.integers(0, pages), min_size=batch, max_size=batch)), pages)
-    tail_used = lengths_mask(data.draw(st.lists(st.integers(1, tail), min_size=batch, max_size=batch)), tail)
-    refined = draw_refined(cover, data.draw(st.integers(1, pages)), page_used)
-    attended = attend(cover, refined, page_used, tail_used, bias, preserve)
-    out, tail_mass = written_out(cover, refined, page_used, tail_used, bias, preserve)
-    assert_close(attended.out[:, :, 0], out)
-    assert_close(attended.tail_mass, tail_mass)
-
-
-@given(sizes, st.booleans(), st.data())
-@settings(max_examples=30)
-def test_cover_of_equal_rows_needs_no_masks(size, preserve, data):
-    cover = draw_cover(*size)
-    batch, pages, tail = cover.q.shape[0], cover.summary_k.shape[2], cover.tail_k.shape[2]
-    everything = lengths_mask([pages] * batch, pages), lengths_mask([tail] * batch, tail)
-    refined = draw_refined(cover, data.draw(st.integers(1, pages)), everything[0])
-    attended = attend(cover, refined, preserve=preserve, complete=True)
-    out, tail_mass = written_out(cover, refined, *everything, 0.0, preserve)
-    assert_close(attended.out[:, :, 0], out)
-    assert_close(attended.tail_mass, tail_mass)
-
-
-def test_refining_every_page_exactly_is_dense_attention():
-    cover = draw_cover(2, 2, 3, 5, 4, 6, 16, 24)
-    every = torch.arange(5).expand(2, 2, 5)
-    dense = naive(cover.q, torch.cat([cover.k, cover.tail_k], 2), torch.cat([cover.v, cover.tail_v], 2), SCALING)
-    assert_close(attend(cover, every, complete=True).out, dense.out)
+@given(sizes, st.integers(0, 99), st.sampled_from([3.0, 3e3]))
+@settings(max_examples=60)
+def test_preserving_keeps_the_mass_of_the_cover_and_exactness_the_logits_of_the_children(size, seed, loudness):
+    parents, chosen, children = draw_refinement(*size, seed, loudness)
+    left, below = ops.refine(parents, chosen, children, preserve=True)
+    assert_close(torch.cat([left, below], -1).logsumexp(-1), parents.logsumexp(-1))
+    left, below = ops.refine(parents, chosen, children, preserve=False)
+    used = (chosen >= 0)[:, :, None, :, None].expand(children.shape).flatten(-2)
+    assert torch.equal(below[used], children.flatten(-2)[used])
+    assert (below[~used] == -INF).all()
+    assert not (left == INF).any()
 
 
 @pytest.mark.parametrize("preserve", [False, True])
-def test_pages_that_are_not_refined_are_not_read(preserve):
-    cover = draw_cover(2, 2, 3, 5, 4, 6, 16, 16)
-    refined = torch.tensor([[[1, 3, -1], [0, -1, -1]], [[-1, -1, -1], [2, 3, 4]]])
-    before = attend(cover, refined, preserve=preserve).out
-    k, v = cover.k.clone(), cover.v.clone()
-    for b in range(2):
-        for h in range(2):
-            for page in set(range(5)) - set(refined[b, h].tolist()):
-                k[b, h, 4 * page : 4 * page + 4], v[b, h, 4 * page : 4 * page + 4] = float("nan"), float("nan")
-    assert torch.equal(attend(cover._replace(k=k, v=v), refined, preserve=preserve).out, before)
+def test_an_unused_place_touches_no_parent(preserve):
+    parents, nothing = torch.tensor([[[[1.0, 2.0]]]]), torch.full((1, 1, 1, 1, 3), -INF)
+    left, below = ops.refine(parents, torch.tensor([[[-1]]]), nothing, preserve=preserve)
+    assert left.tolist() == parents.tolist()
+    assert below.tolist() == [[[[-INF] * 3]]]
+    # an unused place beside the first parent's own one, in either order
+    child = torch.zeros(1, 1, 1, 1, 3)
+    for chosen, children in (([-1, 0], [nothing, child]), ([0, -1], [child, nothing])):
+        left, below = ops.refine(parents, torch.tensor([[chosen]]), torch.cat(children, 3), preserve=preserve)
+        assert left.tolist() == [[[[-INF, 2.0]]]]
+        alone = below[below > -INF].tolist()
+        assert alone == pytest.approx([1.0 - math.log(3)] * 3 if preserve else [0.0] * 3)
 
 
-def test_masses_of_the_pages():
-    cover = draw_cover(2, 2, 3, 5, 4, 6, 16, 16)
-    page_used, tail_used = lengths_mask([5, 3], 5), lengths_mask([2, 6], 6)
-    scores = ops.score_cover(
-        cover.q, cover.summary_k, cover.tail_k, scaling=SCALING, summary_used=page_used, tail_used=tail_used, bias=1.4
+def test_children_of_a_parent_without_mass_have_none():
+    _, below = ops.refine(
+        torch.tensor([[[[-INF, 0.0]]]]), torch.tensor([[[0]]]), torch.zeros(1, 1, 1, 1, 2), preserve=True
     )
-    keys = torch.cat([cover.summary_k, cover.tail_k], 2).double().repeat_interleave(3, 1)
-    plain = (cover.q.double() @ keys.transpose(-1, -2) * SCALING)[:, :, 0]
-    plain[..., :5] += 1.4
-    plain = plain.masked_fill(~torch.cat([page_used, tail_used], -1), float("-inf")).softmax(-1)
-    assert_close(scores.page_mass, plain.unflatten(1, (2, 3)).mean(2)[..., :5])
-    assert (scores.page_mass[1, :, 3:] == 0).all()
+    assert below.tolist() == [[[[-INF, -INF]]]]
+
+
+# Attention
+
+
+def draw_parts(batch, heads, group, nodes, seed=0, value_dim=5, layout="own", dtype=torch.float32):
+    """A part that is always there, and others of which some nodes, and now and then all, are nowhere."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for number in range(nodes):
+        logits = torch.randn(batch, heads, group, number + 1, generator=generator) * 2
+        if number:
+            logits = logits.masked_fill(torch.rand(batch, heads, 1, number + 1, generator=generator) < 0.4, -INF)
+        v = torch.randn(batch, heads, number + 1, value_dim, generator=generator).to(dtype)
+        parts.append(ops.Part(logits, in_buffer(v, layout)))
+    return parts
+
+
+def attended_by_hand(parts):
+    batch, heads, group = parts[0].logits.shape[:3]
+    out = torch.zeros(batch, heads * group, 1, parts[0].v.shape[3], dtype=torch.float64)
+    masses = [torch.zeros(part.logits.shape, dtype=torch.float64) for part in parts]
+    for b in range(batch):
+        for h in range(heads * group):
+            kv, g = h // group, h % group
+            weights = [[math.exp(logit) for logit in part.logits[b, kv, g].tolist()] for part in parts]
+            total = sum(map(sum, weights))
+            for part, own, mass in zip(parts, weights, masses):
+                for n, weight in enumerate(own):
+                    mass[b, kv, g, n] = weight / total
+                    out[b, h, 0] += weight / total * part.v[b, kv, n].double()
+    return out, masses
+
+
+@given(sizes, st.integers(0, 99), st.sampled_from([1, 5, 16]), st.sampled_from(LAYOUTS))
+@settings(max_examples=60)
+def test_attention_over_all_parts_of_a_cover(size, seed, value_dim, layout):
+    parts = draw_parts(*size[:4], seed, value_dim, layout)
+    out, masses = ops.attend_cover(parts)
+    wanted, wanted_masses = attended_by_hand(parts)
+    assert_close(out, wanted)
+    assert len(masses) == len(parts)
+    for mass, wanted_mass, part in zip(masses, wanted_masses, parts):
+        assert_close(mass, wanted_mass)
+        assert (mass[part.logits == -INF] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("preserve", [False, True])
-def test_cover_in_half_precision(dtype, preserve):
-    cover = draw_cover(2, 2, 3, 5, 4, 6, 16, 16, dtype=dtype)
-    refined = draw_refined(cover, 2, torch.ones(2, 1, 5, dtype=torch.bool))
-    attended = attend(cover, refined, preserve=preserve, complete=True)
-    everything = torch.ones(2, 1, 5, dtype=torch.bool), torch.ones(2, 1, 6, dtype=torch.bool)
-    out, tail_mass = written_out(cover, refined, *everything, 0.0, preserve)
-    assert attended.out.dtype == dtype
-    assert attended.tail_mass.dtype == torch.float32
-    assert_close(attended.out[:, :, 0], out, dtype)
-    assert_close(attended.tail_mass, tail_mass, dtype)
+def test_cover_in_half_precision(dtype):
+    parts = draw_parts(2, 2, 3, 4, dtype=dtype)
+    out, masses = ops.attend_cover(parts)
+    wanted, wanted_masses = attended_by_hand(parts)
+    assert out.dtype == dtype
+    assert all(mass.dtype == torch.float32 for mass in masses)
+    assert_close(out, wanted, dtype)
+    for mass, wanted_mass in zip(masses, wanted_masses):
+        assert_close(mass, wanted_mass)  # from fp32 logits, so as exact as ever
 
 
-def test_a_step_over_a_cover_copies_no_cache():
-    cover = draw_cover(1, 2, 3, 256, 16, 128, 16, 16, layout="slots")
-    with LargestTensor() as largest:
-        attend(cover, torch.tensor([[[3, 70, 200], [0, 1, 255]]]), complete=True)
-    assert largest.bytes < cover.k.nbytes / 8, largest.what
+def test_logits_beyond_what_exp_can_hold():
+    logits = torch.tensor([[[[1000.0, 999.0]]]])
+    v = torch.tensor([[[[1.0], [3.0]]]])
+    out, masses = ops.attend_cover([ops.Part(logits, v), ops.Part(logits - 5000.0, v)])
+    first = 1 / (1 + math.exp(-1))
+    assert masses[0][0, 0, 0].tolist() == pytest.approx([first, 1 - first])
+    assert out.item() == pytest.approx(first + 3 * (1 - first))
+
+
+@given(sizes, st.data())
+@settings(max_examples=30)
+def test_refining_every_page_exactly_is_dense_attention(size, data):
+    batch, heads, group, pages, width = size
+    paged = pages * width
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(batch, heads * group, 1, 8, generator=generator)
+    length = paged + data.draw(st.integers(1, 5))
+    k, v = (torch.randn(batch, heads, length, dim, generator=generator) for dim in (8, 6))
+    logits = ops.key_logits(ops.fold_group(q, heads), k, SCALING)
+    raw, tail = logits[..., :paged].unflatten(-1, (pages, width)), logits[..., paged:]
+    every = torch.arange(pages).expand(batch, heads, pages)
+    summaries = torch.randn(batch, heads, group, pages, generator=generator)
+    dense = naive(q, k, v, SCALING).out
+    true_mass = raw.logsumexp(-1)
+    for preserve, parents in ((False, summaries), (True, true_mass)):
+        left, below = ops.refine(parents, every, raw, preserve=preserve)
+        values = torch.randn(batch, heads, pages, 6, generator=generator)
+        parts = [(tail, v[:, :, paged:]), (left, values), (below, v[:, :, :paged])]
+        assert_close(ops.attend_cover([ops.Part(*part) for part in parts])[0], dense)

@@ -9,14 +9,15 @@ the share of questions with a gold answer in the prompt, and belongs beside the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
 from foveate.evaluation.errors import DataError
 from foveate.evaluation.metrics import Aggregate, contains_match, exact_match, f1, mean
-from foveate.evaluation.prompting import encode
+from foveate.evaluation.prompting import Message, encode
+from foveate.evaluation.salad import SETS
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
 
@@ -24,21 +25,12 @@ SYSTEM = (
     "You are a helpful assistant that answers questions based on the given context. "
     "Answer in a few words or a short phrase. Do not include explanations."
 )
-FILES = {
-    "easy": "easy_2topic_short.json",
-    "medium": "medium_2topic_medium.json",
-    "hard": "hard_3topic_short.json",
-    "very_hard": "very_hard_3topic_long.json",
-}
 
 
-@register
 @dataclasses.dataclass(frozen=True)
-class WikiSalad(Task):
-    """Questions on interleaved Wikipedia segments. Score: lenient exact match as published (`em_paper`)."""
+class ContextQuestions(Task):
+    """Questions on a context, one at a time. Score: lenient exact match as published (`em_paper`)."""
 
-    name: ClassVar[str] = "wikisalad"
-    splits: ClassVar[tuple[str, ...]] = tuple(FILES)
     metrics: ClassVar[Mapping[str, Aggregate]] = {key: mean(key) for key in ("em_paper", "em", "f1")}
     main: ClassVar[str] = "em_paper"
 
@@ -47,23 +39,6 @@ class WikiSalad(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, "max_new_tokens", 1)
-
-    def files(self, data: Path) -> list[Path]:
-        if not Path(data).is_dir():
-            raise DataError(f"{data}: no such folder")
-        folder = Path(data) / "wikisalad"
-        return [reading.find_data_file(folder if folder.is_dir() else Path(data), FILES[self.split])]
-
-    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
-        (path,) = self.files(data)
-        examples = reading.read_json(path)
-        if not isinstance(examples, list) or not examples:
-            raise DataError(f"{path}: expected a list of examples")
-        return [
-            self._item(tokenizer, example["prompt"], question, f"{number}.{index}")
-            for number, example in enumerate(examples[:limit])
-            for index, question in enumerate(_questions(path, number, example))
-        ]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         said = output.text.strip()
@@ -76,20 +51,53 @@ class WikiSalad(Task):
     def ceiling(self, items: list[Item]) -> float:
         return 100.0 * sum(item.meta["evidence"] for item in items) / len(items)
 
-    def _item(self, tokenizer: Any, salad: str, question: dict[str, Any], name: str) -> Item:
-        answers = tuple(question["answers"]["text"])
-        prompt = (
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"{salad}\n\nQuestion: {question['question']}\nAnswer:"},
-        )
+    def ask(self, tokenizer: Any, name: str, context: str, question: str, answers: Sequence[str], **meta: Any) -> Item:
+        """The item that asks a question on a context; its `meta` tells whether the context holds an answer."""
+        prompt = messages(context, question)
         return Item(
             id=name,
             prompt=prompt,
             prompt_ids=tuple(encode(tokenizer, prompt)),
-            answers=answers,
+            answers=tuple(answers),
             max_new_tokens=self.max_new_tokens,
-            meta={"evidence": any(answer in salad for answer in answers), "question": question["question"].strip()},
+            meta={"evidence": any(answer in context for answer in answers), "question": question.strip(), **meta},
         )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class WikiSalad(ContextQuestions):
+    """Questions on interleaved Wikipedia segments. Score: lenient exact match as published (`em_paper`)."""
+
+    name: ClassVar[str] = "wikisalad"
+    splits: ClassVar[tuple[str, ...]] = tuple(SETS)
+
+    def files(self, data: Path) -> list[Path]:
+        if not Path(data).is_dir():
+            raise DataError(f"{data}: no such folder")
+        folder = Path(data) / "wikisalad"
+        return [reading.find_data_file(folder if folder.is_dir() else Path(data), SETS[self.split].file)]
+
+    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
+        (path,) = self.files(data)
+        examples = reading.read_json(path)
+        if not isinstance(examples, list) or not examples:
+            raise DataError(f"{path}: expected a list of examples")
+        return [
+            self.ask(
+                tokenizer, f"{number}.{index}", example["prompt"], question["question"], question["answers"]["text"]
+            )
+            for number, example in enumerate(examples[:limit])
+            for index, question in enumerate(_questions(path, number, example))
+        ]
+
+
+def messages(context: str, question: str) -> tuple[Message, ...]:
+    """The prompt of that evaluation."""
+    return (
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"{context}\n\nQuestion: {question}\nAnswer:"},
+    )
 
 
 def _questions(path: Path, number: int, example: Any) -> list[dict[str, Any]]:

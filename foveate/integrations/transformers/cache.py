@@ -154,15 +154,12 @@ class Layer(CacheLayerMixin):
     def _prompt(
         self, q: Tensor, k: Tensor, v: Tensor, columns: list[Tensor] | None, first: int, scaling: float
     ) -> Tensor:
-        store, method, n = self.store, self.method, k.shape[2]
+        store, n = self.store, k.shape[2]
         self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(map(len, columns))
         store.compact()
         store.reserve(store.used + n)
         if columns is None and store.uniform:
-            store.append(k, v)
-            attended = method.prompt(store, q, scaling)
-            method.observe(store, q, attended, scaling)
-            out = attended.out
+            out = self._read(store, q, k, v, scaling)
         else:
             out = q.new_zeros(*q.shape[:3], v.shape[3])
             for b in range(store.batch_size):
@@ -170,16 +167,20 @@ class Layer(CacheLayerMixin):
                 if len(real) == 0:
                     continue
                 row = store.row(b)
-                row.append(k[b : b + 1, :, real], v[b : b + 1, :, real])
-                queries = q[b : b + 1, :, real]
-                attended = method.prompt(row, queries, scaling)
-                method.observe(row, queries, attended, scaling)
-                out[b, :, real] = attended.out[0]
+                out[b, :, real] = self._read(row, *(x[b : b + 1, :, real] for x in (q, k, v)), scaling)[0]
                 store.put_back(b, row)
-        if first + n == self.phase.prompt_end or not method.needs_prompt_end:
+        if first + n == self.phase.prompt_end or not self.method.needs_prompt_end:
             self._finish_prompt(scaling)
             store.save(first + n)
         return out
+
+    def _read(self, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Prompt tokens of rows of one length: stored, attended, learnt from."""
+        store.append(k, v)
+        attended = self.method.prompt(store, q, scaling)
+        self.method.observe(store, q, attended, scaling)
+        store.rows["observed"] = [number + k.shape[2] for number in store.rows["observed"]]
+        return attended.out
 
     def _finish_prompt(self, scaling: float) -> None:
         store = self.store
@@ -197,7 +198,7 @@ class Layer(CacheLayerMixin):
             keep = keep if any(one is not None for one in kept) else None
         if keep is not None:
             store.retain(keep)
-        store.rows["prompt"] = list(store.lengths)
+        store.rows["prompt"], store.rows["observed"] = list(store.lengths), [0] * store.batch_size
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]

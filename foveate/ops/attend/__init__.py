@@ -1,6 +1,6 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
-from foveate.ops.attend.cover import CoverAttended, CoverScores, attend_cover, score_cover
+from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.reference import (
     Attended,
     attend,
@@ -17,8 +17,7 @@ from foveate.ops.attend.reference import (
 
 __all__ = [
     "Attended",
-    "CoverAttended",
-    "CoverScores",
+    "Part",
     "attend",
     "attend_causal",
     "attend_cover",
@@ -30,5 +29,5 @@ __all__ = [
     "merge",
     "page_slots",
     "prompt_path",
-    "score_cover",
+    "refine",
 ]

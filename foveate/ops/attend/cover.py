@@ -1,117 +1,58 @@
-"""Attention over a cover: summaries stand for pages of keys, refined pages and a tail are raw (LuKA, Algorithm 1)."""
+"""Attention over a cover: summaries stand for the tokens beneath them until they are refined (LuKA, Algorithm 1).
+
+A cover is held as parts, each with the log-weights of its nodes (unnormalised: for a plain node, its logit) and their
+values. Refining takes nodes out of one part and puts their children into another; the softmax is over all parts.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foveate.ops._math import fold_group, matmul_fp32, unfold_group
+from foveate.ops._math import matmul_fp32, unfold_group
 
 
-class CoverScores(NamedTuple):
-    """Logits of one query per sequence over summaries and tail, heads of a group side by side, fp32."""
+class Part(NamedTuple):
+    """Some nodes of a cover, for one query a sequence, the heads of a group side by side."""
 
-    rows: Tensor
-    """The query, ``[B, Hkv, G, D]``."""
-    scaling: float
-    at_summary: Tensor
-    """``[B, Hkv, G, P]``."""
-    at_tail: Tensor
-    """``[B, Hkv, G, T]``."""
-    mass: Tensor
-    """``[B, Hkv, G, P + T]``: their softmax, equation 1's alpha."""
-
-    @property
-    def page_mass(self) -> Tensor:
-        """``[B, Hkv, P]``: the mass of each summary, averaged over the heads of the group; sums to at most 1."""
-        return self.mass[..., : self.at_summary.shape[-1]].mean(2)
+    logits: Tensor
+    """fp32 ``[B, Hkv, G, N]``: log-weights; -inf where no node is, or a refined one."""
+    v: Tensor
+    """``[B, Hkv, N, Dv]``; finite where no node is."""
 
 
-class CoverAttended(NamedTuple):
-    """Output over a cover."""
-
-    out: Tensor
-    """``[B, Hq, 1, Dv]``."""
-    tail_mass: Tensor
-    """``[B, Hkv, T]`` fp32: the mass of the tail's tokens, summed over the heads of the group."""
-
-
-def score_cover(
-    q: Tensor,
-    summary_k: Tensor,
-    tail_k: Tensor,
-    *,
-    scaling: float,
-    summary_used: Tensor | None = None,
-    tail_used: Tensor | None = None,
-    bias: float = 0.0,
-) -> CoverScores:
-    """Logits and masses over summaries and tail (LuKA, equation 1).
+def refine(parents: Tensor, chosen: Tensor, children: Tensor, *, preserve: bool) -> tuple[Tensor, Tensor]:
+    """Replace chosen nodes by their children.
 
     Args:
-        q: ``[B, Hq, 1, D]``.
-        summary_k: ``[B, Hkv, P, D]``.
-        tail_k: ``[B, Hkv, T, D]``; at least one of them is used in every row.
-        summary_used, tail_used: bool ``[B, 1, P]`` and ``[B, 1, T]``, or None when all are.
-        bias: added to the summaries' logits.
+        parents: fp32 ``[B, Hkv, G, N]``: log-weights of a part.
+        chosen: int64 ``[B, Hkv, K]``: places in it, each at most once; -1 marks an unused place.
+        children: fp32 ``[B, Hkv, G, K, S]``: the children's logits, -inf where there is none.
+        preserve: True shares a parent's mass out among its children (LuKA, equations 2 and 3); False lets the children
+            enter the softmax with their own logits.
+
+    Returns:
+        ``(parents, children)``: the log-weights of the nodes that remain, ``[B, Hkv, G, N]`` with -inf for the chosen,
+        and those of the children, ``[B, Hkv, G, K * S]``.
     """
-    rows = fold_group(q, summary_k.shape[1])
-    at_summary = matmul_fp32(rows, summary_k.transpose(-1, -2)).mul_(scaling)
-    if bias:
-        at_summary += bias
-    if summary_used is not None:
-        at_summary.masked_fill_(~summary_used[:, :, None], float("-inf"))
-    at_tail = matmul_fp32(rows, tail_k.transpose(-1, -2)).mul_(scaling)
-    if tail_used is not None:
-        at_tail.masked_fill_(~tail_used[:, :, None], float("-inf"))
-    return CoverScores(rows, scaling, at_summary, at_tail, torch.cat([at_summary, at_tail], -1).softmax(-1))
-
-
-def attend_cover(
-    scores: CoverScores,
-    summary_v: Tensor,
-    tail_v: Tensor,
-    raw_k: Tensor,
-    raw_v: Tensor,
-    refined: Tensor,
-    *,
-    preserve: bool,
-    complete: bool,
-) -> CoverAttended:
-    """Output over unrefined summaries, the tokens of refined pages, and the tail.
-
-    Args:
-        scores: from :func:`score_cover`.
-        summary_v, tail_v: ``[B, Hkv, P, Dv]``, ``[B, Hkv, T, Dv]``.
-        raw_k, raw_v: ``[B, Hkv, K * S, D(v)]``: the tokens of the refined pages, S a page.
-        refined: int64 ``[B, Hkv, K]``: which pages these are; -1 marks an unused place, whose tokens may hold anything.
-        preserve: True shares a refined summary's mass out among its tokens (equation 3); False lets the tokens enter
-            the softmax in the summary's place.
-        complete: no place of ``refined`` is unused, which saves masking.
-    """
-    pages, tokens = scores.at_summary.shape[-1], scores.at_tail.shape[-1]
-    page_size = raw_k.shape[2] // refined.shape[2]
-    used = refined >= 0
-    at_raw = matmul_fp32(scores.rows, raw_k.transpose(-1, -2)).mul_(scores.scaling)
-    if not complete:
-        unused = ~used.repeat_interleave(page_size, -1)
-        at_raw.masked_fill_(unused[:, :, None], float("-inf"))
-        raw_v = raw_v.masked_fill(unused[..., None], 0)
-
-    index = refined.clamp_min(0)[:, :, None].expand(-1, -1, scores.rows.shape[2], -1)
+    used = (chosen >= 0)[:, :, None]
+    index = chosen.clamp_min(0)[:, :, None].expand(-1, -1, parents.shape[2], -1)
     if preserve:
-        of_summary, of_tail = scores.mass.split([pages, tokens], -1)
-        parent = of_summary.gather(-1, index) * used[:, :, None]
-        shares = at_raw.unflatten(-1, (-1, page_size)).softmax(-1).masked_fill(~used[:, :, None, :, None], 0.0)
-        of_raw = (shares * parent[..., None]).flatten(-2)
-        of_summary = of_summary.scatter_add(-1, index, -parent)
-    else:
-        replaced = torch.where(used, float("-inf"), 0.0)[:, :, None].expand(index.shape)
-        at_summary = scores.at_summary.scatter_add(-1, index, replaced)
-        weights = torch.cat([at_summary, at_raw, scores.at_tail], -1).softmax(-1)
-        of_summary, of_raw, of_tail = weights.split([pages, at_raw.shape[-1], tokens], -1)
+        mass = parents.gather(-1, index)
+        children = children.log_softmax(-1) + mass[..., None]
+    children = children.masked_fill(~used[..., None], float("-inf"))
+    gone = torch.where(used, float("-inf"), 0.0).expand(index.shape)
+    return parents.scatter_add(-1, index, gone), children.flatten(-2)
 
-    parts = ((of_summary, summary_v), (of_raw, raw_v), (of_tail, tail_v))
-    out = sum(weight.to(value.dtype) @ value for weight, value in parts)
-    num_heads = scores.rows.shape[1] * scores.rows.shape[2]
-    return CoverAttended(unfold_group(out.to(scores.rows.dtype), num_heads), of_tail.sum(2))
+
+def attend_cover(parts: list[Part]) -> tuple[Tensor, list[Tensor]]:
+    """Attention output over all parts of a cover (LuKA, equation 4).
+
+    Returns:
+        ``(out [B, Hq, 1, Dv], masses)`` with the softmax of the log-weights of each part, fp32 ``[B, Hkv, G, N]``.
+    """
+    masses = torch.cat([part.logits for part in parts], -1).softmax(-1)
+    masses = masses.split([part.logits.shape[-1] for part in parts], -1)
+    out = sum(matmul_fp32(mass.to(part.v.dtype), part.v) for mass, part in zip(masses, parts))
+    num_heads = out.shape[1] * out.shape[2]
+    return unfold_group(out.to(parts[0].v.dtype), num_heads), list(masses)

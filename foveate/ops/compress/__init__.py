@@ -1,5 +1,6 @@
 """compress: what stands for a page or group of keys."""
 
-from foveate.ops.compress.reference import page_importance, summarise_pages
+from foveate.ops.compress.reference import Nodes, importance_weights, random_weights, summarise
+from foveate.ops.compress.segments import divergence_ends, gaussian_ends
 
-__all__ = ["page_importance", "summarise_pages"]
+__all__ = ["Nodes", "divergence_ends", "gaussian_ends", "importance_weights", "random_weights", "summarise"]

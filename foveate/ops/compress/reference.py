@@ -1,33 +1,107 @@
-"""What stands for a page of keys: mean and importance-weighted summaries."""
+"""What stands for a page of keys, at any level: summaries made of tokens, or of the summaries below."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def summarise_pages(k: Tensor, v: Tensor, page_size: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One key and one value for each page of consecutive keys (LuKA, section 3.2, "Summary Compression Functions").
+class Nodes(NamedTuple):
+    """Nodes of a cover: raw tokens, or summaries of what lies beneath them. What was not asked for is None."""
+
+    k: Tensor
+    """``[B, Hkv, N, D]``, rotated keys as the cache holds them."""
+    v: Tensor
+    """``[B, Hkv, N, Dv]``."""
+    spread: Tensor | None = None
+    """``[B, Hkv, N, D]``: variance of the keys beneath around ``k``; None for raw tokens (there is none)."""
+    low: Tensor | None = None
+    """``[B, Hkv, N, D]``: smallest of the keys beneath, in each dimension."""
+    high: Tensor | None = None
+    """``[B, Hkv, N, D]``: largest."""
+    entropy: Tensor | None = None
+    """fp32 ``[B, Hkv, N]``, nats: of the weights with which the tokens beneath enter the summary."""
+
+
+def summarise(
+    children: Nodes, weights: Tensor | None = None, used: Tensor | None = None, *, spread: bool = False
+) -> Nodes:
+    """One node for each group of children (LuKA, section 3.2, "Summary Compression Functions"; recursively, any level).
 
     Args:
-        k, v: ``[B, Hkv, P * page_size, D(v)]``, rotated keys as the cache holds them.
-        weights: fp32 ``[B, Hkv, P, page_size]`` that sum to 1 over a page, or None for the mean.
+        children: fields ``[B, Hkv, N, S, ...]``, S children a group. ``low`` and ``high``, ``entropy`` are summarised
+            where they are given (for raw tokens: the keys themselves, zeros).
+        weights: fp32 ``[B, Hkv, N, S]`` that sum to 1 over the used children of a group, or None for the mean.
+        used: bool ``[B, Hkv or 1, N, S]``, where groups are of different sizes; None when every child is there.
+        spread: whether to return the variance of the keys beneath around the summary's key.
 
     Returns:
-        ``(summary_k [B, Hkv, P, D], summary_v [B, Hkv, P, Dv])`` in the dtypes of k and v, accumulated in fp32.
+        Fields ``[B, Hkv, N, ...]`` in the children's dtypes; products are accumulated in fp32.
     """
-    pages_k, pages_v = (x.unflatten(2, (-1, page_size)) for x in (k, v))
-    if weights is None:
-        return tuple(x.mean(3, dtype=torch.float32).to(x.dtype) for x in (pages_k, pages_v))
-    return tuple((weights.unsqueeze(3) @ x.float()).squeeze(3).to(x.dtype) for x in (pages_k, pages_v))
+    if weights is None and used is not None:
+        weights = used / used.sum(-1, keepdim=True).clamp_min(1)
+    if weights is not None and used is not None:
+        weights = weights * used
+
+    def average(x: Tensor) -> Tensor:
+        if weights is None:
+            return x.mean(3, dtype=torch.float32)
+        return (weights.unsqueeze(3).expand(*x.shape[:3], 1, -1) @ x.float()).squeeze(3)
+
+    k, v = average(children.k), average(children.v)
+    variance = entropy = None
+    if spread:
+        variance = average((children.k.float() - k.unsqueeze(3)).square())
+        variance = variance if children.spread is None else variance + average(children.spread)
+        variance = variance.clamp_max(torch.finfo(children.k.dtype).max).to(children.k.dtype)  # finite in fp16 too
+    if children.entropy is not None:
+        size = children.k.shape[3]
+        own = math.log(size) if weights is None else torch.special.entr(weights).sum(-1)
+        entropy = own + average(children.entropy.unsqueeze(-1)).squeeze(-1)
+
+    def extreme(x: Tensor | None, reduce, neutral: float) -> Tensor | None:
+        if x is None:
+            return None
+        return reduce(x if used is None else x.masked_fill(~used[..., None], neutral), 3)
+
+    low = extreme(children.low, torch.amin, float("inf"))
+    high = extreme(children.high, torch.amax, float("-inf"))
+    return Nodes(k.to(children.k.dtype), v.to(children.v.dtype), variance, low, high, entropy)
 
 
-def page_importance(mass: Tensor, page_size: int, temperature: float) -> Tensor:
-    """Softmax over each page of the accumulated attention mass w (LuKA, section 3.2: pi_i, from w_i / tau).
+def importance_weights(mass: Tensor, temperature: float, used: Tensor | None = None) -> Tensor:
+    """Softmax over each group of the accumulated attention mass w (LuKA, section 3.2: pi_i, from w_i / tau).
 
     Args:
-        mass: fp32 ``[B, Hkv, P * page_size]``.
+        mass: fp32 ``[B, Hkv, N, S]``.
         temperature: tau > 0.
+        used: as in :func:`summarise`; every group has a used child.
 
     Returns:
-        fp32 ``[B, Hkv, P, page_size]``, summing to 1 over a page.
+        fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
     """
-    return (mass.float() / temperature).unflatten(2, (-1, page_size)).softmax(-1)
+    scaled = mass.float() / temperature
+    return (scaled if used is None else scaled.masked_fill(~used, float("-inf"))).softmax(-1)
+
+
+def random_weights(node: Tensor, sizes: Tensor, width: int, num_kv_heads: int, seed: int) -> Tensor:
+    """All weight on one child, drawn uniformly (LuKA, section 3.2, "Random"): a pure function of node, head and seed.
+
+    Args:
+        node: int64 ``[N]``: numbers of the groups.
+        sizes: int64 ``[N]``: children of each.
+        width: S, the largest size.
+
+    Returns:
+        fp32 ``[1, Hkv, N, S]``.
+    """
+    head = torch.arange(num_kv_heads, device=node.device)[:, None]
+    start = (seed * 0xC2B2AE3D + 1) & 0xFFFFFFFF
+    x = (node * 0x9E3779B1 + head * 0x85EBCA77 + start) & 0xFFFFFFFF
+    for _ in range(2):  # a 32-bit integer hash, so that neighbours are unrelated
+        x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
+    chosen = ((x >> 16) ^ x) % sizes
+    return torch.nn.functional.one_hot(chosen, width).float()[None]

@@ -1,5 +1,19 @@
 """score: how much each key, page or block matters to a query."""
 
-from foveate.ops.score.reference import column_mass, query_mass, tile_mass
+from foveate.ops._dispatch import dispatch
+from foveate.ops.score import reference
+from foveate.ops.score.nodes import attention_divergence, free_energy, key_logits, largest_logit, logit_deviation
+from foveate.ops.score.reference import query_mass, tile_mass
 
-__all__ = ["column_mass", "query_mass", "tile_mass"]
+column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
+
+__all__ = [
+    "attention_divergence",
+    "column_mass",
+    "free_energy",
+    "key_logits",
+    "largest_logit",
+    "logit_deviation",
+    "query_mass",
+    "tile_mass",
+]

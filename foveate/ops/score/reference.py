@@ -25,7 +25,8 @@ def column_mass(
     Args:
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         k: ``[B, Hkv, Lk, D]``.
-        lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees.
+        lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees; one with -inf saw
+            nothing and adds nothing.
         offset: number of keys before the first query's own.
         out: fp32 ``[B, Hkv, Lk]`` to add to, or None for a new one.
 
@@ -35,6 +36,7 @@ def column_mass(
     batch, num_heads, length = q.shape[:3]
     num_kv_heads, keys = k.shape[1], k.shape[2]
     out = k.new_zeros(batch, num_kv_heads, keys, dtype=torch.float32) if out is None else out
+    lse = lse.masked_fill(lse.isneginf(), float("inf"))
     group = num_heads // num_kv_heads
     step = min(length, 256)
     for first in range(0, length, step):

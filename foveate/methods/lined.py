@@ -1,0 +1,78 @@
+"""Lined attention as the LuKA paper's code ran it, fault included; the correct method is `h2o`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods.base import Method, budget, recent, setting
+
+
+@dataclass(frozen=True)
+class LinedAsPublished(Method):
+    """H2O with the published prefill, to show what its fault costs; not for use.
+
+    During the prompt no heavy hitters exist yet, so every query is shown the last ``window`` tokens only. A query
+    before them has all its keys masked, and its softmax becomes uniform over those tokens, which lie in its future. The
+    mass accumulated in this way picks the heavy hitters of the decode steps. The prompt must come in one piece.
+    """
+
+    name: ClassVar[str] = "lined_as_published"
+    source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
+    needs_prompt_end: ClassVar[bool] = True
+    whole_prompt: ClassVar[bool] = True
+    causal_granularity: ClassVar[int] = 1 << 62
+    full_budget: ClassVar[dict] = {"top_k": 1.0, "window": 1 << 20}
+    small_budget: ClassVar[dict] = {"top_k": 0.15, "window": 8}
+
+    top_k: int | float = setting(0.125, "heavy hitters: a number, or a share of the tokens so far")
+    window: int = setting(128, "recent tokens that are always read")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        self._check_count("window", 1)
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return {"mass": Channel()}
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
+        if q.shape[2] != cache.used:
+            raise ValueError(f"{self.name}: the prompt must come in one piece, and only once")
+        blind = max(0, cache.used - self.window)
+        keys, values = cache.keys[:, :, blind:], cache.values[:, :, blind:]
+        seeing = ops.attend_causal(q[:, :, blind:], keys, values, scaling=scaling, need_lse=True)
+        average = values.mean(2, keepdim=True, dtype=torch.float32).to(values.dtype)
+        average = average.repeat_interleave(cache.geometry.group, 1).expand(-1, -1, blind, -1)
+        return ops.Attended(torch.cat([average, seeing.out], 2), seeing.lse)
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        blind = max(0, cache.used - self.window)
+        mass = cache.channel("mass")[:, :, blind:]
+        ops.column_mass(q[:, :, blind:], cache.keys[:, :, blind:], attended.lse, scaling=scaling, out=mass)
+        mass += blind * cache.geometry.group / mass.shape[2]
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        indices = self._selected(cache)
+        attended = ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling, need_mass=True)
+        mass = attended.mass.masked_fill(indices < 0, 0.0)
+        cache.channel("mass").scatter_add_(2, indices.clamp_min(0), mass)
+        cache.count_read((indices >= 0).sum(-1))
+        return attended.out
+
+    def _selected(self, cache: SlotCache) -> Tensor:
+        """Slots of the heavy hitters and of the recent tokens, int64 ``[B, Hkv, K]``, -1 for none."""
+        counts = [budget(self.top_k, length) for length in cache.lengths]
+        mass = cache.channel("mass")
+        others = mass.masked_fill((mass <= 0) | recent(cache, self.window), float("-inf"))
+        heavy = ops.topk_rows(others, cache.on_device(counts), max(counts))
+        width = min(self.window, max(cache.lengths))
+        last = cache.row_tensor("lengths")[:, None] - width + torch.arange(width, device=cache.device)
+        last = last.clamp_min(-1)[:, None].expand(-1, mass.shape[1], -1)
+        return torch.cat([heavy, last], -1)

@@ -1,0 +1,5 @@
+"""Trainable parts that methods and models share."""
+
+from foveate.modules.summariser import PageSummariser
+
+__all__ = ["PageSummariser"]

@@ -1,0 +1,114 @@
+"""Which code runs a verb: its Triton kernel where that can run, its reference everywhere else.
+
+A verb's ``__init__.py`` puts the two under one name::
+
+    column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
+
+A call goes to the function of the same name in the kernel's module when kernels are switched on, every tensor lies on
+one GPU that can run them, and autograd has nothing to record; otherwise to the reference, which is the specification.
+What a kernel does not do (a head dim, a dtype) it says by raising :class:`UnsupportedError` before it computes
+anything: then the reference runs, and a warning says why, once for each reason.
+
+``with reference_only():`` and the environment variable ``FOVEATE_KERNELS=0`` switch all kernels off.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OLDEST = (8, 0)
+_reference_only = ContextVar("reference_only", default=False)
+_verbs: set[str] = set()
+
+
+class UnsupportedError(NotImplementedError):
+    """A kernel does not do this case; the reference does."""
+
+
+def dispatch(reference: Callable[P, R], kernel: str) -> Callable[P, R]:
+    """The verb that runs ``reference`` or its namesake in the module ``kernel``, which is imported at the first use."""
+    name = reference.__name__
+    _verbs.add(name)
+
+    @functools.wraps(reference)
+    def verb(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if use_kernel(*tensors):
+            try:
+                with torch.cuda.device_of(tensors[0]):
+                    return getattr(importlib.import_module(kernel), name)(*args, **kwargs)
+            except UnsupportedError as reason:
+                _say_once(f"{name}: the kernel does not support {reason}, the slower reference runs")
+        return reference(*args, **kwargs)
+
+    return verb
+
+
+def use_kernel(*tensors: Tensor) -> bool:
+    """Whether a kernel may run on these tensors; says so once when it may not although they are on a GPU."""
+    device = tensors[0].device
+    if not kernels_wanted() or device.type != "cuda" or any(x.device != device for x in tensors):
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    reason = _unusable(device.index)
+    if reason:
+        _say_once(f"no kernels, the slower references run: {reason}")
+    return not reason
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Run references instead of kernels inside the block (in this thread)."""
+    token = _reference_only.set(True)
+    try:
+        yield
+    finally:
+        _reference_only.reset(token)
+
+
+def kernels_wanted() -> bool:
+    """False inside :func:`reference_only` and under ``FOVEATE_KERNELS=0``."""
+    return not _reference_only.get() and os.environ.get("FOVEATE_KERNELS", "1") != "0"
+
+
+def kernel_status() -> str:
+    """Which verbs have a kernel that runs on this machine's first GPU, or why none does."""
+    if not torch.cuda.is_available():
+        return "none: no GPU"
+    if not kernels_wanted():
+        return "none: switched off"
+    reason = _unusable(0)
+    return f"none: {reason}" if reason else ", ".join(sorted(_verbs))
+
+
+@functools.cache
+def _unusable(device: int) -> str | None:
+    """Why this GPU runs no kernels, or None."""
+    if torch.version.hip:
+        return "they are written for NVIDIA GPUs"
+    if torch.cuda.get_device_capability(device) < _OLDEST:
+        return "they need compute capability {}.{}".format(*_OLDEST)
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler"
+    return None
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

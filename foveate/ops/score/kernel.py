@@ -1,0 +1,159 @@
+"""Attention mass in one causal QK pass: Triton kernel of :func:`column_mass`."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_NEIGHBOURS = tl.constexpr(8)
+"""Key blocks of one head that run side by side, so that the queries which they read stay in the L2 cache."""
+
+
+class Tile(NamedTuple):
+    """How a program works: on ``block_m`` queries at a time and its own ``block_n`` keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+_TILES = {
+    64: Tile(64, 128, num_warps=4, num_stages=3, maxnreg=168),
+    128: Tile(64, 128, num_warps=4, num_stages=2, maxnreg=168),
+    256: Tile(64, 64, num_warps=4, num_stages=2),
+}
+"""By head dim, padded. QK and exp2 cost about the same, so several small programs (three by 168 registers) share a
+multiprocessor: the exponentials of one hide behind the products of another. All fit into 99 KB of shared memory."""
+
+_TILE_FP32 = Tile(16, 32, num_warps=4, num_stages=1)
+"""For fp32, which is multiplied without tensor cores."""
+
+
+def tile_for(dtype: torch.dtype, dim: int) -> Tile:
+    """The tile for a head dim of at most 256."""
+    return _TILE_FP32 if dtype == torch.float32 else next(tile for width, tile in _TILES.items() if dim <= width)
+
+
+def column_mass(
+    q: Tensor, k: Tensor, lse: Tensor, *, scaling: float, offset: int = 0, out: Tensor | None = None
+) -> Tensor:
+    """See :func:`foveate.ops.score.reference.column_mass`.
+
+    A program owns a block of keys and one query head, and walks over the queries that see the block, so every sum has
+    one owner and one order: repeats are equal bit for bit. The heads of a group are added afterwards, from a scratch of
+    ``4 * B * Hq * (offset + Lq)`` bytes. fp32 is multiplied in full precision.
+    """
+    batch, num_heads, length, dim = q.shape
+    num_kv_heads, visible = k.shape[1], offset + length
+    if q.dtype != k.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
+    if dim > max(_TILES):
+        raise UnsupportedError(f"head dims above {max(_TILES)}")
+    out = k.new_zeros(k.shape[:3], dtype=torch.float32) if out is None else out
+    if k.shape[2] < visible or out.shape[2] < visible:
+        raise ValueError(f"offset {offset} and {length} queries need {visible} keys: {k.shape[2]}, out {out.shape[2]}")
+    if num_heads % num_kv_heads or lse.shape != q.shape[:3] or out.shape[:2] != k.shape[:2]:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("lse", lse), ("out", out)))
+        raise ValueError(f"shapes do not fit: {shapes}")
+
+    tile = tile_for(q.dtype, dim)
+    mass = q.new_empty(batch, num_heads, visible, dtype=torch.float32)
+    rounds = triton.cdiv(triton.cdiv(visible, tile.block_n), _NEIGHBOURS.value)
+    _column_mass[_NEIGHBOURS.value * batch * num_heads, rounds](
+        q,
+        k,
+        lse,
+        mass,
+        *q.stride(),
+        *k.stride(),
+        *lse.stride(),
+        num_heads,
+        num_heads // num_kv_heads,
+        length,
+        offset,
+        scaling * _LOG2E.value,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.maxnreg,
+    )
+    out[:, :, :visible] += mass.unflatten(1, (num_kv_heads, -1)).sum(2)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "length", "offset"])
+def _column_mass(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    mass_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    q_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    lse_stride_b,
+    lse_stride_h,
+    lse_stride_l,
+    num_heads,
+    group,
+    length,
+    offset,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``mass [B, Hq, offset + Lq]``; ``scale`` includes log2(e).
+
+    Early keys are seen by the most queries: their programs, of all heads, have the lowest numbers and start first.
+    """
+    row = tl.program_id(0) // _NEIGHBOURS
+    first_key = (tl.program_id(1) * _NEIGHBOURS + tl.program_id(0) % _NEIGHBOURS) * BLOCK_N
+    visible = offset + length
+    if first_key >= visible:
+        return
+    batch, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
+    queries, keys, dims = tl.arange(0, BLOCK_M), first_key + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+
+    k_ptr += batch * k_stride_b + head // group * k_stride_h + first_key.to(tl.int64) * k_stride_l
+    k_tile = tl.arange(0, BLOCK_N)[None, :] * k_stride_l + dims[:, None] * k_stride_d
+    k = tl.load(k_ptr + k_tile, mask=(keys < visible)[None, :] & (dims < DIM)[:, None], other=0.0)
+
+    first = tl.maximum(first_key - offset, 0)
+    on_diagonal = tl.maximum(first_key + BLOCK_N - 1 - offset - first, 0)
+    diagonal_end = tl.minimum(first + tl.cdiv(on_diagonal, BLOCK_M) * BLOCK_M, length)
+
+    q_ptr += batch * q_stride_b + head * q_stride_h + first.to(tl.int64) * q_stride_l
+    q_tile = queries[:, None] * q_stride_l + dims[None, :] * q_stride_d
+    lse_ptr += batch * lse_stride_b + head * lse_stride_h + first.to(tl.int64) * lse_stride_l
+    mass = tl.zeros([BLOCK_M // 16, 8, BLOCK_N], tl.float32)
+    for whole in tl.static_range(2):  # first the queries that see a part of the block, then those that see all of it
+        for start in tl.range(diagonal_end if whole else first, length if whole else diagonal_end, BLOCK_M):
+            exist = start + queries < length
+            q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+            lse = tl.load(lse_ptr + queries * lse_stride_l, mask=exist, other=float("-inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+            p = tl.exp2(tl.dot(q, k, input_precision="ieee") * scale - lse[:, None])
+            if not whole:
+                p = tl.where((offset + start + queries)[:, None] >= keys[None, :], p, 0.0)
+            # Rows 8 apart lie in the registers of one thread: adding these pairs first halves the accumulator.
+            mass += tl.sum(tl.reshape(p, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
+            q_ptr += BLOCK_M * q_stride_l
+            lse_ptr += BLOCK_M * lse_stride_l
+    mass_ptr += row.to(tl.int64) * visible
+    tl.store(mass_ptr + keys, tl.sum(tl.sum(mass, 0), 0), mask=keys < visible)

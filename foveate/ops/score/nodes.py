@@ -1,0 +1,93 @@
+"""How much a summary, and the tokens beneath it, matter to a query: estimates and bounds of a page's mass."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from foveate.ops._math import fold_group, matmul_fp32
+
+
+def key_logits(rows: Tensor, k: Tensor, scaling: float) -> Tensor:
+    """Scaled logits of ``rows [B, Hkv, G, D]`` at ``k [B, Hkv, N, D]``: fp32 ``[B, Hkv, G, N]``."""
+    return matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
+
+
+def logit_deviation(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
+    """Standard deviation of the logits beneath each node, its dimensions taken as independent.
+
+    Args:
+        rows: ``[B, Hkv, G, D]``.
+        spread: ``[B, Hkv, N, D]``: variance of the keys.
+
+    Returns:
+        fp32 ``[B, Hkv, G, N]``.
+    """
+    squared = (rows.float() * scaling).square().clamp_max_(torch.finfo(spread.dtype).max).to(spread.dtype)
+    return matmul_fp32(squared, spread.transpose(-1, -2)).clamp_(min=0.0).sqrt_()
+
+
+def free_energy(deviation: Tensor, log_size: Tensor | float) -> Tensor:
+    """By how much ``log mean exp`` of n random logits exceeds their mean: that of the random energy model.
+
+    ``s^2 / 2`` (all of the page shares the mass) up to a deviation s of ``c = sqrt(2 log n)``, and from there on
+    ``c s - log n`` (its largest key has all of it). The plain Gaussian ``s^2 / 2`` has no such bound and gives pages of
+    scattered keys far too much (Derrida 1981, Phys. Rev. B 24, 2613).
+
+    Args:
+        deviation: s, ``[B, Hkv, G, N]``.
+        log_size: log n, a number or ``[B, Hkv, 1, N]``.
+    """
+    if isinstance(log_size, Tensor):
+        edge = (2.0 * log_size).sqrt()
+        return torch.where(deviation < edge, 0.5 * deviation.square(), edge * deviation - log_size)
+    edge = math.sqrt(2.0 * log_size)
+    return torch.where(deviation < edge, 0.5 * deviation.square(), edge * deviation - log_size)
+
+
+def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float) -> Tensor:
+    """Upper bound of the logits of all keys in a box (Quest, Tang et al. 2024, section 3.2).
+
+    Args:
+        rows: ``[B, Hkv, G, D]``.
+        low, high: ``[B, Hkv, N, D]``: corners of each node's box.
+
+    Returns:
+        fp32 ``[B, Hkv, G, N]``.
+    """
+    upward = matmul_fp32(rows.clamp(min=0), high.transpose(-1, -2))
+    return (upward + matmul_fp32(rows.clamp(max=0), low.transpose(-1, -2))).mul_(scaling)
+
+
+def attention_divergence(
+    q: Tensor, earlier: Tensor, k: Tensor, *, lag: int, window: int, scaling: float, offset: int
+) -> Tensor:
+    """KL divergence between the attention of each query and that of the query ``lag`` tokens before it.
+
+    Both look at the same keys: the ``window`` last ones that the earlier query sees, renormalised.
+
+    Args:
+        q: ``[B, Hq, n, D]``; query i is token ``offset + i``.
+        earlier: ``[B, Hq, n, D]``: the queries of the tokens ``offset + i - lag`` (anything where there is none).
+        k: ``[B, Hkv, Lk, D]``, ``Lk >= offset + n``.
+
+    Returns:
+        fp32 ``[B, n]``, nats, the mean over the heads; 0 for the first ``lag`` tokens of the sequence.
+    """
+    batch, num_heads, length, _ = q.shape
+    found = q.new_zeros(batch, length, dtype=torch.float32)
+    for first in range(max(0, lag - offset), length, 128):
+        last = min(first + 128, length)
+        newest = torch.arange(offset + first - lag, offset + last - lag, device=q.device)[:, None]
+        start, end = max(0, offset + first - lag - window + 1), offset + last - lag
+        slots = torch.arange(start, end, device=q.device)
+        hidden = (slots > newest) | (slots <= newest - window)
+        shares = []
+        for queries in (q, earlier):
+            rows = fold_group(queries[:, :, first:last], k.shape[1])
+            logits = key_logits(rows, k[:, :, start:end], scaling).reshape(batch, num_heads, last - first, -1)
+            shares.append(logits.masked_fill(hidden, float("-inf")).log_softmax(-1))
+        now, before = shares
+        terms = (now.exp() * (now - before)).masked_fill(hidden, 0.0)
+        found[:, first:last] = terms.sum(-1).mean(1)
+    return found

@@ -1,0 +1,95 @@
+"""`foveate plot ...`: one command for each kind of plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Draw rows of results, or an attention map, as PNG.")
+
+Files = Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)]
+Out = Annotated[Path, typer.Option(help="PNG file to write.", show_default=False)]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(help="Only rows with NAME=VALUE: a field, or a setting of task or method; may be given often."),
+]
+ToDense = Annotated[bool, typer.Option("--to-dense", help="Show the paired difference, or ratio, to dense.")]
+
+
+@app.command()
+def frontier(
+    files: Files,
+    out: Out,
+    to_dense: ToDense = False,
+    along: Annotated[
+        list[str] | None, typer.Option(help="A setting, beside the budgets, that may differ along a line.")
+    ] = None,
+    recommended: Annotated[str | None, typer.Option(help="Spec of the point that gets a star.")] = None,
+    margin: Annotated[float | None, typer.Option(help="Draw a line so many points below dense.")] = None,
+    where: Where = None,
+) -> None:
+    """Score against keys read: a panel for each task, a line for each method."""
+    from foveate.report import figure, plots
+
+    rows = figure.chosen(figure.read(files), where or [])
+    _say(out, plots.frontier(rows, out, to_dense, along or [], recommended, margin))
+
+
+@app.command()
+def perplexity(files: Files, out: Out, to_dense: ToDense = False, where: Where = None) -> None:
+    """Perplexity against the share of pages refined: a line for each compressor, dashed without values."""
+    from foveate.report import figure, plots
+
+    _say(out, plots.perplexity(figure.chosen(figure.read(files), where or []), out, to_dense))
+
+
+@app.command()
+def modes(files: Files, out: Out, to_dense: ToDense = False, where: Where = None) -> None:
+    """Perplexity of each method, beside dense."""
+    from foveate.report import figure, plots
+
+    _say(out, plots.modes(figure.chosen(figure.read(files), where or []), out, to_dense))
+
+
+@app.command("attention-map")
+def attention_map(
+    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face model.", show_default=False)],
+    out: Out,
+    text: Annotated[Path | None, typer.Option(help="File of paragraphs; one of our own if left out.")] = None,
+    topics: Annotated[str | None, typer.Option(help="Topic of each paragraph of the file, as in a,b,a,c.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer, from 0; that with the strongest head if left out.")] = None,
+    head: Annotated[int | None, typer.Option(help="Query head, from 0; the strongest if left out.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+) -> None:
+    """Attention of one head over interwoven topics: unless told, the one that joins segments of a topic most."""
+    from transformers.utils import logging
+
+    from foveate.evaluation import accounting, inference
+    from foveate.evaluation.data import read_text
+    from foveate.evaluation.errors import UserError
+    from foveate.report import attention_map as maps
+    from foveate.report import figure
+
+    logging.disable_progress_bar()
+    if (text is None) != (topics is None):
+        raise UserError("--text and --topics go together: a file of paragraphs, and the topic of each of them")
+    figure.check(out)
+    names = maps.TOPICS if topics is None else tuple(topic.strip() for topic in topics.split(","))
+    cut = maps.segments(inference.load_tokenizer(model), maps.TEXT if text is None else read_text(text), names)
+    accounting.check_positions(len(cut.ids), accounting.model_facts(model), "the text needs")
+    place = inference.choose_device(device)
+    form = inference.choose_dtype(dtype, model, place)
+    found = maps.look(inference.load_model(model, form, place), cut, layer, head)
+    maps.draw(found, cut, f"{model.name} · {form} · {accounting.device_name(place)}", out)
+    _say(out, [f"layer {found.layer}, head {found.head}"])
+
+
+def _say(out: Path, notes: Sequence[str]) -> None:
+    from foveate.report.table import console
+
+    for note in [*notes, f"wrote {out}"]:
+        console(stderr=True).print(note, style="dim", markup=False, soft_wrap=True)

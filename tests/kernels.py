@@ -1,0 +1,69 @@
+"""What the tests of kernels share: compiling for a GPU that is not there, and running under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Compiled(NamedTuple):
+    """A kernel's code for one GPU."""
+
+    ptx: str
+    shared: int
+    """Shared memory in bytes."""
+    spilled: int
+    """Bytes a thread that did not fit into its registers."""
+
+
+def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **options: int | None) -> Compiled:
+    """Compile a kernel as a launch would, without a GPU.
+
+    Args:
+        capability: 80 or 90.
+        kernel: what ``triton.jit`` returned.
+        arguments: by parameter: a type such as ``"*bf16"`` or ``"i32"``, with ``":16"`` behind it when a launch would
+            find the value divisible by 16, or the value of a constant.
+        options: num_warps and the like; None is left out.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: value for name, value in arguments.items() if isinstance(value, str)}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr").removesuffix(":16") for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): arguments[name] for name in arguments.keys() - types.keys()},
+        attrs={
+            (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types if types[name].endswith(":16")
+        },
+    )
+    options = {name: value for name, value in options.items() if value is not None}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    spilled = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, spilled)
+
+
+def run_interpreted(name: str) -> None:
+    """Run a test file of this folder under Triton's interpreter.
+
+    It needs a process of its own, because Triton looks at ``TRITON_INTERPRET`` when it is imported. Its name does not
+    begin with ``test_``, so that pytest leaves it alone otherwise.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / name)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

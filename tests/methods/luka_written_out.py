@@ -1,0 +1,345 @@
+"""LuKA for one sequence, in fp64 and without any of foveate's operations: slow, and written to be read.
+
+At every decoded token the tree is grown anew from the raw tokens and the cover is taken from its roots down. All that is
+carried from step to step is what the attention has done: the mass that tokens have received.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+
+import numpy as np
+
+LAG = 8
+SHARE_OF_DEVIATION = 0.6
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A raw token (level -1), or a summary of the tokens beneath."""
+
+    level: int
+    number: int
+    tokens: list[int]
+    weights: np.ndarray
+    """With which each of the tokens enters the summary."""
+    key: np.ndarray
+    value: np.ndarray
+    children: list[Node] = dataclasses.field(default_factory=list)
+    parent: Node | None = None
+    spread: np.ndarray | None = None
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+    @property
+    def log_size(self) -> float:
+        return math.log(len(self.tokens))
+
+    @property
+    def entropy(self) -> float:
+        some = self.weights[self.weights > 0]
+        return float(-(some * np.log(some)).sum())
+
+
+class Sequence:
+    """What the method makes of queries ``q [Hq, T, D]``, keys and values ``[Hkv, T, D(v)]``."""
+
+    def __init__(self, method, q, k, v, prompt: int, scaling: float):
+        self.method, self.q, self.k, self.v, self.prompt, self.scaling = method, q, k, v, prompt, scaling
+        self.heads, self.group = len(k), len(q) // len(k)
+        self.mass = np.zeros(k.shape[:2])  # summed over the heads of the group
+        self.keys_read = self.pages_refined = 0.0
+        self.capped = 0
+        self.divergences: dict[int, float] = {}
+        for h, query in itertools.product(range(len(q)), range(prompt)):
+            logits = self.k[h // self.group, : query + 1] @ q[h, query] * scaling
+            self.mass[h // self.group, : query + 1] += softmax(logits)
+
+    def decode(self, token: int) -> np.ndarray:
+        """Output ``[Hq, Dv]`` of a token; to be called for one token after the other."""
+        trees = [self.grow(head, token) for head in range(self.heads)]
+        logits = [self.log_weights(head, token, tree.roots) for head, tree in enumerate(trees)]
+        covers = [dict(zip(tree.roots, weights)) for tree, weights in zip(trees, logits)]  # logits [G] of each node
+        ranks = [dict(zip(tree.roots, self.ranks(h, token, tree.roots, covers[h]))) for h, tree in enumerate(trees)]
+        seen = [sum(node.level >= 0 for node in cover) for cover in covers]
+        refined = [[] for _ in covers]
+        for level in reversed(range(len(trees[0].levels))):
+            refined = self.choose(level, token, trees, covers, ranks)
+            for head, nodes in enumerate(refined):
+                for node in nodes:
+                    self.replace(head, token, node, covers[head], ranks[head])
+                    seen[head] += len(node.children) if level else 0
+        outs = np.zeros((len(self.q), self.v.shape[2]))
+        for head, cover in enumerate(covers):
+            assert_is_cover(cover, token + 1)
+            masses = softmax(np.stack(list(cover.values()), 1))  # [G, N]
+            outs[head * self.group : (head + 1) * self.group] = masses @ np.stack([node.value for node in cover])
+            for node, mass in zip(cover, masses.sum(0)):
+                if node.level < 0 and node.tokens[0] >= trees[head].paged:
+                    self.mass[head, node.tokens[0]] += mass
+            raw = sum(node.level < 0 for node in cover)
+            self.keys_read += (raw + seen[head] * self.reads_per_summary) / self.heads
+            self.pages_refined += len(refined[head]) / self.heads if trees[head].levels else 0
+        return outs
+
+    # The tree
+
+    def ends(self, token: int) -> list[int]:
+        """Where the pages end that are there when a token is decoded."""
+        rounds = (token - self.prompt) // self.method.compress_every
+        stop = self.prompt + rounds * self.method.compress_every - self.method.tail
+        size, ends = self.method.sizes[0], []
+        while True:
+            start = ends[-1] if ends else self.method.sinks
+            if self.method.segmenter == "fixed":
+                end = start + size
+            elif self.method.segmenter == "gaussian":
+                drawn = random.Random(f"{self.method.seed}/{len(ends)}").gauss(size, self.method.page_deviation)
+                end = start + min(max(round(drawn), max(1, size // 4)), 2 * size)
+            else:
+                late = range(start + size, min(start + 2 * size, stop))
+                turns = (at for at in late if self.divergence(at) > self.method.kl_threshold)
+                end = next(turns, start + 2 * size)
+            if end > stop:
+                return ends
+            ends.append(end)
+
+    def divergence(self, token: int) -> float:
+        """Between the attention of a token and of that ``LAG`` tokens before, over the keys that both see."""
+        if token not in self.divergences:
+            newest, window = token - LAG, self.method.tail - LAG
+            found = [0.0]
+            for h, q in enumerate(self.q if newest >= 0 else ()):
+                keys = self.k[h // self.group, max(0, newest - window + 1) : newest + 1]
+                now, before = (softmax(keys @ q[at] * self.scaling) for at in (token, newest))
+                found.append((now * np.log(now / before)).sum())
+            self.divergences[token] = sum(found) / len(self.q)
+        return self.divergences[token]
+
+    def grow(self, head: int, token: int) -> Tree:
+        """The tokens and all that stands above them."""
+        keys, values = self.k[head], self.v[head]
+        tokens = [Node(-1, at, [at], np.ones(1), keys[at], values[at]) for at in range(token + 1)]
+        ends = self.ends(token)
+        bounds = [self.method.sinks, *ends]
+        levels = []
+        if ends:
+            levels.append([self.join(head, n, tokens[a:b]) for n, (a, b) in enumerate(itertools.pairwise(bounds))])
+        for size, larger in itertools.pairwise(self.method.sizes if ends else ()):
+            below, branch = levels[-1], larger // size
+            complete = range(len(below) // branch)
+            if complete:
+                levels.append([self.join(head, n, below[n * branch : (n + 1) * branch]) for n in complete])
+            else:
+                break
+        roots = [node for nodes in (tokens, *levels) for node in nodes if node.parent is None]
+        roots.sort(key=lambda node: node.tokens[0])
+        return Tree(levels, roots, ends[-1] if ends else 0)
+
+    def join(self, head: int, number: int, children: list[Node]) -> Node:
+        """A summary of some nodes."""
+        tokens = [at for child in children for at in child.tokens]
+        shares = self.shares(head, number, children)
+        weights = np.concatenate([share * child.weights for share, child in zip(shares, children)])
+        keys, values = self.k[head, tokens], self.v[head, tokens]
+        key, value = weights @ keys, weights @ values
+        node = Node(
+            children[0].level + 1,
+            number,
+            tokens,
+            weights,
+            key,
+            np.zeros_like(value) if self.method.zero_values else value,
+            children,
+            spread=weights @ (keys - key) ** 2,
+            low=keys.min(0),
+            high=keys.max(0),
+        )
+        for child in children:
+            child.parent = node
+        return node
+
+    def shares(self, head: int, number: int, children: list[Node]) -> np.ndarray:
+        """Weights of the children in their parent."""
+        if self.method.compressor == "mean":
+            return np.full(len(children), 1 / len(children))
+        if self.method.compressor == "attention":
+            received = np.array([self.mass[head, child.tokens].sum() for child in children]) / self.group
+            return softmax(received / self.method.temperature)
+        x = (number * 0x9E3779B1 + head * 0x85EBCA77 + self.method.seed * 0xC2B2AE3D + 1) % 2**32
+        for _ in range(2):
+            x = ((x >> 16) ^ x) * 0x45D9F3B % 2**32
+        return np.eye(len(children))[((x >> 16) ^ x) % len(children)]
+
+    # What nodes weigh
+
+    def dots(self, head: int, token: int, vectors: np.ndarray) -> np.ndarray:
+        """``[N, D] -> [N, G]``."""
+        return vectors @ self.q[head * self.group : (head + 1) * self.group, token].T * self.scaling
+
+    def deviation(self, head: int, token: int, node: Node) -> np.ndarray:
+        rows = self.q[head * self.group : (head + 1) * self.group, token] * self.scaling
+        return np.sqrt(rows**2 @ node.spread)
+
+    def log_weights(self, head: int, token: int, nodes: list[Node]) -> np.ndarray:
+        """Logits ``[N, G]`` with which nodes enter the softmax."""
+        logits = self.dots(head, token, np.stack([node.key for node in nodes]))
+        for node, row in zip(nodes, logits):
+            if node.level < 0 or self.method.bias == "none":
+                continue
+            if self.method.bias == "entropy":
+                row += node.entropy
+            else:
+                row += node.log_size
+            if self.method.bias == "spread":
+                row += free_energy(self.deviation(head, token, node) * SHARE_OF_DEVIATION, node.log_size)
+        return logits
+
+    def ranks(self, head: int, token: int, nodes: list[Node], weights: dict[Node, np.ndarray]) -> list[np.ndarray]:
+        """Logarithms ``[G]`` of the masses by which nodes are chosen."""
+        found = []
+        for node in nodes:
+            if node.level < 0 or self.method.score == "summary":
+                found.append(weights[node])
+            elif self.method.score == "bound":
+                found.append(self.upper(head, token, node))
+            else:
+                plain = self.dots(head, token, node.key[None])[0] + node.log_size
+                found.append(plain + free_energy(self.deviation(head, token, node), node.log_size))
+        return found
+
+    def upper(self, head: int, token: int, node: Node) -> np.ndarray:
+        """Upper bound of the log partition sum beneath: the best corner of the box, as often as there are tokens."""
+        rows = self.q[head * self.group : (head + 1) * self.group, token]
+        best = np.maximum(rows * node.low, rows * node.high).sum(1) * self.scaling
+        return best + node.log_size
+
+    def lower(self, head: int, token: int, node: Node) -> np.ndarray:
+        """Lower bound: Jensen's where the key is the mean of those beneath, and else a key no better than the best."""
+        dot = self.dots(head, token, node.key[None])[0]
+        return dot + node.log_size if self.method.compressor == "mean" and self.method.segmenter == "fixed" else dot
+
+    @property
+    def reads_per_summary(self) -> float:
+        """Of a key and its value: the summary's own, half for the spread, the two corners of the box."""
+        spread = "spread" in (self.method.score, self.method.bias)
+        box = self.method.score == "bound" or self.method.refine == "missed_mass"
+        return 1 + spread / 2 + box
+
+    # Refinement
+
+    def replace(self, head: int, token: int, node: Node, cover: dict, ranks: dict) -> None:
+        """Refine a node of a cover."""
+        weights = self.log_weights(head, token, node.children)
+        own = dict(zip(node.children, weights))
+        chosen_by = dict(zip(node.children, self.ranks(head, token, node.children, own)))
+        mass, _ = cover.pop(node), ranks.pop(node)
+        if self.method.mass == "preserve":
+            shift = mass - np.logaddexp.reduce(weights, 0)
+            own = {child: weight + shift for child, weight in own.items()}
+            chosen_by = {child: rank + shift for child, rank in chosen_by.items()}
+        cover |= own
+        ranks |= chosen_by
+
+    def choose(self, level: int, token: int, trees: list[Tree], covers: list, ranks: list) -> list[list[Node]]:
+        """The nodes of a level that are refined, for each KV head."""
+        rule = {"top_k": self.top_k, "threshold": self.threshold, "top_p": self.top_p, "missed_mass": self.missed_mass}
+        candidates = [sorted((n for n in cover if n.level == level), key=lambda n: n.number) for cover in covers]
+        if not any(candidates):
+            return candidates
+        masses = []  # [N, G] of each KV head
+        for nodes, cover, rank in zip(candidates, covers, ranks):
+            others = [weight for node, weight in cover.items() if node.level != level]
+            estimates = np.array([rank[node] for node in nodes]).reshape(-1, self.group)
+            masses.append(np.exp(estimates - np.logaddexp.reduce([*estimates, *others], 0)))
+        if self.method.pool == "layer":
+            masses = [np.concatenate(masses, 1).max(1)] * self.heads
+        else:
+            masses = [mass.mean(1) for mass in masses]
+        found = []
+        for head, (nodes, mass) in enumerate(zip(candidates, masses)):
+            first = [node for node in nodes if node.tokens[0] in self.first_tokens(trees[head])]
+            size = {node: math.inf if node in first else own for node, own in zip(nodes, mass)}
+            order = sorted(nodes, key=lambda node: (-size[node], node.number))
+            sizes = [size[node] for node in order]
+            total = len(trees[head].levels[level])
+            found.append(rule[self.method.refine](level, token, head, order, sizes, total, covers))
+        return found
+
+    def first_tokens(self, tree: Tree) -> set[int]:
+        """Tokens of the pages that are always refined."""
+        return {at for page in tree.levels[0][: self.method.first] for at in page.tokens}
+
+    def top_k(self, level, token, head, order, sizes, total, covers):
+        wanted = amount(self.method.expand if level else self.method.top_k, total)
+        return order[: max(wanted, sum(size == math.inf for size in sizes))]
+
+    def threshold(self, level, token, head, order, sizes, total, covers):
+        return [node for node, size in zip(order, sizes) if size > self.method.epsilon]
+
+    def top_p(self, level, token, head, order, sizes, total, covers):
+        count = next(n for n in range(len(order) + 1) if sum(sizes[n:]) <= 1 - self.method.top_p)
+        return self.capped_to(order, count, total)
+
+    def missed_mass(self, level, token, head, order, sizes, total, covers):
+        """The fewest that leave at most the level's share behind for every head, however the keys lie in their boxes."""
+        limit = self.method.max_missed_mass / len(self.method.sizes)
+        heads = [head] if self.method.pool == "kv_head" else range(self.heads)
+        nodes = {h: {node.number: node for node in covers[h] if node.level == level} for h in heads}
+        numbers = [node.number for node in order]
+        if not numbers:
+            return []
+        raw = [[weight for node, weight in covers[h].items() if self.always_raw(node)] for h in heads]
+        known = np.exp(np.concatenate([np.array(weights).T for weights in raw])).sum(1)  # [heads]
+        bounds = []
+        for bound in (self.upper, self.lower):
+            logs = [[bound(h, token, nodes[h][n]) for n in numbers] for h in heads]
+            bounds.append(dict(zip(numbers, np.exp(np.concatenate(logs, 1)))))
+        upper, lower = bounds
+        most = {n: (upper[n] / (known + sum(lower.values()))).max() for n in numbers}
+        numbers.sort(key=lambda n: (-most[n], n))
+        for count in range(len(numbers) + 1):
+            unread = sum(upper[n] for n in numbers[count:])
+            if np.max(unread / (known + sum(lower[n] for n in numbers[:count]) + unread)) <= limit:
+                break
+        return self.capped_to([nodes[head][n] for n in numbers], count, total)
+
+    def always_raw(self, node: Node) -> bool:
+        """Sinks and tail."""
+        return node.level < 0 and node.parent is None
+
+    def capped_to(self, order, count, total):
+        cap = amount(self.method.max_refined, total)
+        self.capped += count > cap
+        return order[: min(count, cap)]
+
+
+@dataclasses.dataclass
+class Tree:
+    levels: list[list[Node]]
+    roots: list[Node]
+    paged: int
+    """First token of the tail; 0 while there is no page."""
+
+
+def assert_is_cover(cover, tokens: int) -> None:
+    """Each token is represented once: by itself, or by one ancestor."""
+    assert sorted(at for node in cover for at in node.tokens) == list(range(tokens))
+
+
+def amount(budget: int | float, total: int) -> int:
+    return max(math.floor(budget * total + 1e-9), 1) if isinstance(budget, float) else budget
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    exp = np.exp(logits - logits.max(-1, keepdims=True))
+    return exp / exp.sum(-1, keepdims=True)
+
+
+def free_energy(deviation: np.ndarray, log_size: float) -> np.ndarray:
+    edge = math.sqrt(2 * log_size)
+    return np.where(deviation < edge, deviation**2 / 2, edge * deviation - log_size)

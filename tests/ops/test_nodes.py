@@ -1,0 +1,244 @@
+"""What a summary says about the keys beneath: estimates and bounds against the keys themselves, in fp64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foveate import ops
+from tests.helpers import LAYOUTS, LargestTensor, assert_close, in_buffer
+
+SCALING = 0.3
+
+sizes = st.tuples(
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 3]),
+    st.sampled_from([1, 3, 7]),
+    st.integers(1, 7),
+    st.sampled_from([1, 5, 16, 80]),
+)
+
+
+def draw(*size, seed=0, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Logits and their deviation
+
+
+@given(sizes, st.sampled_from(LAYOUTS), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@settings(max_examples=40)
+def test_logits_of_keys(size, layout, dtype):
+    batch, heads, group, number, dim = size
+    rows, k = draw(batch, heads, group, dim, dtype=dtype), draw(batch, heads, number, dim, seed=1, dtype=dtype)
+    logits = ops.key_logits(rows, in_buffer(k, layout), SCALING)
+    assert logits.dtype == torch.float32
+    assert_close(logits, torch.einsum("bhgd,bhnd->bhgn", rows.double(), k.double()) * SCALING)
+
+
+@given(sizes, st.sampled_from(LAYOUTS), st.integers(0, 9))
+@settings(max_examples=40)
+def test_deviation_takes_dimensions_as_independent(size, layout, seed):
+    batch, heads, group, number, dim = size
+    rows, spread = draw(batch, heads, group, dim, seed=seed), draw(batch, heads, number, dim, seed=seed + 1).square()
+    deviation = ops.logit_deviation(rows, in_buffer(spread, layout), SCALING)
+    assert deviation.dtype == torch.float32
+    for b, h, g, n in itertools.product(*map(range, (batch, heads, group, number))):
+        variance = sum((float(rows[b, h, g, d]) * SCALING) ** 2 * float(spread[b, h, n, d]) for d in range(dim))
+        assert deviation[b, h, g, n].item() == pytest.approx(math.sqrt(variance), rel=2e-5, abs=1e-6)
+
+
+def test_deviation_is_that_of_the_logits_where_dimensions_are_independent():
+    """A page of all corners of a box has no correlation between dimensions."""
+    corners = torch.tensor(list(itertools.product([-1.0, 1.0], [0.0, 3.0], [2.0, 2.5])))[None, None, None]
+    rows = draw(1, 1, 5, 3)
+    page = ops.summarise(ops.Nodes(corners, corners), spread=True)
+    logits = ops.key_logits(rows, corners[:, :, 0], SCALING)
+    deviation = ops.logit_deviation(rows, page.spread, SCALING)
+    assert_close(deviation[..., 0], logits.std(-1, correction=0))
+    assert_close(ops.key_logits(rows, page.k, SCALING)[..., 0], logits.mean(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_deviation_in_half_precision(dtype):
+    rows, spread = draw(2, 2, 3, 64, dtype=dtype), draw(2, 2, 5, 64, seed=1).square().to(dtype)
+    wanted = ((rows.double() * SCALING).square() @ spread.double().transpose(-1, -2)).sqrt()
+    assert_close(ops.logit_deviation(rows, spread, SCALING), wanted, dtype)
+
+
+def test_no_spread_is_no_deviation():
+    rows = draw(1, 2, 3, 8)
+    assert (ops.logit_deviation(rows, torch.zeros(1, 2, 4, 8), SCALING) == 0).all()
+    # rounding may leave a variance below zero
+    assert (ops.logit_deviation(rows, torch.full((1, 2, 4, 8), -1e-9), SCALING) == 0).all()
+
+
+# Free energy
+
+counts = st.sampled_from([1, 2, 3, 16, 31, 128, 4096])
+deviations = torch.tensor([0.0, 1e-4, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0, 8.0, 100.0]).view(1, 1, 1, -1)
+
+
+@given(counts)
+def test_free_energy_is_the_formula_and_does_not_care_how_sizes_are_given(n):
+    log_size = math.log(n)
+    edge = math.sqrt(2 * log_size)
+    found = ops.free_energy(deviations, log_size)
+    for s, value in zip(deviations.flatten().tolist(), found.flatten().tolist()):
+        assert value == pytest.approx(s * s / 2 if s < edge else edge * s - log_size, rel=1e-5, abs=1e-9)
+    sizes = torch.full(deviations.shape, log_size)
+    assert_close(ops.free_energy(deviations, sizes), found)
+
+
+@given(counts)
+def test_free_energy_is_smooth_and_between_its_limits(n):
+    log_size = math.log(n)
+    edge = math.sqrt(2 * log_size)
+    s = torch.linspace(0, 3 * edge + 1, 4001, dtype=torch.float64).view(1, 1, 1, -1)
+    value = ops.free_energy(s, log_size)[0, 0, 0]
+    s = s[0, 0, 0]
+    slope = value.diff() / s.diff()
+    step = s[1].item()
+    assert value[0] == 0
+    assert (slope >= 0).all()
+    assert (slope <= edge + 1e-9).all()
+    assert (slope.diff() >= -1e-9).all()  # convex
+    assert (slope.diff() <= 1.01 * step).all()  # without a jump, of the value or of the slope
+    assert slope[-1] == pytest.approx(edge, abs=1e-6)
+    assert (value <= s.square() / 2 + 1e-9).all()  # Jensen, in the mean over pages
+    assert (value <= edge * s + 1e-9).all()  # the largest of n Gaussians
+
+
+def test_one_key_has_no_free_energy():
+    assert (ops.free_energy(deviations, 0.0) == 0).all()
+    mixed = ops.free_energy(torch.full((1, 1, 1, 2), 2.0), torch.tensor([0.0, math.log(64)]).view(1, 1, 1, 2))
+    assert mixed.flatten().tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("n", [2, 4, 16, 64, 256])
+def test_free_energy_against_pages_of_gaussian_logits(n):
+    """Never below the mean of log mean exp; above it by its first correction, or as the largest is below its bound."""
+    logits = torch.randn(20_000, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    edge = math.sqrt(2 * math.log(n))
+    short = edge - logits.amax(-1).mean().item()  # of the largest of n Gaussians
+    for s in (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0):
+        found = (s * logits).logsumexp(-1) - math.log(n)
+        error = 4 * found.std().item() / math.sqrt(20_000)
+        above = ops.free_energy(torch.full((1, 1, 1, 1), s), math.log(n)).item() - found.mean().item()
+        assert -error <= above
+        assert above <= short * max(s, edge) + error
+        if s <= 0.5:
+            assert above <= math.expm1(s * s) / (2 * n) + error
+
+
+# Bounds
+
+
+@given(sizes, st.integers(1, 6), st.sampled_from(LAYOUTS), st.integers(0, 99))
+@settings(max_examples=50)
+def test_no_key_of_a_page_is_above_its_bound(size, width, layout, seed):
+    batch, heads, group, number, dim = size
+    rows, k = draw(batch, heads, group, dim, seed=seed), draw(batch, heads, number, width, dim, seed=seed + 1)
+    low, high = in_buffer(k.amin(3), layout), in_buffer(k.amax(3), layout)
+    bound = ops.largest_logit(rows, low, high, SCALING)
+    assert bound.dtype == torch.float32
+    logits = torch.einsum("bhgd,bhnsd->bhgns", rows.double(), k.double()) * SCALING
+    assert (bound[..., None] >= logits - 1e-5).all()
+    if width == 1:
+        assert_close(bound, logits[..., 0])
+    # and it is the smallest such bound: some corner of the box reaches it
+    corner = torch.where(rows[:, :, :, None] > 0, high[:, :, None], low[:, :, None]).double()
+    assert_close(bound, (rows[:, :, :, None].double() * corner).sum(-1) * SCALING)
+
+
+def test_a_bound_holds_for_every_corner_and_is_met_by_one():
+    corners = torch.tensor(list(itertools.product([-1.0, 2.0], [0.5, 3.0], [-4.0, -1.5])))
+    low, high = (x[None, None, None] for x in (corners.amin(0), corners.amax(0)))
+    for signs in itertools.product([-1.3, 0.0, 0.7], repeat=3):
+        rows = torch.tensor(signs).view(1, 1, 1, 3)
+        bound = ops.largest_logit(rows, low, high, SCALING).item()
+        assert bound == pytest.approx((corners @ rows.flatten() * SCALING).max().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bounds_in_half_precision_hold_for_the_keys_as_stored(dtype):
+    rows, k = draw(2, 2, 3, 64, dtype=dtype), draw(2, 2, 5, 8, 64, seed=1, dtype=dtype)
+    bound = ops.largest_logit(rows, k.amin(3), k.amax(3), SCALING)
+    logits = torch.einsum("bhgd,bhnsd->bhgns", rows.double(), k.double()) * SCALING
+    assert bound.dtype == torch.float32
+    assert (bound[..., None] >= logits - 1e-5).all()
+
+
+# Turns of the attention
+
+
+def divergence_by_hand(q, k, lag, window, scaling):
+    """Of every token ``[B, L]``, for whole sequences ``q [B, Hq, L, D]``, ``k [B, Hkv, L, D]``."""
+    batch, num_heads, length, _ = q.shape
+    q, k = q.double(), k.double()
+    found = torch.zeros(batch, length, dtype=torch.float64)
+    for b, token in itertools.product(range(batch), range(lag, length)):
+        seen = range(max(0, token - lag - window + 1), token - lag + 1)
+        for h in range(num_heads):
+            keys = k[b, h // (num_heads // k.shape[1]), seen.start : seen.stop]
+            now, before = ((keys @ q[b, h, at] * scaling).softmax(-1) for at in (token, token - lag))
+            found[b, token] += sum(p * (p / r).log() for p, r in zip(now, before)) / num_heads
+    return found
+
+
+def divergence(q, k, lag, window, offset, length):
+    """Of the tokens ``offset .. offset + length - 1``; NaN stands for the queries of tokens that do not exist."""
+    places = torch.arange(offset - lag, offset - lag + length)
+    earlier = q[:, :, places.clamp_min(0)].masked_fill((places < 0)[:, None], float("nan"))
+    new = q[:, :, offset : offset + length]
+    return ops.attention_divergence(new, earlier, k, lag=lag, window=window, scaling=SCALING, offset=offset)
+
+
+@given(
+    st.sampled_from([(1, 1, 1), (2, 2, 3), (1, 3, 2)]),
+    st.integers(1, 24),
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.lists(st.integers(1, 12), max_size=3),
+)
+@settings(max_examples=40)
+def test_divergence_from_the_attention_some_tokens_before(shape, length, lag, window, cuts):
+    batch, heads, group = shape
+    q, k = draw(batch, heads * group, length, 5) * 3, draw(batch, heads, length + 2, 5, seed=1)
+    k[:, :, length:] = float("nan")  # keys behind the newest query
+    wanted = divergence_by_hand(q, k[:, :, :length], lag, window, SCALING)
+    edges = [0, *sorted({cut for cut in cuts if cut < length}), length]
+    parts = [divergence(q, k, lag, window, first, last - first) for first, last in itertools.pairwise(edges)]
+    assert all(part.dtype == torch.float32 for part in parts)
+    assert_close(torch.cat(parts, 1), wanted)
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 136, 137, 300])
+def test_divergence_of_blocks_of_queries(length):
+    q, k = draw(1, 2, length, 4) * 2, draw(1, 1, length, 4, seed=1)
+    wanted = divergence_by_hand(q, k, 8, 20, SCALING)
+    assert_close(divergence(q, k, 8, 20, 0, length), wanted)
+    assert_close(divergence(q, k, 8, 20, 5, length - 5), wanted[:, 5:])
+
+
+def test_divergence_of_equal_queries_is_zero_and_of_opposed_ones_large():
+    q = draw(1, 2, 1, 6).expand(1, 2, 30, 6) * 4
+    k = draw(1, 2, 30, 6, seed=1)
+    assert divergence(q, k, 8, 10, 0, 30).abs().max() < 1e-6
+    turned = torch.cat([q[:, :, :20], -q[:, :, 20:]], 2)
+    found = divergence(turned, k, 8, 10, 0, 30)[0]
+    assert found[:20].abs().max() < 1e-6
+    assert found[20:28].min() > 0.5
+    assert found[28:].abs().max() < 1e-6  # the earlier query has turned too
+    assert divergence(turned * 1e4, k, 8, 10, 0, 30).isfinite().all()
+
+
+def test_divergence_needs_no_square_matrix():
+    length = 1024
+    q, k = draw(1, 2, length, 8), draw(1, 1, length, 8, seed=1)
+    with LargestTensor() as largest:
+        ops.attention_divergence(q, q, k, lag=8, window=64, scaling=SCALING, offset=0)
+    assert largest.bytes <= 2 * 4 * 128 * (128 + 64), largest.what
