@@ -335,8 +335,7 @@ def feed_pieces(driver, pieces):
     """Feed the pieces of a prompt, ``(tokens, mask)``; None where the method refuses them, as it declares."""
     if driver.layer.method.whole_prompt and len(pieces) > 1:
         with pytest.raises(ValueError, match="in one piece"):
-            for tokens, mask in pieces:
-                driver.feed(tokens, mask)
+            [driver.feed(*piece) for piece in pieces]
         return None
     return torch.cat([driver.feed(tokens, mask) for tokens, mask in pieces], 2)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,26 +32,25 @@ def frontier(
     where: Where = None,
 ) -> None:
     """Score against keys read: a panel for each task, a line for each method."""
-    from foveate.report import figure, plots
+    from foveate.report import plots
 
-    rows = figure.chosen(figure.read(files), where or [])
-    _say(out, plots.frontier(rows, out, to_dense, along or [], recommended, margin))
+    _say(out, plots.frontier(_rows(files, where), out, to_dense, along or [], recommended, margin))
 
 
 @app.command()
 def perplexity(files: Files, out: Out, to_dense: ToDense = False, where: Where = None) -> None:
     """Perplexity against the share of pages refined: a line for each compressor, dashed without values."""
-    from foveate.report import figure, plots
+    from foveate.report import plots
 
-    _say(out, plots.perplexity(figure.chosen(figure.read(files), where or []), out, to_dense))
+    _say(out, plots.perplexity(_rows(files, where), out, to_dense))
 
 
 @app.command()
 def modes(files: Files, out: Out, to_dense: ToDense = False, where: Where = None) -> None:
     """Perplexity of each method, beside dense."""
-    from foveate.report import figure, plots
+    from foveate.report import plots
 
-    _say(out, plots.modes(figure.chosen(figure.read(files), where or []), out, to_dense))
+    _say(out, plots.modes(_rows(files, where), out, to_dense))
 
 
 @app.command("attention-map")
@@ -86,6 +85,12 @@ def attention_map(
     found = maps.look(inference.load_model(model, form, place), cut, layer, head)
     maps.draw(found, cut, f"{model.name} · {form} · {accounting.device_name(place)}", out)
     _say(out, [f"layer {found.layer}, head {found.head}"])
+
+
+def _rows(files: Sequence[Path], where: Sequence[str] | None) -> list[Mapping[str, Any]]:
+    from foveate.report.rows import chosen, read
+
+    return chosen(read(files), where or [])
 
 
 def _say(out: Path, notes: Sequence[str]) -> None:

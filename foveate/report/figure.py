@@ -1,18 +1,16 @@
-"""What all plots share: a PNG without a display, one style, one look for a method, rows read with care."""
+"""What all plots share: a PNG without a display, one style, one look for a method, marks with intervals."""
 
 from __future__ import annotations
 
 import io
+import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foveate.evaluation.data import read_jsonl
-from foveate.evaluation.errors import DataError, UserError, unknown
-
-Row = Mapping[str, Any]
+from foveate.evaluation.errors import UserError
 
 WIDTH = 10.0
 """Inches; with the resolution below about twice the width at which a README shows a picture."""
@@ -44,6 +42,9 @@ _STYLE = {
     "errorbar.capsize": 0,
 }
 
+_DASHES = ("-", "--", ":", "-.")
+_LOG_FROM = 3.0  # a logarithmic axis once the largest value is so many times the smallest
+
 
 class Look(NamedTuple):
     """Colour and marker: two ways to tell lines apart."""
@@ -65,12 +66,13 @@ _LOOKS = {
     "uniform": Look("#999933", "<"),
     "per_layer": Look("#332288", "h"),
 }
-_SPARE = [Look(color, marker) for marker in "*d>" for color in ("#117733", "#AA4499", "#661100", "#44AA99")]
+SPARE = [Look(color, marker) for marker in "*d>" for color in ("#117733", "#AA4499", "#661100", "#44AA99")]
+"""For lines and methods without a look of their own."""
 
 
 def look(method: str) -> Look:
     """The same for a method in every plot."""
-    return _LOOKS.get(method) or _SPARE[zlib.crc32(method.encode()) % len(_SPARE)]
+    return _LOOKS.get(method) or SPARE[zlib.crc32(method.encode()) % len(SPARE)]
 
 
 def check(out: Path) -> None:
@@ -131,54 +133,87 @@ def legend(figure: Any, axes: Sequence[Any]) -> None:
     figure.legend(entries.values(), entries, loc="outside lower left", ncols=min(len(entries), across))
 
 
-# Rows
-
-_NEEDED = ("method", "spec", "settings", "model", "task", "task_settings", "split", "length", "n", "score", "run")
-
-
-def read(files: Sequence[Path]) -> list[Row]:
-    """The rows of `foveate compare` in some files.
-
-    Raises:
-        DataError: for a file without rows, or a line that is no such row.
-    """
-    rows = []
-    for file in files:
-        found = list(read_jsonl(file))
-        if not found:
-            raise DataError(f"{file}: no rows in this file")
-        for number, row in found:
-            missing = [name for name in _NEEDED if not isinstance(row, dict) or name not in row]
-            if missing:
-                raise DataError(f"{file}:{number}: not a row of foveate compare ('{missing[0]}' is missing)")
-            rows.append(row)
-    return rows
+def name_axes(axes: Sequence[Any], x: str, y: str) -> None:
+    """Names of the axes, at the lowest and at the left panels only."""
+    across = columns(len(axes))
+    for index, axis in enumerate(axes):
+        if index + across >= len(axes):
+            axis.set_xlabel(x)
+        if index % across == 0:
+            axis.set_ylabel(y)
 
 
-def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
-    """The rows that meet every condition ``NAME=VALUE``, where the name is a row's, a task's or a method's setting.
-
-    Rows of ``dense`` are there to compare with, and need not meet conditions on methods.
-
-    Raises:
-        UserError: for a condition of another form, a name that no row has, or when no row is left.
-    """
-    for condition in conditions:
-        name, equals, value = condition.partition("=")
-        if not equals:
-            raise UserError(f"--where {condition}: expected NAME=VALUE, such as task=niah or compressor=mean")
-        if all(_value(row, name) is None for row in rows):
-            names = {*rows[0], *(name for row in rows for name in (*row["task_settings"], *row["settings"]))}
-            raise unknown("name", name, sorted(names), "--where")
-        of_method = name in ("method", "spec") or all(name not in {**row, **row["task_settings"]} for row in rows)
-        rows = [row for row in rows if (of_method and row["method"] == "dense") or _value(row, name) == value]
-        if not rows:
-            raise UserError(f"--where {condition}: no row is left")
-    return list(rows)
+def height(count: int, entries: int) -> float:
+    """Inches for so many panels and so many lines in the legend."""
+    across = columns(count)
+    return 0.9 + -(-count // across) * {1: 4.4, 2: 3.3, 3: 2.6}[across] + 0.2 * -(-entries // 3)
 
 
-def _value(row: Row, name: str) -> str | None:
-    for fields in (row, row["task_settings"], row["settings"]):
-        if name in fields:
-            return str(fields[name])
-    return None
+def list_height(count: int, entries: int) -> float:
+    """Inches for so many panels that list so many entries."""
+    return 1.0 + -(-count // columns(count)) * (0.7 + 0.32 * entries)
+
+
+# Marks
+
+
+class Point(NamedTuple):
+    """A value with its 95 % interval."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+def line(axis: Any, points: Sequence[Point], name: str, style: Look, variant: int) -> None:
+    """Points with their intervals, joined; variants of one look differ in their dashes and fillings."""
+    if not points:
+        return
+    x, y = [point.x for point in points], [point.y for point in points]
+    reach = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
+    axis.errorbar(x, y, yerr=reach, fmt="none", ecolor=style.color, elinewidth=1.1, alpha=0.45)
+    dashes, filling = _DASHES[variant % len(_DASHES)], "white" if variant else style.color
+    axis.plot(x, y, dashes, color=style.color, marker=style.marker, markerfacecolor=filling, label=name)
+
+
+def dot(axis: Any, point: Point, place: int, style: Look, digits: int) -> None:
+    """One method's value on its line of a list, with its interval and its number."""
+    reach = [[point.y - point.low], [point.high - point.y]]
+    axis.errorbar(point.y, place, xerr=reach, color=style.color, marker=style.marker, markersize=7)
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6}
+    number = {"textcoords": "offset points", "ha": "center", "fontsize": 7.5, "bbox": box}
+    axis.annotate(f"{point.y:.{digits}f}", (point.y, place), (0, 6), **number)
+
+
+def star(axis: Any, point: Point, style: Look, name: str) -> None:
+    """The point that is recommended."""
+    edge = {"markeredgecolor": INK, "markeredgewidth": 0.9, "zorder": 5}
+    axis.plot(point.x, point.y, "*", markersize=15, color=style.color, label=f"recommended: {name}", **edge)
+
+
+def level(axis: Any, value: float, interval: tuple[float, float] | None, upright: bool = False) -> None:
+    """The line of dense attention, and its interval as a band."""
+    color = look("dense").color
+    (axis.axvline if upright else axis.axhline)(value, color=color, linewidth=1.2, label="dense")
+    if interval is not None:
+        (axis.axvspan if upright else axis.axhspan)(*interval, color=color, alpha=0.08, linewidth=0)
+
+
+def margin(axis: Any, value: float, name: str) -> None:
+    """A level that is not to be fallen short of."""
+    axis.axhline(value, color=FAINT, linewidth=0.9, linestyle=(0, (4, 3)), label=name)
+
+
+def log_if_wide(axis: Any, set_scale: Callable[[str], None], values: Sequence[float]) -> None:
+    """Make one axis of a plot logarithmic where its values span much."""
+    if not values or max(values) <= _LOG_FROM * min(values):
+        return
+    set_scale("log")
+    for set_formatter in (axis.set_major_formatter, axis.set_minor_formatter):
+        set_formatter(lambda value, _: f"{value:g}" if _leading(value) in (1, 2, 3, 5) else "")
+
+
+def _leading(value: float) -> float:
+    """The value between 1 and 10 that a power of ten makes of it."""
+    return round(value / 10 ** math.floor(math.log10(value) + 1e-9), 6)

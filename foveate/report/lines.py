@@ -37,6 +37,12 @@ def cells(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
     return found
 
 
+def with_dense(shown: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """The rows to show, and of the others those of dense on the same items."""
+    ids, places = {id(row) for row in shown}, {cell(row) for row in shown}
+    return [row for row in rows if id(row) in ids or (row["method"] == "dense" and cell(row) in places)]
+
+
 def line(row: Row, along: Sequence[str]) -> Line:
     """The line that a row is on, when the settings ``along`` differ along lines."""
     return row["method"], tuple(_fixed(row, along).items())

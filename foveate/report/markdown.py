@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from foveate.report.ratio import perplexity_ratio
 
 Row = Mapping[str, Any]
 
@@ -12,10 +14,15 @@ Row = Mapping[str, Any]
 def tables(rows: Sequence[Row]) -> str:
     """All rows, grouped by what they measure, each group under one line that says on what."""
     parts = []
-    for (title, speed), group in itertools.groupby(rows, key=lambda row: (_title(row), "bench" in row)):
-        table = (_speeds if speed else _comparison)(list(group))
-        parts.append(f"{title}\n\n{table}")
+    for (title, table), group in itertools.groupby(rows, key=lambda row: (_title(row), _table(row))):
+        parts.append(f"{title}\n\n{table(list(group))}")
     return "\n\n".join(parts)
+
+
+def _table(row: Row) -> Callable[[Sequence[Row]], str]:
+    if "bench" in row:
+        return _speeds
+    return _perplexities if row["task"] == "perplexity" else _comparison
 
 
 def _title(row: Row) -> str:
@@ -26,6 +33,8 @@ def _title(row: Row) -> str:
         batch = "" if case["batch"] == 1 else f", batch {case['batch']}"
         return f"{row['bench']}, {case['model']}, {case['context']:,} tokens, {case['dtype']}{batch} ({where}):"
     length = f", {row['length']:,.0f} tokens" if row["length"] else ""
+    if scored := row["task_settings"].get("continuation"):
+        length = f", {scored:,} tokens after a prompt of {row['length']:,}"
     return f"{row['task']} ({row['split']}), {row['model']}{length}, n = {row['n']}, {row['dtype']} ({where}):"
 
 
@@ -41,6 +50,24 @@ def _comparison(rows: Sequence[Row]) -> str:
                 f"{100 * row['keys_read_share']:.1f} %",
                 f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
                 f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
+            )
+        )
+    return _markdown(lines)
+
+
+def _perplexities(rows: Sequence[Row]) -> str:
+    dense = next((row for row in rows if row["method"] == "dense"), None)
+    lines = [("method", "perplexity [95 %]", "over dense [95 %, paired]", "keys read")]
+    for row in rows:
+        metric, ratio = row["metrics"]["perplexity"], ""
+        if dense is not None and row is not dense:
+            ratio = "{0.value:.3f} [{0.low:.3f}, {0.high:.3f}]".format(perplexity_ratio(row, dense))
+        lines.append(
+            (
+                f"`{row['spec']}`",
+                f"{metric['value']:.2f} [{metric['low']:.2f}, {metric['high']:.2f}]",
+                ratio,
+                f"{100 * row['keys_read_share']:.1f} %",
             )
         )
     return _markdown(lines)

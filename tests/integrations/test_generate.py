@@ -27,13 +27,21 @@ from tests.helpers import (
     tokens,
 )
 
-SPECS = {name: methods.make(name, **methods.get(name).small_budget).spec for name in methods.names()}
+SPECS = {
+    name: methods.make(name, **methods.get(name).small_budget).spec
+    for name in methods.names()
+    if not methods.get(name).whole_prompt  # tests/methods/test_lined.py
+}
 SPECS |= {
     "streaming_share": "streaming:sinks=2,window=0.3",
     "tova_kv_head": "tova:top_k=9,pool=kv_head",
     "snapkv_max": "snapkv:top_k=0.2,window=5,kernel_size=3,pooling=max",
     "luka_threshold": "luka:page_size=4,tail=9,compress_every=3,refine=threshold,epsilon=0.1,mass=preserve",
     "luka_share": "luka:page_size=5,tail=7,compress_every=1,top_k=0.3,bias=log,compressor=attention",
+    "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,compress_every=2,top_k=2,expand=1",
+    "luka_kl": "luka:page_size=3,segmenter=kl,kl_threshold=0.3,tail=12,compress_every=2,top_k=2",
+    "luka_gaussian": "luka:page_size=8,segmenter=gaussian,page_deviation=3.0,tail=9,compress_every=2,top_k=1",
+    "luka_top_p": "luka:page_size=4,sinks=1,tail=9,compress_every=2,refine=top_p,top_p=0.6",
 }
 SPARSE = [name for name in SPECS if name != "dense"]
 PROMPT = 61

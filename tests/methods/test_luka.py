@@ -1,48 +1,273 @@
-"""LuKA's summaries against the paper's formulas, written out."""
+"""LuKA against the paper's formulas and against the whole method written out; its settings, good and bad."""
 
+import random
+import re
+
+import pytest
 import torch
-from matrix import DIM, HEADS, KV_HEADS, SCALING, Driver, Tokens, close
+from luka_written_out import Sequence
+from matrix import DIM, HEADS, KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, close
 
 from foveate import methods
+from tests.helpers import LargestTensor
+
+GROUP = HEADS // KV_HEADS
+SMALL = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3}
+
+
+# The paper's formulas
 
 
 def test_attention_weighted_summaries_are_those_of_the_paper():
     """w_i: mass over all queries, averaged over the heads of the KV group; pi = softmax(w / tau) over a page."""
     page, tail, tau, length = 4, 6, 3.0, 30
     tokens = Tokens.random(1, length)
-    driver = Driver(methods.make("luka", page_size=page, tail=tail, compressor="attention", temperature=tau), length)
+    method = methods.make("luka_paper", page_size=page, tail=tail, temperature=tau)
+    driver = Driver(method, length)
     driver.feed(tokens)
     pages = (length - tail) // page
-    group = HEADS // KV_HEADS
-    logits = tokens.q @ tokens.k.repeat_interleave(group, 1).transpose(-1, -2) * SCALING
+    logits = tokens.q @ tokens.k.repeat_interleave(GROUP, 1).transpose(-1, -2) * SCALING
     future = torch.ones(length, length).triu(1).bool()
-    mass = logits.masked_fill(future, float("-inf")).softmax(-1).sum(2).view(1, KV_HEADS, group, length).mean(2)
+    mass = logits.masked_fill(future, float("-inf")).softmax(-1).sum(2).view(1, KV_HEADS, GROUP, length).mean(2)
     weights = (mass[:, :, : pages * page].view(1, KV_HEADS, pages, page) / tau).softmax(-1)[..., None]
     for name, x in (("summary_k", tokens.k), ("summary_v", tokens.v)):
         expected = (weights * x[:, :, : pages * page].view(1, KV_HEADS, pages, page, DIM)).sum(3)
         close(driver.store.channel(name)[:, :, :pages], expected)
 
 
-def test_preserved_mass_is_equation_3_written_out():
+@pytest.mark.parametrize("pool", ["layer", "kv_head"])
+def test_preserved_mass_is_equation_3_written_out(pool):
     page, tail, length = 4, 6, 31
     tokens = Tokens.random(1, length)
-    method = methods.make("luka", page_size=page, tail=tail, top_k=2, mass="preserve")
+    method = methods.make("luka_paper", page_size=page, tail=tail, top_k=2, compressor="mean", pool=pool)
     driver = Driver(method, length - 1)
     driver.feed(tokens[: length - 1])
     out = driver.feed(tokens[length - 1 :])
     pages = (length - 1 - tail) // page
-    group = HEADS // KV_HEADS
+    q, k, v = tokens.q[0, :, -1].unflatten(0, (KV_HEADS, GROUP)), tokens.k[0], tokens.v[0]
+    summaries_k, summaries_v = (x[:, : pages * page].view(KV_HEADS, pages, page, DIM).mean(2) for x in (k, v))
+    cover = torch.cat([summaries_k, k[:, pages * page :]], 1)
+    alpha = (q @ cover.transpose(1, 2) * SCALING).softmax(-1)
     for kv_head in range(KV_HEADS):
-        k, v = tokens.k[0, kv_head], tokens.v[0, kv_head]
-        summaries_k, summaries_v = (x[: pages * page].view(pages, page, DIM).mean(1) for x in (k, v))
-        queries = tokens.q[0, kv_head * group : (kv_head + 1) * group, -1]
-        cover = torch.cat([summaries_k, k[pages * page :]])
-        alpha = (queries @ cover.T * SCALING).softmax(-1)
-        refined = alpha[:, :pages].mean(0).topk(2).indices.tolist()
-        expected = alpha[:, pages:] @ v[pages * page :]
+        masses = alpha[..., :pages]
+        masses = masses.amax((0, 1)) if pool == "layer" else masses[kv_head].mean(0)
+        refined = masses.topk(2).indices.tolist()
+        expected = alpha[kv_head, :, pages:] @ v[kv_head, pages * page :]
         for index in range(pages):
             tokens_of = slice(index * page, (index + 1) * page)
-            beta = (queries @ k[tokens_of].T * SCALING).softmax(-1)
-            value = beta @ v[tokens_of] if index in refined else summaries_v[index]
-            expected = expected + alpha[:, index, None] * value
-        close(out[0, kv_head * group : (kv_head + 1) * group, 0], expected)
+            beta = (q[kv_head] @ k[kv_head, tokens_of].T * SCALING).softmax(-1)
+            value = beta @ v[kv_head, tokens_of] if index in refined else summaries_v[kv_head, index]
+            expected = expected + alpha[kv_head, :, index, None] * value
+        close(out[0, kv_head * GROUP : (kv_head + 1) * GROUP, 0], expected)
+
+
+def test_the_paper_s_settings():
+    paper = methods.make("luka_paper")
+    assert (paper.sizes, paper.tail, paper.segmenter, paper.compressor) == ((16,), 128, "fixed", "attention")
+    assert (paper.refine, paper.top_k, paper.pool, paper.compress_every) == ("top_k", 3, "layer", 16)
+    assert (paper.mass, paper.bias, paper.score, paper.sinks) == ("preserve", "none", "summary", 0)
+    assert not paper.dense_at_full_budget
+
+
+# The method written out
+
+
+def assert_equals_written_out(method, prompt, decoded, seed=0, loudness=1.0):
+    """Every output, and what was counted, of one sequence."""
+    tokens = Tokens.random(1, prompt + decoded, seed)
+    tokens.q *= loudness
+    driver = Driver(method, prompt)
+    driver.feed(tokens[:prompt])
+    sequence = Sequence(method, *(x[0].double().numpy() for x in (tokens.q, tokens.k, tokens.v)), prompt, SCALING)
+    for token in range(prompt, prompt + decoded):
+        close(driver.feed(tokens[token : token + 1])[0, :, 0].double(), torch.from_numpy(sequence.decode(token)))
+    counters = driver.layer.counters
+    assert float(counters.keys_read) == pytest.approx(sequence.keys_read)
+    assert float(counters.pages_refined) == pytest.approx(sequence.pages_refined)
+    assert int(counters.selections_capped) == sequence.capped
+
+
+LUKAS = [(name, method) for name, method in VARIANTS if name.startswith("luka")]
+
+
+@pytest.mark.parametrize("method", [method for _, method in LUKAS], ids=[name for name, _ in LUKAS])
+def test_every_variant_of_the_matrix_equals_the_method_written_out(method):
+    assert_equals_written_out(method, PROMPT - 5, 17)
+
+
+CHOICES = {
+    "page_size": [1, 3, 4, 8, [4, 8], [2, 6], [1, 3], [3, 6, 12], [2, 4, 12], [5, 10, 20]],
+    "sinks": [0, 1, 4],
+    "tail": [1, 3, 9, 14],
+    "compress_every": [1, 2, 3, 5],
+    "segmenter": ["fixed", "fixed", "gaussian", "kl"],
+    "page_deviation": [1.0, 3.0, 20.0],
+    "kl_threshold": [0.1, 0.4, 1.0],
+    "compressor": ["mean", "attention", "random"],
+    "temperature": [0.3, 1.0, 7.0],
+    "zero_values": [False, False, True],
+    "refine": ["top_k", "threshold", "top_p", "missed_mass"],
+    "top_k": [0, 1, 2, 0.2, 0.5],
+    "expand": [1, 2, 0.3, 0.7],
+    "epsilon": [0.02, 0.07, 0.2],
+    "top_p": [0.3, 0.6, 0.9],
+    "max_missed_mass": [0.1, 0.5, 0.9],
+    "max_refined": [1.0, 0.4, 2],
+    "first": [0, 0, 1, 3],
+    "pool": ["kv_head", "layer"],
+    "score": ["summary", "spread", "bound"],
+    "mass": ["exact", "preserve"],
+    "bias": ["none", "log", "entropy", "spread"],
+    "seed": [0, 7, 2**35],
+}
+
+
+def any_settings(seed):
+    """A method with every setting drawn."""
+    chance = random.Random(seed)
+    drawn = {name: chance.choice(choices) for name, choices in CHOICES.items()}
+    if drawn["segmenter"] == "kl":
+        drawn["tail"] = max(drawn["tail"], 9)
+    if drawn["refine"] == "missed_mass":
+        drawn["first"] = 0
+    return methods.make("luka", **drawn)
+
+
+@pytest.mark.parametrize("seed", range(64))
+def test_any_settings_equal_the_method_written_out(seed):
+    chance = random.Random(seed)
+    prompt, loudness = chance.randint(15, 60), chance.choice([0.3, 1.0, 3.0])
+    assert_equals_written_out(any_settings(seed), prompt, 13, seed, loudness)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("page_size", [16, [16, 64]])
+def test_a_decode_step_copies_no_cache(page_size):
+    tokens = Tokens.random(1, 2050)
+    driver = Driver(methods.make("luka", page_size=page_size, top_k=4, expand=2), 2048)
+    driver.feed(tokens[:2048])
+    driver.feed(tokens[2048:2049])
+    with LargestTensor() as largest:
+        driver.feed(tokens[2049:])
+    assert largest.bytes < driver.store.keys.nbytes / 8, largest.what
+
+
+# Settings
+
+NESTS = "page_size must be an integer of at least 1, or several, each a multiple of the one before, not "
+POSITIVE, SHARE, COUNT = "must be a number above 0, not ", "must be between 0 and 1, not ", "an integer of at least "
+BUDGET = "(a number) or a float in (0, 1] (a share), not "
+
+BAD = [
+    *(({"page_size": sizes}, NESTS + repr(sizes)) for sizes in (0, -4, True, 4.0, "16", None, {"a": 1})),
+    *(({"page_size": list(sizes)}, NESTS + str(sizes)) for sizes in ((), (16, 24), (16, 16), (32, 16), (0, 4))),
+    *(({"page_size": list(sizes)}, NESTS + str(sizes)) for sizes in ((True, 4), (4, True), (4, 8.0), (4, 8, 20))),
+    ({"page_size": [0]}, NESTS + "0"),
+    *(
+        ({name: value}, f"{name} {POSITIVE}{value!r}")
+        for name in ("temperature", "page_deviation", "kl_threshold")
+        for value in (0, 0.0, -1.0, float("nan"), float("inf"), True, "7", None)
+    ),
+    *(
+        ({name: value}, f"{name} {SHARE}{value!r}")
+        for name in ("epsilon", "top_p", "max_missed_mass")
+        for value in (0, 0.0, 1, 1.0, -0.1, 1.5, float("nan"), True, "0.5", None)
+    ),
+    *(
+        ({name: value}, f"{name} must be {COUNT}{least}, not {value!r}")
+        for name, least in (("tail", 1), ("compress_every", 1), ("sinks", 0), ("first", 0), ("seed", 0))
+        for value in (least - 1, 1.0, True, "3", None)
+    ),
+    *(
+        ({name: value}, f"{name} must be {COUNT}{least} {BUDGET}{value!r}")
+        for name, least in (("top_k", 0), ("expand", 1), ("max_refined", 1))
+        for value in (least - 1, 0.0, 1.01, -0.5, float("nan"), True, "all", None)
+    ),
+    *(
+        ({name: value}, f"{name} must be one of {allowed}, not {value!r}")
+        for name, allowed in {
+            "segmenter": "fixed, gaussian, kl",
+            "compressor": "mean, attention, random",
+            "refine": "top_k, threshold, top_p, missed_mass",
+            "pool": "kv_head, layer",
+            "score": "summary, spread, bound",
+            "mass": "exact, preserve",
+            "bias": "none, log, entropy, spread",
+        }.items()
+        for value in ("", "Mean", None, 1, ["fixed"])
+    ),
+    *(({"zero_values": value}, f"zero_values must be true or false, not {value!r}") for value in (1, 0, "true", None)),
+    *(({"segmenter": "kl", "tail": tail}, f"tail must be more than 8, the lag.*, not {tail}") for tail in (1, 8)),
+    ({"refine": "missed_mass", "first": 2}, "first must be 0 under refine=missed_mass.*, not 2"),
+]
+
+
+@pytest.mark.parametrize("name", ["luka", "luka_paper"])
+def test_bad_settings_are_named_with_what_is_allowed(name):
+    for settings, message in BAD:
+        pattern = f"^{name}: {re.escape(message)}$".replace(r"\.\*", ".*")
+        with pytest.raises(ValueError, match=pattern):
+            methods.make(name, **settings)
+            pytest.fail(f"{settings} were taken")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"segmenter": "kl", "tail": 9},
+        {"segmenter": "gaussian", "tail": 1},
+        {"refine": "threshold", "first": 2},
+        {"temperature": 1},
+        {"page_size": [1, 2]},
+        {"top_k": 0},
+        {"expand": 1},
+        {"sinks": 0, "tail": 1, "compress_every": 1},
+    ],
+    ids=str,
+)
+def test_settings_at_the_edge_of_what_is_allowed(settings):
+    made = methods.make("luka", **settings)
+    assert {name: made.settings()[name] for name in settings} == settings | (
+        {"page_size": (1, 2)} if "page_size" in settings else {}
+    )
+
+
+def test_unknown_settings_are_named_with_the_nearest():
+    with pytest.raises(ValueError, match=r"luka has no setting 'page_sizes' \(did you mean 'page_size'\?\)"):
+        methods.parse("luka:page_sizes=16")
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "short"),
+    [
+        ("luka", {}, "luka"),
+        ("luka:page_size=[16, 128],top_k=0.1", {"page_size": (16, 128), "top_k": 0.1}, None),
+        ("luka:top_k=3,page_size=[4,8,32],bias=log", {"page_size": (4, 8, 32), "top_k": 3, "bias": "log"}, None),
+        ("luka: page_size = [8] , mass = preserve", {"page_size": 8, "mass": "preserve"}, None),
+        ("luka:page_size=[16],zero_values=True", {"zero_values": True}, "luka:zero_values=true"),
+        ("luka:zero_values=true,tail=128", {"zero_values": True}, "luka:zero_values=true"),
+        ("luka_paper:page_size=[16, 64]", {"page_size": (16, 64), "mass": "preserve"}, "luka_paper:page_size=[16, 64]"),
+    ],
+)
+def test_spec_strings(spec, settings, short):
+    method = methods.parse(spec)
+    assert {name: getattr(method, name) for name in settings} == settings
+    assert methods.parse(method.spec) == method
+    assert methods.make(method.spec) == methods.make(method.name, **method.settings())
+    if short is not None:
+        assert method.spec == short
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spec_of_any_settings_reads_back_as_the_same_method(seed):
+    method = any_settings(seed)
+    assert methods.parse(method.spec) == method
+    assert methods.parse(method.spec).sizes == method.sizes
+
+
+@pytest.mark.parametrize("spec", ["luka:page_size=[16, 24]", "luka:page_size=[16", "luka:page_size=16 32", "luka:page_size="])
+def test_specs_with_pages_that_do_not_nest(spec):
+    with pytest.raises(ValueError, match="luka: page_size must be"):
+        methods.parse(spec)

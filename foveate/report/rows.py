@@ -1,0 +1,62 @@
+"""Reading the rows of `foveate compare`, and choosing among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foveate.evaluation.data import read_jsonl
+from foveate.evaluation.errors import DataError, UserError, unknown
+
+Row = Mapping[str, Any]
+
+_NEEDED = ("method", "spec", "settings", "model", "task", "task_settings", "split", "length", "n", "score", "run")
+
+
+def read(files: Sequence[Path]) -> list[Row]:
+    """The rows of `foveate compare` in some files.
+
+    Raises:
+        DataError: for a file without rows, or a line that is no such row.
+    """
+    rows = []
+    for file in files:
+        found = list(read_jsonl(file))
+        if not found:
+            raise DataError(f"{file}: no rows in this file")
+        for number, row in found:
+            missing = [name for name in _NEEDED if not isinstance(row, dict) or name not in row]
+            if missing:
+                raise DataError(f"{file}:{number}: not a row of foveate compare ('{missing[0]}' is missing)")
+            rows.append(row)
+    return rows
+
+
+def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
+    """The rows that meet every condition ``NAME=VALUE``, where the name is a row's, a task's or a method's setting.
+
+    Rows of ``dense`` are there to compare with, and need not meet conditions on methods.
+
+    Raises:
+        UserError: for a condition of another form, a name that no row has, or when no row is left.
+    """
+    for condition in conditions:
+        name, equals, value = condition.partition("=")
+        if not equals:
+            raise UserError(f"--where {condition}: expected NAME=VALUE, such as task=niah or compressor=mean")
+        if all(_value(row, name) is None for row in rows):
+            names = {*rows[0], *(name for row in rows for name in (*row["task_settings"], *row["settings"]))}
+            raise unknown("name", name, sorted(names), "--where")
+        of_method = name in ("method", "spec") or all(name not in {**row, **row["task_settings"]} for row in rows)
+        rows = [row for row in rows if (of_method and row["method"] == "dense") or _value(row, name) == value]
+        if not rows:
+            raise UserError(f"--where {condition}: no row is left")
+    return list(rows)
+
+
+def _value(row: Row, name: str) -> str | None:
+    for fields in (row, row["task_settings"], row["settings"]):
+        if name in fields:
+            return str(fields[name])
+    return None
