@@ -5,18 +5,18 @@
 #
 # The paper reads one book of PG-19; here every item is a window of a novel, so that there are intervals. The prompt is
 # one token: all tokens scored are decode steps, and pages are made on the way. The ablations of 512 tokens keep a tail
-# of 16 tokens, as the published code does by default (with the 128 of its task experiments a quarter of the text has
-# no page and differences drown); the modes keep 128, as the paper says of them. Everything in float32: bfloat16 rounds
-# about as much as some settings differ.
+# of 16 tokens, as the published code does by default (with the 128 of the paper's task experiments there would be no
+# page in the first 144); the modes keep 128, as the paper says of them. In float32, so that no difference is rounding.
 set -euo pipefail
 model=$1 data=$2 out=${3:-runs} items=${4:-24} batch=${5:-24}
-mkdir -p "$out"
+parts=$out/luka-perplexity
+mkdir -p "$parts"
 
 compare() { # NAME TOKENS METHOD...
   local name=$1 tokens=$2 methods=()
   for spec in "${@:3}"; do methods+=(--method "$spec"); done
   foveate compare --model "$model" --task "perplexity:continuation=$tokens" --data "$data" --length 1 \
-    --limit "$items" --batch-size "$batch" --dtype float32 --out "$out/luka-perplexity-$name.jsonl" "${methods[@]}"
+    --limit "$items" --batch-size "$batch" --dtype float32 --out "$parts/$name.jsonl" "${methods[@]}"
 }
 
 # Figures 4 and 6: compressors by the share of pages refined, with the summaries' values and without. Beside the paper's
@@ -45,9 +45,8 @@ compare biases 512 dense "${biases[@]}"
 # Figure 5: the modes.
 compare modes 1024 dense h2o lined_as_published luka_paper luka mixed:clustered=luka_paper mixed
 
-cd "$out"
 {
-  cat luka-perplexity-compressors.jsonl
-  grep -hv '^{"method": "dense"' luka-perplexity-values.jsonl luka-perplexity-biases.jsonl # dense on the same items
-  cat luka-perplexity-modes.jsonl
-} > luka-perplexity.jsonl
+  cat "$parts/compressors.jsonl"
+  grep -hv '^{"method": "dense"' "$parts/values.jsonl" "$parts/biases.jsonl" # dense on the same texts is there already
+  cat "$parts/modes.jsonl"
+} > "$out/luka-perplexity.jsonl"

@@ -401,9 +401,8 @@ class SlotCache:
         one = object.__new__(SlotCache)
         one.__dict__.update(self.__dict__)
         one.specs = {name: self.specs[here] for name, here in names.items()}
-        one.tensors = {
-            name: self.tensors[here] for name, here in ({"keys": "keys", "values": "values"} | names).items()
-        }
+        one.tensors = {name: self.tensors[name] for name in ("keys", "values")}
+        one.tensors |= {name: self.tensors[here] for name, here in names.items()}
         one.rows = {name: list(numbers) for name, numbers in self.rows.items()}
         return one
 
@@ -412,8 +411,8 @@ class SlotCache:
     ) -> SlotCache:
         """The same tokens for another method, over the same memory of keys and values.
 
-        Tokens that a branch adds lie behind the shared ones, where the next branch writes over them: use one branch after
-        the other. A branch that evicts copies first.
+        Tokens that a branch adds lie behind the shared ones, where the next branch writes over them: use one after the
+        other. A branch that evicts copies first.
 
         Args:
             channels, evicts, counters: of the other method.

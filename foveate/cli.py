@@ -195,6 +195,9 @@ def compare(
     seed: Annotated[int, typer.Option(help="Seed of the items and of the bootstrap.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    share_prompt: Annotated[
+        bool, typer.Option(help="Read each prompt once for all methods that are dense in prefill; else time each.")
+    ] = True,
     show_answers: Annotated[bool, typer.Option("--show-answers", help="Show the first answers, too.")] = False,
 ) -> None:
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
@@ -205,7 +208,8 @@ def compare(
     chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens)
     chosen, added = parse_methods(method or [])
     _quiet()
-    prepared = prepare(Comparison(model, chosen_task, data, chosen, limit, out, batch_size, seed, dtype, device))
+    plan = Comparison(model, chosen_task, data, chosen, limit, out, batch_size, seed, dtype, device, share_prompt)
+    prepared = prepare(plan)
     if method and added:
         notes.print("dense runs too: every row is compared with it", style="dim")
     total = len(prepared.items) * len(prepared.missing)

@@ -316,7 +316,7 @@ def test_evicting_methods_free_the_memory(method):
     assert full.store.resident_bytes >= 2 * 1024 * KV_HEADS * DIM * 4
 
 
-# Padding, chunks, turns
+# Padding, chunks, turns, company
 
 
 def padded(rows, pad_to):
@@ -364,6 +364,43 @@ def test_left_padded_rows_equal_batch_size_one(method, chunk):
         one = driver.store.row(b)
         one.rows["counts"] = list(driver.store.rows["counts"])[b : b + 1]
         assert_same_state(one, alone.store)
+
+
+COMPANY = [
+    methods.make("h2o", top_k=60, window=8),  # evicts nothing before it has decoded a while
+    methods.make("snapkv", top_k=9, window=5),
+    methods.make("tova", top_k=20),
+    methods.make("luka", page_size=3, tail=7, compressor="attention"),
+]
+
+
+@each_variant
+@pytest.mark.parametrize("chunk", [PROMPT, 20])
+def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
+    """Whoever else reads along, and whoever went on before: also past the room that is left behind the prompt."""
+    if method.sparse_prompt:
+        with pytest.raises(ValueError, match="sparse in prefill"):
+            methods.Together((*COMPANY, method))
+        return
+    batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
+    steps = Tokens.random(len(LENGTHS), 70, seed=1)
+
+    def read(driver):
+        ends = range(chunk, PROMPT + chunk, chunk)
+        return torch.cat([driver.feed(batch[end - chunk : end], mask[:, :end]) for end in ends], 2)
+
+    alone, together = Driver(method), Driver(methods.Together((*COMPANY, method)))
+    assert torch.equal(read(alone), read(together))
+    expected = alone.feed_steps(steps)
+    for one in (method, *COMPANY, method):
+        branch = Driver(one)
+        branch.layer.go_on_from(together.layer)
+        out = branch.feed_steps(steps)
+        if one == method:
+            assert torch.equal(out, expected)
+            assert branch.layer.counters == alone.layer.counters
+            assert branch.store.resident_bytes == alone.store.resident_bytes
+            assert_same_state(branch.store, alone.store)
 
 
 @each_variant

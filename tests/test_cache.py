@@ -350,6 +350,68 @@ def test_a_row_cannot_grow():
         cache.row(0).reserve(cache.capacity + 1)
 
 
+# Other methods
+
+
+def branched(cache: SlotCache, evicts: bool = False, channels=None) -> SlotCache:
+    return cache.branch(channels or {}, evicts, Counters(), {})
+
+
+def test_a_part_has_channels_by_other_names_and_numbers_of_its_own():
+    cache = filled(5, channels={"0.mass": Channel(), "1.mass": Channel(), "1.seen": Channel((3,), per=0)})
+    part = cache.part({"mass": "1.mass", "seen": "1.seen"})
+    part.channel("mass").fill_(7.0)
+    part.channel("seen").fill_(8.0)
+    assert cache.channel("1.mass").eq(7).all()
+    assert cache.channel("1.seen").eq(8).all()
+    assert cache.channel("0.mass").eq(0).all()
+    assert held(part, 1) == list(range(5))
+    part.rows["pages"][0] = 9
+    assert cache.rows["pages"] == [0, 0]
+
+
+def test_branches_write_behind_shared_keys_one_after_the_other():
+    cache = ragged([5, 3])
+    before = cache.resident_bytes
+    for _ in range(2):
+        branch = branched(cache)
+        assert branch.keys.data_ptr() == cache.keys.data_ptr()
+        assert branch.counters.resident_bytes == branch.resident_bytes == before
+        step(branch)
+        assert [held(branch, b) for b in range(2)] == [list(range(6)), [0, 1, 2, 3, -1, -1]]
+        assert cache.lengths == [5, 3]
+    branch.reserve(branch.capacity + 1)
+    branch.keys.zero_()
+    assert held(cache, 0) == list(range(5))
+
+
+def test_a_branch_that_evicts_knows_positions_and_copies_before_it_writes():
+    cache = ragged([5, 3])
+    branch = branched(cache, evicts=True)
+    assert branch.keys.data_ptr() == cache.keys.data_ptr()
+    evict(branch, [[1, 2], [0, 0]], [True, False])
+    step(branch)
+    assert [held(branch, b, 0) for b in range(2)] == [[0, 5, 2, 3, 4], [0, 1, 2, 3, -1]]
+    assert [held(cache, b, 0) for b in range(2)] == [list(range(5)), [0, 1, 2, -1, -1]]
+    kept = branched(cache, evicts=True)
+    kept.retain(torch.tensor([[[0, 4]] * 2, [[1, 2]] * 2]))
+    copied = kept.keys.data_ptr()
+    evict(kept, [[0, 0], [0, 0]])
+    assert kept.keys.data_ptr() == copied  # what is its own need not be copied
+
+
+def test_a_branch_takes_over_what_was_filled_for_it():
+    cache = filled(5, channels={"0.mass": Channel(), "0.seen": Channel((3,), per=0)})
+    cache.channel("0.mass").fill_(7.0)
+    channels = {"mass": Channel(), "page": Channel(per=2), "seen": Channel((3,), per=0)}
+    branch = cache.branch(channels, False, Counters(), {"mass": "0.mass"})
+    assert branch.channel("mass").eq(7).all()
+    assert branch.channel("seen").eq(0).all()
+    assert branch.channel("page").shape == (2, 2, branch.capacity // 2)
+    branch.channel("mass").fill_(8.0)
+    assert cache.channel("0.mass").eq(7).all()
+
+
 # Undoing
 
 

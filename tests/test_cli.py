@@ -95,6 +95,20 @@ def test_compare_from_items_to_table(model, out):
     assert again.stdout.strip() == done.stdout.split("Answers")[0].strip()
 
 
+def test_prompts_are_shared_unless_prefill_is_to_be_timed(model, out):
+    done = call(*compare(model, out, "--method", "h2o"))
+    assert "--no-share-prompt" in done.stdout
+    assert [row["prefill_ms"] for row in rows(out)] == [None, None]
+    timed = out.with_name("timed.jsonl")
+    done = call(*compare(model, timed, "--method", "h2o", "--no-share-prompt"))
+    assert "--no-share-prompt" not in done.stdout
+    for row, shared in zip(rows(timed), rows(out)):
+        assert row["prefill_ms"] > 0
+        assert row["command"].endswith(" --no-share-prompt")
+        assert row["item_values"] == shared["item_values"]
+        assert row["run"] == shared["run"]
+
+
 @pytest.mark.parametrize("task", ["wikisalad:max_new_tokens=2", "perplexity:length=50,continuation=5"])
 def test_other_tasks(model, out, task):
     done = call("compare", "--model", model, "--data", tiny.SAMPLE, "--out", out, "--task", task, "--limit", 1)

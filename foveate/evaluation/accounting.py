@@ -48,11 +48,12 @@ ROW_FIELDS = {
     "pages_refined": "pages that the method looked into",
     "indices_reused": "selections taken over from another layer or step",
     "notes": "what the method has to say, such as layers that it left as they are",
-    "prefill_ms": "wall time of a batch's prompt, median",
+    "prefill_ms": "wall time of a batch's prompt, median; none where the prompt was read for several methods at once",
     "decode_ms_per_token": "wall time of a decode step (a token of every sequence in the batch), median",
-    "timing": "'generate', or 'teacher-forced' where the decode steps were fed in blocks and are not a speed",
+    "timing": "'generate', or 'teacher-forced' where the decode steps were fed in blocks and are not a speed; with "
+    "', shared prompt' where the prompt was read for several methods at once",
     "peak_bytes": "the largest memory in use while answering",
-    "peak_kind": "what peak_bytes counts",
+    "peak_kind": "what peak_bytes counts; a shared prompt's memory is that of all methods it was read for",
     "batch_size": "sequences answered at once",
     "dtype": "the model's number format",
     "device": "the device's name",
@@ -239,9 +240,9 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "notes": list(dict.fromkeys(note for batch in batches for note in batch["stats"]["notes"])),
         "prefill_ms": _median(batch["prefill_ms"] for batch in batches),
         "decode_ms_per_token": _median(batch["decode_ms_per_token"] for batch in batches),
-        "timing": batches[0]["timing"],
+        "timing": _joined(batch["timing"] for batch in batches),
         "peak_bytes": max(batch["peak_bytes"] for batch in batches),
-        "peak_kind": batches[0]["peak_kind"],
+        "peak_kind": _joined(batch["peak_kind"] for batch in batches),
         "commit": ", ".join(sorted({batch["commit"] for batch in batches})),
     }
 
@@ -251,6 +252,11 @@ def ordered(row: Mapping[str, Any]) -> dict[str, Any]:
     if row.keys() != ROW_FIELDS.keys():
         raise ValueError(f"row fields differ from the schema: {sorted(row.keys() ^ ROW_FIELDS.keys())}")
     return {field: row[field] for field in ROW_FIELDS}
+
+
+def _joined(values: Iterable[str]) -> str:
+    """The different values, for rows whose batches were measured in different ways."""
+    return " / ".join(dict.fromkeys(values))
 
 
 def _median(values: Iterable[float | None]) -> float | None:

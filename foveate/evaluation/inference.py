@@ -1,4 +1,8 @@
-"""Asking a model a batch of items, greedily or teacher-forced, with the time of prefill and decode."""
+"""Asking a model a batch of items, greedily or teacher-forced, with the time of prefill and decode.
+
+A batch is asked in two steps: the prompt is read, and what follows is generated or scored. So one reading can serve
+several methods, each of which goes on from it exactly as if it had read the prompt alone.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from foveate.evaluation.accounting import read_config
 from foveate.evaluation.errors import UserError, unknown
@@ -26,6 +30,8 @@ from foveate.evaluation.tasks.base import Item, Output
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+GENERATE, TEACHER_FORCED, SHARED = "generate", "teacher-forced", ", shared prompt"
+"""How a batch was timed, and what is added where its prompt was read for several methods at once."""
 _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, vocabulary]
 
 
@@ -34,7 +40,7 @@ class Batch:
     """A batch's outputs, one per item, and its times (ms). `cache` keeps the model's cache alive for its statistics."""
 
     outputs: list[Output]
-    prefill_ms: float
+    prefill_ms: float | None
     decode_ms_per_token: float | None
     timing: str
     cache: Any
@@ -88,10 +94,15 @@ def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
     return model.to(device).eval()
 
 
-@torch.inference_mode()
 def run_batch(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Batch:
     """Puts items to a model: answers greedily, or scores the targets if the items have them (then of equal lengths)."""
-    return _score(model, items) if items[0].target_ids else _answer(model, tokenizer, items)
+    return read_prompt(model, tokenizer, items).go_on(model)
+
+
+@torch.inference_mode()
+def read_prompt(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Prompt:
+    """The first half of :func:`run_batch`."""
+    return _Texts(model, items) if items[0].target_ids else _Questions(model, tokenizer, items)
 
 
 def pad_token(model: PreTrainedModel, tokenizer: Any) -> int:
@@ -116,58 +127,142 @@ def _kind(item: Item) -> tuple[Any, ...]:
     return (item.max_new_tokens, item.stop, *lengths)
 
 
-def _answer(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Batch:
-    ends = _as_list(model.generation_config.eos_token_id)
-    pad = pad_token(model, tokenizer)
-    width = max(len(item.prompt_ids) for item in items)
-    rows = [[pad] * (width - len(item.prompt_ids)) + list(item.prompt_ids) for item in items]
-    mask = [[0] * (width - len(item.prompt_ids)) + [1] * len(item.prompt_ids) for item in items]
-    clock = _Clock(model.device)
-    stop = _StopAt(tokenizer, items[0].stop, width)
-    ids = torch.tensor(rows, device=model.device)
-    attention_mask = torch.tensor(mask, device=model.device)
-    begin = clock.now()
-    made = model.generate(
-        ids,
-        attention_mask=attention_mask,
-        max_new_tokens=items[0].max_new_tokens,
-        do_sample=False,
-        pad_token_id=pad,
-        return_dict_in_generate=True,
-        logits_processor=LogitsProcessorList([clock]),
-        stopping_criteria=StoppingCriteriaList([stop] if items[0].stop else []),
-    )
-    ticks = clock.ticks
-    return Batch(
-        outputs=[Output(text=_text(tokenizer, row, ends, items[0].stop)) for row in made.sequences[:, width:].tolist()],
-        prefill_ms=1e3 * (ticks[0] - begin),
-        decode_ms_per_token=1e3 * (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else None,
-        timing="generate",
-        cache=made.past_key_values,
-    )
+class Prompt:
+    """The prompts of a batch of items, read by a model."""
+
+    timing: str
+    cache: Any
+    prefill_ms: float
+
+    @torch.inference_mode()
+    def go_on(self, model: PreTrainedModel, shared: bool = False) -> Batch:
+        """What follows the prompts. `shared`: `methods.Together` has read them, and one of its methods is attached now.
+
+        That is possible for each of them, one after the other; otherwise once.
+        """
+        cache = self.cache.branch(model) if shared else self.cache
+        clock = _Clock(model.device)
+        outputs, steps = self._follow(model, cache, clock)
+        return Batch(
+            outputs=outputs,
+            prefill_ms=None if shared else self.prefill_ms,
+            decode_ms_per_token=clock.elapsed_ms / steps if steps else None,
+            timing=self.timing + (SHARED if shared else ""),
+            cache=cache,
+        )
+
+    def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
+        """Outputs and the number of decode steps; the clock ticks when the first step begins and when the last ends."""
+        raise NotImplementedError
 
 
-def _score(model: PreTrainedModel, items: Sequence[Item]) -> Batch:
-    prompt = torch.tensor([item.prompt_ids for item in items], device=model.device)
-    target = torch.tensor([item.target_ids for item in items], device=model.device)
-    clock = _Clock(model.device)
-    begin = clock.now()
-    out = model(prompt, use_cache=True, logits_to_keep=1)
-    middle = clock.now()
-    nll = _nll(out.logits[:, -1:], target[:, :1])
-    for start in range(0, target.shape[1] - 1, _TARGET_BLOCK):
-        block = target[:, start : min(start + _TARGET_BLOCK, target.shape[1] - 1)]
-        out = model(block, past_key_values=out.past_key_values, use_cache=True)
-        nll += _nll(out.logits, target[:, start + 1 : start + 1 + block.shape[1]])
-    end = clock.now()
-    steps = target.shape[1] - 1
-    return Batch(
-        outputs=[Output(nll=value) for value in nll.tolist()],
-        prefill_ms=1e3 * (middle - begin),
-        decode_ms_per_token=1e3 * (end - middle) / steps if steps else None,
-        timing="teacher-forced",
-        cache=out.past_key_values,
-    )
+class _Questions(Prompt):
+    """Questions of any lengths, padded on the left, answered greedily: `generate`, with a pause after the prompt."""
+
+    timing = GENERATE
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]):
+        self._tokenizer, self._stop = tokenizer, items[0].stop
+        self._ends = _as_list(model.generation_config.eos_token_id)
+        pad = pad_token(model, tokenizer)
+        self._width = max(len(item.prompt_ids) for item in items)
+        rows = [[pad] * (self._width - len(item.prompt_ids)) + list(item.prompt_ids) for item in items]
+        mask = [[0] * (self._width - len(item.prompt_ids)) + [1] * len(item.prompt_ids) for item in items]
+        stops = [_StopAt(tokenizer, self._stop, self._width)] if self._stop else []
+        ids, attention_mask = (torch.tensor(rows, device=model.device) for rows in (rows, mask))
+        clock = _Clock(model.device)
+        clock.tick()
+        self._paused = model.generate(
+            ids,
+            attention_mask=attention_mask,
+            max_new_tokens=items[0].max_new_tokens,
+            do_sample=False,
+            pad_token_id=pad,
+            stopping_criteria=StoppingCriteriaList(stops),
+            custom_generate=_pause,
+        )
+        clock.tick()
+        self.prefill_ms, self.cache = clock.elapsed_ms, self._paused.cache
+
+    def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
+        ids = _greedy(model, self._paused, cache, clock)
+        rows = ids[:, self._width :].tolist()
+        outputs = [Output(text=_text(self._tokenizer, row, self._ends, self._stop)) for row in rows]
+        return outputs, len(rows[0]) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Paused:
+    """A call of `generate` before its first token: the prompt's ids and logits, and what was prepared for decoding."""
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+    cache: Any
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    kwargs: dict[str, Any]
+
+
+def _pause(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **kwargs: Any,
+) -> _Paused:
+    """Takes the place of `generate`'s decoding loop, and only reads the prompt."""
+    out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
+    cache = out.past_key_values
+    return _Paused(input_ids, out.logits, cache, logits_processor, stopping_criteria, generation_config, kwargs)
+
+
+def _greedy(model: PreTrainedModel, paused: _Paused, cache: Any, clock: _Clock) -> torch.Tensor:
+    """Ids [B, prompt and answer]: `generate`'s greedy loop, step for step, from a cache that holds the prompt."""
+    ids, kwargs = paused.ids, dict(paused.kwargs)
+    out = CausalLMOutputWithPast(logits=paused.logits, past_key_values=cache)
+    unfinished = torch.ones_like(ids[:, 0])
+    has_ends = any(hasattr(criterion, "eos_token_id") for criterion in paused.criteria)
+    with model._optimize_model_for_decode():
+        while True:
+            scores = paused.processors(ids, out.logits[:, -1].float())
+            clock.tick()
+            token = scores.argmax(-1)
+            if has_ends:
+                token = token.where(unfinished > 0, paused.config.pad_token_id)
+            ids = torch.cat([ids, token[:, None]], 1)
+            unfinished = unfinished & ~paused.criteria(ids, None)
+            if not unfinished.any():
+                return ids
+            kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+            out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs), return_dict=True)
+
+
+class _Texts(Prompt):
+    """Texts of one length with targets of one length, which are scored teacher-forced."""
+
+    timing = TEACHER_FORCED
+
+    def __init__(self, model: PreTrainedModel, items: Sequence[Item]):
+        prompt = torch.tensor([item.prompt_ids for item in items], device=model.device)
+        self._target = torch.tensor([item.target_ids for item in items], device=model.device)
+        clock = _Clock(model.device)
+        clock.tick()
+        out = model(prompt, use_cache=True, logits_to_keep=1)
+        clock.tick()
+        self.prefill_ms, self.cache, self._logits = clock.elapsed_ms, out.past_key_values, out.logits[:, -1:]
+
+    def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
+        target, steps = self._target, self._target.shape[1] - 1
+        clock.tick()
+        nll = _nll(self._logits, target[:, :1])
+        for start in range(0, steps, _TARGET_BLOCK):
+            block = target[:, start : min(start + _TARGET_BLOCK, steps)]
+            out = model(block, past_key_values=cache, use_cache=True)
+            nll += _nll(out.logits, target[:, start + 1 : start + 1 + block.shape[1]])
+        clock.tick()
+        return [Output(nll=value) for value in nll.tolist()], steps
 
 
 def _nll(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -176,21 +271,22 @@ def _nll(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (torch.logsumexp(logits.float(), dim=-1) - chosen).double().sum(dim=-1)
 
 
-class _Clock(LogitsProcessor):
-    """Notes the time at which the logits of each step are ready."""
+class _Clock:
+    """Notes times, waiting for the device."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self.ticks: list[float] = []
+        self._ticks: list[float] = []
 
-    def now(self) -> float:
+    def tick(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        self._ticks.append(time.perf_counter())
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.ticks.append(self.now())
-        return scores
+    @property
+    def elapsed_ms(self) -> float:
+        """From the first tick to the last."""
+        return 1e3 * (self._ticks[-1] - self._ticks[0])
 
 
 class _StopAt(StoppingCriteria):

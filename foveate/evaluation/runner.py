@@ -2,7 +2,7 @@
 
 `prepare` does everything that can fail without the model's weights (names, data, lengths, earlier results); `run` loads
 the model and works off what is missing. Items go in the outer loop and methods in the inner one, so that a machine that
-slows down slows all methods alike.
+slows down slows all methods alike. A batch's prompt is read once for all methods that are dense in prefill.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,11 @@ Progress = Callable[[str, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What is to be compared. `dtype` and `device` may be "auto"; `methods` are foveate methods, "dense" among them."""
+    """What is to be compared. `dtype` and `device` may be "auto"; `methods` are foveate methods, "dense" among them.
+
+    `share_prompt`: methods that are dense in prefill share one reading of each prompt; without it each reads the prompt
+    itself, which times its prefill. Nothing else differs.
+    """
 
     model: Path
     task: Task
@@ -47,6 +51,7 @@ class Comparison:
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
+    share_prompt: bool = True
 
     def command(self) -> str:
         """The command line of this comparison, paths shortened to their last names."""
@@ -54,7 +59,8 @@ class Comparison:
         parts = ["foveate compare", f"--model {self.model.name}", f"--task {self.task.name}:{settings}"]
         parts += [f"--data {self.data.name}", *(f'--method "{method.spec}"' for method in self.methods)]
         parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]
-        return " ".join([*parts, f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"])
+        parts += [f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
+        return " ".join(parts if self.share_prompt else [*parts, "--no-share-prompt"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,21 +158,30 @@ def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> 
     with resultfile.PartialFile(plan.out, prepared.run) as partial:
         records = {(record["key"], record["first"]): record for record in partial.records}
         groups = inference.batches(prepared.items, plan.batch_size)
-        cells = [(_method_key(method), group[0].id, method, group) for group in groups for method in missing]
-        todo = [cell for cell in cells if cell[:2] not in records]
-        for key, first, method, group in cells:
-            if (key, first) in records:
-                progress(method.spec, len(group))
-        examiner = _Examiner(prepared, list({cell[0]: cell[2] for cell in todo}.values())) if todo else None
-        for key, first, method, group in todo:
-            records[key, first] = examiner.measure(method, group)
-            partial.append(records[key, first])
-            progress(method.spec, len(group))
+        todo = []
+        for group in groups:
+            waiting = [method for method in missing if (_method_key(method), group[0].id) not in records]
+            todo += [(waiting, group)] if waiting else []
+            for method in missing:
+                if method not in waiting:
+                    progress(method.spec, len(group))
+        for record in _measured(prepared, todo) if todo else ():
+            records[record["key"], record["first"]] = record
+            partial.append(record)
+            progress(record["spec"], len(record["values"]))
         of_methods = [[records[_method_key(method), group[0].id] for group in groups] for method in missing]
         rows = _rows(prepared, of_methods)
         finished = {_key(row["method"], row["settings"]) for row in rows}
         resultfile.write_rows(plan.out, rows, keep_partial=any(key not in finished for key, _ in records))
     return rows
+
+
+def _measured(prepared: Prepared, todo: Sequence[tuple[Sequence[Any], Sequence[Item]]]) -> Iterator[Record]:
+    """A record for every method of every batch in `todo`."""
+    needed = [method for method in prepared.missing if any(method in methods for methods, _ in todo)]
+    examiner = _Examiner(prepared, needed)
+    for methods, items in todo:
+        yield from examiner.measure(methods, items)
 
 
 class _Examiner:
@@ -191,15 +206,43 @@ class _Examiner:
                     inference.run_batch(self._model, self._tokenizer, [cut])
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise UserError(f"method '{method.spec}' cannot be applied to {plan.model.name}: {error}") from error
+        dense = [method for method in prepared.missing if not self._is_sparse_in_prefill(method)]
+        self._sharing = dense if plan.share_prompt and len(dense) > 1 else []
 
-    def measure(self, method: Any, items: Sequence[Item]) -> Record:
-        """One method on one batch: graded values, texts, times, memory and the method's own counters."""
+    def measure(self, methods: Sequence[Any], items: Sequence[Item]) -> Iterator[Record]:
+        """Each method on one batch: graded values, texts, times, memory and the method's own counters."""
+        together = [method for method in methods if method in self._sharing]
+        if together:
+            yield from self._measure_together(together, items)
+        for method in methods:
+            if method not in together:
+                yield self._measure_alone(method, items)
+
+    def _measure_alone(self, method: Any, items: Sequence[Item]) -> Record:
         torch.manual_seed(self._plan.seed)
         with foveate.attached(self._model, method):
             self._memory.start()
             batch = inference.run_batch(self._model, self._tokenizer, items)
-            stats = foveate.stats(self._model).summary()
+            return self._record(method, items, batch, self._memory.peak(), self._memory.kind)
+
+    def _measure_together(self, methods: Sequence[Any], items: Sequence[Item]) -> Iterator[Record]:
+        """The prompt is read once, and every method goes on from there."""
+        with foveate.attached(self._model, foveate.methods.Together(tuple(methods))):
+            self._memory.start()
+            prompt = inference.read_prompt(self._model, self._tokenizer, items)
             peak = self._memory.peak()
+        for method in methods:
+            yield self._go_on(method, items, prompt, peak)
+
+    def _go_on(self, method: Any, items: Sequence[Item], prompt: inference.Prompt, peak: int) -> Record:
+        torch.manual_seed(self._plan.seed)
+        with foveate.attached(self._model, method):
+            self._memory.start()
+            batch = prompt.go_on(self._model, shared=True)
+            peak = max(peak, self._memory.peak())
+            return self._record(method, items, batch, peak, f"{self._memory.kind}{inference.SHARED}")
+
+    def _record(self, method: Any, items: Sequence[Item], batch: inference.Batch, peak: int, peak_kind: str) -> Record:
         values = [self._plan.task.grade(item, output) for item, output in zip(items, batch.outputs)]
         if not all(math.isfinite(value) for graded in values for value in graded.values()):
             raise ArithmeticError(f"method '{method.spec}' gave a value that is not a number on item {items[0].id}")
@@ -213,10 +256,14 @@ class _Examiner:
             "decode_ms_per_token": batch.decode_ms_per_token,
             "timing": batch.timing,
             "peak_bytes": peak,
-            "peak_kind": self._memory.kind,
-            "stats": stats,
+            "peak_kind": peak_kind,
+            "stats": foveate.stats(self._model).summary(),
             "commit": self._commit,
         }
+
+    def _is_sparse_in_prefill(self, method: Any) -> bool:
+        with foveate.attached(self._model, method) as attachment:
+            return attachment.sparse_prompt
 
 
 def _rows(prepared: Prepared, new: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from foveate.methods.luka import LuKA, LuKAPaper
 from foveate.methods.per_layer import Mixed, PerLayer, per_layer
 from foveate.methods.snapkv import SnapKV
 from foveate.methods.streaming import Streaming
+from foveate.methods.together import Together
 from foveate.methods.tova import TOVA
 from foveate.methods.uniform import Uniform
 
@@ -27,6 +28,7 @@ __all__ = [
     "PerLayer",
     "SnapKV",
     "Streaming",
+    "Together",
     "Uniform",
     "budget",
     "get",

@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -88,7 +89,18 @@ class Method:
         return False
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        """Learn from prompt queries; called after :meth:`prompt`, chunk by chunk, when there is a cache."""
+        """Learn from prompt queries; called after :meth:`prompt`, chunk by chunk, when there is a cache.
+
+        Fills channels and changes nothing else, so that several methods can learn from one prompt.
+        """
+
+    @property
+    def observation(self) -> Hashable | None:
+        """What :meth:`observe` does, as a key: methods with equal keys fill channels of the same names alike.
+
+        None: nothing.
+        """
+        return None if type(self).observe is Method.observe else self
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         """The prompt is complete: slots to keep, int64 ``[B, Hkv, K]`` ascending, or None for all."""

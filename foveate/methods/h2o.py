@@ -1,5 +1,6 @@
 """H2O, the heavy-hitter oracle; the LuKA paper's lined attention, with a correct causal prefill."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,6 +42,10 @@ class H2O(Method):
     @property
     def observes(self) -> bool:
         return True
+
+    @property
+    def observation(self) -> Hashable:
+        return ops.column_mass
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         ops.column_mass(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -166,6 +167,12 @@ class LuKA(Method):
     @property
     def observes(self) -> bool:
         return self.weighs_mass or self.segmenter == "kl"
+
+    @property
+    def observation(self) -> Hashable | None:
+        if self.segmenter == "kl":
+            return ("kl", self.tail, self.weighs_mass)
+        return ops.column_mass if self.weighs_mass else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         offset = cache.used - q.shape[2]

@@ -1,5 +1,6 @@
 """SnapKV: what the end of the prompt looks at."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,6 +44,10 @@ class SnapKV(Method):
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"queries": Channel((geometry.num_heads, self.window, geometry.head_dim), per=0, dtype=None)}
+
+    @property
+    def observation(self) -> Hashable:
+        return SnapKV, self.window
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         queries = cache.channel("queries")

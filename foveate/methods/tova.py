@@ -1,5 +1,6 @@
 """TOVA: token omission via attention."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,6 +38,10 @@ class TOVA(Method):
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"mass": Channel()}
+
+    @property
+    def observation(self) -> Hashable:
+        return TOVA, self.pool
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         mass = ops.query_mass(q[:, :, -1:], cache.keys, scaling=scaling, offset=cache.used - 1)

@@ -19,7 +19,9 @@ _SPEAKING = ("compressor", "mass")  # settings whose values say what they are
 def once(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """The first row of each method on the same items, and a note on the others."""
     kept: dict[tuple[Cell, str], Row] = {}
-    repeated = sum(kept.setdefault((cell(row), row["spec"]), row) is not row for row in rows)
+    for row in rows:
+        kept.setdefault((cell(row), row["spec"]), row)
+    repeated = len(rows) - len(kept)
     return list(kept.values()), [f"rows that repeat others, not drawn: {repeated}"] if repeated else []
 
 

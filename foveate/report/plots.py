@@ -29,7 +29,7 @@ _COMPRESSORS = {  # by compressor and mass
     ("random", "exact"): Look("#7A7A7A", "P"),
 }
 _SHARES = (0.5, 1, 2.5, 5, 10, 25, 50, 100)
-_FINER_SHARES = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50, 60, 80, 100)
+_FINER_SHARES = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 100)
 _ASIDE = 0.004  # between intervals that would stand on each other
 
 

@@ -51,7 +51,7 @@ def comparison(rows: Sequence[Row]) -> Table:
             _size(row["kv_bytes_per_step"]),
             _size(row["resident_bytes"]),
             _time(row["prefill_ms"]),
-            _time(row["decode_ms_per_token"] if row["timing"] == "generate" else None),
+            _time(row["decode_ms_per_token"] if row["timing"].startswith("generate") else None),
         )
     return table
 
@@ -130,8 +130,10 @@ def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
     if first["ceiling"] < 100:
         lines.append(f"ceiling {first['ceiling']:.1f}: the share of questions whose answer is in the prompt")
     lines += [f"{row['spec']}: {others}" for row in rows if (others := _others(row))]
-    if first["timing"] != "generate":
+    if not first["timing"].startswith("generate"):
         lines.append("decode was teacher-forced in blocks: its time is no speed of generation")
+    if any("shared prompt" in row["timing"] for row in rows):
+        lines.append("methods without a prefill time shared one reading of each prompt; --no-share-prompt times them")
     for note in dict.fromkeys(note for row in rows for note in row["notes"]):
         owners = [row["spec"] for row in rows if note in row["notes"]]
         lines.append(note if len(owners) == len(rows) else f"{', '.join(owners)}: {note}")

@@ -87,6 +87,10 @@ def test_costs_are_weighted_by_steps():
     assert total["notes"] == ["layer 1 stays as it is"]
     assert (total["prefill_ms"], total["decode_ms_per_token"]) == (2.0, 3.5)
     assert total["commit"] == "c0"
+    shared = {**batch(10, 50.0, 0.5, None, 3.0), "timing": "generate, shared prompt"}
+    mixed = accounting.add_up([shared, batch(10, 50.0, 0.5, 1.0, 3.0), shared])
+    assert (mixed["timing"], mixed["prefill_ms"]) == ("generate, shared prompt / generate", 1.0)
+    assert accounting.add_up([shared])["prefill_ms"] is None
     idle = accounting.add_up([batch(0, 0.0, 1.0, 2.0, None)])
     assert idle["keys_read_share"] is idle["kv_bytes_per_step"] is idle["decode_ms_per_token"] is None
 

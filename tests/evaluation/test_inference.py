@@ -1,6 +1,9 @@
+import contextlib
+
 import pytest
 import torch
 
+import foveate
 from foveate.evaluation import inference
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.tasks.base import Item
@@ -53,6 +56,49 @@ def test_an_answer_ends_at_the_stop_string_and_takes_no_more_steps(model, tokeni
     batch = inference.run_batch(model, tokenizer, [question(tokenizer, TEXTS[1], stop, new=40)])
     assert batch.outputs[0].text == full.text.split(stop, 1)[0].rstrip()
     assert batch.cache.get_seq_length() < len(question(tokenizer, TEXTS[1]).prompt_ids) + 39
+
+
+@pytest.mark.parametrize("method", [None, "dense", "h2o:top_k=3,window=2", "streaming:window=5"])
+@pytest.mark.parametrize("ends", [1, [1, 42, 77, 310]])
+def test_answers_are_those_of_generate(model, tokenizer, monkeypatch, method, ends):
+    """Step for step: rows that end early, at one of several tokens, are padded while the others go on."""
+    monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+    items = [question(tokenizer, text, new=30) for text in TEXTS]
+    width = max(len(item.prompt_ids) for item in items)
+    ids = torch.tensor([[0] * (width - len(item.prompt_ids)) + list(item.prompt_ids) for item in items])
+    with foveate.attached(model, method) if method else contextlib.nullcontext():
+        made = model.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=30, do_sample=False, pad_token_id=0)
+        steps = foveate.stats(model, reset=True).to_dict() if method else None
+        prompt = inference.read_prompt(model, tokenizer, items)
+        clock = inference._Clock(model.device)
+        with torch.inference_mode():
+            assert torch.equal(inference._greedy(model, prompt._paused, prompt.cache, clock), made)
+        assert steps is None or foveate.stats(model).to_dict() == steps
+    assert len(clock._ticks) == made.shape[1] - width
+
+
+METHODS = ["dense", "h2o:top_k=8,window=4", "luka:page_size=2,tail=3,compressor=attention", "snapkv:top_k=3,window=2"]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_methods_go_on_from_one_prompt(model, tokenizer, stop):
+    items = [question(tokenizer, text, new=20) for text in TEXTS]
+    with foveate.attached(model, "dense"):
+        full = inference.run_batch(model, tokenizer, items).outputs[1].text
+    items = [question(tokenizer, text, full[len(full) // 2] if stop else "", new=20) for text in TEXTS]
+    with foveate.attached(model, foveate.methods.Together(tuple(map(foveate.methods.parse, METHODS)))):
+        prompt = inference.read_prompt(model, tokenizer, items)
+    for method in METHODS[::-1]:
+        with foveate.attached(model, method):
+            batch = prompt.go_on(model, shared=True)
+            stats = foveate.stats(model).to_dict()
+        with foveate.attached(model, method):
+            alone = inference.run_batch(model, tokenizer, items)
+            assert stats == foveate.stats(model).to_dict()
+        assert batch.outputs == alone.outputs
+        assert batch.prefill_ms is None
+        assert (batch.timing, alone.timing) == ("generate, shared prompt", "generate")
+        assert batch.decode_ms_per_token > 0
 
 
 def test_likelihood_is_that_of_one_full_forward(model, tokenizer):

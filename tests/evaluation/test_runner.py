@@ -10,6 +10,8 @@ from foveate.evaluation.errors import UserError
 
 SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8"]
 COSTS = ("prefill_ms", "decode_ms_per_token", "peak_bytes", "commit")
+SHARED = ("timing", "peak_kind", "command")
+"""What tells, beside the costs, whether a row's prompts were shared."""
 
 
 @pytest.fixture
@@ -19,8 +21,8 @@ def plan(tiny_folder, sample, tmp_path):
     return runner.Comparison(tiny_folder, task, sample, methods, limit=5, out=tmp_path / "rows.jsonl", batch_size=2)
 
 
-def without_costs(rows):
-    return [{key: value for key, value in row.items() if key not in COSTS} for row in rows]
+def without_costs(rows, *more):
+    return [{key: value for key, value in row.items() if key not in (*COSTS, *more)} for row in rows]
 
 
 class StoppedError(Exception):
@@ -58,8 +60,10 @@ def test_rows_say_what_happened(plan):
         assert row["dense_score"] == dense["score"]
         assert row["decode_steps"] == 3 * 11  # batches times the continuation's steps after its first token
         assert len(row["examples"]) == 5
-        assert row["prefill_ms"] > 0
+        assert row["prefill_ms"] is None
+        assert row["timing"] == "teacher-forced, shared prompt"
         assert row["peak_bytes"] > 0
+        assert row["peak_kind"].endswith(", shared prompt")
         assert "/" not in row["command"].replace(f'"{SPECS[1]}"', "")
     assert dense["keys_read_share"] == 1
     assert 0 < h2o["keys_read_share"] < 0.5
@@ -68,6 +72,64 @@ def test_rows_say_what_happened(plan):
     assert luka["pages_refined"] > 0
     assert h2o["item_values"]["nll"] != dense["item_values"]["nll"]
     assert h2o["settings"]["window"] == 8
+
+
+EVERY = [foveate.methods.make(name, **foveate.methods.get(name).small_budget) for name in foveate.methods.names()]
+
+
+@pytest.mark.parametrize("task", ["wikisalad:max_new_tokens=6", "perplexity:length=60,continuation=80"])
+def test_a_shared_prompt_changes_no_row(plan, tmp_path, task):
+    methods = (*sorted(EVERY, key=lambda method: method.name != "dense"), *runner.parse_methods(SPECS)[0][1:])
+    shared = dataclasses.replace(plan, task=tasks.parse(task), methods=methods, limit=1, batch_size=4)
+    single = dataclasses.replace(shared, share_prompt=False, out=tmp_path / "single" / "rows.jsonl")
+    rows, alone = runner.run(runner.prepare(shared)), runner.run(runner.prepare(single))
+    assert without_costs(rows, *SHARED) == without_costs(alone, *SHARED)
+    assert [row["spec"] for row in rows] == [method.spec for method in methods]
+    kind = alone[0]["timing"]
+    for method, row, own in zip(methods, rows, alone):
+        sparse = method.for_layer(0, 2).sparse_prompt
+        assert row["timing"] == (kind if sparse else f"{kind}, shared prompt")
+        assert (row["prefill_ms"] is None) == (not sparse)
+        assert own["prefill_ms"] > 0
+        assert own["timing"] in ("generate", "teacher-forced")
+        assert own["command"] == row["command"] + " --no-share-prompt"
+
+
+def test_a_prompt_is_read_once_for_all_methods_that_are_dense_in_prefill(plan, monkeypatch):
+    methods = (*plan.methods, *runner.parse_methods(["streaming:window=9", "snapkv:top_k=9", "tova:top_k=9"])[0][1:])
+    read, load_model = [], inference.load_model
+
+    def counting(*args):
+        model = load_model(*args)
+        model.register_forward_pre_hook(
+            lambda model, args, kwargs: read.append(len(args[0])) if args and args[0].shape[1] == 70 else None,
+            with_kwargs=True,
+        )
+        return model
+
+    monkeypatch.setattr(inference, "load_model", counting)
+    task = tasks.parse("perplexity:continuation=12", length=70)  # warming up takes 64 tokens, and blocks are shorter
+    runner.run(runner.prepare(dataclasses.replace(plan, task=task, methods=methods)))
+    assert read == [2, 2, 2, 2, 1, 1]  # three batches: for streaming, and for all others
+
+
+def test_a_run_ended_without_sharing_goes_on_with_it(plan):
+    with pytest.raises(StoppedError):
+        runner.run(runner.prepare(dataclasses.replace(plan, share_prompt=False)), stop_after(4))
+    rows = runner.run(runner.prepare(plan))
+    timings = {row["method"]: row["timing"] for row in rows}
+    assert timings["dense"] == "teacher-forced / teacher-forced, shared prompt"
+    assert timings["luka"] == "teacher-forced / teacher-forced, shared prompt"
+    assert all(row["prefill_ms"] > 0 for row in rows)  # of the batches where it was timed
+    alone = runner.run(runner.prepare(dataclasses.replace(plan, out=plan.out.with_name("alone.jsonl"))))
+    assert without_costs(rows, *SHARED) == without_costs(alone, *SHARED)
+
+
+def test_a_method_that_has_no_company_reads_alone(plan):
+    methods = runner.parse_methods(["streaming:window=9"])[0]
+    rows = runner.run(runner.prepare(dataclasses.replace(plan, methods=methods)))
+    assert [row["method"] for row in rows] == ["dense", "streaming"]
+    assert all(row["timing"] == "teacher-forced" and row["prefill_ms"] > 0 for row in rows)
 
 
 def test_dense_is_what_the_model_does_by_itself(plan, tokenizer):
@@ -87,8 +149,8 @@ def test_an_ended_run_goes_on_where_it_was(plan, batches, monkeypatch, tmp_path)
     assert len(resultfile.partial_path(plan.out).read_text().splitlines()) == 1 + batches
 
     answered = []
-    run_batch = inference.run_batch
-    monkeypatch.setattr(inference, "run_batch", lambda *args: answered.append(1) or run_batch(*args))
+    go_on = inference.Prompt.go_on
+    monkeypatch.setattr(inference.Prompt, "go_on", lambda *args, **more: answered.append(1) or go_on(*args, **more))
     prepared = runner.prepare(plan)
     assert prepared.kept == {1: 2, 4: 8, 8: 14}[batches]  # the last batch of a method has one item
     told = []
@@ -112,13 +174,13 @@ def test_a_method_can_join_a_finished_run(plan, monkeypatch):
     first = runner.run(runner.prepare(dataclasses.replace(plan, methods=plan.methods[:2])))
     prepared = runner.prepare(plan)
     assert [method.name for method in prepared.missing] == ["luka"]
-    measured = []
-    measure = runner._Examiner.measure
-    monkeypatch.setattr(
-        runner._Examiner,
-        "measure",
-        lambda self, method, items: measured.append(method.name) or measure(self, method, items),
-    )
+    measured, record = [], runner._Examiner._record
+
+    def noting(self, method, *more):
+        measured.append(method.name)
+        return record(self, method, *more)
+
+    monkeypatch.setattr(runner._Examiner, "_record", noting)
     rows = runner.run(prepared)
     assert set(measured) == {"luka"}
     assert rows[:2] == first
@@ -190,7 +252,7 @@ def test_bad_plans_end_before_the_model_is_loaded(plan, monkeypatch, tmp_path):
 
 
 def test_methods_are_unique_and_dense_comes_first():
-    methods, added = runner.parse_methods(["h2o", "luka:top_k=3,page_size=16", "h2o", "luka"])
+    methods, added = runner.parse_methods(["h2o", "luka:top_k=0.12,page_size=16", "h2o", "luka"])
     assert [method.spec for method in methods] == ["dense", "h2o", "luka"]
     assert added
     methods, added = runner.parse_methods(["h2o", "dense", "h2o:window=9"])

@@ -215,6 +215,17 @@ class TestPerplexity:
         assert task.metrics["bits_per_byte"](values) == pytest.approx(40 / np.log(2) / spent)
         assert task.said(items[0], Output(nll=10.0)) == "perplexity 2.72"
 
+    def test_a_prompt_of_one_token_is_the_text_s_first_or_stands_before_it(self, sample, tokenizer, monkeypatch):
+        task = tasks.parse("perplexity:continuation=30", length=1)
+        (item,) = task.items(sample, tokenizer, 1, seed=0)
+        assert tokenizer.decode(item.prompt_ids) == item.prompt
+        assert (len(item.prompt_ids), len(item.target_ids)) == (1, 30)
+        monkeypatch.setattr("foveate.evaluation.tasks.perplexity.leading_ids", lambda tokenizer: [2])
+        (led,) = task.items(sample, tokenizer, 1, seed=0)
+        assert (led.prompt_ids, led.prompt) == ((2,), "")
+        assert led.target_ids == (item.prompt_ids + item.target_ids)[:30]
+        assert led.meta["bytes"] == len(tokenizer.decode(led.target_ids).encode())
+
     def test_a_novel_that_is_too_short(self, tmp_path, tokenizer):
         (tmp_path / "short.txt").write_text("It was short. " * 20)
         with pytest.raises(UserError, match=r"the novel 'short' has \d+ tokens; length \+ continuation need 612"):

@@ -1,7 +1,7 @@
 """LuKA for one sequence, in fp64 and without any of foveate's operations: slow, and written to be read.
 
-At every decoded token the tree is grown anew from the raw tokens and the cover is taken from its roots down. All that is
-carried from step to step is what the attention has done: the mass that tokens have received.
+At every decoded token the tree is grown anew from the raw tokens and the cover is taken from its roots down. All that
+is carried from step to step is what the attention has done: the mass that tokens have received.
 """
 
 from __future__ import annotations
@@ -169,6 +169,9 @@ class Sequence:
         if self.method.compressor == "attention":
             received = np.array([self.mass[head, child.tokens].sum() for child in children]) / self.group
             return softmax(received / self.method.temperature)
+        if self.method.compressor == "trained":
+            direction = self.method.trained.func.direction[self.method.trained.keywords["layer"], head]
+            return softmax(np.stack([child.key for child in children]) @ direction.double().numpy())
         x = (number * 0x9E3779B1 + head * 0x85EBCA77 + self.method.seed * 0xC2B2AE3D + 1) % 2**32
         for _ in range(2):
             x = ((x >> 16) ^ x) * 0x45D9F3B % 2**32
@@ -285,7 +288,7 @@ class Sequence:
         return self.capped_to(order, count, total)
 
     def missed_mass(self, level, token, head, order, sizes, total, covers):
-        """The fewest that leave at most the level's share behind for every head, however the keys lie in their boxes."""
+        """The fewest that leave at most the level's share behind for every head, wherever in its box a key lies."""
         limit = self.method.max_missed_mass / len(self.method.sizes)
         heads = [head] if self.method.pool == "kv_head" else range(self.heads)
         nodes = {h: {node.number: node for node in covers[h] if node.level == level} for h in heads}

@@ -109,15 +109,15 @@ def walk(method, lengths, decoded, seed=0, loudness=1.0):
 @pytest.mark.parametrize("lengths", [(47,), (47, 30, 3)], ids=str)
 @pytest.mark.parametrize("method", LUKAS.values(), ids=LUKAS)
 def test_every_token_is_represented_once_in_every_variant_of_the_matrix(method, lengths):
-    for driver, token in walk(method, lengths, 12):
+    for driver, token in walk(method, lengths, 7):
         assert_is_cover(driver, token)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(24))
 def test_every_token_is_represented_once_under_any_settings(seed):
     chance = random.Random(f"cover {seed}")
     lengths = [chance.randint(1, 60) for _ in range(chance.randint(1, 3))]
-    for driver, token in walk(any_settings(1000 + seed), lengths, 10, seed, chance.choice([0.3, 1.0, 2.0])):
+    for driver, token in walk(any_settings(1000 + seed), lengths, 7, seed, chance.choice([0.3, 1.0, 2.0])):
         assert_is_cover(driver, token)
 
 
@@ -155,7 +155,7 @@ def missed(driver, token):
 
 @functools.cache
 def model_tokens(length=110):
-    """Queries and keys of every layer of a random Llama, as its attention gets them."""
+    """Queries and keys of the last layer of a random Llama, as its attention gets them."""
     model, seen = helpers.tiny_model(), []
     foveate.attach(model, "dense")
     attend = Layer.attend
@@ -168,8 +168,7 @@ def model_tokens(length=110):
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(Layer, "attend", spy)
         model(input_ids=helpers.repetitive(length), use_cache=True)
-    assert len(seen) == 3
-    return seen
+    return seen[-1]
 
 
 def clustered_tokens(length=110, sinks=2, page=4, noise=0.1):
@@ -184,8 +183,8 @@ def clustered_tokens(length=110, sinks=2, page=4, noise=0.1):
 
 
 SOURCES = {
-    "random": lambda: [blank(Tokens.random(1, 110))],
-    "clustered": lambda: [clustered_tokens()],
+    "random": lambda: blank(Tokens.random(1, 110)),
+    "clustered": clustered_tokens,
     "model": model_tokens,
 }
 BOUNDED = {
@@ -209,18 +208,17 @@ BOUNDED = {
 def test_unrefined_pages_never_hold_more_than_the_missed_mass_allows(settings, source, limit):
     given = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "refine": "missed_mass"} | settings
     method = methods.make("luka", **given, max_missed_mass=limit)
-    unread = 0
-    for tokens in SOURCES[source]():
-        for loudness in (0.5, 3.0):
-            loud = Tokens(tokens.q * loudness, tokens.k, tokens.v)
-            driver = Driver(method, 100)
-            driver.feed(loud[:100])
-            for step in range(100, 104):
-                held = missed(driver, loud[step : step + 1])
-                assert (held <= limit + 1e-6).all()
-                unread += int((held > 0).sum())
-                driver.feed(loud[step : step + 1])
-            assert int(driver.layer.counters.selections_capped) == 0
+    tokens, unread = SOURCES[source](), 0
+    for loudness in (0.5, 3.0):
+        loud = Tokens(tokens.q * loudness, tokens.k, tokens.v)
+        driver = Driver(method, 100)
+        driver.feed(loud[:100])
+        for step in range(100, 104):
+            held = missed(driver, loud[step : step + 1])
+            assert (held <= limit + 1e-6).all()
+            unread += int((held > 0).sum())
+            driver.feed(loud[step : step + 1])
+        assert int(driver.layer.counters.selections_capped) == 0
     assert unread > 0 or source != "clustered"  # boxes of unlike keys may say so little that all is read
 
 

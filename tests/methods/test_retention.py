@@ -147,6 +147,7 @@ def test_what_is_kept_and_what_is_attended(spec, seed):
     cache.append(sequence.k[None, :, prompt], sequence.v[None, :, prompt])
     q = sequence.q[None, :, prompt]
     method.observe(cache, q, method.prompt(cache, q, SCALING), SCALING)
+    cache.rows["observed"] = list(cache.lengths)
     keep = method.prompt_end(cache, SCALING)
     if keep is not None:
         cache.retain(keep)

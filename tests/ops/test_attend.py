@@ -135,6 +135,15 @@ def test_causal(shape, seed, layout, need_lse, extra):
         assert_close(attended.lse, expected.lse)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
+@pytest.mark.parametrize("dim", [5, 16, 20, 80])
+@pytest.mark.parametrize(("queries", "offset"), [(1, 0), (61, 0), (333, 0), (61, 14)])
+def test_causal_output_is_the_same_to_the_last_bit_with_the_log_sum_exp(dtype, dim, queries, offset):
+    q, k, v = problem(Shape(2, 2, 3, queries, offset, dim, dim), dtype=dtype, layout="slots")
+    with_lse = ops.attend_causal(q, k, v, scaling=0.3, offset=offset, need_lse=True)
+    assert torch.equal(ops.attend_causal(q, k, v, scaling=0.3, offset=offset).out, with_lse.out)
+
+
 @given(shapes(), SEEDS, st.sampled_from([1 << 8, 1 << 12]))
 @settings(max_examples=25)
 def test_causal_in_blocks_does_not_depend_on_the_block(shape, seed, scratch):

@@ -97,6 +97,16 @@ def test_what_was_not_measured_is_a_dash():
     assert text.count("–") == 4  # the difference of dense to itself, keys, bytes, time
 
 
+def test_a_shared_prompt_has_no_prefill_time_and_says_why():
+    shared = {"prefill_ms": None, "timing": "generate, shared prompt"}
+    text = printed(table.results([row(**shared), row("streaming")]))
+    assert "methods without a prefill time shared one reading of each prompt; --no-share-prompt times" in text
+    assert text.count("1.28 s") == 1
+    assert text.count("123.4 ms") == 2
+    assert "is no speed" not in text
+    assert "--no-share-prompt" not in printed(table.results([row()]))
+
+
 def test_small_scores_get_a_digit_more():
     text = printed(
         table.comparison(

@@ -1,7 +1,8 @@
 """Perplexity of a novel's continuation, read in decode: what a method costs in likelihood rather than in answers.
 
 A window of a novel is a prompt of `length` tokens and a continuation that is fed teacher-forced, each token a decode
-step of the method under test. Bits per byte make models with different vocabularies comparable.
+step of the method under test. A prompt of one token leaves everything to decode, as in LuKA's ablations. Bits per byte
+make models with different vocabularies comparable.
 """
 
 from __future__ import annotations

@@ -50,6 +50,11 @@ class Attachment:
     positions: int | None = None
     """Most tokens that the model has positions for; 0 when it does not say; None until it was asked."""
 
+    @property
+    def sparse_prompt(self) -> bool:
+        """Whether prompt queries look at less than everything in some layer."""
+        return any(policy.method.sparse_prompt for policy in self.policies.values())
+
     def remember(self, cache: Cache) -> None:
         """Note the cache whose size :func:`stats` reports."""
         self._cache = weakref.ref(cache)

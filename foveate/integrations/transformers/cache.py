@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.attention import without_cache
-from foveate.methods import Method
+from foveate.methods import Method, Together
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment
@@ -70,6 +71,7 @@ class Layer(CacheLayerMixin):
         self.method, self.counters, self.phase = method, counters, phase
         self.store: SlotCache | None = None
         self.seen = 0
+        self.scaling: float | None = None
         self.record_past = False
         self._pending = False
 
@@ -96,7 +98,7 @@ class Layer(CacheLayerMixin):
         The cache holds no gradients: with gradients enabled, those of a first forward pass are as without a cache, and
         going back through a later one is an error.
         """
-        self._pending = False
+        self._pending, self.scaling = False, scaling
         n = k.shape[2]
         first = self.seen - n
         try:
@@ -214,6 +216,16 @@ class Layer(CacheLayerMixin):
             if self.method.stateful:
                 store.save(first + i + 1)
         return torch.cat(outs, 2) if n > 1 else outs[0]
+
+    def go_on_from(self, read: Layer) -> None:
+        """Begin after a prompt that another layer has read, which had :class:`Together` for its method."""
+        store = read.store
+        channels, filled = self.method.channels(store.geometry), read.method.filled(self.method, store.geometry)
+        self.store = store.branch(channels, self.method.evicts, self.counters, filled)
+        self.store.rows["observed"] = list(store.lengths)
+        self.seen, self.is_initialized = read.seen, True
+        self.counters.prompt_tokens += sum(store.lengths)
+        self._finish_prompt(read.scaling)
 
     # Called by generate and the cache
 
@@ -368,6 +380,32 @@ class Cache(transformers.Cache):
         elif empty:
             # an assistant's cache is cropped to one token before its prompt's end: that token is decoded
             self.phase.prompt_end = prompt_end - 1
+
+    def branch(self, model: torch.nn.Module) -> Cache:
+        """The cache with which a method goes on after the prompt that :class:`~foveate.methods.Together` has read.
+
+        It is what the method would hold had it read the prompt alone. Where nothing is evicted, keys and values stay in
+        this cache's memory, and those of decoded tokens are written behind them: use one branch after the other.
+
+        Args:
+            model: the model that read the prompt, with one of the methods attached.
+
+        Raises:
+            ValueError: when the prompt was read by another method, or not to its end.
+        """
+        read = [layer for layer in self.layers if isinstance(layer, Layer)]
+        if not all(isinstance(layer.method, Together) for layer in read):
+            raise ValueError("only the cache of a prompt that methods.Together has read can be branched")
+        if not self.get_seq_length() or self.get_seq_length() != self.phase.prompt_end:
+            raise ValueError("the prompt is not complete: branches begin at its end")
+        cache = Cache(model)
+        cache.phase.prompt_end, cache.phase.told = self.phase.prompt_end, self.phase.told
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, Layer):
+                cache.layers[index].go_on_from(layer)
+            else:
+                cache.layers[index] = copy.copy(layer)
+        return cache
 
     def begin_forward(self) -> None:
         """A forward pass starts on this cache.

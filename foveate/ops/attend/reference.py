@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from foveate.ops._math import block_length, fold_group, matmul_fp32, unfold_group
 
@@ -76,7 +77,8 @@ def attend_causal(
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
 
     No ``Lq x Lk`` tensor and no mask of that size exists: the fused kernel of the device is used where it gives what is
-    asked for, and otherwise blocks of queries are computed one after another.
+    asked for, and otherwise blocks of queries are computed one after another. The output is the same to the last bit
+    with and without the log-sum-exp.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
@@ -87,11 +89,12 @@ def attend_causal(
     if k.shape[2] < end:
         raise ValueError(f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {end}")
     k, v = k[:, :, :end], v[:, :, :end]
-    if offset == 0 and not need_lse and q.shape[-1] == v.shape[-1] and _library_is_causal(q):
+    fused = _has_fused(q, v)
+    if fused and offset == 0 and not need_lse:
         return Attended(
             F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
         )
-    if not _has_fused(q, k, v):
+    if not fused or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return _attend_causal_blocks(q, k, v, scaling=scaling, offset=offset)
     own = _fused(q, k[:, :, offset:], v[:, :, offset:], scaling, causal=True)
     if offset == 0:
@@ -235,7 +238,7 @@ def page_slots(pages: Tensor, page_size: int) -> Tensor:
 def prompt_path(device: str, dtype: torch.dtype, head_dim: int = 64) -> str:
     """What computes dense prompts with their log-sum-exp there: the device's fused kernel, or blocks of queries."""
     probe = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
-    return "fused" if _has_fused(probe, probe, probe) else "blocks (torch)"
+    return "fused" if _has_fused(probe, probe) else "blocks (torch)"
 
 
 def _attend_gathered(
@@ -251,19 +254,29 @@ def _library_is_causal(q: Tensor) -> bool:
     return q.device.type == "cpu" or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256)
 
 
-def _has_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return False
+def _has_fused(q: Tensor, v: Tensor) -> bool:
+    """Whether the library's fused attention takes these heads; its log-sum-exp comes without gradients."""
     return q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and _library_is_causal(q)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Attended:
-    """The device's flash attention with its log-sum-exp, which the public functional interface does not return."""
-    if q.is_cuda:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scaling)[:2]
-    else:
+    """The kernel that the library would choose, with its log-sum-exp, which the public interface does not return."""
+    if not q.is_cuda:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
+    elif _chosen(q, k, v, scaling, causal) == int(SDPBackend.CUDNN_ATTENTION):
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scaling
+        )[:2]
+        lse = lse.view(q.shape[:3])
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scaling)[:2]
     return Attended(out, lse.float())
+
+
+def _chosen(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> int:
+    """The library's choice of a kernel, a number of `SDPBackend`."""
+    grouped = q.shape[1] != k.shape[1]
+    return torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scaling, enable_gqa=grouped)
 
 
 def _attend_causal_blocks(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int) -> Attended:

@@ -1,0 +1,75 @@
+"""One dense prompt for several methods: keys and values are kept once, and beside them what each method learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Together(Method):
+    """Reads a prompt on behalf of methods whose own prompts are dense; each then goes on from a branch of the cache.
+
+    What methods with the same :attr:`~Method.observation` learn is computed and kept once.
+
+    Raises:
+        ValueError: for a method that is sparse in prefill.
+    """
+
+    methods: tuple[Method, ...] = ()
+
+    def __post_init__(self):
+        for method in self.methods:
+            if method.sparse_prompt:
+                raise ValueError(f"{method.spec} is sparse in prefill: its prompt is no other method's")
+
+    @property
+    def spec(self) -> str:
+        return " + ".join(method.spec for method in self.methods)
+
+    def for_layer(self, layer: int, num_layers: int) -> Together:
+        return Together(tuple(method.for_layer(layer, num_layers) for method in self.methods))
+
+    @property
+    def observers(self) -> list[Method]:
+        """One method for each different observation."""
+        chosen = {method.observation: method for method in self.methods if method.observation is not None}
+        return list(chosen.values())
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return {
+            f"{index}.{name}": spec
+            for index, observer in enumerate(self.observers)
+            for name, spec in observer.channels(geometry).items()
+        }
+
+    @property
+    def observes(self) -> bool:
+        return any(observer.observes for observer in self.observers)
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        for observer in self.observers:
+            observer.observe(cache.part(self.filled(observer, cache.geometry)), q, attended, scaling)
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        raise ValueError("a prompt was read for several methods, and none of them decodes on its cache: take a branch")
+
+    def filled(self, method: Method, geometry: Geometry) -> dict[str, str]:
+        """The channels that hold what a method has learnt: their names here, by its own names.
+
+        Raises:
+            ValueError: for a method that is not one of these.
+        """
+        if method not in self.methods:
+            raise ValueError(f"{method.spec} is not among the methods that the prompt was read for: {self.spec}")
+        if method.observation is None:
+            return {}
+        observers = self.observers
+        index = [observer.observation for observer in observers].index(method.observation)
+        alike = observers[index].channels(geometry).items() & method.channels(geometry).items()
+        return {name: f"{index}.{name}" for name, _ in alike}

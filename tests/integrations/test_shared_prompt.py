@@ -1,0 +1,155 @@
+"""A prompt that several methods read together, from which each goes on as if it had read alone, to the last bit."""
+
+import pytest
+import torch
+
+import foveate
+from foveate import methods, ops
+from foveate.methods import Together
+from tests.helpers import left_padded, tiny_model, tokens
+
+GROUP = [
+    "dense",
+    "uniform:top_k=9,window=8",
+    "h2o:top_k=9,window=8",
+    "h2o:top_k=0.2,window=4",
+    "h2o:top_k=60,window=8",
+    "tova:top_k=9",
+    "tova:top_k=20,pool=kv_head",
+    "snapkv:top_k=12,window=8",
+    "snapkv:top_k=0.2,window=5,kernel_size=3,pooling=max",
+    "luka:page_size=4,tail=9,compress_every=3,top_k=2",
+    "luka:page_size=5,tail=7,compress_every=1,top_k=0.3,bias=log,compressor=attention",
+    "luka:segmenter=kl,kl_threshold=0.4,page_size=3,tail=14,top_k=2",
+    methods.make("mixed", **methods.get("mixed").small_budget).spec,
+    'per_layer:layers={"0": "dense", "rest": "luka:page_size=4,tail=9,compressor=attention"}',
+]
+"""Methods whose prompts are dense, in every layer."""
+LENGTHS = [61, 23, 40]
+STEPS = 12
+two_families = pytest.mark.parametrize("family", ["llama", "gemma3"])
+every_batch = pytest.mark.parametrize("batch", ["one", "alike", "padded"])
+
+
+def inputs(batch: str) -> dict[str, torch.Tensor]:
+    if batch == "padded":
+        return left_padded(LENGTHS)
+    return {"input_ids": tokens(61, batch=1 if batch == "one" else 2), "attention_mask": None}
+
+
+def read(model, batch, chunk=None):
+    """The prompt's last logits and its cache."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    cache = foveate.Cache(model)
+    cache.begin(ids.shape[1], assistant=False)
+    for piece in torch.arange(ids.shape[1]).split(chunk or ids.shape[1]):
+        seen = mask[:, : piece[-1] + 1] if mask is not None else None
+        positions = seen.cumsum(1)[:, piece].sub(1).clamp_min(0) if mask is not None else None
+        options = {"attention_mask": seen, "position_ids": positions, "past_key_values": cache, "logits_to_keep": 1}
+        logits = model(ids[:, piece], **options).logits
+    return logits[:, -1], cache
+
+
+def go_on(model, batch, logits, cache, steps=STEPS):
+    """The logits of greedy decoding, and the statistics."""
+    mask, made = batch["attention_mask"], [logits]
+    positions = mask.sum(1, keepdim=True) if mask is not None else None
+    for _ in range(steps):
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        made.append(model(made[-1].argmax(-1, keepdim=True), **options).logits[:, -1])
+        positions = positions + 1 if mask is not None else None
+    return torch.stack(made), foveate.stats(model).to_dict()
+
+
+@torch.inference_mode()
+def alone(model, batch, spec, chunk=None, steps=STEPS):
+    with foveate.attached(model, spec):
+        return go_on(model, batch, *read(model, batch, chunk), steps)
+
+
+@torch.inference_mode()
+def together(model, batch, specs, chunk=None, steps=STEPS, reading=None):
+    with foveate.attached(model, Together(tuple(map(methods.parse, reading or specs)))):
+        logits, cache = read(model, batch, chunk)
+    for spec in specs:
+        with foveate.attached(model, spec):
+            yield go_on(model, batch, logits, cache.branch(model), steps)
+
+
+@two_families
+@every_batch
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_every_method_goes_on_as_if_it_had_read_alone(family, batch, chunk):
+    model, batch = tiny_model(family), inputs(batch)
+    for spec, (logits, stats) in zip(GROUP, together(model, batch, GROUP, chunk)):
+        expected, expected_stats = alone(model, batch, spec, chunk)
+        assert torch.equal(logits, expected), spec
+        assert stats == expected_stats, spec
+
+
+@pytest.mark.parametrize("order", [GROUP[::-1], GROUP[5:] + GROUP[:5]], ids=["backwards", "turned"])
+def test_nothing_that_a_method_does_is_seen_by_the_next(order):
+    model, batch = tiny_model(), inputs("padded")
+    steps = 70  # past the room behind the prompt
+    expected = {spec: alone(model, batch, spec, steps=steps)[0] for spec in GROUP}
+    for spec, (logits, _) in zip(order, together(model, batch, order, steps=steps, reading=GROUP)):
+        assert torch.equal(logits, expected[spec]), spec
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_half_precision(dtype):
+    model, batch = tiny_model().to(dtype), inputs("padded")
+    for spec, (logits, _) in zip(GROUP, together(model, batch, GROUP)):
+        assert torch.equal(logits, alone(model, batch, spec)[0]), spec
+
+
+def test_what_is_learnt_alike_is_learnt_once(monkeypatch):
+    """Three budgets of H2O and two of LuKA's attention-weighted summaries: one accumulated mass a layer."""
+    counted, column_mass = [], ops.column_mass
+    monkeypatch.setattr(ops, "column_mass", lambda *args, **more: counted.append(1) or column_mass(*args, **more))
+    model, batch = tiny_model(), inputs("one")
+    list(together(model, batch, GROUP))
+    assert len(counted) == model.config.num_hidden_layers
+
+
+def test_keys_and_values_are_kept_once():
+    model, batch = tiny_model(), inputs("one")
+    with foveate.attached(model, Together(tuple(map(methods.parse, GROUP)))), torch.inference_mode():
+        logits, cache = read(model, batch)
+    store = cache.layers[1].store
+    held = {name: getattr(store, name).clone() for name in ("keys", "values")}
+    for spec in GROUP:
+        method = methods.parse(spec).for_layer(1, 3)
+        with foveate.attached(model, spec), torch.inference_mode():
+            branch = cache.branch(model)
+            shares = branch.layers[1].store.keys.data_ptr() == store.keys.data_ptr()
+            go_on(model, batch, logits, branch)
+        assert shares == (not method.evicts or getattr(method, "top_k", 0) == 60), spec
+    assert all(torch.equal(getattr(store, name), before) for name, before in held.items())
+
+
+def test_what_cannot_go_on_is_refused():
+    model, batch = tiny_model(), inputs("one")
+    with pytest.raises(ValueError, match=r"streaming:window=9 is sparse in prefill"):
+        foveate.attach(model, Together((methods.parse("dense"), methods.parse("streaming:window=9"))))
+    with pytest.raises(ValueError, match="streaming is sparse in prefill"):
+        foveate.attach(model, Together((methods.parse('per_layer:layers={"1": "streaming", "rest": "h2o"}'),)))
+    with foveate.attached(model, "dense"), torch.inference_mode():
+        _, own = read(model, batch)
+        with pytest.raises(ValueError, match=r"methods\.Together"):
+            own.branch(model)
+    with foveate.attached(model, Together((methods.parse("dense"),))), torch.inference_mode():
+        _, cache = read(model, batch)
+        unfinished = foveate.Cache(model, prompt_length=90)
+        model(batch["input_ids"], past_key_values=unfinished)
+    with foveate.attached(model, "h2o"):
+        with pytest.raises(ValueError, match="h2o is not among the methods that the prompt was read for: dense"):
+            cache.branch(model)
+        with pytest.raises(ValueError, match="not complete"):
+            unfinished.branch(model)
+    with foveate.attached(model, Together((methods.parse("dense"),))):
+        _, cache = read(model, batch)
+        with pytest.raises(ValueError, match="take a branch"):
+            model(tokens(1), past_key_values=cache)
