@@ -8,7 +8,7 @@ if [ -f "$rows" ]; then
   foveate plot perplexity "$rows" --where continuation=512 --where zero_values=False --to-dense \
     --out "$figures/luka-compressors.png"                                                          # figure 4
   foveate plot modes "$rows" --where continuation=1024 --to-dense --out "$figures/luka-modes.png" # figure 5
-  foveate plot perplexity "$rows" --where continuation=512 --where mass=preserve --where sinks=0 --to-dense \
+  foveate plot perplexity "$rows" --where continuation=512 --where mass=exact --where sinks=0 --to-dense \
     --out "$figures/luka-values.png"                                                               # figure 6
   foveate plot modes "$rows" --where continuation=512 --where top_k=3 --to-dense --out "$figures/luka-biases.png"
 fi

@@ -8,6 +8,7 @@ token a slot holds (-1: none).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -90,6 +91,16 @@ class Counters:
 
     def __deepcopy__(self, memo):  # one layer counts for every copy of its cache
         return self
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same numbers serve every layer of a step, and often the next steps."""
+    with torch.inference_mode(False):
+        if len(set(numbers)) == 1:
+            return torch.full((len(numbers),), numbers[0], device=device)
+        pinned = torch.tensor(numbers, pin_memory=device.type == "cuda")
+        return pinned.to(device, non_blocking=True)
 
 
 class SlotCache:
@@ -199,10 +210,7 @@ class SlotCache:
 
     def on_device(self, numbers: list[int]) -> Tensor:
         """Per-row numbers as int64 ``[B]`` on the device, without waiting for it."""
-        if len(set(numbers)) == 1:
-            return torch.full((len(numbers),), numbers[0], device=self.device)
-        pinned = torch.tensor(numbers, pin_memory=self.device.type == "cuda")
-        return pinned.to(self.device, non_blocking=True)
+        return _on_device(tuple(numbers), self.device)
 
     def holes(self) -> Tensor | None:
         """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
@@ -218,11 +226,12 @@ class SlotCache:
         """Bytes of keys, values and state held at present."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
-    def count_read(self, keys: int | Tensor, pages_refined: int | Tensor = 0, available: int | None = None) -> None:
+    def count_read(self, keys: float | Tensor, pages_refined: float | Tensor = 0, available: int | None = None) -> None:
         """Count one decode step: keys (raw or summary) read by each KV head, from the sizes or masks of the read.
 
         Args:
-            keys, pages_refined: one number for all, or a tensor ``[B, Hkv or 1]``.
+            keys, pages_refined: a number for every row and head; a tensor ``[B, Hkv or 1]``; or a tensor ``[]``, the
+                sum over the rows of the mean over the KV heads.
             available: keys that dense attention would read in each row; None for all tokens so far.
         """
         counters = self.counters
@@ -464,9 +473,11 @@ class SlotCache:
 
     # Inside
 
-    def _summed(self, number: int | Tensor) -> float | Tensor:
+    def _summed(self, number: float | Tensor) -> float | Tensor:
         """Sum over the rows of the mean over the KV heads; stays on the device."""
-        return number.double().mean(1).sum() if isinstance(number, Tensor) else float(number * self.batch_size)
+        if isinstance(number, Tensor):
+            return number.double().mean(1).sum() if number.dim() else number
+        return float(number * self.batch_size)
 
     def _slot_specs(self) -> dict[str, Channel]:
         """Everything that has an entry per slot or page, keys and values included."""

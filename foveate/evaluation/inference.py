@@ -200,7 +200,7 @@ class _Paused:
     cache: Any
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
-    config: GenerationConfig
+    pad: int
     kwargs: dict[str, Any]
 
 
@@ -214,8 +214,8 @@ def _pause(
 ) -> _Paused:
     """Takes the place of `generate`'s decoding loop, and only reads the prompt."""
     out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
-    cache = out.past_key_values
-    return _Paused(input_ids, out.logits, cache, logits_processor, stopping_criteria, generation_config, kwargs)
+    cache, pad = out.past_key_values, generation_config.pad_token_id
+    return _Paused(input_ids, out.logits, cache, logits_processor, stopping_criteria, pad, kwargs)
 
 
 def _greedy(model: PreTrainedModel, paused: _Paused, cache: Any, clock: _Clock) -> torch.Tensor:
@@ -230,7 +230,7 @@ def _greedy(model: PreTrainedModel, paused: _Paused, cache: Any, clock: _Clock) 
             clock.tick()
             token = scores.argmax(-1)
             if has_ends:
-                token = token.where(unfinished > 0, paused.config.pad_token_id)
+                token = token.where(unfinished > 0, paused.pad)
             ids = torch.cat([ids, token[:, None]], 1)
             unfinished = unfinished & ~paused.criteria(ids, None)
             if not unfinished.any():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,63 @@ WEIGHT_SPREAD = 0.6
 which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm (docs/luka.md)."""
 
 
+class Layout(NamedTuple):
+    """Which slots and nodes each row has, for all layers of a step. Masks are None where all rows are alike."""
+
+    raw_slots: Tensor | None
+    """int64 ``[B, Hkv, R]``: sinks and tail; a row's last slot where it has fewer."""
+    raw_hidden: Tensor | None
+    """bool ``[B, 1, 1, R]``: places of ``raw_slots`` that are not used."""
+    raw: int
+    """Raw tokens that are read, the sum over the rows."""
+    counts: list[list[int]]
+    """Nodes by level and row."""
+    hidden: list[Tensor | None]
+    """By level, bool ``[B, 1, 1, N]``: nodes that a row does not have."""
+    open_ends: list[Tensor | None]
+    """By level, int64 ``[B, Hkv, C]``: nodes over which none of the next level stands, -1 for none."""
+
+
+@functools.lru_cache(maxsize=16)
+def _layout(
+    method: LuKA,
+    lengths: tuple[int, ...],
+    pages: tuple[int, ...],
+    paged: tuple[int, ...],
+    heads: int,
+    device: torch.device,
+) -> Layout:
+    hierarchy, levels = method.pages, range(len(method.sizes))
+    even = len(set(zip(lengths, pages, paged))) == 1
+    counts = [[hierarchy.count(level, n) for n in pages] for level in levels]
+    raw = [length - start + (method.sinks if start else 0) for length, start in zip(lengths, paged)]
+    slots = hidden = None
+    nodes: list[Tensor | None] = [None for _ in levels]
+    with torch.inference_mode(False):
+        if not even:
+            width = max(raw)
+            rows = [
+                [*range(method.sinks if start else 0), *range(start, length)] + [length - 1] * (width - used)
+                for length, start, used in zip(lengths, paged, raw)
+            ]
+            slots = torch.tensor(rows, device=device)[:, None].expand(-1, heads, -1)
+            hidden = (torch.arange(width) >= torch.tensor(raw)[:, None])[:, None, None].to(device)
+            nodes = [
+                (torch.arange(max(count)) >= torch.tensor(count)[:, None])[:, None, None].to(device) for count in counts
+            ]
+        open_ends = [_open_end(counts[level], counts[level + 1], hierarchy.branch(level + 1)) for level in levels[:-1]]
+        open_ends = [None if rows is None else torch.tensor(rows, device=device)[:, None] for rows in open_ends]
+    open_ends = [None if rows is None else rows.expand(-1, heads, -1) for rows in open_ends]
+    return Layout(slots, hidden, sum(raw), counts, nodes, open_ends)
+
+
+def _open_end(counts: list[int], above: list[int], branch: int) -> list[list[int]] | None:
+    """Numbers of a level's nodes that stand under none, by row, -1 for none; None where no row has any."""
+    rows = [list(range(covered * branch, count)) for count, covered in zip(counts, above)]
+    width = max(map(len, rows))
+    return [row + [-1] * (width - len(row)) for row in rows] if width else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidates:
     """Nodes of one level, or raw tokens (level -1), that a query may look at; the heads of a group side by side."""
@@ -26,9 +84,11 @@ class Candidates:
     reader: Reader
     level: int
     index: Tensor | None
-    """int64 ``[B, Hkv, C]``: numbers of the nodes, slots of the tokens, -1 for none; None: ``0 .. C - 1``."""
+    """int64 ``[B, Hkv, C]``: numbers of the nodes, -1 for none; None: ``0 .. C - 1``, or raw tokens."""
     logits: Tensor
     """fp32 ``[B, Hkv, G, C]``: log-weights; -inf where there is none. The fields below alike, where they are needed."""
+    number: float | Tensor
+    """How many there are: the sum over the rows of the mean over the KV heads."""
     complete: bool
     """Whether every place is used."""
     rank: Tensor | None = None
@@ -47,18 +107,12 @@ class Candidates:
         return self.logits[:, :, 0] > float("-inf")
 
     @property
-    def number(self) -> int | Tensor:
-        """How many there are: a number, or ``[B, Hkv]``."""
-        return self.logits.shape[-1] if self.complete else self.exist.sum(-1)
-
-    @property
     def first_page(self) -> Tensor:
         """Number of the first page beneath each node."""
-        pages = self.reader.method.pages
-        size = pages.sizes[self.level] // pages.sizes[0]
+        sizes = self.reader.method.sizes
         if self.index is None:
-            return torch.arange(self.logits.shape[-1], device=self.logits.device) * size
-        return self.index * size
+            return torch.arange(self.logits.shape[-1], device=self.logits.device) * (sizes[self.level] // sizes[0])
+        return self.index * (sizes[self.level] // sizes[0])
 
     def values(self) -> Tensor:
         """``[B, Hkv, C, Dv]``, finite everywhere."""
@@ -82,7 +136,7 @@ def joined(a: Candidates | None, b: Candidates | None) -> Candidates | None:
         return None if tensors[0] is None else torch.cat(tensors, -1)
 
     fields = {name: cat(name) for name in ("index", "logits", "rank", "upper", "lower")}
-    return Candidates(a.reader, a.level, complete=a.complete and b.complete, **fields)
+    return Candidates(a.reader, a.level, number=a.number + b.number, complete=a.complete and b.complete, **fields)
 
 
 class Reader:
@@ -94,73 +148,64 @@ class Reader:
 
     def __init__(self, method: LuKA, cache: SlotCache, rows: Tensor, scaling: float):
         self.method, self.cache, self.rows, self.scaling = method, cache, rows, scaling
-        self.even = method.pages.even(cache)
+        numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
+        self.layout = _layout(method, *numbers, rows.shape[1], rows.device)
+        self.even = self.layout.raw_slots is None
+
+    def raw(self) -> list[ops.Part]:
+        """Sinks and tail."""
+        cache, slots = self.cache, self.layout.raw_slots
+        if slots is not None:
+            keys, values = ops.gather_slots(cache.keys, slots), ops.gather_slots(cache.values, slots)
+            logits = ops.key_logits(self.rows, keys, self.scaling)
+            return [ops.Part(logits.masked_fill_(self.layout.raw_hidden, float("-inf")), values)]
+        slices = [slice(cache.rows["paged"][0], cache.used), slice(self.method.sinks)]
+        return [
+            ops.Part(ops.key_logits(self.rows, cache.keys[:, :, part], self.scaling), cache.values[:, :, part])
+            for part in slices[: 1 + (self.method.sinks > 0)]
+        ]
+
+    def add_mass(self, masses: list[Tensor]) -> None:
+        """Accumulate the masses of the parts of :meth:`raw`: only raw tokens can still be given a summary."""
+        total, slots = self.cache.channel("mass"), self.layout.raw_slots
+        if slots is not None:
+            total.scatter_add_(2, slots, masses[0].sum(2))
+            return
+        total[:, :, self.cache.rows["paged"][0] :] += masses[0].sum(2)
+        if self.method.sinks:
+            total[:, :, : self.method.sinks] += masses[1].sum(2)
 
     def all(self, level: int) -> Candidates:
         """Every node of a level."""
-        pages = self.method.pages
-        nodes = pages.count(level, max(self.cache.rows["pages"]))
-        if self.even:
-            return self._scored(level, slice(nodes), None)
-        counts = self.cache.on_device([pages.count(level, n) for n in self.cache.rows["pages"]])
-        used = torch.arange(nodes, device=counts.device) < counts[:, None]
-        return self._scored(level, slice(nodes), used[:, None])
+        counts = self.layout.counts[level]
+        return self._scored(level, slice(max(counts)), self.layout.hidden[level], sum(counts))
 
     def open_end(self, level: int) -> Candidates | None:
         """The last nodes of a level, over which none of the next level stands yet; None where no row has any."""
-        pages = self.method.pages
-        lasts = [pages.count(level, n) for n in self.cache.rows["pages"]]
-        firsts = [pages.count(level + 1, n) * pages.branch(level + 1) for n in self.cache.rows["pages"]]
-        width = max(last - first for first, last in zip(firsts, lasts))
-        if width == 0:
+        index = self.layout.open_ends[level]
+        if index is None:
             return None
-        first, last = (self.cache.on_device(numbers)[:, None] for numbers in (firsts, lasts))
-        index = first + torch.arange(width, device=first.device)
-        index = index.masked_fill(index >= last, -1)[:, None].expand(-1, self.rows.shape[1], -1)
-        return self._scored(level, index, None if self.even else index >= 0)
+        branch = self.method.pages.branch(level + 1)
+        number = sum(self.layout.counts[level]) - branch * sum(self.layout.counts[level + 1])
+        return self._scored(level, index, None if self.even else (index < 0)[:, :, None], number)
 
-    def below(self, nodes: Candidates, chosen: Tensor) -> Candidates:
+    def number(self, nodes: Candidates, chosen: Tensor) -> float | Tensor:
+        """How many candidates are chosen: the sum over the rows of the mean over the KV heads."""
+        if self._complete(nodes):
+            return chosen.shape[0] * chosen.shape[2]
+        return (chosen >= 0).sum() / chosen.shape[1]
+
+    def below(self, nodes: Candidates, chosen: Tensor, number: float | Tensor) -> Candidates:
         """The children of chosen candidates, ``[B, Hkv, K]`` places in them, -1 for none; K groups of equal width."""
-        used = chosen >= 0
-        complete = nodes.complete and self.method.refine == "top_k"
-        number = chosen if nodes.index is None else nodes.index.gather(-1, chosen.clamp_min(0))
-        if not complete:
-            number = number.masked_fill(~used, -1)
+        complete = self._complete(nodes)
+        index = chosen if nodes.index is None else nodes.index.gather(-1, chosen.clamp_min(0))
+        if not complete and nodes.index is not None:
+            index = index.masked_fill(chosen < 0, -1)
         if nodes.level == 0:
-            return self._tokens(number, complete)
+            return self._tokens(index, complete, number)
         branch = self.method.pages.branch(nodes.level)
-        index = ops.page_slots(number, branch).flatten(-2)
-        return self._scored(nodes.level - 1, index, None if complete else index >= 0)
-
-    def sinks(self) -> ops.Part:
-        """The raw first tokens of the rows that have pages; those of the others lie in their tail."""
-        sinks = self.method.sinks
-        keys, values = self.cache.keys[:, :, :sinks], self.cache.values[:, :, :sinks]
-        logits = ops.key_logits(self.rows, keys, self.scaling)
-        if not self.even:
-            paged = self.cache.row_tensor("pages")[:, None, None] > 0
-            logits = logits.masked_fill(~paged[..., None], float("-inf"))
-            values = values.masked_fill(~paged[..., None], 0)
-        return ops.Part(logits, values)
-
-    def tail(self) -> tuple[ops.Part, Tensor | slice, int | Tensor]:
-        """The raw tokens behind the pages, their slots, and how many raw tokens, sinks included, each row reads."""
-        cache, sinks = self.cache, self.method.sinks
-        if self.even:
-            slots = slice(cache.rows["paged"][0], cache.used)
-            keys, values = cache.keys[:, :, slots], cache.values[:, :, slots]
-            part = ops.Part(ops.key_logits(self.rows, keys, self.scaling), values)
-            return part, slots, sinks + keys.shape[2]
-        first = cache.rows["paged"]
-        numbers = [length - start for length, start in zip(cache.lengths, first)]
-        slots = cache.on_device(first)[:, None] + torch.arange(max(numbers), device=cache.device)
-        used = slots < cache.row_tensor("lengths")[:, None]
-        slots = slots.where(used, 0)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)
-        keys, values = ops.gather_slots(cache.keys, slots), ops.gather_slots(cache.values, slots)
-        logits = ops.key_logits(self.rows, keys, self.scaling).masked_fill(~used[:, None, None], float("-inf"))
-        read = [number + (sinks if start else 0) for number, start in zip(numbers, first)]
-        values = values.masked_fill(~used[:, None, :, None], 0)
-        return ops.Part(logits, values), slots, cache.on_device(read)[:, None]
+        index = ops.page_slots(index, branch).flatten(-2)
+        return self._scored(nodes.level - 1, index, None if complete else (index < 0)[:, :, None], number * branch)
 
     def values(self, nodes: Candidates) -> Tensor:
         """Values of nodes, or of raw tokens."""
@@ -171,35 +216,44 @@ class Reader:
             return summaries[:, :, : nodes.logits.shape[-1]]
         return ops.gather_slots(summaries, nodes.index)
 
-    def _tokens(self, pages: Tensor, complete: bool) -> Candidates:
+    def _complete(self, nodes: Candidates) -> bool:
+        """Whether every place of a selection among these is used."""
+        return nodes.complete and self.method.refine == "top_k"
+
+    def _tokens(self, pages: Tensor, complete: bool, number: float | Tensor) -> Candidates:
         """The raw tokens of pages, ``[B, Hkv, K]``, -1 for none."""
         cache, hierarchy, sinks = self.cache, self.method.pages, self.method.sinks
+        hidden = None
         if hierarchy.fixed:
+            number = number * hierarchy.width
             keys, values = (
                 ops.gather_pages(x[:, :, sinks:], pages, hierarchy.width) for x in (cache.keys, cache.values)
             )
-            used = None if complete else (pages >= 0).repeat_interleave(hierarchy.width, -1)
+            if not complete:
+                hidden = (pages < 0).repeat_interleave(hierarchy.width, -1, output_size=keys.shape[2])
         else:
             ends = cache.channel("page_end")
             end = ends.gather(-1, pages.clamp_min(0)).long()
             start = ends.gather(-1, (pages - 1).clamp_min(0)).long().where(pages > 0, sinks)
             slots = start[..., None] + torch.arange(hierarchy.width, device=cache.device)
-            used = ((slots < end[..., None]) & (pages >= 0)[..., None]).flatten(-2)
-            slots = slots.flatten(-2).where(used, 0)
+            hidden = ((slots >= end[..., None]) | (pages < 0)[..., None]).flatten(-2)
+            slots = slots.flatten(-2).masked_fill(hidden, 0)
             keys, values = ops.gather_slots(cache.keys, slots), ops.gather_slots(cache.values, slots)
+            number = (~hidden).sum() / hidden.shape[1]
         logits = ops.key_logits(self.rows, keys, self.scaling)
-        if used is not None:
-            logits = logits.masked_fill(~used[:, :, None], float("-inf"))
-            values = values.masked_fill(~used[..., None], 0)
+        if hidden is not None:
+            logits.masked_fill_(hidden[:, :, None], float("-inf"))
+            values = values.masked_fill_(hidden[..., None], 0)
         self._token_values = values
-        return Candidates(self, -1, None, logits, used is None)
+        return Candidates(self, -1, None, logits, number, hidden is None)
 
-    def _scored(self, level: int, index: Tensor | slice, used: Tensor | None) -> Candidates:
+    def _scored(self, level: int, index: Tensor | slice, hidden: Tensor | None, number: float | Tensor) -> Candidates:
         """Nodes of a level with what the method wants to know of them.
 
         Args:
             index: int64 ``[B, Hkv, C]``, -1 for none, or a slice.
-            used: bool ``[B, Hkv or 1, C]``, or None when all places are.
+            hidden: bool ``[B, Hkv or 1, 1, C]``: places that are not used; None when all are.
+            number: how many are.
         """
         method, hierarchy = self.method, self.method.pages
 
@@ -218,21 +272,20 @@ class Reader:
             "none": lambda: 0.0,
             "log": lambda: log_size,
             "entropy": lambda: field("entropy")[:, :, None],
-            "spread": lambda: log_size + ops.free_energy(spread * WEIGHT_SPREAD, log_size),
+            "spread": lambda: ops.free_energy(spread * WEIGHT_SPREAD, log_size).add_(log_size),
         }[method.bias]()
         logits, rank, upper, lower = dot + bias, None, None, None
         if method.uses_bounds:
             upper = ops.largest_logit(self.rows, field("low"), field("high"), self.scaling) + log_size
             # Jensen's inequality for the mean; any other average of keys has a logit below their largest
-            lower = dot + log_size if method.compressor == "mean" and hierarchy.fixed else dot
+            lower = dot + log_size if method.compressor == "mean" and hierarchy.fixed else dot.clone()
         if method.score == "spread":
-            rank = dot + log_size + ops.free_energy(spread, log_size)
+            rank = ops.free_energy(spread, log_size).add_(log_size).add_(dot)
         elif method.score == "bound":
             rank = upper
-        if used is not None:
-            fields = [logits, rank, upper, lower]
-            logits, rank, upper, lower = (
-                None if x is None else x.masked_fill(~used[:, :, None], float("-inf")) for x in fields
-            )
+        if hidden is not None:
+            for estimate in (logits, rank, upper, lower):
+                if estimate is not None:
+                    estimate.masked_fill_(hidden, float("-inf"))
         index = None if isinstance(index, slice) else index
-        return Candidates(self, level, index, logits, used is None, rank, upper, lower)
+        return Candidates(self, level, index, logits, number, hidden is None, rank, upper, lower)

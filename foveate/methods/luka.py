@@ -222,9 +222,8 @@ class LuKA(Method):
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """One query a row over the cover: sinks and tail, and from the top level down whatever is not refined."""
         reader = Reader(self, cache, ops.fold_group(q, cache.geometry.num_kv_heads), scaling)
-        tail, tail_slots, read = reader.tail()
-        raw = [tail] if self.sinks == 0 else [tail, reader.sinks()]
-        parts, refined = list(raw), 0
+        parts = reader.raw()
+        raw, read, refined = _log_sum(parts), reader.layout.raw, 0
         top = self.pages.top(cache)
         open_ends = {level: reader.open_end(level) for level in range(top)}
         nodes: Candidates | None = reader.all(top)
@@ -233,15 +232,17 @@ class LuKA(Method):
             if nodes is None:
                 continue
             read = read + nodes.number * self.reads_per_summary
-            others = [part.logits for part in parts] + [nodes.logits for nodes in open_ends.values() if nodes]
-            chosen = self._choose(cache, level, nodes, _log_sum(others), _log_sum([part.logits for part in raw]))
-            refined = chosen.shape[-1] if nodes.complete and self.refine == "top_k" else (chosen >= 0).sum(-1)
-            below = reader.below(nodes, chosen) if chosen.shape[-1] else None
-            left = nodes.logits
-            if below is not None:
+            others = _log_sum([*parts, *filter(None, open_ends.values())]) if len(self.sizes) > 1 else raw
+            chosen = self._choose(cache, level, nodes, others, raw)
+            below, left = None, nodes.logits
+            if chosen.shape[-1]:
+                refined = reader.number(nodes, chosen)
+                below = reader.below(nodes, chosen, refined)
                 children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
                 left, children = ops.refine(left, chosen, children, preserve=self.mass == "preserve")
                 below = below.weighted(children)
+            elif level == 0:
+                refined = 0
             parts.append(ops.Part(left, nodes.values()))
             nodes = below
         if nodes is not None:
@@ -249,8 +250,9 @@ class LuKA(Method):
             parts.append(ops.Part(nodes.logits, nodes.values()))
         out, masses = ops.attend_cover(parts)
         if self.weighs_mass:
-            self._add_mass(cache, masses[0].sum(2), tail_slots)
-        cache.count_read(read, pages_refined=refined)
+            reader.add_mass(masses)
+        batch = cache.batch_size  # what the reader counted are sums over the rows
+        cache.count_read(*(number if isinstance(number, Tensor) else number / batch for number in (read, refined)))
         return out
 
     # Refinement rules
@@ -269,7 +271,7 @@ class LuKA(Method):
             order, counts, _ = ops.by_bound(*bounds, limit)
             return self._take(cache, level, order, counts)
         total = torch.logaddexp(nodes.ranks.logsumexp(-1, keepdim=True), others)
-        mass = (nodes.ranks - total).exp()
+        mass = nodes.ranks.sub(total).exp_()
         if self.pool == "layer":
             mass = mass.flatten(1, 2).amax(1, keepdim=True).expand(-1, cache.geometry.num_kv_heads, -1)
         else:
@@ -305,14 +307,6 @@ class LuKA(Method):
             most = min(most, int(counts.max()))
         return ops.first_of(order, counts, most)
 
-    def _add_mass(self, cache: SlotCache, mass: Tensor, slots: Tensor | slice) -> None:
-        """Accumulate the tail's mass: only tokens without a summary can still be given one."""
-        total = cache.channel("mass")
-        if isinstance(slots, slice):
-            total[:, :, slots] += mass
-        else:
-            total.scatter_add_(2, slots, mass)
-
 
 @dataclass(frozen=True)
 class LuKAPaper(LuKA):
@@ -335,6 +329,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _log_sum(logits: list[Tensor]) -> Tensor:
-    """Log-sum-exp over several parts, ``[B, Hkv, G, 1]``."""
-    return torch.cat(logits, -1).logsumexp(-1, keepdim=True)
+def _log_sum(parts: list[ops.Part | Candidates]) -> Tensor:
+    """Log-sum-exp over several parts of a cover, fp32 ``[B, Hkv, G, 1]``."""
+    logits = [part.logits for part in parts]
+    return (torch.cat(logits, -1) if len(logits) > 1 else logits[0]).logsumexp(-1, keepdim=True)

@@ -45,7 +45,7 @@ class Together(Method):
         return {
             f"{index}.{name}": spec
             for index, observer in enumerate(self.observers)
-            for name, spec in observer.channels(geometry).items()
+            for name, spec in _learnt(observer, geometry).items()
         }
 
     @property
@@ -71,5 +71,10 @@ class Together(Method):
             return {}
         observers = self.observers
         index = [observer.observation for observer in observers].index(method.observation)
-        alike = observers[index].channels(geometry).items() & method.channels(geometry).items()
+        alike = _learnt(observers[index], geometry).items() & _learnt(method, geometry).items()
         return {name: f"{index}.{name}" for name, _ in alike}
+
+
+def _learnt(method: Method, geometry: Geometry) -> dict[str, Channel]:
+    """The channels that a prompt can fill: the others are written when it has ended, before they are read."""
+    return {name: spec for name, spec in method.channels(geometry).items() if not spec.recomputed}

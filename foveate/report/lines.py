@@ -56,7 +56,7 @@ def names(rows: Sequence[Row], along: Sequence[str]) -> dict[Line, str]:
     named = {}
     for method, settings in lines:
         siblings = [dict(theirs) for other, theirs in lines if other == method]
-        own = [name for name, value in settings if any(theirs[name] != value for theirs in siblings)]
+        own = [name for name, value in settings if any(theirs.get(name) != value for theirs in siblings)]
         words = [_word(name, dict(settings)[name]) for name in own]
         named[method, settings] = f"{method}: {', '.join(words)}" if words else method
     return named
@@ -68,9 +68,9 @@ def common(rows: Sequence[Row], along: Sequence[str]) -> str:
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method]
         settings, fixed = own[0]["settings"], _fixed(own[0], along)
-        same = [name for name, value in fixed.items() if all(_fixed(row, along)[name] == value for row in own)]
+        same = [name for name, value in fixed.items() if all(_fixed(row, along).get(name) == value for row in own)]
         same = [name for name in same if fixed[name] == _text(settings[name])]  # not a spec whose budget differs
-        words = [_word(name, fixed[name]) for name in same if re.search(rf"[:,]{name}=", own[0]["spec"])]
+        words = [f"{name}={fixed[name]}" for name in same if re.search(rf"[:,]{name}=", own[0]["spec"])]
         if words:
             found.append(f"{method} with {', '.join(words)}")
     return "; ".join(found)

@@ -21,12 +21,12 @@ BUDGETS = (
 
 _ALONG_FRACTION = ("top_k", "zero_values")
 _COMPRESSORS = {  # by compressor and mass
-    ("mean", "preserve"): Look("#009E73", "^"),
-    ("attention", "preserve"): Look("#D55E00", "o"),
-    ("random", "preserve"): Look("#CC79A7", "s"),
-    ("mean", "exact"): Look("#0072B2", "D"),
-    ("attention", "exact"): Look("#E69F00", "v"),
-    ("random", "exact"): Look("#7A7A7A", "P"),
+    ("mean", "exact"): Look("#009E73", "^"),
+    ("attention", "exact"): Look("#D55E00", "o"),
+    ("random", "exact"): Look("#CC79A7", "s"),
+    ("mean", "preserve"): Look("#999933", "D"),
+    ("attention", "preserve"): Look("#E69F00", "v"),
+    ("random", "preserve"): Look("#882255", "P"),
 }
 _SHARES = (0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _FINER_SHARES = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 100)
@@ -232,13 +232,15 @@ def _measure(to_dense: bool, cells: Mapping[lines.Cell, Sequence[Row]]) -> Calla
 
 
 def _compressor_looks(found: Sequence[lines.Line]) -> dict[lines.Line, Look]:
-    """A look for each line: that of its compressor and mass, or a spare one where another line has that."""
+    """A look for each line: its method's if it has one line only, else that of compressor and mass, each only once."""
     looks: dict[lines.Line, Look] = {}
-    spare = iter(figure.SPARE)
-    for line in found:
-        settings = dict(line[1])
-        own = _COMPRESSORS.get((settings["compressor"], settings["mass"]))
-        looks[line] = next(spare, figure.look(line[0])) if own is None or own in looks.values() else own
+    methods, spare = [method for method, _ in found], iter(figure.SPARE)
+    for method, settings in found:
+        values = dict(settings)
+        own = _COMPRESSORS.get((values["compressor"], values["mass"]))
+        if methods.count(method) == 1:
+            own = figure.look(method)
+        looks[method, settings] = next(spare, figure.look(method)) if own in (None, *looks.values()) else own
     return looks
 
 

@@ -215,7 +215,7 @@ class TestPerplexity:
         assert task.metrics["bits_per_byte"](values) == pytest.approx(40 / np.log(2) / spent)
         assert task.said(items[0], Output(nll=10.0)) == "perplexity 2.72"
 
-    def test_a_prompt_of_one_token_is_the_text_s_first_or_stands_before_it(self, sample, tokenizer, monkeypatch):
+    def test_a_prompt_of_one_token(self, sample, tokenizer, monkeypatch):
         task = tasks.parse("perplexity:continuation=30", length=1)
         (item,) = task.items(sample, tokenizer, 1, seed=0)
         assert tokenizer.decode(item.prompt_ids) == item.prompt

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from luka_written_out import Sequence
-from matrix import DIM, HEADS, KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, close
+from matrix import DIM, HEADS, KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, close, padded
 
 from foveate import methods
 from foveate.modules import PageSummariser
@@ -73,19 +73,26 @@ def test_the_paper_s_settings():
 # The method written out
 
 
-def assert_equals_written_out(method, prompt, decoded, seed=0, loudness=1.0):
-    """Every output, and what was counted, of one sequence."""
-    tokens = Tokens.random(1, prompt + decoded, seed)
-    tokens.q *= loudness
-    driver = Driver(method, prompt)
-    driver.feed(tokens[:prompt])
-    sequence = Sequence(method, *(x[0].double().numpy() for x in (tokens.q, tokens.k, tokens.v)), prompt, SCALING)
-    for token in range(prompt, prompt + decoded):
-        close(driver.feed(tokens[token : token + 1])[0, :, 0].double(), torch.from_numpy(sequence.decode(token)))
+def assert_equals_written_out(method, prompts, decoded, seed=0, loudness=1.0):
+    """Every output of a batch of sequences, and what was counted."""
+    rows = [Tokens.random(1, prompt + decoded, seed + b) for b, prompt in enumerate(prompts)]
+    for row in rows:
+        row.q.mul_(loudness)
+    batch, mask = padded(rows, max(prompts) + decoded)
+    driver = Driver(method, max(prompts))
+    driver.feed(batch[: max(prompts)], mask[:, : max(prompts)])
+    sequences = [
+        Sequence(method, *(x[0].double().numpy() for x in (row.q, row.k, row.v)), prompt, SCALING)
+        for row, prompt in zip(rows, prompts)
+    ]
+    for step in range(decoded):
+        out = driver.feed(batch[max(prompts) + step :][:1])[:, :, 0].double()
+        for b, (sequence, prompt) in enumerate(zip(sequences, prompts)):
+            close(out[b], torch.from_numpy(sequence.decode(prompt + step)))
     counters = driver.layer.counters
-    assert float(counters.keys_read) == pytest.approx(sequence.keys_read)
-    assert float(counters.pages_refined) == pytest.approx(sequence.pages_refined)
-    assert int(counters.selections_capped) == sequence.capped
+    assert float(counters.keys_read) == pytest.approx(sum(sequence.keys_read for sequence in sequences))
+    assert float(counters.pages_refined) == pytest.approx(sum(sequence.pages_refined for sequence in sequences))
+    assert int(counters.selections_capped) == sum(sequence.capped for sequence in sequences)
 
 
 LUKAS = [(name, method) for name, method in VARIANTS if name.startswith("luka")]
@@ -93,7 +100,7 @@ LUKAS = [(name, method) for name, method in VARIANTS if name.startswith("luka")]
 
 @pytest.mark.parametrize("method", [method for _, method in LUKAS], ids=[name for name, _ in LUKAS])
 def test_every_variant_of_the_matrix_equals_the_method_written_out(method):
-    assert_equals_written_out(method, PROMPT - 5, 13)
+    assert_equals_written_out(method, [PROMPT - 5], 13)
 
 
 CHOICES = {
@@ -136,9 +143,32 @@ def any_settings(seed):
 
 @pytest.mark.parametrize("seed", range(56))
 def test_any_settings_equal_the_method_written_out(seed):
+    chance, method = random.Random(seed), any_settings(seed)
+    decoded = 13 if method.segmenter == "fixed" else 26  # pages of decoded tokens, cut where the attention turned
+    loudness = chance.choice([0.3, 1.0, 3.0])
+    assert_equals_written_out(method, [chance.randint(15, 60)], decoded, seed, loudness)
+
+
+@pytest.mark.parametrize("seed", range(100, 116))
+def test_rows_of_a_batch_equal_the_method_written_out(seed):
     chance = random.Random(seed)
-    prompt, loudness = chance.randint(15, 60), chance.choice([0.3, 1.0, 3.0])
-    assert_equals_written_out(any_settings(seed), prompt, 13, seed, loudness)
+    prompts = [chance.randint(1, 60) for _ in range(3)]
+    assert_equals_written_out(any_settings(seed), prompts, 8, seed, chance.choice([0.3, 1.0, 3.0]))
+
+
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+def test_a_threshold_has_room_for_all_that_heads_look_at(pool):
+    """Every head looks at two pages of its own: a layer refines more pages than one head can find above epsilon."""
+    tokens = Tokens.random(1, 61)
+    directions = 4 * torch.eye(DIM)
+    tokens.k.zero_()
+    tokens.k[:, :, 2:50] = directions[:12].repeat_interleave(4, 0)
+    tokens.q[0, :, -1] = 5 * (directions[0:12:2] + directions[1:12:2])
+    settings = SMALL | {"refine": "threshold", "epsilon": 0.12, "bias": "log", "score": "summary", "pool": pool}
+    driver = Driver(methods.make("luka", **settings), 60)
+    driver.feed(tokens[:60])
+    driver.feed(tokens[60:])
+    assert float(driver.layer.counters.pages_refined) == (12 if pool == "layer" else 6)
 
 
 @pytest.mark.parametrize("page_size", [4, [3, 6]], ids=str)
@@ -149,7 +179,7 @@ def test_trained_summaries_equal_the_method_written_out(tmp_path, page_size, seg
     summariser.save(path)
     settings = SMALL | {"page_size": page_size, "segmenter": segmenter, "bias": "entropy"}
     method = methods.make("luka", compressor="trained", summariser=str(path), **settings)
-    assert_equals_written_out(method.for_layer(1, 3), PROMPT - 5, 13)
+    assert_equals_written_out(method.for_layer(1, 3), [PROMPT - 5], 13)
 
 
 # Memory

@@ -213,7 +213,7 @@ class TestPerplexity:
         plots.perplexity(rows, tmp_path / "a.png")
         assert entries(pages[0]) == ["luka_paper: sinks=0", "luka_paper: sinks=4"]
         assert len({line.get_color() for line in pages[0].axes[0].lines if line.get_label().startswith("luka")}) == 2
-        assert "luka_paper with mean" in pages[0].get_suptitle()
+        assert "luka_paper with compressor=mean" in pages[0].get_suptitle()
 
 
 class TestModes:
@@ -249,6 +249,12 @@ class TestLines:
         assert list(lines.names(rows, ("tail",)).values()) == ["luka: page_size=16", "luka: page_size=[16, 64]", "h2o"]
         assert lines.common(rows, ("tail",)) == "luka with first=1; h2o with window=9"
         assert list(lines.names(rows, ("tail", "page_size")).values()) == ["luka", "h2o"]
+
+    def test_rows_of_an_older_release_know_fewer_settings(self):
+        old = row("luka:bias=log")
+        old["settings"] = {name: value for name, value in old["settings"].items() if name != "expand"}
+        assert list(lines.names([old, row("luka:bias=log")], ("top_k",)).values()) == ["luka", "luka: expand=0.25"]
+        assert lines.common([old, row("luka:bias=log")], ("top_k",)) == "luka with bias=log"
 
 
 class TestFiles:

@@ -1,13 +1,18 @@
 """Softmax attention over chosen keys, with log-sum-exp, and exact merging of partial results."""
 
+import functools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate.ops._math import block_length, fold_group, matmul_fp32, unfold_group
+
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""PyTorch's own kernels. cuDNN's plans anew for every length, which in decode and for prompts of many lengths takes
+longer than the attention itself."""
 
 
 class Attended(NamedTuple):
@@ -48,8 +53,7 @@ def attend(
         mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
         mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
     if not (need_lse or need_mass):
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling)
-        return Attended(unfold_group(out, num_heads))
+        return Attended(unfold_group(_library(rows, k, v, scaling, mask=mask), num_heads))
     logits = (
         matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
         if not rows.requires_grad
@@ -91,9 +95,7 @@ def attend_causal(
     k, v = k[:, :, :end], v[:, :, :end]
     fused = _has_fused(q, v)
     if fused and offset == 0 and not need_lse:
-        return Attended(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-        )
+        return Attended(_library(q, k, v, scaling, causal=True))
     if not fused or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return _attend_causal_blocks(q, k, v, scaling=scaling, offset=offset)
     own = _fused(q, k[:, :, offset:], v[:, :, offset:], scaling, causal=True)
@@ -202,14 +204,14 @@ def gather_slots(x: Tensor, indices: Tensor) -> Tensor:
     index = indices.clamp_min(0).long()
     if x.dim() == 3:
         return x.gather(2, index)
+    if x.requires_grad or not _packed(x):
+        return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
+    # whole rows of the buffer that x is a view of: several times faster than an element-wise gather
     batch, num_kv_heads, length, dim = x.shape
     per_head = x.stride(1) // dim
-    if x.requires_grad or x.stride() != (num_kv_heads * per_head * dim, per_head * dim, dim, 1):
-        return x.gather(2, index[..., None].expand(*index.shape, dim))
-    # whole rows of the buffer that x is a view of: several times faster than an element-wise gather
-    heads = torch.arange(batch * num_kv_heads, device=x.device).view(batch, num_kv_heads, 1)
     rows = x.as_strided(((batch * num_kv_heads - 1) * per_head + length, dim), (dim, 1))
-    return rows.index_select(0, (index + heads * per_head).flatten()).view(*index.shape, dim)
+    index = index + _first_rows(batch, num_kv_heads, per_head, x.device)
+    return rows.index_select(0, index.flatten()).view(*index.shape, dim)
 
 
 def gather_pages(x: Tensor, pages: Tensor, page_size: int) -> Tensor:
@@ -219,14 +221,26 @@ def gather_pages(x: Tensor, pages: Tensor, page_size: int) -> Tensor:
         ``[B, Hkv, P * page_size, D]``.
     """
     batch, num_kv_heads, _, dim = x.shape
-    per_head = x.stride(1) // dim
-    packed = x.stride() == (num_kv_heads * per_head * dim, per_head * dim, dim, 1)
-    if x.requires_grad or not packed or per_head % page_size:
+    if x.requires_grad or not _packed(x) or x.stride(1) // dim % page_size:
         return gather_slots(x, page_slots(pages.clamp_min(0), page_size).flatten(-2))
     whole = x.as_strided(
         (batch, num_kv_heads, x.shape[2] // page_size, page_size * dim), (*x.stride()[:2], page_size * dim, 1)
     )
     return gather_slots(whole, pages).view(batch, num_kv_heads, -1, dim)
+
+
+def _packed(x: Tensor) -> bool:
+    """Whether the vectors of ``x [B, Hkv, Lk, D]`` are rows of one matrix, heads at equal distances."""
+    dim = x.shape[3]
+    per_head = x.stride(1) // dim
+    return x.stride() == (x.shape[1] * per_head * dim, per_head * dim, dim, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _first_rows(batch: int, num_kv_heads: int, per_head: int, device: torch.device) -> Tensor:
+    """int64 ``[B, Hkv, 1]``: the row at which each head begins."""
+    with torch.inference_mode(False):
+        return torch.arange(0, batch * num_kv_heads * per_head, per_head, device=device).view(batch, num_kv_heads, 1)
 
 
 def page_slots(pages: Tensor, page_size: int) -> Tensor:
@@ -259,24 +273,28 @@ def _has_fused(q: Tensor, v: Tensor) -> bool:
     return q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and _library_is_causal(q)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Attended:
-    """The kernel that the library would choose, with its log-sum-exp, which the public interface does not return."""
+def _library(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """PyTorch's attention, ``[B, Hq, Lq, Dv]``."""
+
+    def run() -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
+
     if not q.is_cuda:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
-    elif _chosen(q, k, v, scaling, causal) == int(SDPBackend.CUDNN_ATTENTION):
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scaling
-        )[:2]
-        lse = lse.view(q.shape[:3])
-    else:
+        return run()
+    with sdpa_kernel(_BACKENDS, set_priority=True):
+        return run()
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Attended:
+    """The kernel that :func:`_library` runs, with its log-sum-exp, which the public interface does not return."""
+    if q.is_cuda:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scaling)[:2]
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
     return Attended(out, lse.float())
-
-
-def _chosen(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> int:
-    """The library's choice of a kernel, a number of `SDPBackend`."""
-    grouped = q.shape[1] != k.shape[1]
-    return torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scaling, enable_gqa=grouped)
 
 
 def _attend_causal_blocks(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int) -> Attended:

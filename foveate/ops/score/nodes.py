@@ -38,11 +38,9 @@ def free_energy(deviation: Tensor, log_size: Tensor | float) -> Tensor:
         deviation: s, ``[B, Hkv, G, N]``.
         log_size: log n, a number or ``[B, Hkv, 1, N]``.
     """
-    if isinstance(log_size, Tensor):
-        edge = (2.0 * log_size).sqrt()
-        return torch.where(deviation < edge, 0.5 * deviation.square(), edge * deviation - log_size)
-    edge = math.sqrt(2.0 * log_size)
-    return torch.where(deviation < edge, 0.5 * deviation.square(), edge * deviation - log_size)
+    edge = (2.0 * log_size).sqrt() if isinstance(log_size, Tensor) else math.sqrt(2.0 * log_size)
+    within = deviation.clamp(max=edge)
+    return deviation.sub(within, alpha=0.5).mul_(within)
 
 
 def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float) -> Tensor:
