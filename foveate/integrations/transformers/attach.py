@@ -173,6 +173,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 tokens_evicted=counted.tokens_evicted,
                 pages_refined=round(float(counted.pages_refined)),
                 indices_reused=counted.indices_reused,
+                selections_capped=int(counted.selections_capped),
             )
         )
         if reset:

@@ -21,6 +21,8 @@ class LayerStats:
     tokens_evicted: int = 0
     pages_refined: int = 0
     indices_reused: int = 0
+    selections_capped: int = 0
+    """Selections, one a step, sequence, KV head and level, that a cap such as LuKA's ``max_refined`` cut short."""
     note: str = ""
 
 
@@ -45,8 +47,13 @@ class Stats:
             "tokens_evicted": sum(layer.tokens_evicted for layer in handled),
             "pages_refined": sum(layer.pages_refined for layer in handled),
             "indices_reused": sum(layer.indices_reused for layer in handled),
-            "notes": sorted({layer.note for layer in self.layers if layer.note}),
+            "notes": self._notes(),
         }
+
+    def _notes(self) -> list[str]:
+        notes = sorted({layer.note for layer in self.layers if layer.note})
+        capped = sum(layer.selections_capped for layer in self.layers)
+        return notes + ([f"a cap cut {capped} selections short"] if capped else [])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
