@@ -1,6 +1,7 @@
 """Write the tables of the documentation from the result files: `python benchmarks/tables.py [--check]`.
 
-A table stands between `<!-- report: FILE [CONTEXT] -->` and `<!-- end -->`; with CONTEXT only rows of that many tokens.
+A table stands between `<!-- report: FILE... [summary] [NAME=VALUE]... -->` and `<!-- end -->`. `summary` makes one
+table of several comparisons; conditions choose rows, as `foveate plot --where` does, or cases of benches.
 """
 
 import json
@@ -9,21 +10,29 @@ import sys
 from pathlib import Path
 
 from foveate.report.markdown import tables
+from foveate.report.rows import chosen
+from foveate.report.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = re.compile(r"(<!-- report: (\S+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(words: list[str]) -> str:
+    """The table that a mark asks for."""
+    files = [word for word in words if word.endswith(".jsonl")]
+    rows = [json.loads(line) for file in files for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
+    conditions = [word for word in words if "=" in word]
+    if "bench" in rows[0]:
+        wanted = [condition.split("=", 1) for condition in conditions]
+        rows = [row for row in rows if all(str(row["case"][name]) == value for name, value in wanted)]
+    elif conditions:
+        rows = chosen(rows, conditions)
+    return (summary if "summary" in words else tables)(rows)
 
 
 def written(text: str) -> str:
     """The text with every marked table made anew."""
-
-    def table(match: re.Match[str]) -> str:
-        rows = [json.loads(line) for line in (ROOT / match[2]).read_text(encoding="utf-8").splitlines()]
-        if match[3]:
-            rows = [row for row in rows if row["case"]["context"] == int(match[3])]
-        return f"{match[1]}\n{tables(rows)}\n\n{match[4]}"
-
-    return MARK.sub(table, text)
+    return MARK.sub(lambda match: f"{match[1]}\n{table(match[2].split())}\n\n{match[3]}", text)
 
 
 def main() -> int:

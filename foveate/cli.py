@@ -233,16 +233,26 @@ def compare(
 @app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)],
+    summary: Annotated[
+        bool, typer.Option(help="One table: methods by comparisons, and the pooled difference.")
+    ] = False,
 ) -> None:
     """Print rows of results as Markdown tables."""
     from foveate.evaluation.data import read_jsonl
-    from foveate.evaluation.errors import DataError
-    from foveate.report.markdown import tables
+    from foveate.evaluation.errors import DataError, UserError
+    from foveate.report import markdown, rows
+    from foveate.report import summary as summaries
 
-    for file in files:
-        rows = [row for _, row in read_jsonl(file)]
+    if summary:
         try:
-            typer.echo(tables(rows) + "\n")
+            typer.echo(summaries.summary(rows.read(files)) + "\n")
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return
+    for file in files:
+        found = [row for _, row in read_jsonl(file)]
+        try:
+            typer.echo(markdown.tables(found) + "\n")
         except (KeyError, TypeError) as error:
             raise DataError(f"{file}: not a file of result rows ({error} is missing or malformed)") from None
 

@@ -52,7 +52,7 @@ def _comparison(rows: Sequence[Row]) -> str:
                 f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
             )
         )
-    return _markdown(lines)
+    return markdown_table(lines)
 
 
 def _perplexities(rows: Sequence[Row]) -> str:
@@ -70,7 +70,7 @@ def _perplexities(rows: Sequence[Row]) -> str:
                 f"{100 * row['keys_read_share']:.1f} %",
             )
         )
-    return _markdown(lines)
+    return markdown_table(lines)
 
 
 def _speeds(rows: Sequence[Row]) -> str:
@@ -85,10 +85,11 @@ def _speeds(rows: Sequence[Row]) -> str:
                 f"{row['peak_bytes'] / 1e6:,.0f} MB",
             )
         )
-    return _markdown(lines)
+    return markdown_table(lines)
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, the first of them the head; the first column is text, the others are numbers."""
     head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
     rule = "|" + "|".join("---" if i == 0 else "--:" for i in range(len(lines[0]))) + "|"
     return "\n".join([head, rule, *body])

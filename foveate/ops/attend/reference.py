@@ -93,7 +93,7 @@ def attend_causal(
     if k.shape[2] < end:
         raise ValueError(f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {end}")
     k, v = k[:, :, :end], v[:, :, :end]
-    fused = _has_fused(q, v)
+    fused = _has_fused(q, k, v)
     if fused and offset == 0 and not need_lse:
         return Attended(_library(q, k, v, scaling, causal=True))
     if not fused or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
@@ -252,7 +252,7 @@ def page_slots(pages: Tensor, page_size: int) -> Tensor:
 def prompt_path(device: str, dtype: torch.dtype, head_dim: int = 64) -> str:
     """What computes dense prompts with their log-sum-exp there: the device's fused kernel, or blocks of queries."""
     probe = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
-    return "fused" if _has_fused(probe, probe) else "blocks (torch)"
+    return "fused" if _has_fused(probe, probe, probe) else "blocks (torch)"
 
 
 def _attend_gathered(
@@ -268,9 +268,15 @@ def _library_is_causal(q: Tensor) -> bool:
     return q.device.type == "cpu" or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256)
 
 
-def _has_fused(q: Tensor, v: Tensor) -> bool:
+def _has_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the library's fused attention takes these heads; its log-sum-exp comes without gradients."""
-    return q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and _library_is_causal(q)
+    fits = q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and _library_is_causal(q)
+    return fits and (not q.is_cuda or all(_aligned(x) for x in (q, k, v)))
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether vectors begin at multiples of 16 bytes, which the kernel assumes unchecked."""
+    return x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1])
 
 
 def _library(

@@ -1,0 +1,58 @@
+"""One table over several comparisons."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foveate.cli import app
+from foveate.report.summary import pooled_difference, summary
+
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "first-niah.jsonl"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_line_a_method_and_a_column_a_comparison(rows):
+    lines = summary(rows).splitlines()
+    n = sum(row["n"] for row in rows if row["method"] == "dense")
+    assert lines[2].startswith("| method | keys read | niah 8K | niah 16K | Δ to dense [95 %], pooled, n = " + str(n))
+    specs = list(dict.fromkeys(row["spec"] for row in rows))
+    assert [line.split("`")[1] for line in lines[4:]] == specs
+    for line in lines[4:]:
+        scores = [f"{row['score']:.1f}" for row in rows if row["spec"] == line.split("`")[1]]
+        assert line.split(" | ")[2:4] == scores
+
+
+def test_the_pooled_difference_is_the_mean_over_all_items_paired(rows):
+    dense = [row for row in rows if row["method"] == "dense"]
+    for spec in ("tova:top_k=0.125", "h2o"):
+        ours = [row for row in rows if row["spec"] == spec]
+        pooled = pooled_difference(ours, dense)
+        items = [value for row in ours for value in row["item_values"]["string_match"]]
+        theirs = [value for row in dense for value in row["item_values"]["string_match"]]
+        assert pooled.value == pytest.approx(100 * (sum(items) - sum(theirs)) / len(items))
+        assert pooled.low <= pooled.value <= pooled.high
+    same = pooled_difference(dense, dense)
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+
+
+def test_methods_that_a_comparison_lacks_are_left_out_and_dense_is_needed(rows):
+    some = [row for row in rows if row["spec"] != "h2o" or row["length"] == 8192]
+    assert "`h2o`" not in summary(some)
+    assert "`h2o`" in summary([row for row in rows if row["length"] == 8192])
+    with pytest.raises(ValueError, match="no row of dense in niah 8K"):
+        summary([row for row in rows if row["method"] != "dense"])
+
+
+def test_the_command_prints_it(tmp_path, rows):
+    done = CliRunner().invoke(app, ["report", "--summary", str(FILE)])
+    assert done.exit_code == 0
+    assert done.stdout.strip() == summary(rows)
+    empty = tmp_path / "none.jsonl"
+    empty.write_text("")
+    assert CliRunner().invoke(app, ["report", "--summary", str(empty)]).exit_code != 0
