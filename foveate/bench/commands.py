@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed.")
+app = typer.Typer(no_args_is_help=True, help="Measure speed, and what the scores of pages miss.")
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
 Out = Annotated[Path | None, typer.Option(help="File for the rows (JSON Lines).", show_default=False)]
@@ -51,7 +51,42 @@ def prefill(
     _measure(bench.BENCH, out, lambda say: bench.run(model, contexts, method or bench.METHODS, repeats, dtype, say))
 
 
-def _measure(bench: str, out: Path | None, run: Callable[[Callable[[str], None]], list[dict[str, Any]]]) -> None:
+@app.command("page-scores")
+def page_scores(
+    model: Model,
+    data: Annotated[Path, typer.Option(help="Folder with the tasks' data.", show_default=False)],
+    task: Annotated[
+        list[str], typer.Option(help="Such as niah:split=multi,length=4096; may be given often.", show_default=False)
+    ],
+    page_size: Annotated[list[int] | None, typer.Option(help="Tokens of a page; may be given often.")] = None,
+    budget: Annotated[list[float] | None, typer.Option(help="Share of the keys read; may be given often.")] = None,
+    limit: Annotated[int, typer.Option(help="Items (wikisalad: examples of several questions) of each task.")] = 6,
+    tokens: Annotated[int, typer.Option(help="Answer tokens looked at in each item.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the items and of the bootstrap.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    out: Out = None,
+) -> None:
+    """Attention missed by each score of LuKA's pages at the same number of keys read."""
+    from transformers.utils import logging
+
+    from foveate.bench import page_scores as bench
+    from foveate.evaluation import tasks
+    from foveate.report.markdown import tables
+
+    logging.disable_progress_bar()
+    sizes, shares = tuple(page_size or bench.PAGE_SIZES), tuple(budget or bench.BUDGETS)
+    chosen = tuple(tasks.parse(spec) for spec in task)
+    plan = bench.Plan(model, data, chosen, sizes, shares, limit, tokens, seed, dtype, device)
+    _measure(bench.BENCH, out, lambda say: bench.run(plan, say), tables)
+
+
+def _measure(
+    bench: str,
+    out: Path | None,
+    run: Callable[[Callable[[str], None]], list[dict[str, Any]]],
+    markdown: Callable[[list[dict[str, Any]]], str] | None = None,
+) -> None:
     from foveate.bench import rows as files
     from foveate.report.speeds import speeds
     from foveate.report.table import console
@@ -62,4 +97,7 @@ def _measure(bench: str, out: Path | None, run: Callable[[Callable[[str], None]]
     rows = run(lambda line: notes.print(line, style="dim", markup=False))
     if out is not None:
         files.write(out, rows)
-    console().print(speeds(rows))
+    if markdown is not None:
+        typer.echo(markdown(rows))
+    else:
+        console().print(speeds(rows))

@@ -1,10 +1,10 @@
-"""Speed rows in a results file: one file answers one question."""
+"""Rows of measurements in a results file: one file answers one question."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,26 @@ FIELDS = (
     "commit",
 )
 """What every speed row has at least."""
+PAGE_SCORE_FIELDS = (
+    "bench",
+    "case",
+    "n",
+    "missed_mass",
+    "output_error",
+    "refined_share",
+    "read_share",
+    "baseline",
+    "item_values",
+    "device",
+    "versions",
+    "commit",
+)
+"""What every row on the scores of pages has at least."""
+
+
+def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that a row has to have, by its bench."""
+    return PAGE_SCORE_FIELDS if row.get("bench") == "page-scores" else FIELDS
 
 
 def check_out(out: Path, bench: str) -> None:
@@ -50,12 +70,12 @@ def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows as JSON lines, all or none.
 
     Raises:
-        ValueError: when a row lacks a field of :data:`FIELDS`.
+        ValueError: when a row lacks a field of :func:`needed`.
     """
     for row in rows:
-        missing = [field for field in FIELDS if field not in row]
+        missing = [field for field in needed(row) if field not in row]
         if missing:
-            raise ValueError(f"speed row lacks {', '.join(missing)}")
+            raise ValueError(f"row lacks {', '.join(missing)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh = out.with_name(out.name + ".new")
     fresh.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from foveate.report import page_scores
 from foveate.report.ratio import perplexity_ratio
 
 Row = Mapping[str, Any]
@@ -21,13 +22,15 @@ def tables(rows: Sequence[Row]) -> str:
 
 def _table(row: Row) -> Callable[[Sequence[Row]], str]:
     if "bench" in row:
-        return _speeds
+        return _page_scores if row["bench"] == "page-scores" else _speeds
     return _perplexities if row["task"] == "perplexity" else _comparison
 
 
 def _title(row: Row) -> str:
     versions = ", ".join(f"{name} {row['versions'][name]}" for name in ("torch", "transformers"))
     where = f"{row['device']}; {versions}; commit {row['commit']}"
+    if row.get("bench") == "page-scores":
+        return f"{page_scores.title(row)} ({where}):"
     if "bench" in row:
         case = row["case"]
         batch = "" if case["batch"] == 1 else f", batch {case['batch']}"

@@ -1,4 +1,4 @@
-"""Looking at the queries and keys of every layer while a model runs with plain attention."""
+"""Looking at the queries, keys and values of every layer while a model runs with plain attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _NAME = "foveate_probe"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one attention layer was given: ``q [B, Hq, L, D]``, ``k [B, Hkv, L, D]``, rotated."""
+    """What one attention layer was given: ``q [B, Hq, L, D]``, ``k [B, Hkv, L, D]``, rotated, ``v [B, Hkv, L, Dv]``."""
 
     layer: int
     q: Tensor
     k: Tensor
+    v: Tensor
     mask: Tensor | None
     """bool ``[B, 1, L, L]``: which keys a query may see; None: those up to its own."""
     scaling: float
@@ -53,7 +54,7 @@ def watched(model: PreTrainedModel, look: Callable[[Seen], None]) -> Iterator[No
             if kwargs.get(name) is not None:
                 raise ValueError(f"layer {module.layer_idx} passes {name} to its attention, which is not shown")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        look(Seen(module.layer_idx, query, key, attention_mask, scaling))
+        look(Seen(module.layer_idx, query, key, value, attention_mask, scaling))
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
     before = model.config._attn_implementation

@@ -1,0 +1,186 @@
+"""Scores of LuKA's pages beside the truth: how each ranks and weights them for a query, and what that misses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.integrations.transformers.probe import Seen
+from foveate.methods import LuKA
+from foveate.methods._cover import WEIGHT_SPREAD
+
+COSTS = {
+    "summary": 1.0,
+    "spread": 1.5,
+    "spread_w0": 1.5,
+    "spread_w1": 1.5,
+    "spread_gauss": 1.5,
+    "bound": 2.0,
+    "halves": 2.0,
+    "two_means": 2.0,
+    "oracle": 1.0,
+}
+"""What is read of a page's summary, in keys with their values: both means 1, the spread 0.5, a box 1."""
+SINKS, TAIL, LIMIT = LuKA.sinks, LuKA.tail, LuKA.max_missed_mass
+_ROUNDS = 4  # of two-means
+
+Measures = dict[str, float]
+
+
+class Case(NamedTuple):
+    """What is compared. Without a budget, pages are refined until at most ``LIMIT`` is certainly missed."""
+
+    page_size: int
+    budget: float | None
+    score: str
+
+
+class Estimate(NamedTuple):
+    """What a score makes of the pages for one query; C summaries a page, page by page within each of the C."""
+
+    rank: Tensor
+    """fp32 ``[1, Hkv, G, N]``: logarithm of the mass by which pages are ranked."""
+    weight: Tensor
+    """fp32 ``[1, Hkv, G, C * N]``: log-weights of the summaries of a page that is not refined."""
+    v: Tensor
+    """``[1, Hkv, C * N, Dv]``: their values."""
+
+
+class Pages:
+    """The pages of one layer at one size, and all that the scores know of them.
+
+    Args:
+        k: ``[1, Hkv, N * size, D]``; summaries are held in its dtype, as a cache holds them.
+        v: ``[1, Hkv, N * size, Dv]``, fp32.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, size: int):
+        self.k, self.v, self.size, self.number = k, v, size, k.shape[2] // size
+        keys, values = (x.unflatten(2, (-1, size)) for x in (k, v))
+        self.whole = ops.summarise(ops.Nodes(keys, values, low=keys, high=keys), spread=True)
+        first = (torch.arange(size, device=k.device) < size // 2).expand(1, 1, self.number, size)
+        splits = {"halves": first, "two_means": two_means(keys.float())}
+        self.parts = {
+            name: [(used.sum(-1).log(), ops.summarise(ops.Nodes(keys, values), used=used)) for used in (split, ~split)]
+            for name, split in splits.items()
+        }
+
+    def estimates(self, rows: Tensor, scaling: float, true: Tensor) -> dict[str, Estimate]:
+        """Every score for one query, ``rows [1, Hkv, G, D]``; ``true``: log partition sums of the pages."""
+        log_size, v = math.log(self.size), self.whole.v
+        plain = ops.key_logits(rows, self.whole.k, scaling) + log_size
+        deviation = ops.logit_deviation(rows, self.whole.spread, scaling)
+        spread = plain + ops.free_energy(deviation, log_size)
+        upper = ops.largest_logit(rows, self.whole.low, self.whole.high, scaling) + log_size
+        found = {
+            "summary": Estimate(plain, plain, v),
+            "spread": Estimate(spread, plain + ops.free_energy(WEIGHT_SPREAD * deviation, log_size), v),
+            "spread_w0": Estimate(spread, plain, v),
+            "spread_w1": Estimate(spread, spread, v),
+            "spread_gauss": Estimate(spread, plain + deviation.square() / 2, v),
+            "bound": Estimate(upper, plain, v),
+            "oracle": Estimate(true, plain, v),
+        }
+        for name, parts in self.parts.items():
+            weights = [ops.key_logits(rows, part.k, scaling) + log[:, :, None] for log, part in parts]
+            values = torch.cat([part.v for _, part in parts], 2)
+            found[name] = Estimate(torch.logaddexp(*weights), torch.cat(weights, -1), values)
+        return found
+
+
+class Query:
+    """One query over pages and raw tokens: what it would see, and what it misses."""
+
+    def __init__(self, pages: Pages, rows: Tensor, scaling: float, raw_k: Tensor, raw_v: Tensor):
+        self.pages, self.raw = pages, ops.Part(ops.key_logits(rows, raw_k, scaling), raw_v)
+        self.logits = ops.key_logits(rows, pages.k, scaling).unflatten(-1, (-1, pages.size))
+        self.others, self.true = self.raw.logits.logsumexp(-1, keepdim=True), self.logits.logsumexp(-1)
+        self.mass = self.share(self.true)
+        self.exact = ops.attend_cover([self.raw, ops.Part(self.logits.flatten(-2), pages.v)])[0]
+
+    def share(self, rank: Tensor) -> Tensor:
+        """The attention that pages have by an estimate, fp32 ``[1, Hkv, G, N]``."""
+        return torch.cat([rank, self.others], -1).softmax(-1)[..., :-1]
+
+    def order(self, rank: Tensor) -> Tensor:
+        """The pages of each KV head, the heaviest first, as LuKA chooses them: by the mean over the group."""
+        return self.share(rank).mean(2).sort(-1, descending=True, stable=True).indices
+
+    def miss(self, order: Tensor, count: int | Tensor, estimate: Estimate, cost: float) -> Measures:
+        """The measures once the first ``count`` pages of an order, a number or ``[1, Hkv]``, are refined."""
+        counts = torch.as_tensor(count, device=order.device)[..., None]
+        refined = order.argsort(-1) < counts  # [1, Hkv, N]
+        tokens = self.logits.masked_fill(~refined[:, :, None, :, None], float("-inf")).flatten(-2)
+        replaced = refined.repeat(1, 1, estimate.v.shape[2] // refined.shape[-1])[:, :, None]
+        summaries = ops.Part(estimate.weight.masked_fill(replaced, float("-inf")), estimate.v)
+        out, _ = ops.attend_cover([self.raw, ops.Part(tokens, self.pages.v), summaries])
+        error = (out - self.exact).norm(dim=-1) / self.exact.norm(dim=-1)
+        share, raw = refined.float().mean().item(), self.raw.v.shape[2]
+        keys = raw + self.pages.number * self.pages.size
+        return {
+            "missed_mass": self.mass.masked_fill(refined[:, :, None], 0.0).sum(-1).mean().item(),
+            "output_error": error.mean().item(),
+            "refined_share": share,
+            "read_share": (raw + self.pages.number * (cost + share * self.pages.size)) / keys,
+        }
+
+    def measure(self, estimates: dict[str, Estimate], budgets: Sequence[float]) -> Iterator[tuple[Case, Measures]]:
+        """Every score at every budget that pays for the raw tokens and the summaries, and by certified bounds."""
+        pages, raw = self.pages, self.raw.v.shape[2]
+        size, keys = pages.size, raw + pages.number * pages.size
+        for name, estimate in estimates.items():
+            order = self.order(estimate.rank)
+            for budget in budgets:
+                count = math.floor((budget * keys - raw - pages.number * COSTS[name]) / size + 1e-9)
+                if count >= 0:
+                    yield Case(size, budget, name), self.miss(order, count, estimate, COSTS[name])
+        plain = estimates["summary"].rank  # by Jensen's inequality a lower bound
+        for name, upper, lower in (("bound", estimates["bound"].rank, plain), ("oracle", self.true, self.true)):
+            order, counts, _ = ops.by_bound(upper, lower, self.others, LIMIT)
+            yield Case(size, None, name), self.miss(order, counts, estimates[name], COSTS[name])
+
+
+def two_means(keys: Tensor, rounds: int = _ROUNDS) -> Tensor:
+    """Which keys of each page, ``[..., S, D]`` fp32, are in the first of two clusters: bool ``[..., S]``.
+
+    Lloyd's algorithm from the signs along the page's principal direction.
+    """
+    centred = keys - keys.mean(-2, keepdim=True)
+    gram = centred @ centred.mT
+    farthest = gram.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    along = gram.gather(-1, farthest.expand(*gram.shape[:-1], 1))
+    for _ in range(2 * rounds):  # power iteration
+        along = torch.nn.functional.normalize(gram @ along, dim=-2)
+    first = along[..., 0] > 0
+    for _ in range(rounds):
+        sides = torch.stack([first, ~first], -2).to(keys.dtype)
+        centres = sides @ keys / sides.sum(-1, keepdim=True).clamp_min(1)
+        distances = torch.cdist(keys, centres)
+        first = distances[..., 0] < distances[..., 1]
+    return first
+
+
+def measure(
+    seen: Seen, prompt: int, queries: Sequence[int], sizes: Sequence[int], budgets: Sequence[float]
+) -> Iterator[tuple[Case, Measures]]:
+    """The measures of every case for some queries of one layer, whose pages are those at the end of the prompt.
+
+    Args:
+        prompt: tokens of the prompt.
+        queries: their positions, behind the prompt.
+        sizes, budgets: tokens of a page; keys that are read, as a share of those that the query sees.
+    """
+    v = seen.v.float()
+    for size in sizes:
+        stop = SINKS + (prompt - TAIL - SINKS) // size * size
+        pages = Pages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], size)
+        for position in queries:
+            rows = ops.fold_group(seen.q[:, :, position : position + 1], seen.k.shape[1])
+            raw = (torch.cat([x[:, :, :SINKS], x[:, :, stop : position + 1]], 2) for x in (seen.k, v))
+            query = Query(pages, rows, seen.scaling, *raw)
+            yield from query.measure(pages.estimates(rows, seen.scaling, query.true), budgets)

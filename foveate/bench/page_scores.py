@@ -1,0 +1,171 @@
+"""Which score of a page misses the least attention at the same number of keys read? Behind LuKA's defaults.
+
+A model reads the prompt and the gold answer of each item once, with plain attention. In every layer, for a few of the
+answer's tokens, the prompt's pages are ranked by each score, as many are refined as the budget leaves room for, and
+the attention that this misses, and the error of the attention's output, are compared with the truth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foveate.bench._page_estimates import COSTS, LIMIT, SINKS, TAIL, Case, Measures, measure
+from foveate.evaluation import accounting, inference
+from foveate.evaluation.errors import UserError
+from foveate.evaluation.metrics import bootstrap, columns, mean
+from foveate.evaluation.tasks import Item, Task
+from foveate.integrations.transformers.probe import Seen, watched
+
+BENCH = "page-scores"
+SHIPPED = "spread"
+"""The score that LuKA ships with, with which the others are compared."""
+PAGE_SIZES, BUDGETS = (16, 32), (0.06, 0.1, 0.15, 0.2, 0.25)
+MEASURES = ("missed_mass", "output_error", "refined_share", "read_share")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be measured: ``limit`` items (or examples) of each task, ``tokens`` answer tokens of each item."""
+
+    model: Path
+    data: Path
+    tasks: tuple[Task, ...]
+    page_sizes: tuple[int, ...] = PAGE_SIZES
+    budgets: tuple[float, ...] = BUDGETS
+    limit: int = 6
+    tokens: int = 3
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.tasks or self.limit < 1 or self.tokens < 1:
+            raise UserError("tasks, limit and tokens must be at least 1")
+        if not self.page_sizes or min(self.page_sizes) < 2:
+            raise UserError(f"page sizes must be at least 2, not {', '.join(map(str, self.page_sizes))}")
+        if not self.budgets or not min(self.budgets) > 0:
+            raise UserError(f"budgets must be above 0, not {', '.join(map(str, self.budgets))}")
+
+    def command(self) -> str:
+        """The command line, paths shortened to their last names."""
+        parts = [f"foveate bench {BENCH}", f"--model {self.model.name}", f"--data {self.data.name}"]
+        for task in self.tasks:
+            settings = ",".join(f"{key}={value}" for key, value in task.settings().items())
+            parts.append(f"--task {task.name}:{settings}")
+        parts += [f"--page-size {size}" for size in self.page_sizes]
+        parts += [f"--budget {budget}" for budget in self.budgets]
+        parts += [f"--{name} {getattr(self, name)}" for name in ("limit", "tokens", "seed", "dtype", "device")]
+        return " ".join(parts)
+
+
+@torch.inference_mode()
+def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Measure and return one row for each task and case.
+
+    Raises:
+        UserError: for items without answers, prompts without pages or beyond the model, or a model that has no layer
+            with attention to all tokens.
+    """
+    facts, device = accounting.model_facts(plan.model), inference.choose_device(plan.device)
+    dtype = inference.choose_dtype(plan.dtype, plan.model, device)
+    plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
+    tokenizer = inference.load_tokenizer(plan.model)
+    of_tasks = [_items(plan, task, tokenizer, facts) for task in plan.tasks]
+    model = inference.load_model(plan.model, dtype, device)
+    rows = []
+    for task, items in zip(plan.tasks, of_tasks):
+        found = []
+        for number, (item, answer) in enumerate(items, 1):
+            start = time.perf_counter()
+            found.append(_measured(plan, model, item, answer))
+            took = f"{time.perf_counter() - start:.1f} s"
+            say(f"{task.name} {task.split}, {len(item.prompt_ids):,} tokens: item {number} of {len(items)}, {took}")
+        rows += _rows(plan, task, [item for item, _ in items], found)
+    return rows
+
+
+def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> list[tuple[Item, list[int]]]:
+    """The answerable items of a task with the tokens of their first gold answer."""
+    items = [item for item in task.items(plan.data, tokenizer, plan.limit, plan.seed) if any(item.answers)]
+    if not items:
+        raise UserError(f"task '{task.name}': no item has an answer to read; use niah or wikisalad_long")
+    shortest, least = min(len(item.prompt_ids) for item in items), SINKS + TAIL + max(plan.page_sizes)
+    if shortest < least:
+        raise UserError(
+            f"task '{task.name}': a prompt of {shortest:,} tokens has no page of {max(plan.page_sizes)} between "
+            f"{SINKS} sinks and a tail of {TAIL}; at least {least:,} tokens are needed"
+        )
+    found = []
+    for item in items:
+        text = (" " if item.answer_prefix else "") + item.answers[0]
+        found.append((item, tokenizer.encode(text, add_special_tokens=False)))
+    longest = max(len(item.prompt_ids) + len(answer) for item, answer in found)
+    accounting.check_positions(longest, facts, f"task '{task.name}' (prompt and answer) needs")
+    return found
+
+
+def _measured(plan: Plan, model: torch.nn.Module, item: Item, answer: list[int]) -> dict[Case, Measures]:
+    """The measures of one item: means over layers and some answer tokens, of the cases that all of them have."""
+    ids, prompt = [*item.prompt_ids, *answer], len(item.prompt_ids)
+    queries = torch.linspace(prompt, len(ids) - 1, min(plan.tokens, len(answer))).round().int().tolist()
+    found: dict[Case, list[Measures]] = defaultdict(list)
+
+    def look(seen: Seen) -> None:
+        if seen.mask is None or bool(seen.mask[..., -1, :].all()):  # not a layer with a sliding window
+            for case, values in measure(seen, prompt, queries, plan.page_sizes, plan.budgets):
+                found[case].append(values)
+
+    with watched(model, look):
+        model(torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
+    if not found:
+        raise UserError(f"{plan.model.name}: no layer attends to all tokens")
+    most = max(map(len, found.values()))
+    return {
+        case: {name: float(column.mean()) for name, column in columns(values).items()}
+        for case, values in found.items()
+        if len(values) == most
+    }
+
+
+def _rows(plan: Plan, task: Task, items: list[Item], found: list[dict[Case, Measures]]) -> list[dict[str, Any]]:
+    context = getattr(task, "length", round(sum(len(item.prompt_ids) for item in items) / len(items)))
+    rows = []
+    for case in (case for case in found[0] if all(case in measures for measures in found)):
+        values = columns(measures[case] for measures in found)
+        measures = {name: dataclasses.asdict(bootstrap(mean(name, 1.0), values, plan.seed)) for name in MEASURES}
+        rows.append(
+            {
+                "bench": BENCH,
+                "case": {
+                    "task": task.name,
+                    "split": task.split,
+                    "model": plan.model.name,
+                    "context": context,
+                    "dtype": plan.dtype,
+                    "page_size": case.page_size,
+                    "budget": case.budget,
+                    "max_missed_mass": LIMIT if case.budget is None else None,
+                    "score": case.score,
+                },
+                "n": len(found),
+                **measures,
+                "baseline": SHIPPED,
+                "summary_cost": COSTS[case.score],
+                "sinks": SINKS,
+                "tail": TAIL,
+                "item_values": {name: [round(float(x), 6) for x in values[name]] for name in MEASURES[:2]},
+                "seed": plan.seed,
+                "device": accounting.device_name(plan.device),
+                "versions": accounting.versions(),
+                "commit": accounting.commit(),
+                "command": plan.command(),
+            }
+        )
+    return rows

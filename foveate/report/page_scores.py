@@ -1,0 +1,55 @@
+"""Rows of `foveate bench page-scores` as Markdown cells: a line for each page size and score, a column a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from foveate.evaluation.metrics import mean, paired_bootstrap
+
+Row = Mapping[str, Any]
+_LESS, _MORE = "▼", "▲"
+
+
+def title(row: Row) -> str:
+    """What the rows of one table have in common, and how to read its cells."""
+    case = row["case"]
+    return (
+        f"{row['bench']}, {case['model']}, {case['task']} ({case['split']}), {case['context']:,} tokens, "
+        f"n = {row['n']}, {case['dtype']}; missed attention / error of the output by keys read, {_LESS} surely less "
+        f"error than `{row['baseline']}`, {_MORE} surely more (95 %, paired)"
+    )
+
+
+def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The lines of the table, the head first; – where a budget does not pay for the summaries."""
+    cases = {(row["case"]["page_size"], row["case"]["budget"], row["case"]["score"]): row for row in rows}
+    budgets = sorted({budget for _, budget, _ in cases if budget is not None})
+    limit = next((row["case"]["max_missed_mass"] for row in rows if row["case"]["budget"] is None), None)
+    certified = [] if limit is None else [f"pages for ≤ {limit:.0%}"]
+    lines = [("page", "score", *(f"{100 * budget:g} %" for budget in budgets), *certified)]
+    for size, score in dict.fromkeys((size, score) for size, _, score in cases):
+        line = [str(size), f"`{score}`"]
+        for budget in budgets:
+            row = cases.get((size, budget, score))
+            line.append("–" if row is None else _cell(row, cases.get((size, budget, row["baseline"]))))
+        if certified:
+            row = cases.get((size, None, score))
+            line.append("" if row is None else f"{100 * row['refined_share']['value']:.1f} %")
+        lines.append(tuple(line))
+    return lines
+
+
+def _cell(row: Row, baseline: Row | None) -> str:
+    return f"{100 * row['missed_mass']['value']:.1f} % / {row['output_error']['value']:.3f}{_mark(row, baseline)}"
+
+
+def _mark(row: Row, baseline: Row | None) -> str:
+    """Whether the error surely differs from the baseline's on the same items."""
+    if baseline is None or baseline is row:
+        return ""
+    ours, theirs = ({"error": np.array(one["item_values"]["output_error"])} for one in (row, baseline))
+    difference = paired_bootstrap(mean("error"), ours, theirs, row["seed"])
+    return _LESS if difference.high < 0 else _MORE if difference.low > 0 else ""
