@@ -109,7 +109,7 @@ class Query:
 
     def order(self, rank: Tensor) -> Tensor:
         """The pages of each KV head, the heaviest first, as LuKA chooses them: by the mean over the group."""
-        return self.share(rank).mean(2).sort(-1, descending=True, stable=True).indices
+        return self.share(rank).mean(2).sort(dim=-1, descending=True, stable=True).indices
 
     def miss(self, order: Tensor, count: int | Tensor, estimate: Estimate, cost: float) -> Measures:
         """The measures once the first ``count`` pages of an order, a number or ``[1, Hkv]``, are refined."""

@@ -91,6 +91,10 @@ def _speeds(rows: Sequence[Row]) -> str:
     return markdown_table(lines)
 
 
+def _page_scores(rows: Sequence[Row]) -> str:
+    return markdown_table(page_scores.cells(rows))
+
+
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Lines of cells, the first of them the head; the first column is text, the others are numbers."""
     head, *body = (f"| {' | '.join(cells)} |" for cells in lines)

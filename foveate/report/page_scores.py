@@ -28,7 +28,7 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     cases = {(row["case"]["page_size"], row["case"]["budget"], row["case"]["score"]): row for row in rows}
     budgets = sorted({budget for _, budget, _ in cases if budget is not None})
     limit = next((row["case"]["max_missed_mass"] for row in rows if row["case"]["budget"] is None), None)
-    certified = [] if limit is None else [f"pages for ≤ {limit:.0%}"]
+    certified = [] if limit is None else [f"pages for ≤ {100 * limit:g} %"]
     lines = [("page", "score", *(f"{100 * budget:g} %" for budget in budgets), *certified)]
     for size, score in dict.fromkeys((size, score) for size, _, score in cases):
         line = [str(size), f"`{score}`"]

@@ -93,3 +93,14 @@ def test_decode_does_not_wait_for_the_device():
             driver.feed_steps(tokens[PROMPT:])
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("n", [7, 513, 9000])
+def test_topk_equals_the_cpu_ties_and_nothing_included(n):
+    scores = torch.randint(0, 40, (2, 3, n)).float()
+    scores[0, 0, n // 2 :] = float("-inf")
+    scores[1, 2] = 1.0
+    for k in (1, 5, n // 3 + 1, n):
+        assert torch.equal(ops.topk(scores.cuda(), k).cpu(), ops.topk(scores, k))
+        counts = torch.tensor([k, max(1, k // 2)])
+        assert torch.equal(ops.topk_rows(scores.cuda(), counts.cuda(), k).cpu(), ops.topk_rows(scores, counts, k))

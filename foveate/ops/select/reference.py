@@ -6,6 +6,9 @@ from torch import Tensor
 CHUNK = 1 << 16
 """Scores examined at once."""
 
+_SORTED = 1 << 13
+"""Up to so many scores a GPU sorts all of them: that takes fewer launches than choosing some."""
+
 
 class StreamingTopK:
     """Top-k over scores that arrive in blocks (StreamIndex, section 4: chunked partition-merge).
@@ -62,6 +65,8 @@ def topk(scores: Tensor, k: int, *, chunk: int = CHUNK) -> Tensor:
         values, indices = scores.topk(k + 1, -1)
         if bool((values[..., k - 1] > values[..., k]).all()) and not bool(values[..., 0].isnan().any()):
             return indices[..., :k].sort(-1).values  # no tie at the edge of the set, so there is only one
+    if scores.is_cuda and n <= min(chunk, _SORTED):
+        return _ascending(*scores.sort(dim=-1, descending=True, stable=True), k)
     for first in range(0, n, chunk):
         best.update(scores[..., first : first + chunk], first)
     return best.result()[0]
@@ -79,12 +84,15 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
         int64 ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
     """
     ordered, indices = scores.sort(dim=-1, descending=True, stable=True)
-    ordered, indices = ordered[..., :k], indices[..., :k]
-    rank = torch.arange(ordered.shape[-1], device=scores.device)
-    unused = (rank >= counts[:, None, None]) | ordered.isneginf()
-    last = scores.shape[-1]
-    indices = indices.masked_fill(unused, last).sort(-1).values
-    return indices.masked_fill(indices == last, -1)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    return _ascending(ordered.masked_fill_(rank >= counts[:, None, None], float("-inf")), indices, k)
+
+
+def _ascending(ordered: Tensor, indices: Tensor, k: int) -> Tensor:
+    """The first k of indices ordered by their scores: ascending, with -1 at the end for scores of -inf."""
+    last = indices.shape[-1]
+    indices = indices[..., :k].masked_fill(ordered[..., :k].isneginf(), last).sort(-1).values
+    return indices.masked_fill_(indices == last, -1)
 
 
 def _first_largest(scores: Tensor, k: int) -> Tensor:
