@@ -1,0 +1,251 @@
+"""Scores of pages: what they miss follows from how they are made, agrees with LuKA itself, and stands in the rows."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from evaluation import tiny
+from helpers import tiny_model
+from matrix import SCALING, Driver, Tokens, dense
+from typer.testing import CliRunner
+
+from foveate import methods
+from foveate.bench import _page_estimates, page_scores
+from foveate.bench._page_estimates import COSTS, LIMIT, SINKS, TAIL, measure, two_means
+from foveate.bench.rows import needed
+from foveate.cli import app
+from foveate.evaluation.errors import UserError
+from foveate.evaluation.tasks import Item
+from foveate.integrations.transformers.probe import Seen
+from foveate.report.markdown import tables
+
+PROMPT, SIZES = 500, (16, 32)
+TOKENS = Tokens.random(1, PROMPT + 3)
+QUERIES = [PROMPT, PROMPT + 2]
+SETTINGS = {
+    "summary": {"score": "summary", "bias": "log"},
+    "spread": {},
+    "spread_w0": {"score": "spread", "bias": "log"},
+    "bound": {"score": "bound", "bias": "log"},
+}
+
+
+def measured(budgets, queries=QUERIES, sizes=SIZES):
+    """Every case with its measures, those of the queries one after the other."""
+    found = {}
+    seen = Seen(0, TOKENS.q, TOKENS.k, TOKENS.v, None, SCALING)
+    for case, values in measure(seen, PROMPT, queries, sizes, budgets):
+        found.setdefault(case, []).append(values)
+    return found
+
+
+def page_count(size):
+    return (PROMPT - SINKS - TAIL) // size
+
+
+def test_the_true_mass_misses_least():
+    found = measured((0.45, 0.6, 0.75))
+    assert {case.score for case in found} == set(COSTS)
+    for case, values in found.items():
+        for ours, best in zip(values, found[case._replace(score="oracle")]):
+            assert best["missed_mass"] <= ours["missed_mass"] + 1e-6
+
+
+def test_at_full_budget_nothing_is_missed():
+    found = measured((2.0,))
+    for case, values in found.items():
+        if case.budget is not None:
+            assert all(one["refined_share"] == 1.0 and one["missed_mass"] == 0.0 for one in values)
+            assert max(one["output_error"] for one in values) < 1e-5
+
+
+def test_as_many_pages_as_the_budget_pays_for():
+    found = measured(budgets := (0.1, 0.33, 0.45, 0.6))
+    for size, score, budget, (number, query) in itertools.product(SIZES, COSTS, budgets, enumerate(QUERIES)):
+        keys, pages = query + 1, page_count(size)
+        least = keys - pages * size + pages * COSTS[score]
+        values = found.get((size, budget, score))
+        assert (values is not None) == (least <= budget * keys)
+        if values is not None:
+            refined = round(values[number]["refined_share"] * pages)
+            assert values[number]["read_share"] == pytest.approx((least + refined * size) / keys)
+            assert least + refined * size <= budget * keys < least + (refined + 1) * size
+
+
+@pytest.mark.parametrize("score", SETTINGS)
+@pytest.mark.parametrize("size", SIZES)
+def test_errors_and_reads_are_those_of_luka(score, size):
+    (case, values), *_ = [one for one in measured((0.6,), [PROMPT], (size,)).items() if one[0].score == score]
+    count = round(values[0]["refined_share"] * page_count(size))
+    assert count > 0
+    assert_like_luka(values[0], methods.make("luka", page_size=size, top_k=count, **SETTINGS[score]), case.score)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_certified_bound_is_that_of_luka_and_holds(size):
+    found = measured((0.6,), [PROMPT], (size,))
+    (values,), (best,) = (found[size, None, score] for score in ("bound", "oracle"))
+    assert best["missed_mass"] <= LIMIT
+    assert values["missed_mass"] <= LIMIT
+    assert best["refined_share"] <= values["refined_share"]
+    method = methods.make("luka", page_size=size, refine="missed_mass", score="summary", bias="log")
+    assert_like_luka(values, method, "bound")
+
+
+def assert_like_luka(values, method, score):
+    driver = Driver(method, PROMPT)
+    driver.feed(TOKENS[:PROMPT])
+    driver.layer.counters.reset()
+    out, exact = driver.feed(TOKENS[PROMPT : PROMPT + 1]), dense(TOKENS[: PROMPT + 1])[:, :, PROMPT:]
+    counters = driver.layer.counters
+    error = ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean().item()
+    assert values["output_error"] == pytest.approx(error, rel=1e-3, abs=1e-5)
+    assert values["read_share"] * (PROMPT + 1) == pytest.approx(float(counters.keys_read))
+    assert values["refined_share"] * page_count(method.page_size) == pytest.approx(float(counters.pages_refined))
+    assert COSTS[score] == method.reads_per_summary
+
+
+def test_two_means_parts_what_is_apart():
+    torch.manual_seed(0)
+    member = torch.rand(2, 3, 16) < 0.4
+    keys = torch.randn(2, 3, 16, 8) + 9.0 * member[..., None]
+    found = two_means(keys)
+    same, other = (found == member).all(-1), (found == ~member).all(-1)
+    assert (same | other).all()
+    assert torch.equal(two_means(keys), found)
+
+
+def test_pages_of_equal_keys_have_one_cluster_and_finite_outputs():
+    seen = Seen(0, TOKENS.q, torch.ones_like(TOKENS.k), TOKENS.v, None, SCALING)
+    for case, values in measure(seen, PROMPT, QUERIES, SIZES, (0.6,)):
+        assert values["output_error"] < 10, case
+
+
+def test_layers_with_a_window_are_left_out(monkeypatch):
+    looked = []
+    monkeypatch.setattr(page_scores, "measure", lambda seen, *rest: looked.append(seen.layer) or iter(()))
+    item = Item("0", "", tuple(range(3, 63)), answers=("x",))
+    plan = page_scores.Plan("model", "data", (None,))
+    with pytest.raises(AttributeError):  # the monkeypatched measures are none, and this plan has no model to name
+        page_scores._measured(plan, tiny_model("gemma3"), item, [3, 4])
+    assert looked == [1, 3]
+
+
+# Rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def call(folder, *more):
+    base = ["bench", "page-scores", "--model", folder, "--data", tiny.SAMPLE, "--limit", 2, "--budget", 0.6]
+    return CliRunner().invoke(app, [str(argument) for argument in (*base, *more)])
+
+
+def test_from_items_to_rows_and_table(folder, tmp_path):
+    out, settings = tmp_path / "rows.jsonl", ["--task", "niah:split=multi,length=520", "--budget", "0.01"]
+    done = call(folder, *settings, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "niah multi, 5" in done.stderr
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert {row["case"]["score"] for row in rows} == set(COSTS)
+    assert {row["case"]["budget"] for row in rows} == {0.6, None}  # 0.01 does not pay for the summaries
+    for row in rows:
+        assert set(needed(row)) <= row.keys()
+        assert (row["n"], row["case"]["context"]) == (2, 520)
+        for name in ("missed_mass", "output_error", "refined_share", "read_share"):
+            assert row[name]["low"] <= row[name]["value"] <= row[name]["high"]
+        for name, values in row["item_values"].items():
+            assert sum(values) / 2 == pytest.approx(row[name]["value"], abs=1e-5)
+    assert tables(rows) in done.stdout
+    again = call(folder, *settings, "--out", tmp_path / "again.jsonl")
+    assert again.exit_code == 0
+    assert (tmp_path / "again.jsonl").read_text() == out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--task", "niah", "--limit", 0], "must be at least 1"),
+        (["--task", "niah", "--page-size", 1], "page sizes must be at least 2, not 1"),
+        (["--task", "niah", "--budget", 0], "budgets must be above 0, not 0.6, 0"),
+        (["--task", "niah:length=300", "--page-size", 256], "no page of 256 between 4 sinks and a tail of 128"),
+        (["--task", "perplexity:length=64,continuation=32"], "no item has an answer to read"),
+        (["--task", "niah:length=2044"], "2,048"),
+        (["--task", "nihah"], "Did you mean 'niah'"),
+    ],
+)
+def test_bad_input(folder, more, message):
+    done = call(folder, *more)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_another_bench_is_not_written_over(folder, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    out.write_text('{"bench": "prefill"}\n')
+    assert "holds rows of prefill" in call(folder, "--task", "niah:length=300", "--out", out).output
+
+
+def row(score, errors, budget=0.1, **more):
+    case = {"task": "niah", "split": "multi", "model": "m", "context": 4096, "dtype": "float32", "page_size": 16}
+    limit = LIMIT if budget is None else None
+    value = sum(errors) / len(errors)
+    return {
+        "bench": page_scores.BENCH,
+        "case": case | {"budget": budget, "max_missed_mass": limit, "score": score},
+        "n": len(errors),
+        "missed_mass": {"value": 0.25},
+        "output_error": {"value": value},
+        "refined_share": {"value": 0.5},
+        "baseline": "spread",
+        "item_values": {"output_error": errors},
+        "seed": 0,
+        "device": "cpu",
+        "versions": {"torch": "2", "transformers": "5"},
+        "commit": "abc",
+    } | more
+
+
+def test_table_marks_what_surely_differs():
+    ours = [0.1, 0.3, 0.5]
+    lines = tables(
+        [
+            row("spread", ours),
+            row("spread", ours, 0.2),
+            row("summary", [x + 0.01 for x in ours]),
+            row("oracle", [x - 0.01 for x in ours]),
+            row("halves", [0.2, 0.3, 0.4]),
+            row("bound", ours, None),
+        ]
+    ).splitlines()
+    assert lines[0].startswith("page-scores, m, niah (multi), 4,096 tokens, n = 3, float32; missed attention")
+    assert lines[2] == "| page | score | 10 % | 20 % | pages for ≤ 10 % |"
+    assert lines[4:] == [
+        "| 16 | `spread` | 25.0 % / 0.300 | 25.0 % / 0.300 |  |",
+        "| 16 | `summary` | 25.0 % / 0.310▲ | – |  |",
+        "| 16 | `oracle` | 25.0 % / 0.290▼ | – |  |",
+        "| 16 | `halves` | 25.0 % / 0.300 | – |  |",
+        "| 16 | `bound` | – | – | 50.0 % |",
+    ]
+
+
+def test_a_model_without_full_attention_is_refused():
+    plan = page_scores.Plan(tiny.SAMPLE, tiny.SAMPLE, (None,))
+    item = Item("0", "", tuple(range(3, 63)), answers=("x",))
+    model = tiny_model("gemma3")
+    model.config.layer_types = ["sliding_attention"] * 4
+    for layer in model.model.layers:
+        layer.attention_type = layer.self_attn.layer_type = "sliding_attention"
+        layer.self_attn.sliding_window = 8
+    with pytest.raises(UserError, match="no layer attends to all tokens"):
+        page_scores._measured(plan, model, item, [3, 4])
+
+
+def test_shipped_is_what_luka_has_by_default():
+    default = methods.LuKA()
+    assert (default.score, default.bias, page_scores.SHIPPED) == ("spread", "spread", "spread")
+    assert (default.sinks, default.tail) == (_page_estimates.SINKS, _page_estimates.TAIL)
