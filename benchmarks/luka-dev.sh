@@ -17,7 +17,7 @@ settings+=(
   luka:top_k=0.06,bias=entropy luka:top_k=0.06,mass=preserve luka:top_k=0.06,pool=layer
   luka:top_k=0.06,sinks=0 luka:top_k=0.06,compressor=attention,temperature=1 luka:top_k=0.06,compressor=attention
   luka:top_k=0.06,segmenter=gaussian,page_deviation=4.0 luka:top_k=0.06,segmenter=kl
-  luka:page_size=64,top_k=0.03 luka:page_size=[16,64],top_k=0.06 luka:page_size=[16,128],top_k=0.06
+  luka:top_k=0.15 luka:page_size=32,top_k=0.18 luka:page_size=64,top_k=0.03 luka:page_size=[16,64],top_k=0.06 luka:page_size=[16,128],top_k=0.06
   luka:page_size=[16,64,256],top_k=0.06
   luka:refine=top_p,top_p=0.9,max_refined=0.25 luka:refine=missed_mass,max_refined=0.25
 )
