@@ -1,1 +1,1 @@
-"""Speed questions, one file each: programs that `foveate bench` runs, which check what they time and write rows."""
+"""Questions, one file each: programs that `foveate bench` runs, which check what they measure and write rows."""
