@@ -234,15 +234,13 @@ class LuKA(Method):
             read = read + nodes.number * self.reads_per_summary
             others = _log_sum([*parts, *filter(None, open_ends.values())]) if len(self.sizes) > 1 else raw
             chosen = self._choose(cache, level, nodes, others, raw)
-            below, left = None, nodes.logits
+            below, left, refined = None, nodes.logits, 0
             if chosen.shape[-1]:
                 refined = reader.number(nodes, chosen)
                 below = reader.below(nodes, chosen, refined)
                 children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
                 left, children = ops.refine(left, chosen, children, preserve=self.mass == "preserve")
                 below = below.weighted(children)
-            elif level == 0:
-                refined = 0
             parts.append(ops.Part(left, nodes.values()))
             nodes = below
         if nodes is not None:

@@ -93,6 +93,7 @@ def assert_equals_written_out(method, prompts, decoded, seed=0, loudness=1.0):
     assert float(counters.keys_read) == pytest.approx(sum(sequence.keys_read for sequence in sequences))
     assert float(counters.pages_refined) == pytest.approx(sum(sequence.pages_refined for sequence in sequences))
     assert int(counters.selections_capped) == sum(sequence.capped for sequence in sequences)
+    return driver
 
 
 LUKAS = [(name, method) for name, method in VARIANTS if name.startswith("luka")]
@@ -154,6 +155,48 @@ def test_rows_of_a_batch_equal_the_method_written_out(seed):
     chance = random.Random(seed)
     prompts = [chance.randint(1, 60) for _ in range(3)]
     assert_equals_written_out(any_settings(seed), prompts, 8, seed, chance.choice([0.3, 1.0, 3.0]))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"page_size": [3, 6], "compressor": "attention", "mass": "preserve"}], ids=str
+)
+def test_rows_of_one_length_whose_pages_differ(settings):
+    kl = {"page_size": 3, "tail": 14, "segmenter": "kl", "kl_threshold": 1.2}
+    driver = assert_equals_written_out(methods.make("luka", **SMALL | kl | settings), [50, 50, 50], 12)
+    assert len(set(driver.store.rows["pages"])) > 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"page_size": [4, 8]}, {"compressor": "attention"}], ids=str)
+def test_a_second_turn_after_which_rows_are_equally_long(settings):
+    """Rows that are alike now had different pages before."""
+    method = methods.make("luka", **SMALL | settings)
+    rows = [Tokens.random(1, 50, seed) for seed in range(2)]
+    turns, steps = [(31, 12), (14, 29)], 3
+    lone = []
+    for row, (first, second) in zip(rows, turns):
+        driver = Driver(method, first)
+        driver.feed(row[:first])
+        driver.feed_steps(row[first : first + steps])
+        driver.layer.phase.prompt_end = first + steps + second
+        driver.feed(row[first + steps : first + steps + second])
+        lone.append(driver.feed_steps(row[first + steps + second :]))
+    driver = Driver(method, 31)
+    prompt, mask = padded([row[:first] for row, (first, _) in zip(rows, turns)], 31)
+    decoded, _ = padded([row[first : first + steps] for row, (first, _) in zip(rows, turns)], steps)
+    more, more_mask = padded([row[first + steps : 46] for row, (first, _) in zip(rows, turns)], 29)
+    driver.feed(prompt, mask)
+    driver.feed_steps(decoded)
+    assert len(set(driver.store.rows["pages"])) == 2
+    driver.layer.phase.prompt_end = 31 + steps + 29
+    driver.feed(more, torch.cat([mask, torch.ones(2, steps, dtype=torch.bool), more_mask], 1))
+    assert len(set(driver.store.lengths)) == len(set(driver.store.rows["pages"])) == 1
+    close(driver.feed_steps(padded([row[46:] for row in rows], 4)[0]), torch.cat(lone))
+
+
+def test_counters_where_the_lowest_levels_have_nothing_to_refine():
+    """Top-p is content with nodes of the top level refined, and no page."""
+    settings = {"page_size": [1, 2, 4], "sinks": 1, "tail": 3, "refine": "top_p", "top_p": 0.3, "bias": "log"}
+    assert_equals_written_out(methods.make("luka", **settings), [40], 5, 93)
 
 
 @pytest.mark.parametrize("pool", ["kv_head", "layer"])
