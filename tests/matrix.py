@@ -63,7 +63,7 @@ VARIANTS = [
             "two_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2},
             "two_levels_preserve": {"page_size": [4, 12], "top_k": 2, "expand": 1, "mass": "preserve"},
             "three_levels": {"page_size": [3, 6, 12], "top_k": 1, "expand": 1, "compressor": "attention"},
-            "levels_top_p": {"page_size": [3, 6], "refine": "top_p", "top_p": 0.55},
+            "levels_top_p": {"page_size": [3, 6], "refine": "top_p", "top_p": 0.3},
             "levels_missed_mass": {
                 "page_size": [8, 16],
                 "refine": "missed_mass",

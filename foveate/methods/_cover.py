@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     """By level, int64 ``[B, Hkv, C]``: nodes over which none of the next level stands, -1 for none."""
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _layout(
     method: LuKA,
     lengths: tuple[int, ...],
@@ -59,15 +59,21 @@ def _layout(
                 [*range(method.sinks if start else 0), *range(start, length)] + [length - 1] * (width - used)
                 for length, start, used in zip(lengths, paged, raw)
             ]
-            slots = torch.tensor(rows, device=device)[:, None].expand(-1, heads, -1)
-            hidden = (torch.arange(width) >= torch.tensor(raw)[:, None])[:, None, None].to(device)
+            slots = _sent(torch.tensor(rows), device)[:, None].expand(-1, heads, -1)
+            hidden = _sent((torch.arange(width) >= torch.tensor(raw)[:, None])[:, None, None], device)
             nodes = [
-                (torch.arange(max(count)) >= torch.tensor(count)[:, None])[:, None, None].to(device) for count in counts
+                _sent((torch.arange(max(count)) >= torch.tensor(count)[:, None])[:, None, None], device)
+                for count in counts
             ]
         open_ends = [_open_end(counts[level], counts[level + 1], hierarchy.branch(level + 1)) for level in levels[:-1]]
-        open_ends = [None if rows is None else torch.tensor(rows, device=device)[:, None] for rows in open_ends]
+        open_ends = [None if rows is None else _sent(torch.tensor(rows), device)[:, None] for rows in open_ends]
     open_ends = [None if rows is None else rows.expand(-1, heads, -1) for rows in open_ends]
     return Layout(slots, hidden, sum(raw), counts, nodes, open_ends)
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def _open_end(counts: list[int], above: list[int], branch: int) -> list[list[int]] | None:

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -149,7 +150,9 @@ class LuKA(Method):
     def for_layer(self, layer: int, num_layers: int) -> LuKA:
         if self.compressor != "trained":
             return self
-        trained = PageSummariser.load(self.summariser)
+        file = Path(self.summariser)
+        state = (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else None
+        trained = _summariser(file, state)
         if len(trained.direction) != num_layers:
             raise ValueError(
                 f"{self.name}: summariser {self.summariser!r} was trained for {len(trained.direction)} layers, but the "
@@ -166,7 +169,7 @@ class LuKA(Method):
 
     @property
     def observes(self) -> bool:
-        return self.weighs_mass or self.segmenter == "kl"
+        return self.weighs_mass
 
     @property
     def observation(self) -> Hashable | None:
@@ -277,7 +280,7 @@ class LuKA(Method):
         if self.first:
             mass = mass.masked_fill(nodes.exist & (nodes.first_page < self.first), float("inf"))
         if self.refine == "top_p":
-            return self._take(cache, level, *ops.by_mass(mass, 1.0 - self.top_p))
+            return self._take(cache, level, *ops.by_mass(mass, (1.0 - self.top_p) / len(self.sizes)))
         if self.refine == "threshold":
             # the masses of the heads of a group sum to at most 1, so no more than this many can be above epsilon
             heads = 1 if self.pool == "kv_head" else cache.geometry.num_heads
@@ -321,6 +324,12 @@ class LuKAPaper(LuKA):
     score: str = setting("summary", "what ranks pages: summary (its mass), spread (estimated mass) or bound (Quest's)")
     mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")
+
+
+@functools.lru_cache(maxsize=4)
+def _summariser(path: Path, state: tuple[int, int] | None) -> PageSummariser:
+    """The file's content, read once for all layers; ``state`` tells when it has changed."""
+    return PageSummariser.load(path)
 
 
 def _is_number(value: Any) -> bool:

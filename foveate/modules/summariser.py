@@ -55,10 +55,13 @@ class PageSummariser(nn.Module):
             with safe_open(path, "pt") as file:
                 facts = json.loads((file.metadata() or {})["foveate.summariser"])
                 direction = file.get_tensor("direction")
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            schema, *shape = (facts[name] for name in ("schema", "num_layers", "num_kv_heads", "head_dim"))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a page summariser ({error})") from None
-        if facts.get("schema") != SCHEMA:
-            raise ValueError(f"{path}: schema {facts.get('schema')}, but this version reads {SCHEMA}; train it again")
-        loaded = cls(*direction.shape)
+        if schema != SCHEMA:
+            raise ValueError(f"{path}: schema {schema}, but this version reads {SCHEMA}; train it again")
+        if list(direction.shape) != shape:
+            raise ValueError(f"{path}: not a page summariser (its tensor has the shape {tuple(direction.shape)})")
+        loaded = cls(*shape)
         loaded.direction.data.copy_(direction)
         return loaded.requires_grad_(False)

@@ -20,8 +20,10 @@ def summary(rows: Sequence[Row]) -> str:
     Only methods that every comparison has are listed; comparisons of several models are tables of their own.
 
     Raises:
-        ValueError: when a comparison has no row of `dense`.
+        ValueError: when a comparison has no row of `dense`, or a metric that is not the mean of its items'.
     """
+    if any(get(row["task"]).main not in row["item_values"] for row in rows):
+        raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
     models = dict.fromkeys(row["model"] for row in rows)
     return "\n\n".join(_table([row for row in rows if row["model"] == model]) for model in models)
 
@@ -39,15 +41,15 @@ def _table(rows: Sequence[Row]) -> str:
         by_spec.setdefault(row["spec"], {})[_cell(row)] = row
     dense = by_spec.get("dense", {})
     if missing := [cell for cell in cells if cell not in dense]:
-        raise ValueError(f"no row of dense in {' '.join(missing[0])}")
+        raise ValueError(f"no row of dense in {' '.join(missing[0][:-1])}")
     n = sum(row["n"] for row in dense.values())
     title = f"{rows[0]['model']}, scores, n = {', '.join(str(dense[cell]['n']) for cell in cells)}:"
-    lines = [("method", "keys read", *(" ".join(cell) for cell in cells), f"Δ to dense [95 %], pooled, n = {n:,}")]
+    lines = [("method", "keys read", *(" ".join(cell[:-1]) for cell in cells), f"Δ to dense [95 %], pooled, n = {n:,}")]
     for spec, found in by_spec.items():
         if any(cell not in found for cell in cells):
             continue
         ours = [found[cell] for cell in cells]
-        shares = [100 * row["keys_read_share"] for row in ours]
+        shares = [100 * (row["keys_read_share"] or 0.0) for row in ours]  # no decode step: nothing was read
         difference = pooled_difference(ours, [dense[cell] for cell in cells])
         lines.append(
             (
@@ -64,8 +66,10 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cell(row: Row) -> tuple[str, ...]:
+    """The words that head a comparison's column, and what tells it from others under the same words: its items."""
     length = row["task_settings"].get("length")
-    return (row["task"], row["split"]) if length is None else (row["task"], f"{round(length / 1024)}K")
+    words = row["task"], row["split"], *([] if length is None else [f"{round(length / 1024)}K"])
+    return (*words, row["run"]["items"])
 
 
 def _items(row: Row) -> np.ndarray:

@@ -183,4 +183,6 @@ def _time(milliseconds: float | None) -> str:
 
 
 def _value(value: Any) -> str:
-    return "none" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.1f}" if value.is_integer() else f"{value:.4g}"  # 1.0 is a share, 1 a number
+    return "none" if value is None else str(value)

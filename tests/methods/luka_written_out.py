@@ -284,7 +284,9 @@ class Sequence:
         return [node for node, size in zip(order, sizes) if size > self.method.epsilon]
 
     def top_p(self, level, token, head, order, sizes, total, covers):
-        count = next(n for n in range(len(order) + 1) if sum(sizes[n:]) <= 1 - self.method.top_p)
+        count = next(
+            n for n in range(len(order) + 1) if sum(sizes[n:]) <= (1 - self.method.top_p) / len(self.method.sizes)
+        )
         return self.capped_to(order, count, total)
 
     def missed_mass(self, level, token, head, order, sizes, total, covers):

@@ -20,7 +20,9 @@ def rows():
 def test_a_line_a_method_and_a_column_a_comparison(rows):
     lines = summary(rows).splitlines()
     n = sum(row["n"] for row in rows if row["method"] == "dense")
-    assert lines[2].startswith("| method | keys read | niah 8K | niah 16K | Δ to dense [95 %], pooled, n = " + str(n))
+    assert lines[2].startswith(
+        "| method | keys read | niah single 8K | niah single 16K | Δ to dense [95 %], pooled, n = " + str(n)
+    )
     specs = list(dict.fromkeys(row["spec"] for row in rows))
     assert [line.split("`")[1] for line in lines[4:]] == specs
     for line in lines[4:]:
@@ -45,7 +47,7 @@ def test_methods_that_a_comparison_lacks_are_left_out_and_dense_is_needed(rows):
     some = [row for row in rows if row["spec"] != "h2o" or row["length"] == 8192]
     assert "`h2o`" not in summary(some)
     assert "`h2o`" in summary([row for row in rows if row["length"] == 8192])
-    with pytest.raises(ValueError, match="no row of dense in niah 8K"):
+    with pytest.raises(ValueError, match="no row of dense in niah single 8K"):
         summary([row for row in rows if row["method"] != "dense"])
 
 
@@ -56,3 +58,13 @@ def test_the_command_prints_it(tmp_path, rows):
     empty = tmp_path / "none.jsonl"
     empty.write_text("")
     assert CliRunner().invoke(app, ["report", "--summary", str(empty)]).exit_code != 0
+
+
+def test_comparisons_of_other_items_are_columns_of_their_own(rows):
+    short = [row for row in rows if row["length"] == 8192 and row["method"] in ("dense", "h2o")]
+    fewer = [{**row, "n": 3, "run": {**row["run"], "items": "other"}} for row in short]
+    fewer = [{**row, "item_values": {key: values[:3] for key, values in row["item_values"].items()}} for row in fewer]
+    assert summary(short + fewer).splitlines()[2].count("niah single 8K") == 2
+    perplexities = [{**row, "task": "perplexity"} for row in short]
+    with pytest.raises(ValueError, match="no pooled difference"):
+        summary(perplexities)

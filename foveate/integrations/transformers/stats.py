@@ -52,8 +52,8 @@ class Stats:
 
     def _notes(self) -> list[str]:
         notes = sorted({layer.note for layer in self.layers if layer.note})
-        capped = sum(layer.selections_capped for layer in self.layers)
-        return notes + ([f"a cap cut {capped} selections short"] if capped else [])
+        capped = any(layer.selections_capped for layer in self.layers)
+        return notes + (["a cap cut selections short"] if capped else [])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
