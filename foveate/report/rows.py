@@ -11,7 +11,10 @@ from foveate.evaluation.errors import DataError, UserError, unknown
 
 Row = Mapping[str, Any]
 
-_NEEDED = ("method", "spec", "settings", "model", "task", "task_settings", "split", "length", "n", "score", "run")
+_NEEDED = (
+    *("method", "spec", "settings", "model", "task", "task_settings", "split", "length", "n", "score", "low", "high"),
+    *("metrics", "dense_score", "keys_read_share", "item_values", "dtype", "run"),
+)
 
 
 def read(files: Sequence[Path]) -> list[Row]:
