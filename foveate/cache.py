@@ -8,51 +8,18 @@ token a slot holds (-1: none).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from foveate.layer_state import Channel, Counters, Geometry, on_device
 from foveate.ops import gather_slots
 
+__all__ = ["Channel", "Counters", "Geometry", "SlotCache"]
+
 _ALIGN = 64
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Shapes of one attention layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-
-@dataclass(frozen=True)
-class Channel:
-    """State of a method that lies beside the keys and travels with them.
-
-    Args:
-        shape: of one entry.
-        per: 1 for an entry per slot, n for an entry per page of n slots, 0 for an entry per sequence. Slots and pages
-            are per KV head: ``[B, Hkv, entries, *shape]``; sequences are ``[B, *shape]``.
-        dtype: None for the dtype of the keys.
-        recomputed: True when cropping tokens needs no undoing because the entries are written again before they are
-            read (page summaries).
-    """
-
-    shape: tuple[int, ...] = ()
-    per: int = 1
-    dtype: torch.dtype | None = torch.float32
-    recomputed: bool = False
 
 
 class _Snapshot(NamedTuple):
@@ -65,42 +32,6 @@ class _Freed(NamedTuple):
     """int64 ``[B, Hkv]``: where the next token goes; -1: after the last slot in use."""
     rows: list[bool]
     """Which rows freed a slot."""
-
-
-@dataclass
-class Counters:
-    """What a layer did since the last reset. Numbers come from the sizes and masks of what was really read."""
-
-    decode_steps: int = 0
-    decode_rows: int = 0
-    keys_read: float | Tensor = 0.0
-    keys_available: float = 0.0
-    prompt_tokens: int = 0
-    tokens_evicted: int = 0
-    pages_refined: float | Tensor = 0.0
-    indices_reused: int = 0
-    selections_capped: int | Tensor = 0
-    bytes_per_key: int = 0
-    resident_bytes: int = 0
-
-    def reset(self) -> None:
-        """Count from zero again."""
-        for field in fields(self):
-            if field.name not in ("bytes_per_key", "resident_bytes"):
-                setattr(self, field.name, field.default)
-
-    def __deepcopy__(self, memo):  # one layer counts for every copy of its cache
-        return self
-
-
-@functools.lru_cache(maxsize=256)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same numbers serve every layer of a step, and often the next steps."""
-    with torch.inference_mode(False):
-        if len(set(numbers)) == 1:
-            return torch.full((len(numbers),), numbers[0], device=device)
-        pinned = torch.tensor(numbers, pin_memory=device.type == "cuda")
-        return pinned.to(device, non_blocking=True)
 
 
 class SlotCache:
@@ -210,7 +141,7 @@ class SlotCache:
 
     def on_device(self, numbers: list[int]) -> Tensor:
         """Per-row numbers as int64 ``[B]`` on the device, without waiting for it."""
-        return _on_device(tuple(numbers), self.device)
+        return on_device(tuple(numbers), self.device)
 
     def holes(self) -> Tensor | None:
         """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
