@@ -1,25 +1,38 @@
-# The methods of the LuKA benchmarks; sourced by luka-wikisalad.sh and luka-niah.sh.
+# What the LuKA benchmarks share: their methods, and which of their cells are asked for.
+
+# A cell is one results file. CELLS="NAME NAME" runs these alone, so that several GPUs can share a benchmark; every cell
+# resumes where it stopped.
+wanted() { [[ -z ${CELLS:-} || " $CELLS " == *" $1 "* ]]; }
+
+# Sequences of LENGTH tokens in a batch of about TOKENS, which is what fits a GPU.
+batch() { # TOKENS LENGTH
+  local rows=$(($1 / $2))
+  echo $((rows < 1 ? 1 : rows > 300 ? 300 : rows))
+}
+
+methods() { printf -- '--method\n%s\n' "$@"; }
 
 # Table 1 of the paper: its three modes by its text, by its code (exact mass, entropy bias) and corrected; ours with its
 # three pages, and as recommended.
 table1=(
   dense h2o lined_as_published
-  luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head luka:top_k=3 luka
+  luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head
+  luka:page_size=16,top_k=3 luka:page_size=16,top_k=3,compressor=attention,temperature=1
+  luka:page_size=16,top_k=0.12 luka:page_size=32,top_k=0.18
   mixed:clustered=luka_paper mixed
 )
 
 # From a fortieth to a quarter of the keys, every family at about the same shares of a long context.
 frontier=(
   dense
-  luka:top_k=0.03 luka:top_k=0.06 luka luka:top_k=0.15
-  luka:page_size=32,top_k=0.01 luka:page_size=32,top_k=0.04 luka:page_size=32,top_k=0.08 luka:page_size=32,top_k=0.15
+  luka:page_size=16,top_k=0.03 luka:page_size=16,top_k=0.06 luka:page_size=16,top_k=0.12 luka:page_size=16,top_k=0.15
+  luka:page_size=32,top_k=0.01 luka:page_size=32,top_k=0.04 luka:page_size=32,top_k=0.08 luka:page_size=32,top_k=0.12
+  luka:page_size=32,top_k=0.18
   luka:page_size=64,top_k=0.01
   luka:page_size=[16,128],top_k=0.02,expand=0.12 luka:page_size=[16,128],top_k=0.06,expand=0.25
   luka:page_size=[16,64,256],top_k=0.06,expand=0.25
-  luka:refine=top_p,top_p=0.9,max_refined=0.25
+  luka:page_size=32,refine=top_p,top_p=0.9,max_refined=0.25
 )
 for share in 0.025 0.05 0.1 0.25; do
   frontier+=("h2o:top_k=$share,window=64" "snapkv:top_k=$share" "tova:top_k=$share" "streaming:window=$share")
 done
-
-methods() { printf -- '--method\n%s\n' "$@"; }

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The LuKA paper's ablations (figures 4, 5 and 6, and the bias of a summary's logit) as perplexity on novels.
 #   benchmarks/luka-perplexity.sh MODEL DATA [OUT_FOLDER] [ITEMS] [BATCH]
-# MODEL: a Hugging Face folder; DATA: a folder with books/. Writes OUT_FOLDER/luka-perplexity.jsonl.
+# MODEL: a Hugging Face folder; DATA: a folder with books/. Writes OUT_FOLDER/luka-perplexity.jsonl. CELLS: see
+# luka-methods.sh.
 #
 # The paper reads one book of PG-19; here every item is a window of a novel, so that there are intervals. The prompt is
 # one token: all tokens scored are decode steps, and pages are made on the way. The ablations of 512 tokens keep a tail
@@ -9,44 +10,44 @@
 # page in the first 144); the modes keep 128, as the paper says of them. In float32, so that no difference is rounding.
 set -euo pipefail
 model=$1 data=$2 out=${3:-runs} items=${4:-24} batch=${5:-24}
-parts=$out/luka-perplexity
+source "$(dirname "$0")/luka-methods.sh"
+parts=$out/luka-perplexity/$(basename "$model")
 mkdir -p "$parts"
 
 compare() { # NAME TOKENS METHOD...
-  local name=$1 tokens=$2 methods=()
-  for spec in "${@:3}"; do methods+=(--method "$spec"); done
-  foveate compare --model "$model" --task "perplexity:continuation=$tokens" --data "$data" --length 1 \
-    --limit "$items" --batch-size "$batch" --dtype float32 --out "$parts/$name.jsonl" "${methods[@]}"
+  wanted "$1" || return 0
+  mapfile -t chosen < <(methods dense "${@:3}")
+  foveate compare --model "$model" --task "perplexity:continuation=$2" --data "$data" --length 1 \
+    --limit "$items" --batch-size "$batch" --dtype float32 --out "$parts/$1.jsonl" "${chosen[@]}"
 }
 
 # Figures 4 and 6: compressors by the share of pages refined, with the summaries' values and without. Masses are exact,
 # as in the published code: only so does refining every page come to dense attention, as the figures say. Beside them
 # equation 3 (mass=preserve), means with the first tokens kept raw (is it the attention sink that means lose?), and ours.
-compressors=() values=()
 for share in 0 0.05 0.125 0.25 0.5 0.75 1.0; do
   paper=luka_paper:tail=16,temperature=1,top_k=$share
+  rows=("$paper" "$paper,mass=exact,compressor=mean,sinks=4" "luka:page_size=16,tail=16,top_k=$share")
   for compressor in mean attention random; do
-    compressors+=("$paper,mass=exact,compressor=$compressor")
-    values+=("$paper,mass=exact,compressor=$compressor,zero_values=true")
+    rows+=("$paper,mass=exact,compressor=$compressor" "$paper,mass=exact,compressor=$compressor,zero_values=true")
   done
-  compressors+=("$paper" "$paper,mass=exact,compressor=mean,sinks=4" "luka:tail=16,top_k=$share")
+  compare "compressors-$share" 512 "${rows[@]}"
 done
-compare compressors 512 dense "${compressors[@]}"
-compare values 512 dense "${values[@]}"
 
 # The bias: in the paper's method, and in ours with three pages a step and with an eighth of them (for which the default,
 # bias=spread, is among the rows above).
 biases=()
 for bias in none log entropy spread; do biases+=("luka_paper:tail=16,temperature=1,bias=$bias"); done
-for bias in none log entropy spread; do biases+=("luka:tail=16,bias=$bias,top_k=3"); done
-for bias in none log entropy; do biases+=("luka:tail=16,bias=$bias,top_k=0.125"); done
-compare biases 512 dense "${biases[@]}"
+for bias in none log entropy spread; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=3"); done
+for bias in none log entropy; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=0.125"); done
+compare biases 512 "${biases[@]}"
 
 # Figure 5: the modes.
-compare modes 1024 dense h2o lined_as_published luka_paper luka mixed:clustered=luka_paper mixed
+compare modes 1024 h2o lined_as_published luka_paper luka:page_size=16,top_k=0.12 luka:page_size=32,top_k=0.18 \
+  mixed:clustered=luka_paper mixed
 
-{
-  cat "$parts/compressors.jsonl"
-  grep -hv '^{"method": "dense"' "$parts/values.jsonl" "$parts/biases.jsonl" # dense on the same texts is there already
-  cat "$parts/modes.jsonl"
-} > "$out/luka-perplexity.jsonl"
+# dense attention on the same 512 tokens is in every cell: its row is kept once
+shopt -s nullglob
+for folder in "$out"/luka-perplexity/*; do
+  cat /dev/null "$folder"/{modes,biases}*.jsonl
+  grep -hv '^{"method": "dense"' /dev/null "$folder"/compressors-*.jsonl || true
+done > "$out/luka-perplexity.jsonl"
