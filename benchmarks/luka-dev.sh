@@ -16,41 +16,39 @@ compare() { # NAME TASK LENGTH SPLIT LIMIT METHOD...
     --batch-size "$(batch "$tokens" "$3")" --dtype bfloat16 --out "$parts/$1.jsonl" "${chosen[@]}"
 }
 
-# Page sizes and shares, means and attention-weighted summaries.
-shares=(luka_paper h2o snapkv)
-for page_size in 16 32 64; do
-  for top_k in 0.06 0.12 0.15 0.18; do
-    [[ $page_size != 16 || $top_k != 0.18 ]] || continue # more than a quarter of the keys
-    shares+=("luka:page_size=$page_size,top_k=$top_k")
-    shares+=("luka:page_size=$page_size,top_k=$top_k,compressor=attention,temperature=1")
-  done
-done
-shares+=(
-  luka:page_size=[16,64],top_k=0.12 luka:page_size=[16,128],top_k=0.06 luka:page_size=[16,128],top_k=0.12,expand=0.35
-  luka:page_size=[32,256],top_k=0.12,expand=0.35 luka:page_size=[16,64,256],top_k=0.06
-  'per_layer:layers={"0-1": "dense", "rest": "luka:page_size=32,top_k=0.12"}'
-)
+# Page sizes, shares and levels, from a tenth to a quarter of the keys.
+shares=(luka_paper snapkv)
+for top_k in 0.06 0.12 0.16; do shares+=("luka:page_size=16,top_k=$top_k"); done
+for top_k in 0.03 0.06 0.12 0.19; do shares+=("luka:page_size=32,top_k=$top_k"); done
+shares+=(luka:page_size=64,top_k=0.12 luka:page_size=64,top_k=0.2)
+shares+=(luka:page_size=[16,64],top_k=0.12 luka:page_size=[16,128],top_k=0.12,expand=0.35)
+shares+=(luka:page_size=[16,64,256],top_k=0.12,expand=0.35)
 
 # One change each to one setting.
 base=luka:page_size=32,top_k=0.12
-rules=("$base" "$base,tail=256" "$base,sinks=0" "$base,mass=preserve" "$base,pool=layer")
-for bias in none log entropy; do rules+=("$base,bias=$bias"); done
-rules+=("$base,score=summary" "$base,score=summary,bias=log" "$base,score=bound" "$base,score=bound,bias=log")
-rules+=("$base,compressor=random" "$base,compressor=attention" "$base,zero_values=true")
-rules+=("$base,segmenter=gaussian,page_deviation=8.0" "$base,segmenter=kl")
-rules+=(luka:page_size=32,refine=top_p,top_p=0.8,max_refined=0.25 luka:page_size=32,refine=top_p,top_p=0.9,max_refined=0.25)
-rules+=(luka:page_size=32,refine=threshold,epsilon=0.01 luka:page_size=32,refine=missed_mass,max_refined=0.15)
+old=compressor=mean,prior=0.0
+rules=("$base" "$base,prior=0.0" "$base,prior=0.3" "$base,prior=0.8" "$base,window=16" "$base,window=256")
+rules+=("$base,compressor=mean" "$base,compressor=attention,temperature=1" "$base,compressor=attention")
+rules+=("$base,compressor=random" "$base,score=spread" "$base,score=spread,bias=spread" "$base,score=bound")
+rules+=("$base,$old" "$base,$old,score=spread,bias=spread" "$base,$old,score=bound" "$base,$old,score=spread")
+rules+=("$base,bias=none" "$base,bias=entropy" "$base,zero_values=true" "$base,mass=preserve")
+rules+=("$base,tail=256" "$base,sinks=0" "$base,pool=layer" "$base,segmenter=gaussian,page_deviation=8.0")
+rules+=("luka:page_size=32,refine=top_p,max_refined=0.2" "luka:page_size=32,refine=threshold,epsilon=0.01")
+rules+=('per_layer:layers={"0-1": "dense", "rest": "luka:page_size=32,top_k=0.12"}')
 
 # The paper's three pages of 16.
 three=(luka_paper)
-for compressor in compressor=mean compressor=attention,temperature=1 compressor=attention,temperature=7; do
-  for bias in none log entropy spread; do three+=("luka:page_size=16,top_k=3,$compressor,bias=$bias"); done
-  three+=("luka:page_size=16,top_k=3,$compressor,score=summary")
+for compressor in compressor=recent compressor=mean compressor=attention,temperature=1; do
+  for prior in 0.0 0.5; do three+=("luka:page_size=16,top_k=3,$compressor,prior=$prior"); done
+  three+=("luka:page_size=16,top_k=3,$compressor,score=spread,bias=spread")
+  three+=("luka:page_size=16,top_k=3,$compressor,bias=entropy")
 done
 
+for length in 4096 8192 16384; do
+  compare "shares-salad-$length" wikisalad_long "$length" dev 60 "${shares[@]}"
+done
 for length in 8192 16384; do
-  compare "shares-salad-$length" wikisalad_long "$length" dev $((8192 * 60 / length)) "${shares[@]}"
-  compare "shares-needles-$length" niah "$length" multi $((8192 * 300 / length)) "${shares[@]}"
+  compare "shares-needles-$length" niah "$length" multi 300 "${shares[@]}"
 done
 compare rules-salad-8192 wikisalad_long 8192 dev 60 "${rules[@]}"
 compare rules-needles-8192 niah 8192 multi 300 "${rules[@]}"

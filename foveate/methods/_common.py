@@ -1,5 +1,6 @@
 """What several methods do alike."""
 
+import torch
 from torch import Tensor
 
 from foveate import ops
@@ -13,6 +14,25 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
     cache.count_read(cache.used if holes is None else holes.sum(-1))
     mask = None if holes is None else holes[:, :, None]
     return ops.attend(q, cache.keys, cache.values, scaling=scaling, mask=mask, need_mass=need_mass)
+
+
+def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:
+    """Keep the last ``window`` queries of a prompt in the channel ``queries [B, Hq, window, D]``."""
+    queries = cache.channel("queries")
+    queries.copy_(torch.cat([queries, q], 2)[:, :, -window:])
+
+
+def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor | None, int]:
+    """What the last queries of a prompt attend to: ``window`` of them, or all of a shorter turn.
+
+    Returns:
+        Their mass, fp32 ``[B, Hq, used]`` (None when the turn has no tokens), and how many they are.
+    """
+    observing = min(window, cache.rows["observed"][0])
+    if not observing:
+        return None, 0
+    queries = cache.channel("queries")[:, :, window - observing :]
+    return ops.query_mass(queries, cache.keys, scaling=scaling, offset=cache.used - observing), observing
 
 
 def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> Tensor | None:

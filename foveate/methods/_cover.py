@@ -181,6 +181,44 @@ class Reader:
         if self.method.sinks:
             total[:, :, : self.method.sinks] += masses[1].sum(2)
 
+    def look_back(self, masses: list[Tensor], looked: list[tuple[Candidates, Tensor, int]]) -> None:
+        """Sinks, tail and all nodes that the query looked at take in what attention they got.
+
+        Args:
+            masses: of the parts of the cover, those of :meth:`raw` first.
+            looked: the nodes of each level from the top down, which of them were refined, and which part holds them.
+        """
+        share = 1 / self.method.window
+        tokens, slots = self.cache.channel("recent"), self.layout.raw_slots
+        if slots is not None:
+            change = masses[0].mean(2).sub_(tokens.gather(2, slots)).masked_fill_(self.layout.raw_hidden[:, :, 0], 0.0)
+            tokens.scatter_add_(2, slots, change * share)
+        else:
+            tokens[:, :, self.cache.rows["paged"][0] :].lerp_(masses[0].mean(2), share)
+            if self.method.sinks:
+                tokens[:, :, : self.method.sinks].lerp_(masses[1].mean(2), share)
+        beneath = masses[-1].mean(2) if len(masses) > looked[-1][2] + 1 else None  # the raw tokens of refined pages
+        for nodes, chosen, part in reversed(looked):
+            got, places = masses[part].mean(2), chosen.shape[-1]
+            if places:
+                width = self.method.pages.branch(nodes.level) if nodes.level else beneath.shape[-1] // places
+                children = beneath[..., : places * width].unflatten(-1, (places, width)).sum(-1)
+                got = got.scatter_add(-1, chosen.clamp_min(0), children)
+            recent = self.cache.channel(self.method.pages.channel("recent", nodes.level))
+            if nodes.index is None:
+                recent[:, :, : got.shape[-1]].lerp_(got, share)
+            else:
+                change = (got - self.recent(nodes)).masked_fill_(nodes.index < 0, 0.0)
+                recent.scatter_add_(2, nodes.index.clamp_min(0), change * share)
+            beneath = got
+
+    def recent(self, nodes: Candidates) -> Tensor:
+        """Attention that nodes got lately, the mean over queries and group: fp32 ``[B, Hkv, C]``."""
+        recent = self.cache.channel(self.method.pages.channel("recent", nodes.level))
+        if nodes.index is None:
+            return recent[:, :, : nodes.logits.shape[-1]]
+        return recent.gather(2, nodes.index.clamp_min(0))
+
     def all(self, level: int) -> Candidates:
         """Every node of a level."""
         counts = self.layout.counts[level]

@@ -76,10 +76,15 @@ class Pages:
                 channels[self.channel("tokens", level)] = number
             if method.weighs_mass and level < len(self.sizes) - 1:
                 channels[self.channel("mass", level)] = number
+            if method.looks_back:
+                channels[self.channel("recent", level)] = Channel(per=per)
         if not self.fixed:
             channels["page_end"] = Channel(per=least, recomputed=True)
         if method.weighs_mass:
             channels["mass"] = Channel()
+        if method.looks_back:
+            channels["recent"] = Channel()
+            channels["queries"] = Channel((geometry.num_heads, method.window, geometry.head_dim), per=0, dtype=None)
         if method.segmenter == "kl":
             channels["divergence"] = Channel()
             channels["recent_q"] = Channel((KL_LAG, geometry.num_heads, geometry.head_dim), per=0, dtype=None)
@@ -165,8 +170,10 @@ class Pages:
         self, cache: SlotCache, level: int, begin: int, end: int, children: ops.Nodes, used: Tensor | None
     ) -> None:
         """Write the nodes ``begin .. end - 1`` of a level, made of their children."""
-        mass = self._mass(cache, level, begin, end, children, used) if self.method.weighs_mass else None
-        weights = self._weights(begin, end, children, mass, used)
+        method = self.method
+        mass = self._got("mass", cache, level, begin, end, used) if method.weighs_mass else None
+        recent = self._got("recent", cache, level, begin, end, used) if method.looks_back else None
+        weights = self._weights(begin, end, children, recent if method.compressor == "recent" else mass, used)
         nodes = ops.summarise(children, weights, used, spread=self.method.uses_spread)
         if self.method.zero_values:
             nodes = nodes._replace(v=torch.zeros_like(nodes.v))
@@ -179,17 +186,20 @@ class Pages:
                 branch = self.branch(level)
                 below = below[:, :, begin * branch : end * branch].unflatten(2, (-1, branch))
             cache.channel(self.channel("tokens", level))[:, :, begin:end] = below.sum(-1)
-        if mass is not None and level < len(self.sizes) - 1:
-            cache.channel(self.channel("mass", level))[:, :, begin:end] = mass.sum(-1)
+        for name, got in (("mass", mass), ("recent", recent)):
+            if got is not None and self.channel(name, level) in cache.specs:
+                cache.channel(self.channel(name, level))[:, :, begin:end] = got.sum(-1)
 
     def _weights(
-        self, begin: int, end: int, children: ops.Nodes, mass: Tensor | None, used: Tensor | None
+        self, begin: int, end: int, children: ops.Nodes, got: Tensor | None, used: Tensor | None
     ) -> Tensor | None:
         method = self.method
         if method.compressor == "mean":
             return None
+        if method.compressor == "recent":
+            return ops.root_weights(got, used)
         if method.compressor == "attention":
-            return ops.importance_weights(mass, method.temperature, used)
+            return ops.importance_weights(got, method.temperature, used)
         if method.compressor == "trained":
             return method.trained(children.k, used=used)
         heads, width, device = children.k.shape[1], children.k.shape[3], children.k.device
@@ -197,21 +207,55 @@ class Pages:
         sizes = torch.full_like(number, width) if used is None else used.sum(-1)[0, 0]
         return ops.random_weights(number, sizes, width, heads, method.seed)
 
-    def _mass(
-        self, cache: SlotCache, level: int, begin: int, end: int, children: ops.Nodes, used: Tensor | None
-    ) -> Tensor:
-        """Attention mass accumulated by each child, the mean over the heads of the group: ``[B, Hkv, n, S]``."""
+    def _got(self, name: str, cache: SlotCache, level: int, begin: int, end: int, used: Tensor | None) -> Tensor:
+        """Attention that each child got, all of it (``mass``) or lately, mean over the group: ``[B, Hkv, n, S]``."""
         if level:
             branch = self.branch(level)
-            mass = cache.channel(self.channel("mass", level - 1))
-            return mass[:, :, begin * branch : end * branch].unflatten(2, (-1, branch))
-        mass, width = cache.channel("mass"), children.k.shape[3]
-        start = cache.rows["paged"][0] or self.method.sinks
+            got = cache.channel(self.channel(name, level - 1))
+            return got[:, :, begin * branch : end * branch].unflatten(2, (-1, branch))
+        got, start = cache.channel(name), cache.rows["paged"][0] or self.method.sinks
         if used is None:
-            mass = mass[:, :, start : start + (end - begin) * width].unflatten(2, (-1, width))
+            width = self.sizes[0]
+            got = got[:, :, start : start + (end - begin) * width].unflatten(2, (-1, width))
         else:
-            lengths = used.sum(-1)[0, 0]
+            lengths, width = used.sum(-1)[0, 0], used.shape[-1]
             begins = start + lengths.cumsum(0) - lengths
             slots = (begins[:, None] + torch.arange(width, device=used.device)).where(used[0, 0], 0)
-            mass = mass[:, :, slots] * used
-        return mass / cache.geometry.group
+            got = got[:, :, slots] * used
+        return got / cache.geometry.group if name == "mass" else got
+
+    def look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
+        """Tokens, and the nodes that there are, take in what the last queries of a prompt attend to.
+
+        Args:
+            recent: fp32 ``[B, Hkv, used]``: attention that each token got from them, the mean over queries and group.
+            share: of these queries in all that recent attention averages over.
+        """
+        cache.channel("recent").lerp_(recent, share)
+        if not self.even(cache):
+            for b in range(cache.batch_size):
+                row = cache.row(b)
+                self._look_back(row, recent[b : b + 1], share)
+                cache.put_back(b, row)
+        else:
+            self._look_back(cache, recent, share)
+
+    def _look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
+        """Of rows with the same pages."""
+        pages = cache.rows["pages"][0]
+        if not pages:
+            return
+        start, size = self.method.sinks, self.sizes[0]
+        if self.fixed:
+            beneath = recent[:, :, start : start + pages * size].unflatten(2, (pages, size)).sum(-1)
+        else:
+            ends = cache.channel("page_end")[:, :, :pages].long()
+            total = torch.nn.functional.pad(recent.cumsum(-1), (1, 0))
+            beneath = total.gather(2, ends).diff(dim=-1, prepend=total[:, :, start : start + 1])
+        for level in range(len(self.sizes)):
+            nodes = self.count(level, pages)
+            if level:
+                branch = self.branch(level)
+                beneath = beneath[:, :, : nodes * branch].unflatten(2, (nodes, branch)).sum(-1)
+            if nodes:
+                cache.channel(self.channel("recent", level))[:, :, :nodes].lerp_(beneath, share)

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
-from foveate.methods._common import attend_all
+from foveate.methods._common import attend_all, note_queries, observed_mass
 from foveate.methods._cover import Candidates, Reader, joined
 from foveate.methods._pages import KL_LAG, Pages
 from foveate.methods.base import Method, budget, setting
 from foveate.modules import PageSummariser
+
+_LEAST_RECENT = 1e-7
+"""Recent attention of a page that got none: what the query says still ranks such pages."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class LuKA(Method):
     page_deviation: float = setting(16.0, "standard deviation of the page lengths under segmenter=gaussian, tokens")
     kl_threshold: float = setting(0.5, "divergence that ends a page under segmenter=kl, nats")
     compressor: str = setting(
-        "mean", "what stands for a page: mean, attention (weighted by past mass), random, trained"
+        "recent", "what stands for a page: recent or attention (weighted by attention), mean, random, trained"
     )
     temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
     summariser: str = setting("", "file of a foveate.modules.PageSummariser under compressor=trained")
@@ -63,9 +66,11 @@ class LuKA(Method):
     max_refined: int | float = setting(1.0, "most pages refined under top_p and missed_mass: a number, or a share")
     first: int = setting(0, "first pages that are always refined")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
-    score: str = setting("spread", "what ranks pages: summary (its mass), spread (estimated mass) or bound (Quest's)")
+    score: str = setting("summary", "mass of a page by its summary, spread (mean and variance) or bound (Quest's)")
+    prior: float = setting(0.5, "share of its recent attention in what ranks a page, beside its score; below 1")
+    window: int = setting(64, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
-    bias: str = setting("spread", "added to a summary's logit: none, log (of its tokens), entropy or spread")
+    bias: str = setting("log", "added to a summary's logit: none, log (of its tokens), entropy or spread")
     seed: int = setting(0, "of random compression and random page lengths")
 
     def __post_init__(self):
@@ -76,12 +81,12 @@ class LuKA(Method):
         self._check(
             "page_size", self._nests(), "an integer of at least 1, or several, each a multiple of the one before"
         )
-        for name in ("tail", "compress_every"):
+        for name in ("tail", "compress_every", "window"):
             self._check_count(name, 1)
         for name in ("sinks", "first", "seed"):
             self._check_count(name)
         self._check_choice("segmenter", "fixed", "gaussian", "kl")
-        self._check_choice("compressor", "mean", "attention", "random", "trained")
+        self._check_choice("compressor", "recent", "attention", "mean", "random", "trained")
         self._check_choice("refine", "top_k", "threshold", "top_p", "missed_mass")
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("score", "summary", "spread", "bound")
@@ -93,6 +98,7 @@ class LuKA(Method):
         for name in ("epsilon", "top_p", "max_missed_mass"):
             value = getattr(self, name)
             self._check(name, _is_number(value) and 0 < value < 1, "between 0 and 1")
+        self._check("prior", _is_number(self.prior) and 0 <= self.prior < 1, "at least 0 and below 1")
         self._check_budget("top_k", 0)
         for name in ("expand", "max_refined"):
             self._check_budget(name)
@@ -131,6 +137,11 @@ class LuKA(Method):
     def weighs_mass(self) -> bool:
         """Whether summaries are weighted by accumulated attention mass."""
         return self.compressor == "attention"
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether tokens and nodes carry the attention that they got lately."""
+        return self.prior > 0 or self.compressor == "recent"
 
     @property
     def uses_spread(self) -> bool:
@@ -173,18 +184,29 @@ class LuKA(Method):
 
     @property
     def observation(self) -> Hashable | None:
-        if self.segmenter == "kl":
-            return ("kl", self.tail, self.weighs_mass)
-        return ops.column_mass if self.weighs_mass else None
+        parts = [
+            ("queries", self.window) if self.looks_back else None,
+            ops.column_mass if self.weighs_mass else None,
+            ("kl", self.tail) if self.segmenter == "kl" else None,
+        ]
+        parts = [part for part in parts if part is not None]
+        return tuple(parts) if len(parts) > 1 else parts[0] if parts else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         offset = cache.used - q.shape[2]
+        if self.looks_back:
+            note_queries(cache, q, self.window)
         if self.weighs_mass:
             ops.column_mass(q, cache.keys, attended.lse, scaling=scaling, offset=offset, out=cache.channel("mass"))
         if self.segmenter == "kl":
             self._note_divergence(cache, q, scaling)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
+        if self.looks_back:
+            mass, queries = observed_mass(cache, self.window, scaling)
+            if queries:
+                recent = mass.unflatten(1, (cache.geometry.num_kv_heads, -1)).mean(2) / queries
+                self.pages.look_back(cache, recent, queries / self.window)
         self.pages.extend(cache)
 
     # Decode
@@ -216,10 +238,12 @@ class LuKA(Method):
         recent.copy_(queries[:, :, length:].transpose(1, 2))
 
     def _attend_raw(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
+        attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass or self.looks_back)
         if self.weighs_mass:
             mass = cache.channel("mass")
             mass += attended.mass
+        if self.looks_back:
+            cache.channel("recent").lerp_(attended.mass / cache.geometry.group, 1 / self.window)
         return attended.out
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -230,13 +254,14 @@ class LuKA(Method):
         top = self.pages.top(cache)
         open_ends = {level: reader.open_end(level) for level in range(top)}
         nodes: Candidates | None = reader.all(top)
+        looked: list[tuple[Candidates, Tensor, int]] = []
         for level in range(top, -1, -1):
             nodes = joined(nodes, open_ends.pop(level, None))
             if nodes is None:
                 continue
             read = read + nodes.number * self.reads_per_summary
             others = _log_sum([*parts, *filter(None, open_ends.values())]) if len(self.sizes) > 1 else raw
-            chosen = self._choose(cache, level, nodes, others, raw)
+            chosen = self._choose(reader, nodes, others, raw)
             below, left, refined = None, nodes.logits, 0
             if chosen.shape[-1]:
                 refined = reader.number(nodes, chosen)
@@ -244,6 +269,7 @@ class LuKA(Method):
                 children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
                 left, children = ops.refine(left, chosen, children, preserve=self.mass == "preserve")
                 below = below.weighted(children)
+            looked.append((nodes, chosen, len(parts)))
             parts.append(ops.Part(left, nodes.values()))
             nodes = below
         if nodes is not None:
@@ -252,18 +278,21 @@ class LuKA(Method):
         out, masses = ops.attend_cover(parts)
         if self.weighs_mass:
             reader.add_mass(masses)
+        if self.looks_back:
+            reader.look_back(masses, looked)
         batch = cache.batch_size  # what the reader counted are sums over the rows
         cache.count_read(*(number if isinstance(number, Tensor) else number / batch for number in (read, refined)))
         return out
 
     # Refinement rules
 
-    def _choose(self, cache: SlotCache, level: int, nodes: Candidates, others: Tensor, raw: Tensor) -> Tensor:
+    def _choose(self, reader: Reader, nodes: Candidates, others: Tensor, raw: Tensor) -> Tensor:
         """Candidates to refine, int64 ``[B, Hkv, K]`` ascending, -1 for none.
 
         Args:
             others, raw: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover, and of its raw tokens.
         """
+        cache, level = reader.cache, nodes.level
         if self.refine == "missed_mass":
             limit = self.max_missed_mass / len(self.sizes)  # the levels share it: what they miss adds up
             bounds = [nodes.upper, nodes.lower, raw]
@@ -277,6 +306,11 @@ class LuKA(Method):
             mass = mass.flatten(1, 2).amax(1, keepdim=True).expand(-1, cache.geometry.num_kv_heads, -1)
         else:
             mass = mass.mean(2)
+        if self.prior:
+            recent = reader.recent(nodes)
+            if self.pool == "layer":
+                recent = recent.amax(1, keepdim=True)
+            mass = mass.pow(1 - self.prior) * recent.clamp_min(_LEAST_RECENT).pow_(self.prior)
         if self.first:
             mass = mass.masked_fill(nodes.exist & (nodes.first_page < self.first), float("inf"))
         if self.refine == "top_p":
@@ -318,10 +352,10 @@ class LuKAPaper(LuKA):
     full_budget: ClassVar[dict] = {"top_k": 1.0, "mass": "exact"}
 
     sinks: int = setting(0, "first tokens that stay raw")
-    compressor: str = setting("attention", "what stands for a page: mean, attention (by past mass), random, trained")
+    compressor: str = setting("attention", "what stands for a page: attention (by past mass), mean, random, trained")
     top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
     pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
-    score: str = setting("summary", "what ranks pages: summary (its mass), spread (estimated mass) or bound (Quest's)")
+    prior: float = setting(0.0, "share of its recent attention in what ranks a page, beside its score; below 1")
     mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")
 

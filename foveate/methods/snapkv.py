@@ -4,13 +4,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
-from foveate.methods._common import attend_all, keep_heavy
+from foveate.methods._common import attend_all, keep_heavy, note_queries, observed_mass
 from foveate.methods.base import Method, budget, setting
 
 
@@ -47,21 +46,19 @@ class SnapKV(Method):
 
     @property
     def observation(self) -> Hashable:
-        return SnapKV, self.window
+        return "queries", self.window
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        queries = cache.channel("queries")
-        queries.copy_(torch.cat([queries, q], 2)[:, :, -self.window :])
+        note_queries(cache, q, self.window)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        # a turn shorter than the window observes with its own queries alone
-        observing = min(self.window, cache.rows["observed"][0])
         allowed = budget(self.top_k, cache.lengths[0], self.min_k) + self.window
-        if cache.used <= allowed or not observing:
+        if cache.used <= allowed:
             return None
-        before = cache.used - self.window
-        queries = cache.channel("queries")[:, :, self.window - observing :]
-        votes = ops.query_mass(queries, cache.keys, scaling=scaling, offset=cache.used - observing)[:, :, :before]
+        votes, observing = observed_mass(cache, self.window, scaling)
+        if not observing:
+            return None
+        votes = votes[:, :, : cache.used - self.window]
         padding = self.kernel_size // 2
         if self.pooling == "avg":
             votes = F.avg_pool1d(votes, self.kernel_size, 1, padding)

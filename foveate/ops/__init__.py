@@ -24,7 +24,15 @@ from foveate.ops.attend import (
     prompt_path,
     refine,
 )
-from foveate.ops.compress import Nodes, divergence_ends, gaussian_ends, importance_weights, random_weights, summarise
+from foveate.ops.compress import (
+    Nodes,
+    divergence_ends,
+    gaussian_ends,
+    importance_weights,
+    random_weights,
+    root_weights,
+    summarise,
+)
 from foveate.ops.retain import keep_best, weakest
 from foveate.ops.score import (
     attention_divergence,
@@ -71,6 +79,7 @@ __all__ = [
     "query_mass",
     "random_weights",
     "refine",
+    "root_weights",
     "summarise",
     "tile_mass",
     "topk",

@@ -1,7 +1,8 @@
 """LuKA for one sequence, in fp64 and without any of foveate's operations: slow, and written to be read.
 
 At every decoded token the tree is grown anew from the raw tokens and the cover is taken from its roots down. All that
-is carried from step to step is what the attention has done: the mass that tokens have received.
+is carried from step to step is what the attention has done: the mass that tokens have received, in all and lately, and
+what pages have received lately.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import numpy as np
 
 LAG = 8
+LEAST = 1e-7
 SHARE_OF_DEVIATION = 0.6
 
 
@@ -57,6 +59,12 @@ class Sequence:
         for h, query in itertools.product(range(len(q)), range(prompt)):
             logits = self.k[h // self.group, : query + 1] @ q[h, query] * scaling
             self.mass[h // self.group, : query + 1] += softmax(logits)
+        self.recent = np.zeros(k.shape[:2])  # mean over the heads of the group
+        for h, query in itertools.product(range(len(q)), range(max(0, prompt - method.window), prompt)):
+            logits = self.k[h // self.group, : query + 1] @ q[h, query] * scaling
+            self.recent[h // self.group, : query + 1] += softmax(logits) / self.group / method.window
+        self.recent_of_nodes: dict[tuple[int, int, int], float] = {}  # by head, level and number
+        self.shares_made: dict[tuple[int, int, int], np.ndarray] = {}
 
     def decode(self, token: int) -> np.ndarray:
         """Output ``[Hq, Dv]`` of a token; to be called for one token after the other."""
@@ -65,6 +73,7 @@ class Sequence:
         covers = [dict(zip(tree.roots, weights)) for tree, weights in zip(trees, logits)]  # logits [G] of each node
         ranks = [dict(zip(tree.roots, self.ranks(h, token, tree.roots, covers[h]))) for h, tree in enumerate(trees)]
         seen = [sum(node.level >= 0 for node in cover) for cover in covers]
+        looked_at = [[node for node in cover if node.level >= 0] for cover in covers]
         refined = [[] for _ in covers]
         for level in reversed(range(len(trees[0].levels))):
             refined = self.choose(level, token, trees, covers, ranks)
@@ -72,6 +81,7 @@ class Sequence:
                 for node in nodes:
                     self.replace(head, token, node, covers[head], ranks[head])
                     seen[head] += len(node.children) if level else 0
+                    looked_at[head] += node.children if level else []
         outs = np.zeros((len(self.q), self.v.shape[2]))
         for head, cover in enumerate(covers):
             assert_is_cover(cover, token + 1)
@@ -80,6 +90,12 @@ class Sequence:
             for node, mass in zip(cover, masses.sum(0)):
                 if node.level < 0 and node.tokens[0] >= trees[head].paged:
                     self.mass[head, node.tokens[0]] += mass
+                    recent = self.recent[head, node.tokens[0]]
+                    self.recent[head, node.tokens[0]] += (mass / self.group - recent) / self.method.window
+            for node in looked_at[head]:
+                got = sum(m for n, m in zip(cover, masses.mean(0)) if set(n.tokens) <= set(node.tokens))
+                name = head, node.level, node.number
+                self.recent_of_nodes[name] += (got - self.recent_of_nodes[name]) / self.method.window
             raw = sum(node.level < 0 for node in cover)
             self.keys_read += (raw + seen[head] * self.reads_per_summary) / self.heads
             self.pages_refined += len(refined[head]) / self.heads if trees[head].levels else 0
@@ -142,7 +158,11 @@ class Sequence:
     def join(self, head: int, number: int, children: list[Node]) -> Node:
         """A summary of some nodes."""
         tokens = [at for child in children for at in child.tokens]
-        shares = self.shares(head, number, children)
+        name = head, children[0].level + 1, number
+        if name not in self.shares_made:  # once: what made it may get more attention later
+            self.shares_made[name] = self.shares(head, number, children)
+            self.recent_of_nodes[name] = sum(self.recently(head, child) for child in children)
+        shares = self.shares_made[name]
         weights = np.concatenate([share * child.weights for share, child in zip(shares, children)])
         keys, values = self.k[head, tokens], self.v[head, tokens]
         key, value = weights @ keys, weights @ values
@@ -162,8 +182,17 @@ class Sequence:
             child.parent = node
         return node
 
+    def recently(self, head: int, node: Node) -> float:
+        """Attention that a node got lately."""
+        if node.level < 0:
+            return self.recent[head, node.tokens[0]]
+        return self.recent_of_nodes[head, node.level, node.number]
+
     def shares(self, head: int, number: int, children: list[Node]) -> np.ndarray:
         """Weights of the children in their parent."""
+        if self.method.compressor == "recent":
+            roots = np.sqrt([self.recently(head, child) for child in children])
+            return roots / roots.sum()
         if self.method.compressor == "mean":
             return np.full(len(children), 1 / len(children))
         if self.method.compressor == "attention":
@@ -262,6 +291,8 @@ class Sequence:
             masses = [np.concatenate(masses, 1).max(1)] * self.heads
         else:
             masses = [mass.mean(1) for mass in masses]
+        if self.method.prior:
+            masses = self.with_prior(candidates, masses)
         found = []
         for head, (nodes, mass) in enumerate(zip(candidates, masses)):
             first = [node for node in nodes if node.tokens[0] in self.first_tokens(trees[head])]
@@ -271,6 +302,14 @@ class Sequence:
             total = len(trees[head].levels[level])
             found.append(rule[self.method.refine](level, token, head, order, sizes, total, covers))
         return found
+
+    def with_prior(self, candidates: list[list[Node]], masses: list[np.ndarray]) -> list[np.ndarray]:
+        """Masses ``[N]`` of each KV head, mixed with what the nodes got lately."""
+        prior = self.method.prior
+        recent = [np.array([self.recently(h, node) for node in nodes]) for h, nodes in enumerate(candidates)]
+        if self.method.pool == "layer":
+            recent = [np.max(recent, 0)] * self.heads
+        return [mass ** (1 - prior) * np.maximum(own, LEAST) ** prior for mass, own in zip(masses, recent)]
 
     def first_tokens(self, tree: Tree) -> set[int]:
         """Tokens of the pages that are always refined."""

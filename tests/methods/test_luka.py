@@ -112,7 +112,7 @@ CHOICES = {
     "segmenter": ["fixed", "fixed", "gaussian", "kl"],
     "page_deviation": [1.0, 3.0, 20.0],
     "kl_threshold": [0.1, 0.4, 1.0],
-    "compressor": ["mean", "attention", "random"],
+    "compressor": ["recent", "recent", "attention", "mean", "random"],
     "temperature": [0.3, 1.0, 7.0],
     "zero_values": [False, False, True],
     "refine": ["top_k", "threshold", "top_p", "missed_mass"],
@@ -125,6 +125,8 @@ CHOICES = {
     "first": [0, 0, 1, 3],
     "pool": ["kv_head", "layer"],
     "score": ["summary", "spread", "bound"],
+    "prior": [0.0, 0.0, 0.5, 0.8],
+    "window": [1, 5, 64],
     "mass": ["exact", "preserve"],
     "bias": ["none", "log", "entropy", "spread"],
     "seed": [0, 7, 2**35],
@@ -208,7 +210,7 @@ def test_a_threshold_has_room_for_all_that_heads_look_at(pool):
     tokens.k[:, :, 2:50] = directions[:12].repeat_interleave(4, 0)
     tokens.q[0, :, -1] = 5 * (directions[0:12:2] + directions[1:12:2])
     settings = SMALL | {"refine": "threshold", "epsilon": 0.12, "bias": "log", "score": "summary", "pool": pool}
-    driver = Driver(methods.make("luka", **settings), 60)
+    driver = Driver(methods.make("luka", **settings, compressor="mean", prior=0.0), 60)
     driver.feed(tokens[:60])
     driver.feed(tokens[60:])
     assert float(driver.layer.counters.pages_refined) == (12 if pool == "layer" else 6)
@@ -277,7 +279,7 @@ BAD = [
         ({name: value}, f"{name} must be one of {allowed}, not {value!r}")
         for name, allowed in {
             "segmenter": "fixed, gaussian, kl",
-            "compressor": "mean, attention, random, trained",
+            "compressor": "recent, attention, mean, random, trained",
             "refine": "top_k, threshold, top_p, missed_mass",
             "pool": "kv_head, layer",
             "score": "summary, spread, bound",

@@ -186,7 +186,7 @@ class Layer(CacheLayerMixin):
 
     def _finish_prompt(self, scaling: float) -> None:
         store = self.store
-        if store.uniform:
+        if store.uniform and len(set(store.rows["observed"])) == 1:
             keep = self.method.prompt_end(store, scaling)
         else:
             kept = []

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_LEAST = 1e-12
+
 
 class Nodes(NamedTuple):
     """Nodes of a cover: raw tokens, or summaries of what lies beneath them. What was not asked for is None."""
@@ -85,6 +87,24 @@ def importance_weights(mass: Tensor, temperature: float, used: Tensor | None = N
     """
     scaled = mass.float() / temperature
     return (scaled if used is None else scaled.masked_fill(~used, float("-inf"))).softmax(-1)
+
+
+def root_weights(recent: Tensor, used: Tensor | None = None) -> Tensor:
+    """Weights in proportion to the square root of the attention that each child got lately.
+
+    The root lies between the mean, which drowns a key that answers queries, and the mass itself, which forgets the
+    others. Of children that got nothing, each has the same weight.
+
+    Args:
+        recent: fp32 ``[B, Hkv, N, S]``, at least 0.
+        used: as in :func:`summarise`; every group has a used child.
+
+    Returns:
+        fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
+    """
+    roots = recent.float().clamp_min(_LEAST).sqrt()
+    roots = roots if used is None else roots * used
+    return roots / roots.sum(-1, keepdim=True)
 
 
 def random_weights(node: Tensor, sizes: Tensor, width: int, num_kv_heads: int, seed: int) -> Tensor:
