@@ -18,30 +18,31 @@ compare() { # NAME TASK LENGTH SPLIT LIMIT METHOD...
 
 # Page sizes, shares and levels, from a tenth to a quarter of the keys.
 shares=(luka_paper snapkv)
-for top_k in 0.06 0.12 0.16; do shares+=("luka:page_size=16,top_k=$top_k"); done
-for top_k in 0.03 0.06 0.12 0.19; do shares+=("luka:page_size=32,top_k=$top_k"); done
-shares+=(luka:page_size=64,top_k=0.12 luka:page_size=64,top_k=0.2)
+for top_k in 0.02 0.06 0.12; do shares+=("luka:page_size=16,top_k=$top_k"); done
+for top_k in 0.04 0.08 0.12 0.17; do shares+=("luka:page_size=32,top_k=$top_k"); done
+shares+=(luka:page_size=64,top_k=0.06 luka:page_size=64,top_k=0.18)
 shares+=(luka:page_size=[16,64],top_k=0.12 luka:page_size=[16,128],top_k=0.12,expand=0.35)
 shares+=(luka:page_size=[16,64,256],top_k=0.12,expand=0.35)
 
 # One change each to one setting.
-base=luka:page_size=32,top_k=0.12
-old=compressor=mean,prior=0.0
-rules=("$base" "$base,prior=0.0" "$base,prior=0.3" "$base,prior=0.8" "$base,window=16" "$base,window=256")
-rules+=("$base,compressor=mean" "$base,compressor=attention,temperature=1" "$base,compressor=attention")
-rules+=("$base,compressor=random" "$base,score=spread" "$base,score=spread,bias=spread" "$base,score=bound")
-rules+=("$base,$old" "$base,$old,score=spread,bias=spread" "$base,$old,score=bound" "$base,$old,score=spread")
-rules+=("$base,bias=none" "$base,bias=entropy" "$base,zero_values=true" "$base,mass=preserve")
-rules+=("$base,tail=256" "$base,sinks=0" "$base,pool=layer" "$base,segmenter=gaussian,page_deviation=8.0")
-rules+=("luka:page_size=32,refine=top_p,max_refined=0.2" "luka:page_size=32,refine=threshold,epsilon=0.01")
-rules+=('per_layer:layers={"0-1": "dense", "rest": "luka:page_size=32,top_k=0.12"}')
+base=luka:page_size=16,top_k=0.12
+rules=("$base" "$base,prior=0.0" "$base,prior=0.3" "$base,prior=0.7" "$base,window=16" "$base,window=256")
+rules+=("$base,compressor=recent" "$base,compressor=recent,bias=spread" "$base,compressor=random")
+rules+=("$base,compressor=attention,temperature=1" "$base,compressor=attention")
+rules+=("$base,score=summary" "$base,score=spread" "$base,score=bound" "$base,prior=0.0,score=summary")
+rules+=("$base,prior=0.0,score=spread,bias=spread" "$base,prior=0.0,score=bound")
+rules+=("$base,bias=none" "$base,bias=entropy" "$base,bias=spread" "$base,zero_values=true" "$base,mass=preserve")
+rules+=("$base,tail=256" "$base,sinks=0" "$base,pool=layer" "$base,segmenter=gaussian,page_deviation=4.0")
+rules+=("luka:refine=top_p,max_refined=0.2" "luka:refine=threshold,epsilon=0.01")
+rules+=('per_layer:layers={"0-1": "dense", "rest": "luka"}')
 
 # The paper's three pages of 16.
 three=(luka_paper)
-for compressor in compressor=recent compressor=mean compressor=attention,temperature=1; do
-  for prior in 0.0 0.5; do three+=("luka:page_size=16,top_k=3,$compressor,prior=$prior"); done
-  three+=("luka:page_size=16,top_k=3,$compressor,score=spread,bias=spread")
-  three+=("luka:page_size=16,top_k=3,$compressor,bias=entropy")
+for compressor in compressor=recent compressor=mean,bias=log compressor=mean,bias=spread; do
+  for prior in 0.0 0.3 0.5; do
+    three+=("luka:page_size=16,top_k=3,$compressor,prior=$prior")
+    three+=("luka:page_size=16,top_k=3,$compressor,prior=$prior,score=spread")
+  done
 done
 
 for length in 4096 8192 16384; do

@@ -17,21 +17,19 @@ methods() { printf -- '--method\n%s\n' "$@"; }
 table1=(
   dense h2o lined_as_published
   luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head
-  luka:page_size=16,top_k=3 luka:page_size=16,top_k=3,compressor=attention,temperature=1
-  luka:page_size=16,top_k=0.12 luka:page_size=32,top_k=0.18
+  luka:top_k=3 luka:top_k=3,score=spread,bias=spread luka luka:page_size=32,top_k=0.17
   mixed:clustered=luka_paper mixed
 )
 
 # From a fortieth to a quarter of the keys, every family at about the same shares of a long context.
 frontier=(
   dense
-  luka:page_size=16,top_k=0.03 luka:page_size=16,top_k=0.06 luka:page_size=16,top_k=0.12 luka:page_size=16,top_k=0.15
+  luka:top_k=0.02 luka:top_k=0.06 luka luka:top_k=0.02,compressor=recent luka:top_k=0.06,compressor=recent
   luka:page_size=32,top_k=0.01 luka:page_size=32,top_k=0.04 luka:page_size=32,top_k=0.08 luka:page_size=32,top_k=0.12
-  luka:page_size=32,top_k=0.18
-  luka:page_size=64,top_k=0.01
+  luka:page_size=32,top_k=0.17
+  luka:page_size=64,top_k=0.01 luka:page_size=64,top_k=0.06
   luka:page_size=[16,128],top_k=0.02,expand=0.12 luka:page_size=[16,128],top_k=0.06,expand=0.25
   luka:page_size=[16,64,256],top_k=0.06,expand=0.25
-  luka:page_size=32,refine=top_p,top_p=0.9,max_refined=0.25
 )
 for share in 0.025 0.05 0.1 0.25; do
   frontier+=("h2o:top_k=$share,window=64" "snapkv:top_k=$share" "tova:top_k=$share" "streaming:window=$share")

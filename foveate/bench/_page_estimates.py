@@ -12,21 +12,30 @@ from torch import Tensor
 from foveate import ops
 from foveate.integrations.transformers.probe import Seen
 from foveate.methods import LuKA
-from foveate.methods._cover import WEIGHT_SPREAD
+from foveate.methods._cover import REACH, WEIGHT_SPREAD
 
 COSTS = {
     "summary": 1.0,
+    "summary+prior": 1.0,
+    "recent": 1.0,
+    "recent+prior": 1.0,
+    "recent_box": 1.5,
+    "recent_box+prior": 1.5,
     "spread": 1.5,
-    "spread_w0": 1.5,
-    "spread_w1": 1.5,
-    "spread_gauss": 1.5,
+    "spread+prior": 1.5,
+    "box": 1.5,
+    "box+prior": 1.5,
     "bound": 2.0,
-    "halves": 2.0,
+    "bound+prior": 2.0,
     "two_means": 2.0,
+    "prior": 1.0,
     "oracle": 1.0,
 }
-"""What is read of a page's summary, in keys with their values: both means 1, the spread 0.5, a box 1."""
-SINKS, TAIL, LIMIT = LuKA.sinks, LuKA.tail, LuKA.max_missed_mass
+"""What is read of a page's summary, in keys with their values: both means 1, the spread 0.5, bounds 1."""
+SINKS, TAIL, LIMIT, WINDOW = LuKA.sinks, LuKA.tail, LuKA.max_missed_mass, LuKA.window
+PRIOR = 0.5
+"""Share of recent attention in the mass by which pages are ranked, where a score's name ends in ``+prior``."""
+_LOST = 0.5
 _ROUNDS = 4  # of two-means
 
 Measures = dict[str, float]
@@ -44,7 +53,7 @@ class Estimate(NamedTuple):
     """What a score makes of the pages for one query; C summaries a page, page by page within each of the C."""
 
     rank: Tensor
-    """fp32 ``[1, Hkv, G, N]``: logarithm of the mass by which pages are ranked."""
+    """fp32 ``[1, Hkv, G, N]``: logarithm of the mass by which the query alone ranks pages."""
     weight: Tensor
     """fp32 ``[1, Hkv, G, C * N]``: log-weights of the summaries of a page that is not refined."""
     v: Tensor
@@ -57,40 +66,43 @@ class Pages:
     Args:
         k: ``[1, Hkv, N * size, D]``; summaries are held in its dtype, as a cache holds them.
         v: ``[1, Hkv, N * size, Dv]``, fp32.
+        recent: fp32 ``[1, Hkv, N * size]``: attention that each token got from the prompt's last queries, their mean.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, size: int):
+    def __init__(self, k: Tensor, v: Tensor, recent: Tensor, size: int):
         self.k, self.v, self.size, self.number = k, v, size, k.shape[2] // size
-        keys, values = (x.unflatten(2, (-1, size)) for x in (k, v))
+        keys, values, recent = (x.unflatten(2, (-1, size)) for x in (k, v, recent))
         self.whole = ops.summarise(ops.Nodes(keys, values, low=keys, high=keys), spread=True)
-        first = (torch.arange(size, device=k.device) < size // 2).expand(1, 1, self.number, size)
-        splits = {"halves": first, "two_means": two_means(keys.float())}
-        self.parts = {
-            name: [(used.sum(-1).log(), ops.summarise(ops.Nodes(keys, values), used=used)) for used in (split, ~split)]
-            for name, split in splits.items()
-        }
+        self.recent, weights = recent.sum(-1), ops.root_weights(recent)
+        self.weighted = ops.summarise(ops.Nodes(keys, values), weights, spread=True)
+        first = two_means(keys.float())
+        self.parts = [
+            (used.sum(-1).log(), ops.summarise(ops.Nodes(keys, values), used=used)) for used in (first, ~first)
+        ]
 
     def estimates(self, rows: Tensor, scaling: float, true: Tensor) -> dict[str, Estimate]:
         """Every score for one query, ``rows [1, Hkv, G, D]``; ``true``: log partition sums of the pages."""
         log_size, v = math.log(self.size), self.whole.v
         plain = ops.key_logits(rows, self.whole.k, scaling) + log_size
+        weighted = ops.key_logits(rows, self.weighted.k, scaling) + log_size
+        weighted_box = weighted + REACH * ops.logit_reach(rows, self.weighted.spread, scaling)
         deviation = ops.logit_deviation(rows, self.whole.spread, scaling)
         spread = plain + ops.free_energy(deviation, log_size)
+        box = plain + REACH * ops.logit_reach(rows, self.whole.spread, scaling)
         upper = ops.largest_logit(rows, self.whole.low, self.whole.high, scaling) + log_size
-        found = {
+        with_spread = plain + ops.free_energy(WEIGHT_SPREAD * deviation, log_size)
+        weights = [ops.key_logits(rows, part.k, scaling) + log[:, :, None] for log, part in self.parts]
+        values = torch.cat([part.v for _, part in self.parts], 2)
+        return {
             "summary": Estimate(plain, plain, v),
-            "spread": Estimate(spread, plain + ops.free_energy(WEIGHT_SPREAD * deviation, log_size), v),
-            "spread_w0": Estimate(spread, plain, v),
-            "spread_w1": Estimate(spread, spread, v),
-            "spread_gauss": Estimate(spread, plain + deviation.square() / 2, v),
+            "recent": Estimate(weighted, weighted, self.weighted.v),
+            "recent_box": Estimate(weighted_box, weighted, self.weighted.v),
+            "spread": Estimate(spread, with_spread, v),
+            "box": Estimate(box, plain, v),
             "bound": Estimate(upper, plain, v),
+            "two_means": Estimate(torch.logaddexp(*weights), torch.cat(weights, -1), values),
             "oracle": Estimate(true, plain, v),
         }
-        for name, parts in self.parts.items():
-            weights = [ops.key_logits(rows, part.k, scaling) + log[:, :, None] for log, part in parts]
-            values = torch.cat([part.v for _, part in parts], 2)
-            found[name] = Estimate(torch.logaddexp(*weights), torch.cat(weights, -1), values)
-        return found
 
 
 class Query:
@@ -107,9 +119,10 @@ class Query:
         """The attention that pages have by an estimate, fp32 ``[1, Hkv, G, N]``."""
         return torch.cat([rank, self.others], -1).softmax(-1)[..., :-1]
 
-    def order(self, rank: Tensor) -> Tensor:
+    def order(self, rank: Tensor, prior: float = 0.0) -> Tensor:
         """The pages of each KV head, the heaviest first, as LuKA chooses them: by the mean over the group."""
-        return self.share(rank).mean(2).sort(dim=-1, descending=True, stable=True).indices
+        mass = self.share(rank).mean(2).lerp(self.pages.recent, prior)
+        return mass.sort(dim=-1, descending=True, stable=True).indices
 
     def miss(self, order: Tensor, count: int | Tensor, estimate: Estimate, cost: float) -> Measures:
         """The measures once the first ``count`` pages of an order, a number or ``[1, Hkv]``, are refined."""
@@ -120,10 +133,12 @@ class Query:
         summaries = ops.Part(estimate.weight.masked_fill(replaced, float("-inf")), estimate.v)
         out, _ = ops.attend_cover([self.raw, ops.Part(tokens, self.pages.v), summaries])
         error = (out - self.exact).norm(dim=-1) / self.exact.norm(dim=-1)
+        missed = self.mass.masked_fill(refined[:, :, None], 0.0).sum(-1)
         share, raw = refined.float().mean().item(), self.raw.v.shape[2]
         keys = raw + self.pages.number * self.pages.size
         return {
-            "missed_mass": self.mass.masked_fill(refined[:, :, None], 0.0).sum(-1).mean().item(),
+            "missed_mass": missed.mean().item(),
+            "lost_heads": (missed > _LOST).float().mean().item(),
             "output_error": error.mean().item(),
             "refined_share": share,
             "read_share": (raw + self.pages.number * (cost + share * self.pages.size)) / keys,
@@ -133,8 +148,10 @@ class Query:
         """Every score at every budget that pays for the raw tokens and the summaries, and by certified bounds."""
         pages, raw = self.pages, self.raw.v.shape[2]
         size, keys = pages.size, raw + pages.number * pages.size
-        for name, estimate in estimates.items():
-            order = self.order(estimate.rank)
+        for name in COSTS:
+            score, _, prior = name.partition("+")
+            estimate = estimates["summary" if score == "prior" else score]
+            order = self.order(estimate.rank, PRIOR if prior else float(score == "prior"))
             for budget in budgets:
                 count = math.floor((budget * keys - raw - pages.number * COSTS[name]) / size + 1e-9)
                 if count >= 0:
@@ -175,10 +192,12 @@ def measure(
         queries: their positions, behind the prompt.
         sizes, budgets: tokens of a page; keys that are read, as a share of those that the query sees.
     """
-    v = seen.v.float()
+    v, offset = seen.v.float(), max(0, prompt - WINDOW)
+    recent = ops.query_mass(seen.q[:, :, offset:prompt], seen.k[:, :, :prompt], scaling=seen.scaling, offset=offset)
+    recent = recent.unflatten(1, (seen.k.shape[1], -1)).mean(2) / (prompt - offset)
     for size in sizes:
         stop = SINKS + (prompt - TAIL - SINKS) // size * size
-        pages = Pages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], size)
+        pages = Pages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], recent[:, :, SINKS:stop], size)
         for position in queries:
             rows = ops.fold_group(seen.q[:, :, position : position + 1], seen.k.shape[1])
             raw = (torch.cat([x[:, :, :SINKS], x[:, :, stop : position + 1]], 2) for x in (seen.k, v))

@@ -24,10 +24,10 @@ from foveate.evaluation.tasks import Item, Task
 from foveate.integrations.transformers.probe import Seen, watched
 
 BENCH = "page-scores"
-SHIPPED = "spread"
+SHIPPED = "box+prior"
 """The score that LuKA ships with, with which the others are compared."""
 PAGE_SIZES, BUDGETS = (16, 32), (0.06, 0.1, 0.15, 0.2, 0.25)
-MEASURES = ("missed_mass", "output_error", "refined_share", "read_share")
+MEASURES = ("missed_mass", "lost_heads", "output_error", "refined_share", "read_share")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _rows(plan: Plan, task: Task, items: list[Item], found: list[dict[Case, Meas
                 "summary_cost": COSTS[case.score],
                 "sinks": SINKS,
                 "tail": TAIL,
-                "item_values": {name: [round(float(x), 6) for x in values[name]] for name in MEASURES[:2]},
+                "item_values": {name: [round(float(x), 6) for x in values[name]] for name in MEASURES[:3]},
                 "seed": plan.seed,
                 "device": accounting.device_name(plan.device),
                 "versions": accounting.versions(),

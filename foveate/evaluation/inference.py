@@ -32,6 +32,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 GENERATE, TEACHER_FORCED, SHARED = "generate", "teacher-forced", ", shared prompt"
 """How a batch was timed, and what is added where its prompt was read for several methods at once."""
+_FORWARD_TOKENS, _SHORTEST_CHUNK = 1 << 18, 512
+"""Tokens of a forward pass over prompts: more are read in chunks, whose activations fit beside a large cache."""
 _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, vocabulary]
 
 
@@ -213,7 +215,10 @@ def _pause(
     **kwargs: Any,
 ) -> _Paused:
     """Takes the place of `generate`'s decoding loop, and only reads the prompt."""
-    out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
+    chunk = max(_SHORTEST_CHUNK, _FORWARD_TOKENS // len(input_ids))
+    if chunk < input_ids.shape[1]:
+        generation_config.prefill_chunk_size = chunk
+    out = model._prefill(input_ids, generation_config, kwargs)
     cache, pad = out.past_key_values, generation_config.pad_token_id
     return _Paused(input_ids, out.logits, cache, logits_processor, stopping_criteria, pad, kwargs)
 

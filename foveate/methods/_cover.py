@@ -20,6 +20,10 @@ WEIGHT_SPREAD = 0.6
 which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm (docs/luka.md)."""
 
 
+REACH = 1.5
+"""Standard deviations from the summary's key to the sides of its box under score=box."""
+
+
 class Layout(NamedTuple):
     """Which slots and nodes each row has, for all layers of a step. Masks are None where all rows are alike."""
 
@@ -311,7 +315,9 @@ class Reader:
         if isinstance(log_size, Tensor):
             log_size = pick(log_size)[:, :, None]
         dot = ops.key_logits(self.rows, field("k"), self.scaling)
-        spread = ops.logit_deviation(self.rows, field("spread"), self.scaling) if method.uses_spread else None
+        spread = None
+        if "spread" in (method.score, method.bias):
+            spread = ops.logit_deviation(self.rows, field("spread"), self.scaling)
         bias = {
             "none": lambda: 0.0,
             "log": lambda: log_size,
@@ -325,6 +331,8 @@ class Reader:
             lower = dot + log_size if method.compressor == "mean" and hierarchy.fixed else dot.clone()
         if method.score == "spread":
             rank = ops.free_energy(spread, log_size).add_(log_size).add_(dot)
+        elif method.score == "box":
+            rank = ops.logit_reach(self.rows, field("spread"), self.scaling).mul_(REACH).add_(log_size).add_(dot)
         elif method.score == "bound":
             rank = upper
         if hidden is not None:

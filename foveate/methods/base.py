@@ -201,7 +201,8 @@ def _split(text: str, spec: str) -> dict[str, Any]:
             continue
         key, equals, value = piece.partition("=")
         if not equals:
-            raise ValueError(f"{spec!r}: expected setting=value, found {piece.strip()!r}")
+            hint = f" (write lists in brackets: {list(given)[-1]}=[...])" if given and piece.strip().isdigit() else ""
+            raise ValueError(f"{spec!r}: expected setting=value, found {piece.strip()!r}{hint}")
         try:
             given[key.strip()] = json.loads(value)
         except json.JSONDecodeError:

@@ -22,9 +22,6 @@ from foveate.methods._pages import KL_LAG, Pages
 from foveate.methods.base import Method, budget, setting
 from foveate.modules import PageSummariser
 
-_LEAST_RECENT = 1e-7
-"""Recent attention of a page that got none: what the query says still ranks such pages."""
-
 
 @dataclass(frozen=True)
 class LuKA(Method):
@@ -52,7 +49,7 @@ class LuKA(Method):
     page_deviation: float = setting(16.0, "standard deviation of the page lengths under segmenter=gaussian, tokens")
     kl_threshold: float = setting(0.5, "divergence that ends a page under segmenter=kl, nats")
     compressor: str = setting(
-        "recent", "what stands for a page: recent or attention (weighted by attention), mean, random, trained"
+        "mean", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"
     )
     temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
     summariser: str = setting("", "file of a foveate.modules.PageSummariser under compressor=trained")
@@ -66,8 +63,8 @@ class LuKA(Method):
     max_refined: int | float = setting(1.0, "most pages refined under top_p and missed_mass: a number, or a share")
     first: int = setting(0, "first pages that are always refined")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
-    score: str = setting("summary", "mass of a page by its summary, spread (mean and variance) or bound (Quest's)")
-    prior: float = setting(0.5, "share of its recent attention in what ranks a page, beside its score; below 1")
+    score: str = setting("box", "what ranks pages: their summary, with spread, a box around it, or bound (Quest's)")
+    prior: float = setting(0.5, "share of recent attention in the mass by which pages are ranked, below 1")
     window: int = setting(64, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("log", "added to a summary's logit: none, log (of its tokens), entropy or spread")
@@ -86,10 +83,10 @@ class LuKA(Method):
         for name in ("sinks", "first", "seed"):
             self._check_count(name)
         self._check_choice("segmenter", "fixed", "gaussian", "kl")
-        self._check_choice("compressor", "recent", "attention", "mean", "random", "trained")
+        self._check_choice("compressor", "mean", "recent", "attention", "random", "trained")
         self._check_choice("refine", "top_k", "threshold", "top_p", "missed_mass")
         self._check_choice("pool", "kv_head", "layer")
-        self._check_choice("score", "summary", "spread", "bound")
+        self._check_choice("score", "summary", "spread", "box", "bound")
         self._check_choice("mass", "exact", "preserve")
         self._check_choice("bias", "none", "log", "entropy", "spread")
         for name in ("page_deviation", "kl_threshold", "temperature"):
@@ -146,7 +143,7 @@ class LuKA(Method):
     @property
     def uses_spread(self) -> bool:
         """Whether summaries carry the variance of the keys beneath."""
-        return "spread" in (self.score, self.bias)
+        return self.score in ("spread", "box") or self.bias == "spread"
 
     @property
     def uses_bounds(self) -> bool:
@@ -308,9 +305,11 @@ class LuKA(Method):
             mass = mass.mean(2)
         if self.prior:
             recent = reader.recent(nodes)
+            if not nodes.complete:
+                recent = recent.masked_fill(~nodes.exist, 0.0)
             if self.pool == "layer":
                 recent = recent.amax(1, keepdim=True)
-            mass = mass.pow(1 - self.prior) * recent.clamp_min(_LEAST_RECENT).pow_(self.prior)
+            mass = mass.lerp(recent, self.prior)
         if self.first:
             mass = mass.masked_fill(nodes.exist & (nodes.first_page < self.first), float("inf"))
         if self.refine == "top_p":
@@ -355,7 +354,8 @@ class LuKAPaper(LuKA):
     compressor: str = setting("attention", "what stands for a page: attention (by past mass), mean, random, trained")
     top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
     pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
-    prior: float = setting(0.0, "share of its recent attention in what ranks a page, beside its score; below 1")
+    score: str = setting("summary", "what ranks pages: their summary, with spread, a box around it, or bound (Quest's)")
+    prior: float = setting(0.0, "share of recent attention in the mass by which pages are ranked, below 1")
     mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")
 

@@ -41,6 +41,7 @@ from foveate.ops.score import (
     key_logits,
     largest_logit,
     logit_deviation,
+    logit_reach,
     query_mass,
     tile_mass,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "key_logits",
     "largest_logit",
     "logit_deviation",
+    "logit_reach",
     "merge",
     "page_slots",
     "prompt_path",

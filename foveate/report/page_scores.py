@@ -18,8 +18,8 @@ def title(row: Row) -> str:
     case = row["case"]
     return (
         f"{row['bench']}, {case['model']}, {case['task']} ({case['split']}), {case['context']:,} tokens, "
-        f"n = {row['n']}, {case['dtype']}; missed attention / error of the output by keys read, {_LESS} surely less "
-        f"error than `{row['baseline']}`, {_MORE} surely more (95 %, paired)"
+        f"n = {row['n']}, {case['dtype']}; attention missed / heads that miss most of theirs / error of the output, "
+        f"by keys read, {_LESS} surely less error than `{row['baseline']}`, {_MORE} surely more (95 %, paired)"
     )
 
 
@@ -43,7 +43,8 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def _cell(row: Row, baseline: Row | None) -> str:
-    return f"{100 * row['missed_mass']['value']:.1f} % / {row['output_error']['value']:.3f}{_mark(row, baseline)}"
+    missed, lost = (100 * row[name]["value"] for name in ("missed_mass", "lost_heads"))
+    return f"{missed:.1f} % / {lost:.1f} % / {row['output_error']['value']:.3f}{_mark(row, baseline)}"
 
 
 def _mark(row: Row, baseline: Row | None) -> str:

@@ -55,11 +55,15 @@ def frontier(
         What was left out, a line each.
 
     Raises:
-        UserError: for an unknown spec, a file name that is no PNG's, or when matplotlib is missing.
+        UserError: for an unknown spec or setting, a file name that is no PNG's, or when matplotlib is missing.
     """
     rows, notes = lines.once(rows)
     if recommended is not None and all(row["spec"] != recommended for row in rows):
         raise unknown("spec", recommended, dict.fromkeys(row["spec"] for row in rows), "--recommended")
+    settings = dict.fromkeys(name for row in rows for name in row["settings"])
+    for name in along:
+        if name not in settings:
+            raise unknown("setting", name, settings, "--along")
     shown = [row for row in rows if not _dense(row) and row["keys_read_share"] is not None]
     notes += [f"{row['spec']}: took no decode steps, not drawn" for row in rows if row["keys_read_share"] is None]
     if not shown:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from foveate import methods
 from foveate.bench import page_scores
-from foveate.bench._page_estimates import COSTS, LIMIT, SINKS, TAIL, measure, two_means
+from foveate.bench._page_estimates import COSTS, LIMIT, PRIOR, SINKS, TAIL, WINDOW, measure, two_means
 from foveate.bench.rows import needed
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
@@ -24,10 +24,12 @@ PROMPT, SIZES = 500, (16, 32)
 TOKENS = Tokens.random(1, PROMPT + 3)
 QUERIES = [PROMPT, PROMPT + 2]
 SETTINGS = {
-    "summary": {"score": "summary", "bias": "log"},
-    "spread": {},
-    "spread_w0": {"score": "spread", "bias": "log"},
-    "bound": {"score": "bound", "bias": "log"},
+    "summary": {"compressor": "mean", "score": "summary", "bias": "log"},
+    "recent": {"compressor": "recent", "score": "summary", "bias": "log"},
+    "recent_box": {"compressor": "recent", "score": "box", "bias": "log"},
+    "spread": {"compressor": "mean", "score": "spread", "bias": "spread"},
+    "box": {"compressor": "mean", "score": "box", "bias": "log"},
+    "bound": {"compressor": "mean", "score": "bound", "bias": "log"},
 }
 
 
@@ -73,13 +75,16 @@ def test_as_many_pages_as_the_budget_pays_for():
             assert least + refined * size <= budget * keys < least + (refined + 1) * size
 
 
+@pytest.mark.parametrize("prior", ["", "+prior"])
 @pytest.mark.parametrize("score", SETTINGS)
 @pytest.mark.parametrize("size", SIZES)
-def test_errors_and_reads_are_those_of_luka(score, size):
+def test_errors_and_reads_are_those_of_luka(score, size, prior):
+    settings = SETTINGS[score] | {"prior": PRIOR if prior else 0.0}
+    score += prior
     (case, values), *_ = [one for one in measured((0.6,), [PROMPT], (size,)).items() if one[0].score == score]
     count = round(values[0]["refined_share"] * page_count(size))
     assert count > 0
-    assert_like_luka(values[0], methods.make("luka", page_size=size, top_k=count, **SETTINGS[score]), case.score)
+    assert_like_luka(values[0], methods.make("luka", page_size=size, top_k=count, **settings), case.score)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -93,7 +98,7 @@ def test_the_certified_bound_is_that_of_luka_and_holds(size):
     assert best["missed_mass"] <= LIMIT
     assert values["missed_mass"] <= LIMIT
     assert 0 < best["refined_share"] <= values["refined_share"] < 1
-    method = methods.make("luka", page_size=size, refine="missed_mass", score="summary", bias="log")
+    method = methods.make("luka", page_size=size, refine="missed_mass", prior=0.0, **SETTINGS["summary"])
     assert_like_luka(values, method, "bound", tokens)
 
 
@@ -160,7 +165,7 @@ def test_from_items_to_rows_and_table(folder, tmp_path):
     for row in rows:
         assert set(needed(row)) <= row.keys()
         assert (row["n"], row["case"]["context"]) == (2, 700)
-        for name in ("missed_mass", "output_error", "refined_share", "read_share"):
+        for name in ("missed_mass", "lost_heads", "output_error", "refined_share", "read_share"):
             assert row[name]["low"] <= row[name]["value"] <= row[name]["high"]
         for name, values in row["item_values"].items():
             assert sum(values) / 2 == pytest.approx(row[name]["value"], abs=1e-5)
@@ -203,6 +208,7 @@ def row(score, errors, budget=0.1, **more):
         "case": case | {"budget": budget, "max_missed_mass": limit, "score": score},
         "n": len(errors),
         "missed_mass": {"value": 0.25},
+        "lost_heads": {"value": 0.125},
         "output_error": {"value": value},
         "refined_share": {"value": 0.5},
         "baseline": "spread",
@@ -226,18 +232,19 @@ def test_table_marks_what_surely_differs():
             row("bound", ours, None),
         ]
     ).splitlines()
-    assert lines[0].startswith("page-scores, m, niah (multi), 4,096 tokens, n = 3, float32; missed attention")
+    assert lines[0].startswith("page-scores, m, niah (multi), 4,096 tokens, n = 3, float32; attention missed")
     assert lines[2] == "| page | score | 10 % | 20 % | pages for ≤ 10 % |"
     assert lines[4:] == [
-        "| 16 | `spread` | 25.0 % / 0.300 | 25.0 % / 0.300 |  |",
-        "| 16 | `summary` | 25.0 % / 0.310▲ | – |  |",
-        "| 16 | `oracle` | 25.0 % / 0.290▼ | – |  |",
-        "| 16 | `halves` | 25.0 % / 0.300 | – |  |",
+        "| 16 | `spread` | 25.0 % / 12.5 % / 0.300 | 25.0 % / 12.5 % / 0.300 |  |",
+        "| 16 | `summary` | 25.0 % / 12.5 % / 0.310▲ | – |  |",
+        "| 16 | `oracle` | 25.0 % / 12.5 % / 0.290▼ | – |  |",
+        "| 16 | `halves` | 25.0 % / 12.5 % / 0.300 | – |  |",
         "| 16 | `bound` | – | – | 50.0 % |",
     ]
 
 
 def test_shipped_is_what_luka_has_by_default():
     default = methods.LuKA()
-    assert (default.score, default.bias, page_scores.SHIPPED) == ("spread", "spread", "spread")
-    assert (default.sinks, default.tail, default.max_missed_mass) == (SINKS, TAIL, LIMIT)
+    settings = SETTINGS[page_scores.SHIPPED.removesuffix("+prior")] | {"prior": PRIOR}
+    assert {name: getattr(default, name) for name in settings} == settings
+    assert (default.sinks, default.tail, default.max_missed_mass, default.window) == (SINKS, TAIL, LIMIT, WINDOW)

@@ -77,6 +77,30 @@ def test_answers_are_those_of_generate(model, tokenizer, monkeypatch, method, en
     assert len(clock._ticks) == made.shape[1] - width
 
 
+@pytest.mark.parametrize(
+    "method", [None, "dense", "h2o:top_k=3,window=2", "luka:page_size=2,tail=3", "streaming:window=5"]
+)
+def test_long_prompts_are_read_in_chunks(model, tokenizer, monkeypatch, method):
+    items = [question(tokenizer, text) for text in TEXTS]
+    width, widths = max(len(item.prompt_ids) for item in items), []
+    forward = type(model).forward
+
+    def noted(self, input_ids, **kwargs):
+        widths.append(input_ids.shape[1])
+        return forward(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", noted)
+    with foveate.attached(model, method) if method else contextlib.nullcontext():
+        whole = inference.run_batch(model, tokenizer, items)
+        assert widths[0] == width
+        monkeypatch.setattr(inference, "_FORWARD_TOKENS", 2 * len(items))
+        monkeypatch.setattr(inference, "_SHORTEST_CHUNK", 1)
+        widths.clear()
+        chunked = inference.run_batch(model, tokenizer, items)
+    assert widths[: (width + 1) // 2] == [2] * (width // 2) + [1] * (width % 2)
+    assert chunked.outputs == whole.outputs
+
+
 METHODS = ["dense", "h2o:top_k=8,window=4", "luka:page_size=2,tail=3,compressor=attention", "snapkv:top_k=3,window=2"]
 
 

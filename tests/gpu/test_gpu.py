@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import DECODED, LENGTHS, PROMPT, Driver, Tokens, close, each_variant, padded
+from matrix import DECODED, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, each_variant, padded
 
 from foveate import methods, ops
 
@@ -80,19 +80,29 @@ def test_importance_of_a_long_prompt_stays_in_bounded_memory(spec):
     assert torch.cuda.max_memory_allocated() - before < 640 << 20
 
 
-def test_decode_does_not_wait_for_the_device():
-    """No host synchronisation in a decode step of rows of equal length."""
-    tokens = on_gpu(Tokens.random(2, PROMPT + 8), torch.bfloat16)
-    for name in methods.names():
-        method = methods.make(name, **methods.get(name).small_budget).for_layer(0, 3)
-        driver = Driver(method)
-        driver.feed(tokens[:PROMPT])
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            driver.feed_steps(tokens[PROMPT:])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+UNWAITING = {name: method for name, method in VARIANTS if getattr(method, "segmenter", "") != "kl"}
+UNEQUAL = {name: method for name, method in UNWAITING.items() if not (method.evicts or name[:5] in ("mixed", "per_l"))}
+
+
+@pytest.mark.parametrize(
+    ("method", "lengths"),
+    [
+        *(pytest.param(method, LENGTHS[:1] * 2, id=f"{name}-equal") for name, method in UNWAITING.items()),
+        *(pytest.param(method, LENGTHS[:2], id=f"{name}-unequal") for name, method in UNEQUAL.items()),
+    ],
+)
+def test_decode_does_not_wait_for_the_device(method, lengths):
+    """A KL segmenter waits, whenever pages are made, and so does eviction from rows of unequal length."""
+    batch, mask = padded([Tokens.random(1, length, seed=length) for length in lengths], PROMPT)
+    steps = on_gpu(Tokens.random(2, 8, seed=1), torch.bfloat16)
+    driver = Driver(method)
+    driver.feed(on_gpu(batch, torch.bfloat16), None if len(set(lengths)) == 1 else mask.cuda())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        driver.feed_steps(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("n", [7, 513, 9000])

@@ -15,8 +15,8 @@ import random
 import numpy as np
 
 LAG = 8
-LEAST = 1e-7
 SHARE_OF_DEVIATION = 0.6
+REACH = 1.5
 
 
 @dataclasses.dataclass(eq=False)
@@ -238,6 +238,10 @@ class Sequence:
                 found.append(weights[node])
             elif self.method.score == "bound":
                 found.append(self.upper(head, token, node))
+            elif self.method.score == "box":
+                rows = self.q[head * self.group : (head + 1) * self.group, token] * self.scaling
+                reach = REACH * np.abs(rows) @ np.sqrt(node.spread)
+                found.append(self.dots(head, token, node.key[None])[0] + reach + node.log_size)
             else:
                 plain = self.dots(head, token, node.key[None])[0] + node.log_size
                 found.append(plain + free_energy(self.deviation(head, token, node), node.log_size))
@@ -257,7 +261,7 @@ class Sequence:
     @property
     def reads_per_summary(self) -> float:
         """Of a key and its value: the summary's own, half for the spread, the two corners of the box."""
-        spread = "spread" in (self.method.score, self.method.bias)
+        spread = self.method.score in ("spread", "box") or self.method.bias == "spread"
         box = self.method.score == "bound" or self.method.refine == "missed_mass"
         return 1 + spread / 2 + box
 
@@ -309,7 +313,7 @@ class Sequence:
         recent = [np.array([self.recently(h, node) for node in nodes]) for h, nodes in enumerate(candidates)]
         if self.method.pool == "layer":
             recent = [np.max(recent, 0)] * self.heads
-        return [mass ** (1 - prior) * np.maximum(own, LEAST) ** prior for mass, own in zip(masses, recent)]
+        return [mass * (1 - prior) + own * prior for mass, own in zip(masses, recent)]
 
     def first_tokens(self, tree: Tree) -> set[int]:
         """Tokens of the pages that are always refined."""

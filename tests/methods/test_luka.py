@@ -124,7 +124,7 @@ CHOICES = {
     "max_refined": [1.0, 0.4, 2],
     "first": [0, 0, 1, 3],
     "pool": ["kv_head", "layer"],
-    "score": ["summary", "spread", "bound"],
+    "score": ["summary", "spread", "box", "box", "bound"],
     "prior": [0.0, 0.0, 0.5, 0.8],
     "window": [1, 5, 64],
     "mass": ["exact", "preserve"],
@@ -279,10 +279,10 @@ BAD = [
         ({name: value}, f"{name} must be one of {allowed}, not {value!r}")
         for name, allowed in {
             "segmenter": "fixed, gaussian, kl",
-            "compressor": "recent, attention, mean, random, trained",
+            "compressor": "mean, recent, attention, random, trained",
             "refine": "top_k, threshold, top_p, missed_mass",
             "pool": "kv_head, layer",
-            "score": "summary, spread, bound",
+            "score": "summary, spread, box, bound",
             "mass": "exact, preserve",
             "bias": "none, log, entropy, spread",
         }.items()

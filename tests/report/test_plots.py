@@ -251,10 +251,10 @@ class TestLines:
         assert list(lines.names(rows, ("tail", "page_size")).values()) == ["luka", "h2o"]
 
     def test_rows_of_an_older_release_know_fewer_settings(self):
-        old = row("luka:bias=log")
+        old = row("luka:bias=entropy")
         old["settings"] = {name: value for name, value in old["settings"].items() if name != "expand"}
-        assert list(lines.names([old, row("luka:bias=log")], ("top_k",)).values()) == ["luka", "luka: expand=0.25"]
-        assert lines.common([old, row("luka:bias=log")], ("top_k",)) == "luka with bias=log"
+        assert list(lines.names([old, row("luka:bias=entropy")], ("top_k",)).values()) == ["luka", "luka: expand=0.25"]
+        assert lines.common([old, row("luka:bias=entropy")], ("top_k",)) == "luka with bias=entropy"
 
 
 class TestFiles:
@@ -348,6 +348,7 @@ class TestCommands:
             (["frontier", NIAH, "--out", "a.pdf"], "must end in .png"),
             (["frontier", "nowhere.jsonl", "--out", "a.png"], "nowhere.jsonl: no such file"),
             (["frontier", NIAH, "--out", "a.png", "--recommended", "luca"], "unknown spec 'luca'"),
+            (["frontier", NIAH, "--out", "a.png", "--along", "page_sise"], "unknown setting 'page_sise'"),
             (["attention-map", "--model", "nowhere", "--out", "a.png"], "nowhere: no such model folder"),
             (
                 ["attention-map", "--model", "m", "--out", "a.png", "--topics", "a,b,a"],

@@ -2,7 +2,14 @@
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops.score import reference
-from foveate.ops.score.nodes import attention_divergence, free_energy, key_logits, largest_logit, logit_deviation
+from foveate.ops.score.nodes import (
+    attention_divergence,
+    free_energy,
+    key_logits,
+    largest_logit,
+    logit_deviation,
+    logit_reach,
+)
 from foveate.ops.score.reference import query_mass, tile_mass
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
@@ -14,6 +21,7 @@ __all__ = [
     "key_logits",
     "largest_logit",
     "logit_deviation",
+    "logit_reach",
     "query_mass",
     "tile_mass",
 ]
