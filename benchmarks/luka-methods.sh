@@ -17,14 +17,14 @@ methods() { printf -- '--method\n%s\n' "$@"; }
 table1=(
   dense h2o lined_as_published
   luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head
-  luka:top_k=3 luka:top_k=3,score=spread,bias=spread luka luka:page_size=32,top_k=0.17
+  luka:top_k=3 luka:top_k=3,score=spread luka luka:page_size=32,top_k=0.17
   mixed:clustered=luka_paper mixed
 )
 
 # From a fortieth to a quarter of the keys, every family at about the same shares of a long context.
 frontier=(
   dense
-  luka:top_k=0.02 luka:top_k=0.06 luka luka:top_k=0.02,compressor=recent luka:top_k=0.06,compressor=recent
+  luka:top_k=0.02 luka:top_k=0.06 luka luka:top_k=0.02,compressor=recent,bias=log luka:top_k=0.06,compressor=recent,bias=log
   luka:page_size=32,top_k=0.01 luka:page_size=32,top_k=0.04 luka:page_size=32,top_k=0.08 luka:page_size=32,top_k=0.12
   luka:page_size=32,top_k=0.17
   luka:page_size=64,top_k=0.01 luka:page_size=64,top_k=0.06

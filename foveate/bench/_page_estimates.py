@@ -98,7 +98,7 @@ class Pages:
             "recent": Estimate(weighted, weighted, self.weighted.v),
             "recent_box": Estimate(weighted_box, weighted, self.weighted.v),
             "spread": Estimate(spread, with_spread, v),
-            "box": Estimate(box, plain, v),
+            "box": Estimate(box, with_spread, v),
             "bound": Estimate(upper, plain, v),
             "two_means": Estimate(torch.logaddexp(*weights), torch.cat(weights, -1), values),
             "oracle": Estimate(true, plain, v),

@@ -20,7 +20,7 @@ WEIGHT_SPREAD = 0.6
 which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm (docs/luka.md)."""
 
 
-REACH = 1.5
+REACH = 1.0
 """Standard deviations from the summary's key to the sides of its box under score=box."""
 
 

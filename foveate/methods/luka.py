@@ -67,7 +67,7 @@ class LuKA(Method):
     prior: float = setting(0.5, "share of recent attention in the mass by which pages are ranked, below 1")
     window: int = setting(64, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
-    bias: str = setting("log", "added to a summary's logit: none, log (of its tokens), entropy or spread")
+    bias: str = setting("spread", "added to a summary's logit: none, log (of its tokens), entropy or spread")
     seed: int = setting(0, "of random compression and random page lengths")
 
     def __post_init__(self):

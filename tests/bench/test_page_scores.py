@@ -28,7 +28,7 @@ SETTINGS = {
     "recent": {"compressor": "recent", "score": "summary", "bias": "log"},
     "recent_box": {"compressor": "recent", "score": "box", "bias": "log"},
     "spread": {"compressor": "mean", "score": "spread", "bias": "spread"},
-    "box": {"compressor": "mean", "score": "box", "bias": "log"},
+    "box": {"compressor": "mean", "score": "box", "bias": "spread"},
     "bound": {"compressor": "mean", "score": "bound", "bias": "log"},
 }
 

@@ -16,7 +16,7 @@ import numpy as np
 
 LAG = 8
 SHARE_OF_DEVIATION = 0.6
-REACH = 1.5
+REACH = 1.0
 
 
 @dataclasses.dataclass(eq=False)
