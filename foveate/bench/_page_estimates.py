@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.integrations.transformers.probe import Seen
 from foveate.methods import LuKA
-from foveate.methods._cover import REACH, WEIGHT_SPREAD
+from foveate.methods._cover import WEIGHT_SPREAD
 
 COSTS = {
     "summary": 1.0,
@@ -85,10 +85,10 @@ class Pages:
         log_size, v = math.log(self.size), self.whole.v
         plain = ops.key_logits(rows, self.whole.k, scaling) + log_size
         weighted = ops.key_logits(rows, self.weighted.k, scaling) + log_size
-        weighted_box = weighted + REACH * ops.logit_reach(rows, self.weighted.spread, scaling)
+        weighted_box = weighted + ops.logit_reach(rows, self.weighted.spread, scaling)
         deviation = ops.logit_deviation(rows, self.whole.spread, scaling)
         spread = plain + ops.free_energy(deviation, log_size)
-        box = plain + REACH * ops.logit_reach(rows, self.whole.spread, scaling)
+        box = plain + ops.logit_reach(rows, self.whole.spread, scaling)
         upper = ops.largest_logit(rows, self.whole.low, self.whole.high, scaling) + log_size
         with_spread = plain + ops.free_energy(WEIGHT_SPREAD * deviation, log_size)
         weights = [ops.key_logits(rows, part.k, scaling) + log[:, :, None] for log, part in self.parts]

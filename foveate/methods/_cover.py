@@ -20,10 +20,6 @@ WEIGHT_SPREAD = 0.6
 which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm (docs/luka.md)."""
 
 
-REACH = 1.0
-"""Standard deviations from the summary's key to the sides of its box under score=box."""
-
-
 class Layout(NamedTuple):
     """Which slots and nodes each row has, for all layers of a step. Masks are None where all rows are alike."""
 
@@ -332,7 +328,7 @@ class Reader:
         if method.score == "spread":
             rank = ops.free_energy(spread, log_size).add_(log_size).add_(dot)
         elif method.score == "box":
-            rank = ops.logit_reach(self.rows, field("spread"), self.scaling).mul_(REACH).add_(log_size).add_(dot)
+            rank = ops.logit_reach(self.rows, field("spread"), self.scaling).add_(log_size).add_(dot)
         elif method.score == "bound":
             rank = upper
         if hidden is not None:

@@ -16,7 +16,6 @@ import numpy as np
 
 LAG = 8
 SHARE_OF_DEVIATION = 0.6
-REACH = 1.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -240,7 +239,7 @@ class Sequence:
                 found.append(self.upper(head, token, node))
             elif self.method.score == "box":
                 rows = self.q[head * self.group : (head + 1) * self.group, token] * self.scaling
-                reach = REACH * np.abs(rows) @ np.sqrt(node.spread)
+                reach = np.abs(rows) @ np.sqrt(node.spread)
                 found.append(self.dots(head, token, node.key[None])[0] + reach + node.log_size)
             else:
                 plain = self.dots(head, token, node.key[None])[0] + node.log_size
