@@ -33,7 +33,7 @@ COSTS = {
 }
 """What is read of a page's summary, in keys with their values: both means 1, the spread 0.5, bounds 1."""
 SINKS, TAIL, LIMIT, WINDOW = LuKA.sinks, LuKA.tail, LuKA.max_missed_mass, LuKA.window
-PRIOR = 0.5
+PRIOR = LuKA.prior
 """Share of recent attention in the mass by which pages are ranked, where a score's name ends in ``+prior``."""
 _LOST = 0.5
 _ROUNDS = 4  # of two-means

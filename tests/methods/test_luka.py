@@ -1,5 +1,6 @@
 """LuKA against the paper's formulas and against the whole method written out; its settings, good and bad."""
 
+import itertools
 import random
 import re
 
@@ -193,6 +194,32 @@ def test_a_second_turn_after_which_rows_are_equally_long(settings):
     driver.feed(more, torch.cat([mask, torch.ones(2, steps, dtype=torch.bool), more_mask], 1))
     assert len(set(driver.store.lengths)) == len(set(driver.store.rows["pages"])) == 1
     close(driver.feed_steps(padded([row[46:] for row in rows], 4)[0]), torch.cat(lone))
+
+
+@pytest.mark.parametrize("segmenter", ["fixed", "gaussian"])
+def test_pages_of_an_earlier_turn_learn_what_the_next_one_looks_at(segmenter):
+    """A turn of a whole window takes the place of all that was recent before."""
+    tokens = Tokens.random(1, 60)
+    settings = SMALL | {"page_size": [4, 8], "segmenter": segmenter, "page_deviation": 1.0, "window": 7}
+    driver = Driver(methods.make("luka", **settings), 40)
+    driver.feed(tokens[:40])
+    driver.feed_steps(tokens[40:43])
+    driver.layer.phase.prompt_end = 60
+    driver.feed(tokens[43:])
+    store, pages = driver.store, driver.layer.method.pages
+    recent, sinks = store.channel("recent")[0], driver.layer.method.sinks
+    number = store.rows["pages"][0]
+    if segmenter == "fixed":
+        ends = [sinks + 4 * (page + 1) for page in range(number)]
+    else:
+        ends = store.channel("page_end")[0, 0, :number].int().tolist()
+    logits = tokens.q[0, : HEADS // KV_HEADS, 53:] @ tokens.k[0, 0].T * SCALING
+    future = torch.ones(7, 60).triu(54).bool()
+    close(recent[0], logits.masked_fill(future, float("-inf")).softmax(-1).mean((0, 1)))
+    for level, size in enumerate((1, 2)):
+        edges = [sinks, *ends][::size]
+        beneath = torch.stack([recent[:, a:b].sum(-1) for a, b in itertools.pairwise(edges)], -1)
+        close(store.channel(pages.channel("recent", level))[0, :, : beneath.shape[1]], beneath)
 
 
 def test_counters_where_the_lowest_levels_have_nothing_to_refine():
