@@ -198,14 +198,20 @@ def compare(
     share_prompt: Annotated[
         bool, typer.Option(help="Read each prompt once for all methods that are dense in prefill; else time each.")
     ] = True,
+    fidelity: Annotated[
+        bool, typer.Option("--fidelity", help="Instead of own answers: how each token of dense's answers is predicted.")
+    ] = False,
     show_answers: Annotated[bool, typer.Option("--show-answers", help="Show the first answers, too.")] = False,
 ) -> None:
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
     from foveate.evaluation import tasks
     from foveate.evaluation.runner import Comparison, parse_methods, prepare, run
+    from foveate.evaluation.tasks.fidelity import Fidelity
 
     notes = _table().console(stderr=True)
     chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens)
+    if fidelity:
+        chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])
     _quiet()
     plan = Comparison(model, chosen_task, data, chosen, limit, out, batch_size, seed, dtype, device, share_prompt)

@@ -1,7 +1,8 @@
 """Asking a model a batch of items, greedily or teacher-forced, with the time of prefill and decode.
 
 A batch is asked in two steps: the prompt is read, and what follows is generated or scored. So one reading can serve
-several methods, each of which goes on from it exactly as if it had read the prompt alone.
+several methods, each of which goes on from it exactly as if it had read the prompt alone, or along the answers that
+another has given.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 GENERATE, TEACHER_FORCED, SHARED = "generate", "teacher-forced", ", shared prompt"
 """How a batch was timed, and what is added where its prompt was read for several methods at once."""
+ALONG = "generate, tokens given"
+"""How a batch was timed that went along answers given before."""
 _FORWARD_TOKENS, _SHORTEST_CHUNK = 1 << 18, 512
 """Tokens of a forward pass over prompts: more are read in chunks, whose activations fit beside a large cache."""
 _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, vocabulary]
@@ -46,6 +49,18 @@ class Batch:
     decode_ms_per_token: float | None
     timing: str
     cache: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Greedy answers to a batch of items, and the distributions that they were chosen from."""
+
+    tokens: torch.Tensor
+    """int64 [B, T], padded behind a row's end."""
+    lengths: torch.Tensor
+    """int64 [B]: tokens of each answer, its end among them."""
+    logits: list[torch.Tensor]
+    """T of them, [B, vocabulary]."""
 
 
 def choose_device(device: str) -> str:
@@ -137,24 +152,34 @@ class Prompt:
     prefill_ms: float
 
     @torch.inference_mode()
-    def go_on(self, model: PreTrainedModel, shared: bool = False) -> Batch:
-        """What follows the prompts. `shared`: `methods.Together` has read them, and one of its methods is attached now.
+    def go_on(self, model: PreTrainedModel, shared: bool = False, along: Trace | None = None) -> Batch:
+        """What follows the prompts: the model's own answers, or what it makes of those in `along`.
 
-        That is possible for each of them, one after the other; otherwise once.
+        `shared`: `methods.Together` has read the prompts, and one of its methods is attached now. That is possible for
+        each of them, one after the other; otherwise once.
         """
         cache = self.cache.branch(model) if shared else self.cache
         clock = _Clock(model.device)
-        outputs, steps = self._follow(model, cache, clock)
+        outputs, steps = (
+            self._follow(model, cache, clock) if along is None else self._compare(model, cache, clock, along)
+        )
         return Batch(
             outputs=outputs,
             prefill_ms=None if shared else self.prefill_ms,
             decode_ms_per_token=clock.elapsed_ms / steps if steps else None,
-            timing=self.timing + (SHARED if shared else ""),
+            timing=(self.timing if along is None else ALONG) + (SHARED if shared else ""),
             cache=cache,
         )
 
+    def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
+        """The model's greedy answers with their distributions; `shared` as above. Raises TypeError for scored texts."""
+        raise TypeError("texts whose continuation is given have no answers to trace")
+
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
         """Outputs and the number of decode steps; the clock ticks when the first step begins and when the last ends."""
+        raise NotImplementedError
+
+    def _compare(self, model: PreTrainedModel, cache: Any, clock: _Clock, trace: Trace) -> tuple[list[Output], int]:
         raise NotImplementedError
 
 
@@ -186,11 +211,29 @@ class _Questions(Prompt):
         clock.tick()
         self.prefill_ms, self.cache = clock.elapsed_ms, self._paused.cache
 
+    @torch.inference_mode()
+    def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
+        greedy = _Greedy(self._paused, keep=True)
+        ids = _decode(model, self._paused, self.cache.branch(model) if shared else self.cache, greedy)
+        return Trace(ids[:, self._width :], greedy.lengths, greedy.logits)
+
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
-        ids = _greedy(model, self._paused, cache, clock)
+        ids = _decode(model, self._paused, cache, _Greedy(self._paused), clock)
         rows = ids[:, self._width :].tolist()
-        outputs = [Output(text=_text(self._tokenizer, row, self._ends, self._stop)) for row in rows]
-        return outputs, len(rows[0]) - 1
+        return [Output(text=self._text(row)) for row in rows], len(rows[0]) - 1
+
+    def _compare(self, model: PreTrainedModel, cache: Any, clock: _Clock, trace: Trace) -> tuple[list[Output], int]:
+        along = _Along(trace)
+        _decode(model, self._paused, cache, along, clock)
+        columns = (trace.tokens, trace.lengths, along.divergence, along.agreed)
+        outputs = [
+            Output(text=self._text(row[:length]), tokens=length, divergence=divergence, agreed=agreed)
+            for row, length, divergence, agreed in zip(*(column.tolist() for column in columns))
+        ]
+        return outputs, trace.tokens.shape[1] - 1
+
+    def _text(self, row: list[int]) -> str:
+        return _text(self._tokenizer, row, self._ends, self._stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,22 +266,63 @@ def _pause(
     return _Paused(input_ids, out.logits, cache, logits_processor, stopping_criteria, pad, kwargs)
 
 
-def _greedy(model: PreTrainedModel, paused: _Paused, cache: Any, clock: _Clock) -> torch.Tensor:
-    """Ids [B, prompt and answer]: `generate`'s greedy loop, step for step, from a cache that holds the prompt."""
+class _Greedy:
+    """`generate`'s greedy choice, step for step; `keep` the logits that it was made from."""
+
+    def __init__(self, paused: _Paused, keep: bool = False):
+        self._paused, self._has_ends = paused, any(hasattr(criterion, "eos_token_id") for criterion in paused.criteria)
+        self._unfinished = torch.ones_like(paused.ids[:, 0])
+        self.lengths = torch.zeros_like(self._unfinished)
+        self.logits: list[torch.Tensor] | None = [] if keep else None
+
+    def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The next token, [B], of the ids so far, [B, n], and the logits, [B, vocabulary]."""
+        if self.logits is not None:
+            self.logits.append(logits)
+        token = self._paused.processors(ids, logits.float()).argmax(-1)
+        return token.where(self._unfinished > 0, self._paused.pad) if self._has_ends else token
+
+    def ended(self, ids: torch.Tensor) -> bool:
+        """Whether nothing follows these ids."""
+        self.lengths += self._unfinished
+        self._unfinished = self._unfinished & ~self._paused.criteria(ids, None)
+        return not self._unfinished.any()
+
+
+class _Along:
+    """The choices of a trace, and how the logits found on the way compare with its own."""
+
+    def __init__(self, trace: Trace):
+        self._trace, self._step = trace, 0
+        self.divergence = trace.lengths.double() * 0.0
+        self.agreed = torch.zeros_like(trace.lengths)
+
+    def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        inside, theirs = self._step < self._trace.lengths, self._trace.logits[self._step].float().log_softmax(-1)
+        ours = logits.float().log_softmax(-1)
+        self.agreed += (ours.argmax(-1) == theirs.argmax(-1)) & inside
+        divergence = (theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0.0)  # below 0 by rounding alone
+        self.divergence += divergence.masked_fill(~inside, 0.0)
+        self._step += 1
+        return self._trace.tokens[:, self._step - 1]
+
+    def ended(self, ids: torch.Tensor) -> bool:
+        return self._step == self._trace.tokens.shape[1]
+
+
+def _decode(
+    model: PreTrainedModel, paused: _Paused, cache: Any, chooser: _Greedy | _Along, clock: _Clock | None = None
+) -> torch.Tensor:
+    """Ids [B, prompt and answer]: `generate`'s decoding loop, step for step, from a cache that holds the prompt."""
     ids, kwargs = paused.ids, dict(paused.kwargs)
     out = CausalLMOutputWithPast(logits=paused.logits, past_key_values=cache)
-    unfinished = torch.ones_like(ids[:, 0])
-    has_ends = any(hasattr(criterion, "eos_token_id") for criterion in paused.criteria)
     with model._optimize_model_for_decode():
         while True:
-            scores = paused.processors(ids, out.logits[:, -1].float())
-            clock.tick()
-            token = scores.argmax(-1)
-            if has_ends:
-                token = token.where(unfinished > 0, paused.pad)
+            if clock is not None:
+                clock.tick()
+            token = chooser.choose(ids, out.logits[:, -1])
             ids = torch.cat([ids, token[:, None]], 1)
-            unfinished = unfinished & ~paused.criteria(ids, None)
-            if not unfinished.any():
+            if chooser.ended(ids):
                 return ids
             kwargs = model._update_model_kwargs_for_generation(out, kwargs)
             out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs), return_dict=True)

@@ -55,8 +55,7 @@ class Comparison:
 
     def command(self) -> str:
         """The command line of this comparison, paths shortened to their last names."""
-        settings = ",".join(f"{key}={value}" for key, value in self.task.settings().items())
-        parts = ["foveate compare", f"--model {self.model.name}", f"--task {self.task.name}:{settings}"]
+        parts = ["foveate compare", f"--model {self.model.name}", *self.task.arguments()]
         parts += [f"--data {self.data.name}", *(f'--method "{method.spec}"' for method in self.methods)]
         parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]
         parts += [f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
@@ -189,6 +188,7 @@ class _Examiner:
 
     def __init__(self, prepared: Prepared, methods: Sequence[Any]):
         plan = self._plan = prepared.plan
+        self._dense = next(method for method in plan.methods if method.name == "dense")
         self._tokenizer = prepared.tokenizer
         self._model = inference.load_model(plan.model, plan.dtype, plan.device)
         self._memory = accounting.PeakMemory(plan.device)
@@ -212,33 +212,44 @@ class _Examiner:
     def measure(self, methods: Sequence[Any], items: Sequence[Item]) -> Iterator[Record]:
         """Each method on one batch: graded values, texts, times, memory and the method's own counters."""
         together = [method for method in methods if method in self._sharing]
+        trace = None
         if together:
-            yield from self._measure_together(together, items)
+            prompt, peak = self._read_together(together, items)
+            if self._plan.task.along_dense:
+                with foveate.attached(self._model, self._dense):
+                    trace = prompt.trace(self._model, shared=True)
+            for method in together:
+                yield self._go_on(method, items, prompt, peak, trace)
+            del prompt
+        elif self._plan.task.along_dense:
+            with foveate.attached(self._model, self._dense):
+                trace = inference.read_prompt(self._model, self._tokenizer, items).trace(self._model)
         for method in methods:
             if method not in together:
-                yield self._measure_alone(method, items)
+                yield self._measure_alone(method, items, trace)
 
-    def _measure_alone(self, method: Any, items: Sequence[Item]) -> Record:
+    def _measure_alone(self, method: Any, items: Sequence[Item], trace: inference.Trace | None) -> Record:
         torch.manual_seed(self._plan.seed)
         with foveate.attached(self._model, method):
-            self._memory.start()
-            batch = inference.run_batch(self._model, self._tokenizer, items)
-            return self._record(method, items, batch, self._memory.peak(), self._memory.kind)
-
-    def _measure_together(self, methods: Sequence[Any], items: Sequence[Item]) -> Iterator[Record]:
-        """The prompt is read once, and every method goes on from there."""
-        with foveate.attached(self._model, foveate.methods.Together(tuple(methods))):
             self._memory.start()
             prompt = inference.read_prompt(self._model, self._tokenizer, items)
-            peak = self._memory.peak()
-        for method in methods:
-            yield self._go_on(method, items, prompt, peak)
+            batch = prompt.go_on(self._model, along=trace)
+            return self._record(method, items, batch, self._memory.peak(), self._memory.kind)
 
-    def _go_on(self, method: Any, items: Sequence[Item], prompt: inference.Prompt, peak: int) -> Record:
+    def _read_together(self, methods: Sequence[Any], items: Sequence[Item]) -> tuple[inference.Prompt, int]:
+        """The prompt, read once for all of these methods and for dense, and the peak of memory."""
+        readers = (self._dense, *(method for method in methods if method != self._dense))
+        with foveate.attached(self._model, foveate.methods.Together(readers)):
+            self._memory.start()
+            return inference.read_prompt(self._model, self._tokenizer, items), self._memory.peak()
+
+    def _go_on(
+        self, method: Any, items: Sequence[Item], prompt: inference.Prompt, peak: int, trace: inference.Trace | None
+    ) -> Record:
         torch.manual_seed(self._plan.seed)
         with foveate.attached(self._model, method):
             self._memory.start()
-            batch = prompt.go_on(self._model, shared=True)
+            batch = prompt.go_on(self._model, shared=True, along=trace)
             peak = max(peak, self._memory.peak())
             return self._record(method, items, batch, peak, f"{self._memory.kind}{inference.SHARED}")
 

@@ -23,7 +23,7 @@ def tables(rows: Sequence[Row]) -> str:
 def _table(row: Row) -> Callable[[Sequence[Row]], str]:
     if "bench" in row:
         return _page_scores if row["bench"] == "page-scores" else _speeds
-    return _perplexities if row["task"] == "perplexity" else _comparison
+    return {"perplexity": _perplexities, "fidelity": _fidelities}.get(row["task"], _comparison)
 
 
 def _title(row: Row) -> str:
@@ -38,7 +38,8 @@ def _title(row: Row) -> str:
     length = f", {row['length']:,.0f} tokens" if row["length"] else ""
     if scored := row["task_settings"].get("continuation"):
         length = f", {scored:,} tokens after a prompt of {row['length']:,}"
-    return f"{row['task']} ({row['split']}), {row['model']}{length}, n = {row['n']}, {row['dtype']} ({where}):"
+    task = " on ".join(filter(None, (row["task"], row["task_settings"].get("of"))))
+    return f"{task} ({row['split']}), {row['model']}{length}, n = {row['n']}, {row['dtype']} ({where}):"
 
 
 def _comparison(rows: Sequence[Row]) -> str:
@@ -70,6 +71,21 @@ def _perplexities(rows: Sequence[Row]) -> str:
                 f"`{row['spec']}`",
                 f"{metric['value']:.2f} [{metric['low']:.2f}, {metric['high']:.2f}]",
                 ratio,
+                f"{100 * row['keys_read_share']:.1f} %",
+            )
+        )
+    return markdown_table(lines)
+
+
+def _fidelities(rows: Sequence[Row]) -> str:
+    lines = [("method", "KL to dense, nats a token [95 %]", "same choice, % [95 %]", "keys read")]
+    for row in rows:
+        kl = row["metrics"]["kl"]
+        lines.append(
+            (
+                f"`{row['spec']}`",
+                f"{kl['value']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}]",
+                f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
                 f"{100 * row['keys_read_share']:.1f} %",
             )
         )

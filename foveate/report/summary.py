@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from foveate.evaluation.metrics import Interval, mean, paired_bootstrap
-from foveate.evaluation.tasks import get
 from foveate.report.markdown import markdown_table
 from foveate.report.rows import Row
 
@@ -22,7 +21,7 @@ def summary(rows: Sequence[Row]) -> str:
     Raises:
         ValueError: when a comparison has no row of `dense`, or a metric that is not the mean of its items'.
     """
-    if any(get(row["task"]).main not in row["item_values"] for row in rows):
+    if any(_main(row) not in row["item_values"] for row in rows):
         raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
     models = dict.fromkeys(row["model"] for row in rows)
     return "\n\n".join(_table([row for row in rows if row["model"] == model]) for model in models)
@@ -73,4 +72,9 @@ def _cell(row: Row) -> tuple[str, ...]:
 
 
 def _items(row: Row) -> np.ndarray:
-    return np.array(row["item_values"][get(row["task"]).main])
+    return np.array(row["item_values"][_main(row)])
+
+
+def _main(row: Row) -> str:
+    """The metric that is the score: a row's first."""
+    return next(iter(row["metrics"]))

@@ -72,7 +72,8 @@ def test_answers_are_those_of_generate(model, tokenizer, monkeypatch, method, en
         prompt = inference.read_prompt(model, tokenizer, items)
         clock = inference._Clock(model.device)
         with torch.inference_mode():
-            assert torch.equal(inference._greedy(model, prompt._paused, prompt.cache, clock), made)
+            greedy = inference._Greedy(prompt._paused)
+            assert torch.equal(inference._decode(model, prompt._paused, prompt.cache, greedy, clock), made)
         assert steps is None or foveate.stats(model).to_dict() == steps
     assert len(clock._ticks) == made.shape[1] - width
 
@@ -123,6 +124,54 @@ def test_methods_go_on_from_one_prompt(model, tokenizer, stop):
         assert batch.prefill_ms is None
         assert (batch.timing, alone.timing) == ("generate, shared prompt", "generate")
         assert batch.decode_ms_per_token > 0
+
+
+@pytest.mark.parametrize("method", ["dense", METHODS[1], "luka:page_size=4,tail=3,compress_every=1,top_k=0,bias=none", METHODS[3]])
+def test_predictions_along_the_answers_of_dense(model, tokenizer, monkeypatch, method):
+    """Row by row and by hand: what dense answers, and then what the method makes of each of these tokens."""
+    items = [question(tokenizer, text, new=20) for text in TEXTS]
+    with foveate.attached(model, "dense"):
+        longest = inference.read_prompt(model, tokenizer, items).trace(model).tokens.tolist()
+    ends = [1, longest[0][9], longest[1][14]]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+    together = foveate.methods.Together(tuple(map(foveate.methods.parse, dict.fromkeys(["dense", method]))))
+    with foveate.attached(model, together):
+        prompt = inference.read_prompt(model, tokenizer, items)
+    with foveate.attached(model, "dense"):
+        trace = prompt.trace(model, shared=True)
+        answers = prompt.go_on(model, shared=True)
+    with foveate.attached(model, method):
+        batch = prompt.go_on(model, shared=True, along=trace)
+        alone = inference.read_prompt(model, tokenizer, items).go_on(model, along=trace)
+    assert [output.text for output in batch.outputs] == [output.text for output in answers.outputs]
+    assert batch.outputs == alone.outputs
+    assert (batch.timing, alone.timing) == ("generate, tokens given, shared prompt", "generate, tokens given")
+    assert len({output.tokens for output in batch.outputs}) > 1  # some end early
+    for item, output, row in zip(items, batch.outputs, trace.tokens.tolist()):
+        row = row[: output.tokens]
+        assert len(row) == 20 or row[-1] in ends
+        assert not set(row[:-1]) & set(ends)
+        found = {}
+        for name in ("dense", method):
+            with foveate.attached(model, name), torch.inference_mode():
+                out = model(torch.tensor([item.prompt_ids]), use_cache=True)
+                logits = [out.logits[:, -1]]
+                for token in row[:-1]:
+                    out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+                    logits.append(out.logits[:, -1])
+            found[name] = torch.cat(logits).log_softmax(-1)
+        theirs, ours = found["dense"], found[method]
+        assert theirs.argmax(-1).tolist() == row
+        assert output.agreed == (ours.argmax(-1) == theirs.argmax(-1)).sum()
+        divergence = torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum")
+        assert output.divergence == pytest.approx(float(divergence), rel=1e-3, abs=1e-5)
+    assert method == "dense" or sum(output.divergence for output in batch.outputs) > 0.001
+
+
+def test_given_texts_have_no_answers_to_trace(model, tokenizer):
+    prompt = inference.read_prompt(model, tokenizer, [Item("a", "", (5, 6, 7), target_ids=(8, 9))])
+    with pytest.raises(TypeError, match="no answers to trace"):
+        prompt.trace(model)
 
 
 def test_likelihood_is_that_of_one_full_forward(model, tokenizer):

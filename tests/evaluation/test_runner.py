@@ -7,6 +7,7 @@ from evaluation import tiny
 import foveate
 from foveate.evaluation import accounting, inference, resultfile, runner, tasks
 from foveate.evaluation.errors import UserError
+from foveate.evaluation.tasks.fidelity import Fidelity
 
 SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8"]
 COSTS = ("prefill_ms", "decode_ms_per_token", "peak_bytes", "commit")
@@ -93,6 +94,41 @@ def test_a_shared_prompt_changes_no_row(plan, tmp_path, task):
         assert own["prefill_ms"] > 0
         assert own["timing"] in ("generate", "teacher-forced")
         assert own["command"] == row["command"] + " --no-share-prompt"
+
+
+def test_fidelity_to_dense(plan, tmp_path):
+    task = Fidelity(of=tasks.parse("wikisalad:max_new_tokens=6"))
+    plan = dataclasses.replace(plan, task=task, limit=1, batch_size=4)
+    rows = runner.run(runner.prepare(plan))
+    assert [row["spec"] for row in rows] == ["dense", *SPECS]
+    for row in rows:
+        values = row["item_values"]
+        assert row["task"] == "fidelity"
+        assert row["task_settings"] == {"of": "wikisalad", **task.of.settings()}
+        assert "--task wikisalad:" in row["command"]
+        assert " --fidelity " in row["command"]
+        assert list(row["metrics"]) == ["agreement", "kl"]
+        assert row["score"] == pytest.approx(100 * sum(values["agreed"]) / sum(values["tokens"]))
+        assert row["metrics"]["kl"]["value"] == pytest.approx(sum(values["divergence"]) / sum(values["tokens"]))
+        assert row["timing"] == "generate, tokens given, shared prompt"
+        assert values["tokens"] == rows[0]["item_values"]["tokens"]
+    dense, *others = rows
+    assert (dense["score"], dense["metrics"]["kl"]["value"]) == (100, 0)
+    assert all(row["metrics"]["kl"]["value"] > 0.001 for row in others)
+
+    alone = dataclasses.replace(plan, share_prompt=False, out=tmp_path / "alone" / "rows.jsonl")
+    assert without_costs(runner.run(runner.prepare(alone)), *SHARED) == without_costs(rows, *SHARED)
+
+    later = dataclasses.replace(plan, methods=(*plan.methods, *runner.parse_methods(["streaming:window=9"])[0][1:]))
+    [*kept, new] = runner.run(runner.prepare(later))  # dense has its row, and yet its answers are needed again
+    assert kept == rows
+    assert new["item_values"]["tokens"] == dense["item_values"]["tokens"]
+    assert new["metrics"]["kl"]["value"] > 0.001
+
+
+def test_fidelity_needs_answers():
+    with pytest.raises(UserError, match="--fidelity is for tasks that ask for answers, and 'perplexity'"):
+        Fidelity(of=tasks.parse("perplexity"))
 
 
 def test_a_prompt_is_read_once_for_all_methods_that_are_dense_in_prefill(plan, monkeypatch):

@@ -16,3 +16,15 @@ def test_perplexities_beside_dense_on_the_same_texts():
 
 def test_other_tasks_keep_their_scores():
     assert "| `h2o:top_k=0.05` | 30.0 [27.0, 33.0] | -50.0" in tables([row | MORE | COSTS for row in FRONTIER[:3]])
+
+
+def test_fidelity_with_its_divergence():
+    rows = [
+        row | MORE | COSTS | {"task": "fidelity", "task_settings": {"of": "niah", "length": 4096}}
+        for row in FRONTIER[:3]
+    ]
+    for row, kl in zip(rows, (0.0, 0.0212, 1.5)):
+        row["metrics"] = row["metrics"] | {"kl": {"value": kl, "low": kl / 2, "high": 2 * kl}}
+    first, *_ = tables(rows).splitlines()
+    assert first.startswith("fidelity on niah (")
+    assert f"| `{rows[1]['spec']}` | 0.0212 [0.0106, 0.0424] | 30.0 [27.0, 33.0] |" in tables(rows)

@@ -65,6 +65,6 @@ def test_comparisons_of_other_items_are_columns_of_their_own(rows):
     fewer = [{**row, "n": 3, "run": {**row["run"], "items": "other"}} for row in short]
     fewer = [{**row, "item_values": {key: values[:3] for key, values in row["item_values"].items()}} for row in fewer]
     assert summary(short + fewer).splitlines()[2].count("niah single 8K") == 2
-    perplexities = [{**row, "task": "perplexity"} for row in short]
+    perplexities = [{**row, "metrics": {"inverse_perplexity": row["metrics"]["string_match"]}} for row in short]
     with pytest.raises(ValueError, match="no pooled difference"):
         summary(perplexities)

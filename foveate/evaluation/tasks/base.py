@@ -39,10 +39,17 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a model made of an item: its text, or the summed negative log-likelihood (nats) of the target tokens."""
+    """What a model made of an item: its text, or the summed negative log-likelihood (nats) of the target tokens.
+
+    Of an answer that another method has given: its text and number of `tokens`, the summed KL `divergence` (nats) of
+    the distributions along it from those that it was chosen from, and at how many tokens the choice `agreed`.
+    """
 
     text: str = ""
     nll: float = 0.0
+    tokens: int = 0
+    divergence: float = 0.0
+    agreed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +64,8 @@ class Task:
     metrics: ClassVar[Mapping[str, Aggregate]]
     main: ClassVar[str]
     """The metric that is the row's `score`, in 0..100."""
+    along_dense: ClassVar[bool] = False
+    """Whether methods go along dense attention's answers instead of giving their own."""
 
     split: str = ""
 
@@ -69,6 +78,11 @@ class Task:
     def settings(self) -> dict[str, Any]:
         """All settings as JSON-able values."""
         return dataclasses.asdict(self)
+
+    def arguments(self) -> list[str]:
+        """The task as arguments of `foveate compare`."""
+        settings = ",".join(f"{key}={value}" for key, value in self.settings().items())
+        return [f"--task {self.name}:{settings}"]
 
     def files(self, data: Path) -> list[Path]:
         """The files of the data folder that the items are made of. Raises `DataError` if they are missing."""
