@@ -389,7 +389,7 @@ class SlotCache:
         saved = self.snapshots[clock]
         self.rows = {name: list(numbers) for name, numbers in saved.rows.items()}
         for name, tensor in saved.tensors.items():
-            if self._undone_specs()[name].per == 1:
+            if self._undone_specs()[name].per:  # by slot or page: there may be more of them now
                 self.tensors[name][:, :, : tensor.shape[2]] = tensor
                 if name == "positions":
                     self.tensors[name][:, :, tensor.shape[2] :] = -1

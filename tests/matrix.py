@@ -507,6 +507,27 @@ def test_crop_leaves_what_a_fresh_run_would_have(method, removed):
 
 
 @each_variant
+def test_crop_back_over_growth_of_the_cache(method):
+    driver, fresh = Driver(method), Driver(method)
+    tokens = Tokens.random(1, PROMPT + 3)
+    driver.layer.activate_past_recording()
+    driver.feed(tokens[:PROMPT])
+    room = driver.store.capacity - driver.store.used
+    drafts = Tokens.random(1, room + 5, seed=5)
+    driver.feed(drafts[:4])
+    driver.layer.crop(0)
+    driver.feed(drafts[4:])
+    assert method.evicts or driver.store.capacity > PROMPT + room
+    driver.layer.crop(-(len(drafts) - 4 - 2))
+    fresh.feed(tokens[:PROMPT])
+    fresh.feed_steps(drafts[:6])
+    close(driver.feed(tokens[PROMPT:]), fresh.feed_steps(tokens[PROMPT:]))
+    driver.layer.crop(0)
+    driver.layer.stop_recording()
+    assert_same_state(driver.store, fresh.store)
+
+
+@each_variant
 def test_recording_can_start_and_stop_in_mid_sequence(method):
     tokens = Tokens.random(1, PROMPT + DECODED)
     driver, fresh = Driver(method), Driver(method)

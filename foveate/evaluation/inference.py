@@ -33,8 +33,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 GENERATE, TEACHER_FORCED, SHARED = "generate", "teacher-forced", ", shared prompt"
 """How a batch was timed, and what is added where its prompt was read for several methods at once."""
-ALONG = "generate, tokens given"
-"""How a batch was timed that went along answers given before."""
+ALONG = "tokens given, decode not timed"
+"""The same of a batch that went along answers given before."""
 _FORWARD_TOKENS, _SHORTEST_CHUNK = 1 << 18, 512
 """Tokens of a forward pass over prompts: more are read in chunks, whose activations fit beside a large cache."""
 _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, vocabulary]
@@ -160,9 +160,10 @@ class Prompt:
         """
         cache = self.cache.branch(model) if shared else self.cache
         clock = _Clock(model.device)
-        outputs, steps = (
-            self._follow(model, cache, clock) if along is None else self._compare(model, cache, clock, along)
-        )
+        if along is None:
+            outputs, steps = self._follow(model, cache, clock)
+        else:
+            outputs, steps = self._compare(model, cache, along), 0
         return Batch(
             outputs=outputs,
             prefill_ms=None if shared else self.prefill_ms,
@@ -179,7 +180,8 @@ class Prompt:
         """Outputs and the number of decode steps; the clock ticks when the first step begins and when the last ends."""
         raise NotImplementedError
 
-    def _compare(self, model: PreTrainedModel, cache: Any, clock: _Clock, trace: Trace) -> tuple[list[Output], int]:
+    def _compare(self, model: PreTrainedModel, cache: Any, trace: Trace) -> list[Output]:
+        """Outputs along a trace."""
         raise NotImplementedError
 
 
@@ -222,15 +224,14 @@ class _Questions(Prompt):
         rows = ids[:, self._width :].tolist()
         return [Output(text=self._text(row)) for row in rows], len(rows[0]) - 1
 
-    def _compare(self, model: PreTrainedModel, cache: Any, clock: _Clock, trace: Trace) -> tuple[list[Output], int]:
+    def _compare(self, model: PreTrainedModel, cache: Any, trace: Trace) -> list[Output]:
         along = _Along(trace)
-        _decode(model, self._paused, cache, along, clock)
+        _decode(model, self._paused, cache, along)
         columns = (trace.tokens, trace.lengths, along.divergence, along.agreed)
-        outputs = [
+        return [
             Output(text=self._text(row[:length]), tokens=length, divergence=divergence, agreed=agreed)
             for row, length, divergence, agreed in zip(*(column.tolist() for column in columns))
         ]
-        return outputs, trace.tokens.shape[1] - 1
 
     def _text(self, row: list[int]) -> str:
         return _text(self._tokenizer, row, self._ends, self._stop)

@@ -234,7 +234,7 @@ class _Examiner:
             self._memory.start()
             prompt = inference.read_prompt(self._model, self._tokenizer, items)
             batch = prompt.go_on(self._model, along=trace)
-            return self._record(method, items, batch, self._memory.peak(), self._memory.kind)
+            return self._record(method, items, batch, self._memory.peak(), self._memory_kind)
 
     def _read_together(self, methods: Sequence[Any], items: Sequence[Item]) -> tuple[inference.Prompt, int]:
         """The prompt, read once for all of these methods and for dense, and the peak of memory."""
@@ -251,7 +251,11 @@ class _Examiner:
             self._memory.start()
             batch = prompt.go_on(self._model, shared=True, along=trace)
             peak = max(peak, self._memory.peak())
-            return self._record(method, items, batch, peak, f"{self._memory.kind}{inference.SHARED}")
+            return self._record(method, items, batch, peak, f"{self._memory_kind}{inference.SHARED}")
+
+    @property
+    def _memory_kind(self) -> str:
+        return self._memory.kind + (", dense's logits included" if self._plan.task.along_dense else "")
 
     def _record(self, method: Any, items: Sequence[Item], batch: inference.Batch, peak: int, peak_kind: str) -> Record:
         values = [self._plan.task.grade(item, output) for item, output in zip(items, batch.outputs)]

@@ -1,6 +1,5 @@
 """What several methods do alike."""
 
-import torch
 from torch import Tensor
 
 from foveate import ops
@@ -18,8 +17,10 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
 
 def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:
     """Keep the last ``window`` queries of a prompt in the channel ``queries [B, Hq, window, D]``."""
-    queries = cache.channel("queries")
-    queries.copy_(torch.cat([queries, q], 2)[:, :, -window:])
+    queries, new = cache.channel("queries"), q[:, :, -window:]
+    kept = queries[:, :, new.shape[2] :].clone()  # those that move up
+    queries[:, :, : kept.shape[2]] = kept
+    queries[:, :, kept.shape[2] :] = new
 
 
 def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor | None, int]:

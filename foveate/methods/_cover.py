@@ -102,6 +102,8 @@ class Candidates:
     upper: Tensor | None = None
     lower: Tensor | None = None
     """Bounds of the log partition sum of the tokens beneath."""
+    v: Tensor | None = None
+    """``[B, Hkv, C, Dv]``: values of raw tokens; those of nodes lie in the cache."""
 
     @property
     def ranks(self) -> Tensor:
@@ -235,13 +237,13 @@ class Reader:
 
     def number(self, nodes: Candidates, chosen: Tensor) -> float | Tensor:
         """How many candidates are chosen: the sum over the rows of the mean over the KV heads."""
-        if self._complete(nodes):
+        if self.complete(nodes):
             return chosen.shape[0] * chosen.shape[2]
         return (chosen >= 0).sum() / chosen.shape[1]
 
     def below(self, nodes: Candidates, chosen: Tensor, number: float | Tensor) -> Candidates:
         """The children of chosen candidates, ``[B, Hkv, K]`` places in them, -1 for none; K groups of equal width."""
-        complete = self._complete(nodes)
+        complete = self.complete(nodes)
         index = chosen if nodes.index is None else nodes.index.gather(-1, chosen.clamp_min(0))
         if not complete and nodes.index is not None:
             index = index.masked_fill(chosen < 0, -1)
@@ -253,14 +255,14 @@ class Reader:
 
     def values(self, nodes: Candidates) -> Tensor:
         """Values of nodes, or of raw tokens."""
-        if nodes.level < 0:
-            return self._token_values
+        if nodes.v is not None:
+            return nodes.v
         summaries = self.cache.channel(self.method.pages.channel("v", nodes.level))
         if nodes.index is None:
             return summaries[:, :, : nodes.logits.shape[-1]]
         return ops.gather_slots(summaries, nodes.index)
 
-    def _complete(self, nodes: Candidates) -> bool:
+    def complete(self, nodes: Candidates) -> bool:
         """Whether every place of a selection among these is used."""
         return nodes.complete and self.method.refine == "top_k"
 
@@ -288,8 +290,7 @@ class Reader:
         if hidden is not None:
             logits.masked_fill_(hidden[:, :, None], float("-inf"))
             values = values.masked_fill_(hidden[..., None], 0)
-        self._token_values = values
-        return Candidates(self, -1, None, logits, number, hidden is None)
+        return Candidates(self, -1, None, logits, number, hidden is None, v=values)
 
     def _scored(self, level: int, index: Tensor | slice, hidden: Tensor | None, number: float | Tensor) -> Candidates:
         """Nodes of a level with what the method wants to know of them.
@@ -312,20 +313,21 @@ class Reader:
             log_size = pick(log_size)[:, :, None]
         dot = ops.key_logits(self.rows, field("k"), self.scaling)
         spread = None
-        if "spread" in (method.score, method.bias):
+        if method.bias == "spread" or (method.score == "spread" and method.estimates):
             spread = ops.logit_deviation(self.rows, field("spread"), self.scaling)
         bias = {
-            "none": lambda: 0.0,
+            "none": lambda: None,
             "log": lambda: log_size,
             "entropy": lambda: field("entropy")[:, :, None],
             "spread": lambda: ops.free_energy(spread * WEIGHT_SPREAD, log_size).add_(log_size),
         }[method.bias]()
-        logits, rank, upper, lower = dot + bias, None, None, None
+        logits, rank, upper, lower = dot if bias is None else dot + bias, None, None, None
         if method.uses_bounds:
             upper = ops.largest_logit(self.rows, field("low"), field("high"), self.scaling) + log_size
+        if method.refine == "missed_mass":
             # Jensen's inequality for the mean; any other average of keys has a logit below their largest
             lower = dot + log_size if method.compressor == "mean" and hierarchy.fixed else dot.clone()
-        if method.score == "spread":
+        elif method.score == "spread":
             rank = ops.free_energy(spread, log_size).add_(log_size).add_(dot)
         elif method.score == "box":
             rank = ops.logit_reach(self.rows, field("spread"), self.scaling).add_(log_size).add_(dot)

@@ -122,7 +122,7 @@ class Method:
         changed = [
             f"{field.name}={_format(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+            if _format(getattr(self, field.name)) != _format(field.default)  # 1 is a number, 1.0 a share
         ]
         return self.name + (":" + ",".join(changed) if changed else "")
 

@@ -57,14 +57,18 @@ class LuKA(Method):
     refine: str = setting("top_k", "which pages are read raw: top_k, threshold, top_p or missed_mass")
     top_k: int | float = setting(0.12, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
     expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
-    epsilon: float = setting(0.2, "least mass of a refined page under refine=threshold")
-    top_p: float = setting(0.9, "attention that must not stay in summaries under refine=top_p")
+    epsilon: float = setting(0.2, "least mass (see prior) of a refined page under refine=threshold")
+    top_p: float = setting(0.9, "mass (see prior) that must not stay in summaries under refine=top_p")
     max_missed_mass: float = setting(0.1, "most attention that unrefined pages can hold under refine=missed_mass")
-    max_refined: int | float = setting(1.0, "most pages refined under top_p and missed_mass: a number, or a share")
-    first: int = setting(0, "first pages that are always refined")
+    max_refined: int | float = setting(
+        1.0, "most nodes of a level refined under top_p and missed_mass: a number, or a share"
+    )
+    first: int = setting(0, "first pages that are always refined, within the number under refine=top_k")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
-    score: str = setting("box", "what ranks pages: their summary, with spread, a box around it, or bound (Quest's)")
-    prior: float = setting(0.5, "share of recent attention in the mass by which pages are ranked, below 1")
+    score: str = setting(
+        "box", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
+    )
+    prior: float = setting(0.5, "share of recent attention in the mass by which pages are chosen, below 1")
     window: int = setting(64, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("spread", "added to a summary's logit: none, log (of its tokens), entropy or spread")
@@ -136,19 +140,24 @@ class LuKA(Method):
         return self.compressor == "attention"
 
     @property
+    def estimates(self) -> bool:
+        """Whether pages are chosen by an estimate of their mass; refine=missed_mass goes by bounds alone."""
+        return self.refine != "missed_mass"
+
+    @property
     def looks_back(self) -> bool:
         """Whether tokens and nodes carry the attention that they got lately."""
-        return self.prior > 0 or self.compressor == "recent"
+        return (self.prior > 0 and self.estimates) or self.compressor == "recent"
 
     @property
     def uses_spread(self) -> bool:
         """Whether summaries carry the variance of the keys beneath."""
-        return self.score in ("spread", "box") or self.bias == "spread"
+        return (self.score in ("spread", "box") and self.estimates) or self.bias == "spread"
 
     @property
     def uses_bounds(self) -> bool:
-        """Whether summaries carry the box of the keys beneath."""
-        return self.score == "bound" or self.refine == "missed_mass"
+        """Whether summaries carry the smallest and the largest of the keys beneath."""
+        return self.score == "bound" or not self.estimates
 
     @property
     def reads_per_summary(self) -> float:
@@ -264,7 +273,8 @@ class LuKA(Method):
                 refined = reader.number(nodes, chosen)
                 below = reader.below(nodes, chosen, refined)
                 children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
-                left, children = ops.refine(left, chosen, children, preserve=self.mass == "preserve")
+                complete, preserve = reader.complete(nodes), self.mass == "preserve"
+                left, children = ops.refine(left, chosen, children, preserve=preserve, complete=complete)
                 below = below.weighted(children)
             looked.append((nodes, chosen, len(parts)))
             parts.append(ops.Part(left, nodes.values()))
@@ -289,53 +299,68 @@ class LuKA(Method):
         Args:
             others, raw: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover, and of its raw tokens.
         """
+        heads = reader.cache.geometry.num_kv_heads
+        chosen = (
+            self._choose_by_bound(reader, nodes, raw)
+            if not self.estimates
+            else self._choose_by_mass(reader, nodes, others)
+        )
+        return chosen.expand(-1, heads, -1)
+
+    def _choose_by_bound(self, reader: Reader, nodes: Candidates, raw: Tensor) -> Tensor:
+        """``[B, Hkv or 1, K]``: refined until what is not refined cannot hold more than ``max_missed_mass``."""
+        limit = self.max_missed_mass / len(self.sizes)  # the levels share it: what they miss adds up
+        bounds = [nodes.upper, nodes.lower, raw]
+        if self.pool == "layer":
+            bounds = [x.flatten(1, 2)[:, None] for x in bounds]
+        order, counts, _ = ops.by_bound(*bounds, limit)
+        return self._take(reader.cache, nodes.level, order, counts)
+
+    def _choose_by_mass(self, reader: Reader, nodes: Candidates, others: Tensor) -> Tensor:
+        """``[B, Hkv or 1, K]``: by the attention that nodes seem to get now, and that they got lately."""
         cache, level = reader.cache, nodes.level
-        if self.refine == "missed_mass":
-            limit = self.max_missed_mass / len(self.sizes)  # the levels share it: what they miss adds up
-            bounds = [nodes.upper, nodes.lower, raw]
-            if self.pool == "layer":  # every KV head with the bounds of all heads, so that all choose alike
-                bounds = [x.flatten(1, 2)[:, None].expand(-1, x.shape[1], -1, -1) for x in bounds]
-            order, counts, _ = ops.by_bound(*bounds, limit)
-            return self._take(cache, level, order, counts)
+        exist, recent = nodes.exist, reader.recent(nodes) if self.prior else None
         total = torch.logaddexp(nodes.ranks.logsumexp(-1, keepdim=True), others)
         mass = nodes.ranks.sub(total).exp_()
-        if self.pool == "layer":
-            mass = mass.flatten(1, 2).amax(1, keepdim=True).expand(-1, cache.geometry.num_kv_heads, -1)
+        if self.pool == "layer":  # whose KV heads have the same candidates
+            exist, mass = exist[:, :1], mass.flatten(1, 2).amax(1, keepdim=True)
+            recent = None if recent is None else recent.amax(1, keepdim=True)
         else:
             mass = mass.mean(2)
-        if self.prior:
-            recent = reader.recent(nodes)
-            if not nodes.complete:
-                recent = recent.masked_fill(~nodes.exist, 0.0)
-            if self.pool == "layer":
-                recent = recent.amax(1, keepdim=True)
-            mass = mass.lerp(recent, self.prior)
+        if recent is not None:
+            mass = mass.lerp(recent if nodes.complete else recent.masked_fill(~exist, 0.0), self.prior)
         if self.first:
-            mass = mass.masked_fill(nodes.exist & (nodes.first_page < self.first), float("inf"))
+            begins = nodes.first_page if nodes.index is None else nodes.first_page[:, : mass.shape[1]]
+            mass = mass.masked_fill(exist & (begins < self.first), float("inf"))
         if self.refine == "top_p":
             return self._take(cache, level, *ops.by_mass(mass, (1.0 - self.top_p) / len(self.sizes)))
         if self.refine == "threshold":
             # the masses of the heads of a group sum to at most 1, so no more than this many can be above epsilon
             heads = 1 if self.pool == "kv_head" else cache.geometry.num_heads
-            capacity = min(nodes.logits.shape[-1], math.ceil(heads / self.epsilon) + self.first)
-            return ops.topk(mass.masked_fill(~nodes.exist | (mass <= self.epsilon), float("-inf")), capacity)
+            capacity = min(mass.shape[-1], math.ceil(heads / self.epsilon) + self.first)
+            return ops.topk(mass.masked_fill(~exist | (mass <= self.epsilon), float("-inf")), capacity)
         share = self.expand if level else self.top_k
-        first = -(-self.first * self.sizes[0] // self.sizes[level])  # nodes over the first pages
-        counts = [max(budget(share, self.pages.count(level, n), 1), first) for n in cache.rows["pages"]]
+        counts = [max(budget(share, self.pages.count(level, n), 1), self._first(level)) for n in cache.rows["pages"]]
         if not nodes.complete:
-            mass = mass.masked_fill(~nodes.exist, float("-inf"))
+            mass = mass.masked_fill(~exist, float("-inf"))
         if max(counts) == 0:
             return mass.new_empty((*mass.shape[:-1], 0), dtype=torch.int64)
         if len(set(counts)) == 1:
             return ops.topk(mass, counts[0])
         return ops.topk_rows(mass, cache.on_device(counts), max(counts))
 
+    def _first(self, level: int) -> int:
+        """Nodes of a level over the first pages."""
+        return -(-self.first * self.sizes[0] // self.sizes[level])
+
     def _take(self, cache: SlotCache, level: int, order: Tensor, counts: Tensor) -> Tensor:
         """The first ``counts [B, Hkv]`` of an order, but no more than a row may refine."""
-        caps = [budget(self.max_refined, self.pages.count(level, n), 1) for n in cache.rows["pages"]]
+        first = self._first(level)
+        caps = [max(budget(self.max_refined, self.pages.count(level, n), 1), first) for n in cache.rows["pages"]]
         most = min(order.shape[-1], max(caps))
         allowed = cache.on_device(caps)[:, None]
-        cache.counters.selections_capped = cache.counters.selections_capped + (counts > allowed).sum()
+        alike = cache.geometry.num_kv_heads // counts.shape[1]  # KV heads with the same selection
+        cache.counters.selections_capped = cache.counters.selections_capped + (counts > allowed).sum() * alike
         counts = counts.minimum(allowed)
         if order.device.type == "cpu":  # places for no more than are taken, where to know it costs nothing
             most = min(most, int(counts.max()))
@@ -351,11 +376,15 @@ class LuKAPaper(LuKA):
     full_budget: ClassVar[dict] = {"top_k": 1.0, "mass": "exact"}
 
     sinks: int = setting(0, "first tokens that stay raw")
-    compressor: str = setting("attention", "what stands for a page: attention (by past mass), mean, random, trained")
+    compressor: str = setting(
+        "attention", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"
+    )
     top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
     pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
-    score: str = setting("summary", "what ranks pages: their summary, with spread, a box around it, or bound (Quest's)")
-    prior: float = setting(0.0, "share of recent attention in the mass by which pages are ranked, below 1")
+    score: str = setting(
+        "summary", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
+    )
+    prior: float = setting(0.0, "share of recent attention in the mass by which pages are chosen, below 1")
     mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")
 

@@ -26,6 +26,7 @@ class PageSummariser(nn.Module):
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int):
         super().__init__()
         self.direction = nn.Parameter(torch.zeros(num_layers, num_kv_heads, head_dim))
+        self._moved: dict[torch.device, Tensor] = {}  # copies of what is not trained, where keys are
 
     def forward(self, k: Tensor, layer: int, used: Tensor | None = None) -> Tensor:
         """fp32 ``[B, Hkv, N, S]``, summing to 1 over the used children of each group.
@@ -35,8 +36,15 @@ class PageSummariser(nn.Module):
             layer: which layer's parameters.
             used: bool ``[B, Hkv or 1, N, S]``, or None when every child is there.
         """
-        logits = torch.einsum("bhnsd,hd->bhns", k.float(), self.direction[layer].to(k.device))
+        logits = torch.einsum("bhnsd,hd->bhns", k.float(), self._on(k.device)[layer])
         return (logits if used is None else logits.masked_fill(~used, float("-inf"))).softmax(-1)
+
+    def _on(self, device: torch.device) -> Tensor:
+        if self.direction.requires_grad:
+            return self.direction.to(device)
+        if device not in self._moved:
+            self._moved[device] = self.direction.to(device)
+        return self._moved[device]
 
     def save(self, path: str | Path) -> None:
         """Write the parameters as safetensors."""

@@ -130,7 +130,7 @@ def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
     if first["ceiling"] < 100:
         lines.append(f"ceiling {first['ceiling']:.1f}: the share of questions whose answer is in the prompt")
     lines += [f"{row['spec']}: {others}" for row in rows if (others := _others(row))]
-    if not first["timing"].startswith("generate"):
+    if first["timing"].startswith("teacher-forced"):
         lines.append("decode was teacher-forced in blocks: its time is no speed of generation")
     if any("shared prompt" in row["timing"] for row in rows):
         lines.append("methods without a prefill time shared one reading of each prompt; --no-share-prompt times them")

@@ -110,7 +110,7 @@ def test_fidelity_to_dense(plan, tmp_path):
         assert list(row["metrics"]) == ["agreement", "kl"]
         assert row["score"] == pytest.approx(100 * sum(values["agreed"]) / sum(values["tokens"]))
         assert row["metrics"]["kl"]["value"] == pytest.approx(sum(values["divergence"]) / sum(values["tokens"]))
-        assert row["timing"] == "generate, tokens given, shared prompt"
+        assert row["timing"] == "tokens given, decode not timed, shared prompt"
         assert values["tokens"] == rows[0]["item_values"]["tokens"]
     dense, *others = rows
     assert (dense["score"], dense["metrics"]["kl"]["value"]) == (100, 0)

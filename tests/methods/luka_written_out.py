@@ -259,8 +259,10 @@ class Sequence:
 
     @property
     def reads_per_summary(self) -> float:
-        """Of a key and its value: the summary's own, half for the spread, the two corners of the box."""
-        spread = self.method.score in ("spread", "box") or self.method.bias == "spread"
+        """Of a key and its value: the summary's own, half for the spread, the two corners; only what is looked at."""
+        spread = (self.method.score in ("spread", "box") and self.method.refine != "missed_mass") or (
+            self.method.bias == "spread"
+        )
         box = self.method.score == "bound" or self.method.refine == "missed_mass"
         return 1 + spread / 2 + box
 
@@ -329,7 +331,7 @@ class Sequence:
         count = next(
             n for n in range(len(order) + 1) if sum(sizes[n:]) <= (1 - self.method.top_p) / len(self.method.sizes)
         )
-        return self.capped_to(order, count, total)
+        return self.capped_to(order, count, total, first=sum(size == math.inf for size in sizes))
 
     def missed_mass(self, level, token, head, order, sizes, total, covers):
         """The fewest that leave at most the level's share behind for every head, wherever in its box a key lies."""
@@ -358,8 +360,8 @@ class Sequence:
         """Sinks and tail."""
         return node.level < 0 and node.parent is None
 
-    def capped_to(self, order, count, total):
-        cap = amount(self.method.max_refined, total)
+    def capped_to(self, order, count, total, first=0):
+        cap = max(amount(self.method.max_refined, total), first)
         self.capped += count > cap
         return order[: min(count, cap)]
 

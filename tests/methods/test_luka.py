@@ -122,7 +122,7 @@ CHOICES = {
     "epsilon": [0.02, 0.07, 0.2],
     "top_p": [0.3, 0.6, 0.9],
     "max_missed_mass": [0.1, 0.5, 0.9],
-    "max_refined": [1.0, 0.4, 2],
+    "max_refined": [1.0, 0.4, 1, 2],
     "first": [0, 0, 1, 3],
     "pool": ["kv_head", "layer"],
     "score": ["summary", "spread", "box", "box", "bound"],
@@ -375,6 +375,18 @@ def test_spec_strings(spec, settings, short):
     assert methods.make(method.spec) == methods.make(method.name, **method.settings())
     if short is not None:
         assert method.spec == short
+
+
+@pytest.mark.parametrize("budget", [1, 1.0])
+def test_one_page_is_not_all_pages(budget):
+    method = methods.make("luka", refine="top_p", max_refined=budget, top_k=budget, expand=budget)
+    for other in (
+        methods.parse(method.spec),
+        methods.per_layer({"rest": method}).for_layer(0, 1),
+        methods.make("mixed", clustered=method, ends=0.1).for_layer(1, 3),
+    ):
+        for name in ("max_refined", "top_k", "expand"):
+            assert type(getattr(other, name)) is type(budget), (other.spec, name)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -103,6 +103,23 @@ def test_a_child_that_is_not_there_has_no_influence(size, seed):
         assert torch.equal(one, another)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_pages_are_summarised_in_blocks(monkeypatch, weighted, ragged):
+    batch, heads, number, width, dim = 2, 3, 17, 4, 8
+    random = torch.Generator().manual_seed(3)
+    keys = torch.randn(batch, heads, number, width, dim, generator=random)
+    children = ops.Nodes(keys, keys + 1, None, keys, keys, torch.zeros(keys.shape[:4]))
+    used = torch.rand(1, 1, number, width, generator=random) > 0.3 if ragged else None
+    if ragged:
+        used[..., 0] = True
+    weights = torch.rand(keys.shape[:4], generator=random).softmax(-1) if weighted else None
+    whole = ops.summarise(children, weights, used, spread=True)
+    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 3 * 8 * batch * heads * width * dim)
+    for one, other in zip(whole, ops.summarise(children, weights, used, spread=True)):
+        assert_close(one, other)
+
+
 def test_what_is_not_asked_for_is_none():
     k = torch.randn(1, 2, 3, 4, 5)
     plain = ops.summarise(ops.Nodes(k, k))

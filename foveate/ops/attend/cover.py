@@ -4,6 +4,7 @@ A cover is held as parts, each with the log-weights of its nodes (unnormalised: 
 values. Refining takes nodes out of one part and puts their children into another; the softmax is over all parts.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ class Part(NamedTuple):
     """``[B, Hkv, N, Dv]``; finite where no node is."""
 
 
-def refine(parents: Tensor, chosen: Tensor, children: Tensor, *, preserve: bool) -> tuple[Tensor, Tensor]:
+def refine(
+    parents: Tensor, chosen: Tensor, children: Tensor, *, preserve: bool, complete: bool = False
+) -> tuple[Tensor, Tensor]:
     """Replace chosen nodes by their children.
 
     Args:
@@ -30,16 +33,19 @@ def refine(parents: Tensor, chosen: Tensor, children: Tensor, *, preserve: bool)
         children: fp32 ``[B, Hkv, G, K, S]``: the children's logits, -inf where there is none.
         preserve: True shares a parent's mass out among its children (LuKA, equations 2 and 3); False lets the children
             enter the softmax with their own logits.
+        complete: whether no place of ``chosen`` is -1.
 
     Returns:
         ``(parents, children)``: the log-weights of the nodes that remain, ``[B, Hkv, G, N]`` with -inf for the chosen,
         and those of the children, ``[B, Hkv, G, K * S]``.
     """
-    used = (chosen >= 0)[:, :, None]
-    index = chosen.clamp_min(0)[:, :, None].expand(-1, -1, parents.shape[2], -1)
+    index = (chosen if complete else chosen.clamp_min(0))[:, :, None].expand(-1, -1, parents.shape[2], -1)
     if preserve:
         mass = parents.gather(-1, index)
         children = children.log_softmax(-1) + mass[..., None]
+    if complete:
+        return parents.scatter(-1, index, float("-inf")), children.flatten(-2)
+    used = (chosen >= 0)[:, :, None]
     children = children.masked_fill(~used[..., None], float("-inf"))
     gone = torch.where(used, float("-inf"), 0.0).expand(index.shape)
     return parents.scatter_add(-1, index, gone), children.flatten(-2)
@@ -53,6 +59,6 @@ def attend_cover(parts: list[Part]) -> tuple[Tensor, list[Tensor]]:
     """
     masses = torch.cat([part.logits for part in parts], -1).softmax(-1)
     masses = masses.split([part.logits.shape[-1] for part in parts], -1)
-    out = sum(matmul_fp32(mass.to(part.v.dtype), part.v) for mass, part in zip(masses, parts))
+    out = functools.reduce(torch.add, (matmul_fp32(mass.to(part.v.dtype), part.v) for mass, part in zip(masses, parts)))
     num_heads = out.shape[1] * out.shape[2]
     return unfold_group(out.to(parts[0].v.dtype), num_heads), list(masses)

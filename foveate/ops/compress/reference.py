@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.ops._math import block_length
+
 _LEAST = 1e-12
 
 
@@ -43,6 +45,23 @@ def summarise(
     Returns:
         Fields ``[B, Hkv, N, ...]`` in the children's dtypes; products are accumulated in fp32.
     """
+    batch, heads, number, size, dim = children.k.shape
+    step = block_length(8 * batch * heads * size * dim, number)
+    if step >= number:
+        return _summarise(children, weights, used, spread)
+    blocks = [
+        _summarise(
+            Nodes(*(None if x is None else x[:, :, first : first + step] for x in children)),
+            None if weights is None else weights[:, :, first : first + step],
+            None if used is None else used[:, :, first : first + step],
+            spread,
+        )
+        for first in range(0, number, step)
+    ]
+    return Nodes(*(None if parts[0] is None else torch.cat(parts, 2) for parts in zip(*blocks)))
+
+
+def _summarise(children: Nodes, weights: Tensor | None, used: Tensor | None, spread: bool) -> Nodes:
     if weights is None and used is not None:
         weights = used / used.sum(-1, keepdim=True).clamp_min(1)
     if weights is not None and used is not None:
@@ -53,11 +72,16 @@ def summarise(
             return x.mean(3, dtype=torch.float32)
         return (weights.unsqueeze(3).expand(*x.shape[:3], 1, -1) @ x.float()).squeeze(3)
 
-    k, v = average(children.k), average(children.v)
     variance = entropy = None
-    if spread:
+    if spread and weights is None and children.spread is None:
+        variance, k = torch.var_mean(children.k, 3, correction=0)
+    else:
+        k = average(children.k)
+    v = average(children.v)
+    if spread and variance is None:
         variance = average((children.k.float() - k.unsqueeze(3)).square())
         variance = variance if children.spread is None else variance + average(children.spread)
+    if variance is not None:
         variance = variance.clamp_max(torch.finfo(children.k.dtype).max).to(children.k.dtype)  # finite in fp16 too
     if children.entropy is not None:
         size = children.k.shape[3]

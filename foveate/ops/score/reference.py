@@ -94,9 +94,9 @@ def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int) -> Tensor:
     step = block_length(4 * batch * num_heads * end, length)
     for first in range(0, length, step):
         last = min(first + step, length)
-        logits = matmul_fp32(fold_group(q[:, :, first:last], k.shape[1]), k[:, :, :end].transpose(-1, -2)) * scaling
-        logits = logits.reshape(batch, num_heads, last - first, end)
+        logits = matmul_fp32(fold_group(q[:, :, first:last], k.shape[1]), k[:, :, :end].transpose(-1, -2))
+        logits = logits.mul_(scaling).reshape(batch, num_heads, last - first, end)
         query = torch.arange(offset + first, offset + last, device=q.device)[:, None]
         future = torch.arange(end, device=q.device) > query
-        mass += logits.masked_fill(future, float("-inf")).softmax(-1).sum(2)
+        mass += logits.masked_fill_(future, float("-inf")).softmax(-1).sum(2)
     return mass
