@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
 	  --method dense --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
-	  --method luka:top_k=0.1 --method mixed --dtype float32 --show-answers --out runs/demo.jsonl
+	  --method luka --method mixed --dtype float32 --show-answers --out runs/demo.jsonl
 
 test: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/python -m pytest -n auto

@@ -1,7 +1,7 @@
 """foveate: long-context inference that looks closely only where it matters.
 
 >>> import foveate
->>> foveate.attach(model, "luka", page_size=16, top_k=3)
+>>> foveate.attach(model, "luka")
 >>> model.generate(**inputs)
 >>> print(foveate.stats(model))
 >>> foveate.detach(model)

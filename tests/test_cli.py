@@ -47,7 +47,7 @@ def test_methods_tell_their_settings():
         assert entry["source"]
         assert all(setting["help"] for setting in entry["settings"])
     page_size = next(setting for setting in entries["luka"]["settings"] if setting["name"] == "page_size")
-    assert page_size["default"] == 16
+    assert page_size["default"] == [8, 32]
     text = call("methods").stdout
     assert "page_size" in text
     assert "``" not in text
@@ -77,7 +77,7 @@ def test_generate_answers_and_says_what_was_read(model, tmp_path):
 
 
 def test_compare_from_items_to_table(model, out):
-    methods = ["--method", "h2o:window=16", "--method", "luka:page_size=16,top_k=0.12"]
+    methods = ["--method", "h2o:window=16", "--method", "luka:page_size=[8,32],top_k=0.12"]
     done = call(*compare(model, out, *methods, "--batch-size", 2, "--split", "single", "--show-answers"))
     assert done.exit_code == 0, done.output
     assert "dense runs too" in done.stderr

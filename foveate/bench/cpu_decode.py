@@ -25,7 +25,7 @@ from foveate.evaluation.errors import UserError
 
 BENCH = "cpu-decode"
 TRANSFORMERS = "transformers-sdpa"
-METHODS = ("dense", "streaming:window=1024", "h2o", "luka:top_k=3", "luka:top_k=0.12")
+METHODS = ("dense", "streaming:window=1024", "h2o", "luka:page_size=16,top_k=3", "luka")
 _WARM_UP = 4
 
 

@@ -24,7 +24,7 @@ from foveate.evaluation.tasks import Item, Task
 from foveate.integrations.transformers.probe import Seen, watched
 
 BENCH = "page-scores"
-SHIPPED = "box+prior"
+SHIPPED = "spread+prior"
 """The score that LuKA ships with, with which the others are compared."""
 PAGE_SIZES, BUDGETS = (16, 32), (0.06, 0.1, 0.15, 0.2, 0.25)
 MEASURES = ("missed_mass", "lost_heads", "output_error", "refined_share", "read_share")

@@ -41,7 +41,9 @@ class LuKA(Method):
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
 
-    page_size: Any = setting(16, "tokens of a page; several, each a multiple of the one before, for several levels")
+    page_size: Any = setting(
+        (8, 32), "tokens of a page; several, each a multiple of the one before, for several levels"
+    )
     sinks: int = setting(4, "first tokens that stay raw")
     tail: int = setting(128, "least number of recent tokens that stay raw")
     compress_every: int = setting(16, "decoded tokens between two rounds of making pages")
@@ -56,7 +58,7 @@ class LuKA(Method):
     zero_values: bool = setting(False, "summaries have values of zero (the paper's figure 6)")
     refine: str = setting("top_k", "which pages are read raw: top_k, threshold, top_p or missed_mass")
     top_k: int | float = setting(0.12, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
-    expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
+    expand: int | float = setting(0.3, "nodes refined on each level above the pages under refine=top_k")
     epsilon: float = setting(0.2, "least mass (see prior) of a refined page under refine=threshold")
     top_p: float = setting(0.9, "mass (see prior) that must not stay in summaries under refine=top_p")
     max_missed_mass: float = setting(0.1, "most attention that unrefined pages can hold under refine=missed_mass")
@@ -66,10 +68,10 @@ class LuKA(Method):
     first: int = setting(0, "first pages that are always refined, within the number under refine=top_k")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
-        "box", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
+        "spread", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
     )
     prior: float = setting(0.5, "share of recent attention in the mass by which pages are chosen, below 1")
-    window: int = setting(64, "queries over which recent attention is averaged")
+    window: int = setting(16, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("spread", "added to a summary's logit: none, log (of its tokens), entropy or spread")
     seed: int = setting(0, "of random compression and random page lengths")
@@ -375,6 +377,7 @@ class LuKAPaper(LuKA):
     source: ClassVar[str] = "LuKA, Fei et al. 2025, sections 3.2 and 4.2"
     full_budget: ClassVar[dict] = {"top_k": 1.0, "mass": "exact"}
 
+    page_size: Any = setting(16, "tokens of a page; several, each a multiple of the one before, for several levels")
     sinks: int = setting(0, "first tokens that stay raw")
     compressor: str = setting(
         "attention", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"

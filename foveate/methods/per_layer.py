@@ -17,7 +17,7 @@ class PerLayer(Method):
 
     name: ClassVar[str] = "per_layer"
     source: ClassVar[str] = "LuKA, section 3.3"
-    full_budget: ClassVar[dict] = {"layers": {"0": "dense", "rest": "luka:top_k=1.0"}}
+    full_budget: ClassVar[dict] = {"layers": {"0": "dense", "rest": "luka:top_k=1.0,expand=1.0"}}
     small_budget: ClassVar[dict] = {
         "layers": {"0": "streaming:sinks=2,window=11", "rest": "luka:page_size=4,tail=9,compress_every=3,top_k=2"}
     }
@@ -59,7 +59,7 @@ class Mixed(Method):
     name: ClassVar[str] = "mixed"
     source: ClassVar[str] = "LuKA, sections 3.3 and 4.2"
     needs_prompt_end: ClassVar[bool] = True
-    full_budget: ClassVar[dict] = {"lined": "h2o:top_k=1.0", "clustered": "luka:top_k=1.0"}
+    full_budget: ClassVar[dict] = {"lined": "h2o:top_k=1.0", "clustered": "luka:top_k=1.0,expand=1.0"}
     small_budget: ClassVar[dict] = {
         "lined": "h2o:top_k=9,window=8",
         "clustered": "luka:page_size=4,tail=9,compress_every=3,top_k=2",

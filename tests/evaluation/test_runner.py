@@ -288,7 +288,7 @@ def test_bad_plans_end_before_the_model_is_loaded(plan, monkeypatch, tmp_path):
 
 
 def test_methods_are_unique_and_dense_comes_first():
-    methods, added = runner.parse_methods(["h2o", "luka:top_k=0.12,page_size=16", "h2o", "luka"])
+    methods, added = runner.parse_methods(["h2o", "luka:top_k=0.12,page_size=[8,32]", "h2o", "luka"])
     assert [method.spec for method in methods] == ["dense", "h2o", "luka"]
     assert added
     methods, added = runner.parse_methods(["h2o", "dense", "h2o:window=9"])

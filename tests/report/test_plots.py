@@ -246,14 +246,18 @@ class TestLines:
         rows = [
             row(spec) for spec in ("luka:tail=32,first=1", "luka:tail=64,first=1,page_size=[16,64]", "h2o:window=9")
         ]
-        assert list(lines.names(rows, ("tail",)).values()) == ["luka: page_size=16", "luka: page_size=[16, 64]", "h2o"]
+        assert list(lines.names(rows, ("tail",)).values()) == [
+            "luka: page_size=[8, 32]",
+            "luka: page_size=[16, 64]",
+            "h2o",
+        ]
         assert lines.common(rows, ("tail",)) == "luka with first=1; h2o with window=9"
         assert list(lines.names(rows, ("tail", "page_size")).values()) == ["luka", "h2o"]
 
     def test_rows_of_an_older_release_know_fewer_settings(self):
         old = row("luka:bias=entropy")
         old["settings"] = {name: value for name, value in old["settings"].items() if name != "expand"}
-        assert list(lines.names([old, row("luka:bias=entropy")], ("top_k",)).values()) == ["luka", "luka: expand=0.25"]
+        assert list(lines.names([old, row("luka:bias=entropy")], ("top_k",)).values()) == ["luka", "luka: expand=0.3"]
         assert lines.common([old, row("luka:bias=entropy")], ("top_k",)) == "luka with bias=entropy"
 
 
