@@ -103,7 +103,7 @@ class Candidates:
     lower: Tensor | None = None
     """Bounds of the log partition sum of the tokens beneath."""
     v: Tensor | None = None
-    """``[B, Hkv, C, Dv]``: values of raw tokens; those of nodes lie in the cache."""
+    """``[B, Hkv, C, Dv]``; None: those of the first nodes of the level, in the cache."""
 
     @property
     def ranks(self) -> Tensor:
@@ -141,9 +141,9 @@ def joined(a: Candidates | None, b: Candidates | None) -> Candidates | None:
 
     def cat(name: str) -> Tensor | None:
         tensors = [getattr(one, name) for one in (a, b)]
-        return None if tensors[0] is None else torch.cat(tensors, -1)
+        return None if tensors[0] is None else torch.cat(tensors, 2 if name == "v" else -1)
 
-    fields = {name: cat(name) for name in ("index", "logits", "rank", "upper", "lower")}
+    fields = {name: cat(name) for name in ("index", "logits", "rank", "upper", "lower", "v")}
     return Candidates(a.reader, a.level, number=a.number + b.number, complete=a.complete and b.complete, **fields)
 
 
@@ -160,11 +160,18 @@ class Reader:
         self.layout = _layout(method, *numbers, rows.shape[1], rows.device)
         self.even = self.layout.raw_slots is None
 
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """The fields of nodes that the method looks at."""
+        method, names = self.method, ["k", "v"]
+        names += ["spread"] * method.uses_spread + ["low", "high"] * method.uses_bounds
+        return names + ["entropy"] * (method.bias == "entropy")
+
     def raw(self) -> list[ops.Part]:
         """Sinks and tail."""
         cache, slots = self.cache, self.layout.raw_slots
         if slots is not None:
-            keys, values = ops.gather_slots(cache.keys, slots), ops.gather_slots(cache.values, slots)
+            keys, values = ops.gather_fields([cache.keys, cache.values], slots)
             logits = ops.key_logits(self.rows, keys, self.scaling)
             return [ops.Part(logits.masked_fill_(self.layout.raw_hidden, float("-inf")), values)]
         slices = [slice(cache.rows["paged"][0], cache.used), slice(self.method.sinks)]
@@ -257,10 +264,7 @@ class Reader:
         """Values of nodes, or of raw tokens."""
         if nodes.v is not None:
             return nodes.v
-        summaries = self.cache.channel(self.method.pages.channel("v", nodes.level))
-        if nodes.index is None:
-            return summaries[:, :, : nodes.logits.shape[-1]]
-        return ops.gather_slots(summaries, nodes.index)
+        return self.cache.channel(self.method.pages.channel("v", nodes.level))[:, :, : nodes.logits.shape[-1]]
 
     def complete(self, nodes: Candidates) -> bool:
         """Whether every place of a selection among these is used."""
@@ -284,7 +288,7 @@ class Reader:
             slots = start[..., None] + torch.arange(hierarchy.width, device=cache.device)
             hidden = ((slots >= end[..., None]) | (pages < 0)[..., None]).flatten(-2)
             slots = slots.flatten(-2).masked_fill(hidden, 0)
-            keys, values = ops.gather_slots(cache.keys, slots), ops.gather_slots(cache.values, slots)
+            keys, values = ops.gather_fields([cache.keys, cache.values], slots)
             number = (~hidden).sum() / hidden.shape[1]
         logits = ops.key_logits(self.rows, keys, self.scaling)
         if hidden is not None:
@@ -301,36 +305,36 @@ class Reader:
             number: how many are.
         """
         method, hierarchy = self.method, self.method.pages
-
-        def field(name: str) -> Tensor:
-            return pick(self.cache.channel(hierarchy.channel(name, level)))
-
-        def pick(x: Tensor) -> Tensor:
-            return x[:, :, index] if isinstance(index, slice) else ops.gather_slots(x, index)
-
+        fields = {name: self.cache.channel(hierarchy.channel(name, level)) for name in self._names}
         log_size = hierarchy.log_size(self.cache, level)
         if isinstance(log_size, Tensor):
-            log_size = pick(log_size)[:, :, None]
-        dot = ops.key_logits(self.rows, field("k"), self.scaling)
+            fields["log_size"] = log_size
+        if isinstance(index, slice):
+            fields = {name: field[:, :, index] for name, field in fields.items()}
+        else:
+            fields = dict(zip(fields, ops.gather_fields(list(fields.values()), index)))
+        if isinstance(log_size, Tensor):
+            log_size = fields["log_size"][:, :, None]
+        dot = ops.key_logits(self.rows, fields["k"], self.scaling)
         spread = None
         if method.bias == "spread" or (method.score == "spread" and method.estimates):
-            spread = ops.logit_deviation(self.rows, field("spread"), self.scaling)
+            spread = ops.logit_deviation(self.rows, fields["spread"], self.scaling)
         bias = {
             "none": lambda: None,
             "log": lambda: log_size,
-            "entropy": lambda: field("entropy")[:, :, None],
+            "entropy": lambda: fields["entropy"][:, :, None],
             "spread": lambda: ops.free_energy(spread * WEIGHT_SPREAD, log_size).add_(log_size),
         }[method.bias]()
         logits, rank, upper, lower = dot if bias is None else dot + bias, None, None, None
         if method.uses_bounds:
-            upper = ops.largest_logit(self.rows, field("low"), field("high"), self.scaling) + log_size
+            upper = ops.largest_logit(self.rows, fields["low"], fields["high"], self.scaling) + log_size
         if method.refine == "missed_mass":
             # Jensen's inequality for the mean; any other average of keys has a logit below their largest
             lower = dot + log_size if method.compressor == "mean" and hierarchy.fixed else dot.clone()
         elif method.score == "spread":
             rank = ops.free_energy(spread, log_size).add_(log_size).add_(dot)
         elif method.score == "box":
-            rank = ops.logit_reach(self.rows, field("spread"), self.scaling).add_(log_size).add_(dot)
+            rank = ops.logit_reach(self.rows, fields["spread"], self.scaling).add_(log_size).add_(dot)
         elif method.score == "bound":
             rank = upper
         if hidden is not None:
@@ -338,4 +342,4 @@ class Reader:
                 if estimate is not None:
                     estimate.masked_fill_(hidden, float("-inf"))
         index = None if isinstance(index, slice) else index
-        return Candidates(self, level, index, logits, number, hidden is None, rank, upper, lower)
+        return Candidates(self, level, index, logits, number, hidden is None, rank, upper, lower, fields["v"])

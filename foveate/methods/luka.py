@@ -73,7 +73,7 @@ class LuKA(Method):
     prior: float = setting(0.5, "share of recent attention in the mass by which pages are chosen, below 1")
     window: int = setting(16, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
-    bias: str = setting("spread", "added to a summary's logit: none, log (of its tokens), entropy or spread")
+    bias: str = setting("log", "added to a summary's logit: none, log (of its tokens), entropy or spread")
     seed: int = setting(0, "of random compression and random page lengths")
 
     def __post_init__(self):
@@ -321,29 +321,32 @@ class LuKA(Method):
     def _choose_by_mass(self, reader: Reader, nodes: Candidates, others: Tensor) -> Tensor:
         """``[B, Hkv or 1, K]``: by the attention that nodes seem to get now, and that they got lately."""
         cache, level = reader.cache, nodes.level
-        exist, recent = nodes.exist, reader.recent(nodes) if self.prior else None
+        recent = reader.recent(nodes) if self.prior else None
         total = torch.logaddexp(nodes.ranks.logsumexp(-1, keepdim=True), others)
         mass = nodes.ranks.sub(total).exp_()
         if self.pool == "layer":  # whose KV heads have the same candidates
-            exist, mass = exist[:, :1], mass.flatten(1, 2).amax(1, keepdim=True)
+            mass = mass.flatten(1, 2).amax(1, keepdim=True)
             recent = None if recent is None else recent.amax(1, keepdim=True)
         else:
             mass = mass.mean(2)
+        exist = None if nodes.complete else nodes.exist[:, : mass.shape[1]]
         if recent is not None:
-            mass = mass.lerp(recent if nodes.complete else recent.masked_fill(~exist, 0.0), self.prior)
+            mass = mass.lerp(recent if exist is None else recent.masked_fill(~exist, 0.0), self.prior)
         if self.first:
             begins = nodes.first_page if nodes.index is None else nodes.first_page[:, : mass.shape[1]]
-            mass = mass.masked_fill(exist & (begins < self.first), float("inf"))
+            wanted = begins < self.first
+            mass = mass.masked_fill(wanted if exist is None else exist & wanted, float("inf"))
         if self.refine == "top_p":
             return self._take(cache, level, *ops.by_mass(mass, (1.0 - self.top_p) / len(self.sizes)))
         if self.refine == "threshold":
             # the masses of the heads of a group sum to at most 1, so no more than this many can be above epsilon
             heads = 1 if self.pool == "kv_head" else cache.geometry.num_heads
             capacity = min(mass.shape[-1], math.ceil(heads / self.epsilon) + self.first)
-            return ops.topk(mass.masked_fill(~exist | (mass <= self.epsilon), float("-inf")), capacity)
+            low = mass <= self.epsilon
+            return ops.topk(mass.masked_fill(low if exist is None else low | ~exist, float("-inf")), capacity)
         share = self.expand if level else self.top_k
         counts = [max(budget(share, self.pages.count(level, n), 1), self._first(level)) for n in cache.rows["pages"]]
-        if not nodes.complete:
+        if exist is not None:
             mass = mass.masked_fill(~exist, float("-inf"))
         if max(counts) == 0:
             return mass.new_empty((*mass.shape[:-1], 0), dtype=torch.int64)

@@ -1,6 +1,7 @@
 """Softmax attention over chosen keys, with log-sum-exp, and exact merging of partial results."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -162,7 +163,7 @@ def attend_indices(
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
     """
     used = indices >= 0
-    keys, values = gather_slots(k, indices), gather_slots(v, indices)
+    keys, values = gather_fields([k, v], indices)
     return _attend_gathered(q, keys, values, used, scaling, need_lse, need_mass)
 
 
@@ -201,17 +202,28 @@ def merge(parts: list[Attended]) -> Attended:
 
 def gather_slots(x: Tensor, indices: Tensor) -> Tensor:
     """``x [B, Hkv, Lk, ...]`` at ``indices [B, Hkv, K]`` (negative ones read slot 0): ``[B, Hkv, K, ...]``."""
-    index = indices.clamp_min(0).long()
-    if x.dim() == 3:
-        return x.gather(2, index)
-    if x.requires_grad or not _packed(x):
-        return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
-    # whole rows of the buffer that x is a view of: several times faster than an element-wise gather
-    batch, num_kv_heads, length, dim = x.shape
-    per_head = x.stride(1) // dim
-    rows = x.as_strided(((batch * num_kv_heads - 1) * per_head + length, dim), (dim, 1))
-    index = index + _first_rows(batch, num_kv_heads, per_head, x.device)
-    return rows.index_select(0, index.flatten()).view(*index.shape, dim)
+    return gather_fields([x], indices)[0]
+
+
+def gather_fields(fields: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
+    """:func:`gather_slots` of several tensors at the same slots."""
+    index, gathered = indices.clamp_min(0).long(), []
+    rows_of: dict[int, Tensor] = {}  # of the buffers, by the distance of their heads
+    for x in fields:
+        if x.dim() == 3:
+            gathered.append(x.gather(2, index))
+            continue
+        if x.requires_grad or not _packed(x):
+            gathered.append(x.gather(2, index[..., None].expand(*index.shape, x.shape[-1])))
+            continue
+        # whole rows of the buffer that x is a view of: several times faster than an element-wise gather
+        batch, num_kv_heads, length, dim = x.shape
+        per_head = x.stride(1) // dim
+        rows = x.as_strided(((batch * num_kv_heads - 1) * per_head + length, dim), (dim, 1))
+        if per_head not in rows_of:
+            rows_of[per_head] = (index + _first_rows(batch, num_kv_heads, per_head, x.device)).flatten()
+        gathered.append(rows.index_select(0, rows_of[per_head]).view(*index.shape, dim))
+    return gathered
 
 
 def gather_pages(x: Tensor, pages: Tensor, page_size: int) -> Tensor:
