@@ -12,7 +12,6 @@ from torch import Tensor
 from foveate import ops
 from foveate.integrations.transformers.probe import Seen
 from foveate.methods import LuKA
-from foveate.methods._cover import WEIGHT_SPREAD
 
 COSTS = {
     "summary": 1.0,
@@ -90,15 +89,14 @@ class Pages:
         spread = plain + ops.free_energy(deviation, log_size)
         box = plain + ops.logit_reach(rows, self.whole.spread, scaling)
         upper = ops.largest_logit(rows, self.whole.low, self.whole.high, scaling) + log_size
-        with_spread = plain + ops.free_energy(WEIGHT_SPREAD * deviation, log_size)
         weights = [ops.key_logits(rows, part.k, scaling) + log[:, :, None] for log, part in self.parts]
         values = torch.cat([part.v for _, part in self.parts], 2)
         return {
             "summary": Estimate(plain, plain, v),
             "recent": Estimate(weighted, weighted, self.weighted.v),
             "recent_box": Estimate(weighted_box, weighted, self.weighted.v),
-            "spread": Estimate(spread, with_spread, v),
-            "box": Estimate(box, with_spread, v),
+            "spread": Estimate(spread, plain, v),
+            "box": Estimate(box, plain, v),
             "bound": Estimate(upper, plain, v),
             "two_means": Estimate(torch.logaddexp(*weights), torch.cat(weights, -1), values),
             "oracle": Estimate(true, plain, v),

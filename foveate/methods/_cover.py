@@ -29,12 +29,10 @@ class Layout(NamedTuple):
     """bool ``[B, 1, 1, R]``: places of ``raw_slots`` that are not used."""
     raw: int
     """Raw tokens that are read, the sum over the rows."""
-    counts: list[list[int]]
-    """Nodes by level and row."""
-    hidden: list[Tensor | None]
-    """By level, bool ``[B, 1, 1, N]``: nodes that a row does not have."""
-    open_ends: list[Tensor | None]
-    """By level, int64 ``[B, Hkv, C]``: nodes over which none of the next level stands, -1 for none."""
+    counts: list[int]
+    """Nodes of the top level by row."""
+    hidden: Tensor | None
+    """bool ``[B, 1, 1, N]``: nodes of the top level that a row does not have."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -46,12 +44,10 @@ def _layout(
     heads: int,
     device: torch.device,
 ) -> Layout:
-    hierarchy, levels = method.pages, range(len(method.sizes))
     even = len(set(zip(lengths, pages, paged))) == 1
-    counts = [[hierarchy.count(level, n) for n in pages] for level in levels]
+    counts = [n // method.pages.group for n in pages]
     raw = [length - start + (method.sinks if start else 0) for length, start in zip(lengths, paged)]
-    slots = hidden = None
-    nodes: list[Tensor | None] = [None for _ in levels]
+    slots = hidden = nodes = None
     with torch.inference_mode(False):
         if not even:
             width = max(raw)
@@ -61,26 +57,13 @@ def _layout(
             ]
             slots = _sent(torch.tensor(rows), device)[:, None].expand(-1, heads, -1)
             hidden = _sent((torch.arange(width) >= torch.tensor(raw)[:, None])[:, None, None], device)
-            nodes = [
-                _sent((torch.arange(max(count)) >= torch.tensor(count)[:, None])[:, None, None], device)
-                for count in counts
-            ]
-        open_ends = [_open_end(counts[level], counts[level + 1], hierarchy.branch(level + 1)) for level in levels[:-1]]
-        open_ends = [None if rows is None else _sent(torch.tensor(rows), device)[:, None] for rows in open_ends]
-    open_ends = [None if rows is None else rows.expand(-1, heads, -1) for rows in open_ends]
-    return Layout(slots, hidden, sum(raw), counts, nodes, open_ends)
+            nodes = _sent((torch.arange(max(counts)) >= torch.tensor(counts)[:, None])[:, None, None], device)
+    return Layout(slots, hidden, sum(raw), counts, nodes)
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
     """On the device, without waiting for it."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-
-def _open_end(counts: list[int], above: list[int], branch: int) -> list[list[int]] | None:
-    """Numbers of a level's nodes that stand under none, by row, -1 for none; None where no row has any."""
-    rows = [list(range(covered * branch, count)) for count, covered in zip(counts, above)]
-    width = max(map(len, rows))
-    return [row + [-1] * (width - len(row)) for row in rows] if width else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,19 +115,6 @@ class Candidates:
         if rank is not None and self.reader.method.mass == "preserve":
             rank = (rank + (log_weights - self.logits)).masked_fill(log_weights.isneginf(), float("-inf"))
         return dataclasses.replace(self, logits=log_weights, rank=rank)
-
-
-def joined(a: Candidates | None, b: Candidates | None) -> Candidates | None:
-    """Candidates of one level side by side."""
-    if a is None or b is None:
-        return b if a is None else a
-
-    def cat(name: str) -> Tensor | None:
-        tensors = [getattr(one, name) for one in (a, b)]
-        return None if tensors[0] is None else torch.cat(tensors, 2 if name == "v" else -1)
-
-    fields = {name: cat(name) for name in ("index", "logits", "rank", "upper", "lower", "v")}
-    return Candidates(a.reader, a.level, number=a.number + b.number, complete=a.complete and b.complete, **fields)
 
 
 class Reader:
@@ -228,19 +198,10 @@ class Reader:
             return recent[:, :, : nodes.logits.shape[-1]]
         return recent.gather(2, nodes.index.clamp_min(0))
 
-    def all(self, level: int) -> Candidates:
-        """Every node of a level."""
-        counts = self.layout.counts[level]
-        return self._scored(level, slice(max(counts)), self.layout.hidden[level], sum(counts))
-
-    def open_end(self, level: int) -> Candidates | None:
-        """The last nodes of a level, over which none of the next level stands yet; None where no row has any."""
-        index = self.layout.open_ends[level]
-        if index is None:
-            return None
-        branch = self.method.pages.branch(level + 1)
-        number = sum(self.layout.counts[level]) - branch * sum(self.layout.counts[level + 1])
-        return self._scored(level, index, None if self.even else (index < 0)[:, :, None], number)
+    def top(self) -> Candidates:
+        """Every node of the top level."""
+        counts = self.layout.counts
+        return self._scored(len(self.method.sizes) - 1, slice(max(counts)), self.layout.hidden, sum(counts))
 
     def number(self, nodes: Candidates, chosen: Tensor) -> float | Tensor:
         """How many candidates are chosen: the sum over the rows of the mean over the KV heads."""

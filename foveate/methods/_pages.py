@@ -23,8 +23,9 @@ class Pages:
     """The hierarchy of one LuKA method: it keeps no state of its own, all of it lies in the cache.
 
     Slots ``0 .. sinks - 1`` stay raw. Pages of tokens follow without gaps; node n of level l stands for the nodes
-    ``n * branch .. (n + 1) * branch - 1`` of the level below. ``rows["pages"]`` counts a row's pages, ``rows["paged"]``
-    the slots before its tail (0 as long as it has no page).
+    ``n * branch .. (n + 1) * branch - 1`` of the level below. Pages are made together with all that stands above them:
+    what does not fill a node of the top level stays raw. ``rows["pages"]`` counts a row's pages, ``rows["paged"]`` the
+    slots before its tail (0 as long as it has no page).
     """
 
     def __init__(self, method: LuKA):
@@ -33,6 +34,8 @@ class Pages:
         self.fixed = method.segmenter == "fixed"
         self.width = self.sizes[0] if self.fixed else segments.longest(self.sizes[0])
         """Most tokens of a page."""
+        self.group = self.sizes[-1] // self.sizes[0]
+        """Pages under a node of the top level, which are made at once."""
 
     def branch(self, level: int) -> int:
         """Children of a node above the pages, which stand on tokens."""
@@ -41,11 +44,6 @@ class Pages:
     def count(self, level: int, pages: int) -> int:
         """Nodes of a level over so many pages."""
         return pages // (self.sizes[level] // self.sizes[0])
-
-    def top(self, cache: SlotCache) -> int:
-        """The highest level that has a node in any row."""
-        pages = max(cache.rows["pages"])
-        return max(level for level in range(len(self.sizes)) if self.count(level, pages) > 0)
 
     def even(self, cache: SlotCache) -> bool:
         """Whether all rows have the same length and the same pages."""
@@ -104,7 +102,7 @@ class Pages:
     # Making pages
 
     def extend(self, cache: SlotCache) -> None:
-        """Make every page that ends before the tail, oldest first, and the nodes above that become complete."""
+        """Make every node of the top level that ends before the tail, oldest first, and the pages beneath it."""
         if self.fixed and self.even(cache):
             self._extend(cache)
             return
@@ -116,6 +114,7 @@ class Pages:
     def _extend(self, cache: SlotCache) -> None:
         first, start = cache.rows["pages"][0], cache.rows["paged"][0] or self.method.sinks
         ends = self._ends(cache, first, start, cache.lengths[0] - self.method.tail)
+        ends = ends[: len(ends) // self.group * self.group]
         if not ends:
             return
         last = first + len(ends)
@@ -124,8 +123,7 @@ class Pages:
             cache.channel("page_end")[:, :, first:last] = cache.on_device(ends)
         for level in range(1, len(self.sizes)):
             begin, end = self.count(level, first), self.count(level, last)
-            if end > begin:
-                self._make(cache, level, begin, end, self._below(cache, level, begin, end), None)
+            self._make(cache, level, begin, end, self._below(cache, level, begin, end), None)
         cache.rows["pages"] = [last] * cache.batch_size
         cache.rows["paged"] = [ends[-1]] * cache.batch_size
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods._cover import Candidates, Reader, joined
+from foveate.methods._cover import Candidates, Reader
 from foveate.methods._pages import KL_LAG, Pages
 from foveate.methods.base import Method, budget, setting
 from foveate.modules import PageSummariser
@@ -258,30 +258,28 @@ class LuKA(Method):
         """One query a row over the cover: sinks and tail, and from the top level down whatever is not refined."""
         reader = Reader(self, cache, ops.fold_group(q, cache.geometry.num_kv_heads), scaling)
         parts = reader.raw()
-        raw, read, refined = _log_sum(parts), reader.layout.raw, 0
-        top = self.pages.top(cache)
-        open_ends = {level: reader.open_end(level) for level in range(top)}
-        nodes: Candidates | None = reader.all(top)
-        looked: list[tuple[Candidates, Tensor, int]] = []
-        for level in range(top, -1, -1):
-            nodes = joined(nodes, open_ends.pop(level, None))
-            if nodes is None:
-                continue
+        raw = torch.cat([part.logits for part in parts], -1).logsumexp(-1, keepdim=True)
+        others, read = raw, reader.layout.raw
+        nodes, looked = reader.top(), []
+        while nodes.level >= 0:
             read = read + nodes.number * self.reads_per_summary
-            others = _log_sum([*parts, *filter(None, open_ends.values())]) if len(self.sizes) > 1 else raw
             chosen = self._choose(reader, nodes, others, raw)
-            below, left, refined = None, nodes.logits, 0
-            if chosen.shape[-1]:
-                refined = reader.number(nodes, chosen)
-                below = reader.below(nodes, chosen, refined)
-                children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
-                complete, preserve = reader.complete(nodes), self.mass == "preserve"
-                left, children = ops.refine(left, chosen, children, preserve=preserve, complete=complete)
-                below = below.weighted(children)
             looked.append((nodes, chosen, len(parts)))
+            if not chosen.shape[-1]:
+                parts.append(ops.Part(nodes.logits, nodes.values()))
+                refined = 0
+                break
+            refined = reader.number(nodes, chosen)
+            below = reader.below(nodes, chosen, refined)
+            children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
+            left, children = ops.refine(
+                nodes.logits, chosen, children, preserve=self.mass == "preserve", complete=reader.complete(nodes)
+            )
             parts.append(ops.Part(left, nodes.values()))
-            nodes = below
-        if nodes is not None:
+            nodes = below.weighted(children)
+            if nodes.level >= 0:
+                others = torch.logaddexp(others, left.logsumexp(-1, keepdim=True))
+        else:
             read = read + nodes.number
             parts.append(ops.Part(nodes.logits, nodes.values()))
         out, masses = ops.attend_cover(parts)
@@ -403,9 +401,3 @@ def _summariser(path: Path, state: tuple[int, int] | None) -> PageSummariser:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _log_sum(parts: list[ops.Part | Candidates]) -> Tensor:
-    """Log-sum-exp over several parts of a cover, fp32 ``[B, Hkv, G, 1]``."""
-    logits = [part.logits for part in parts]
-    return (torch.cat(logits, -1) if len(logits) > 1 else logits[0]).logsumexp(-1, keepdim=True)

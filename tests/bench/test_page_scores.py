@@ -27,8 +27,8 @@ SETTINGS = {
     "summary": {"compressor": "mean", "score": "summary", "bias": "log"},
     "recent": {"compressor": "recent", "score": "summary", "bias": "log"},
     "recent_box": {"compressor": "recent", "score": "box", "bias": "log"},
-    "spread": {"compressor": "mean", "score": "spread", "bias": "spread"},
-    "box": {"compressor": "mean", "score": "box", "bias": "spread"},
+    "spread": {"compressor": "mean", "score": "spread", "bias": "log"},
+    "box": {"compressor": "mean", "score": "box", "bias": "log"},
     "bound": {"compressor": "mean", "score": "bound", "bias": "log"},
 }
 

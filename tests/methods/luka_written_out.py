@@ -118,8 +118,8 @@ class Sequence:
                 late = range(start + size, min(start + 2 * size, stop))
                 turns = (at for at in late if self.divergence(at) > self.method.kl_threshold)
                 end = next(turns, start + 2 * size)
-            if end > stop:
-                return ends
+            if end > stop:  # pages are made when the node over them is complete
+                return ends[: len(ends) // self.method.pages.group * self.method.pages.group]
             ends.append(end)
 
     def divergence(self, token: int) -> float:
