@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Settings of LuKA side by side, on items that no other file reports: what its defaults were chosen by.
+# Settings of LuKA side by side: how closely the predictions of each follow dense attention's, on items that no other
+# file reports. What its defaults were chosen by.
 #   benchmarks/luka-dev.sh MODEL DATA [OUT_FOLDER] [TOKENS]
 # MODEL: a Hugging Face folder; DATA: a folder with squad/ and books/; TOKENS: of a batch, 1.2 million on 80 GB for half
 # a billion parameters. Writes OUT_FOLDER/luka-dev.jsonl. CELLS: see luka-methods.sh.
@@ -13,45 +14,48 @@ compare() { # NAME TASK LENGTH SPLIT LIMIT METHOD...
   wanted "$1" || return 0
   mapfile -t chosen < <(methods dense "${@:6}")
   foveate compare --model "$model" --data "$data" --task "$2" --length "$3" --split "$4" --limit "$5" --seed 1 \
-    --batch-size "$(batch "$tokens" "$3")" --dtype bfloat16 --out "$parts/$1.jsonl" "${chosen[@]}"
+    --max-new-tokens 12 --fidelity --batch-size "$(batch "$tokens" "$3")" --dtype bfloat16 \
+    --out "$parts/$1.jsonl" "${chosen[@]}"
 }
 
-# Page sizes, shares and levels, from a tenth to a quarter of the keys.
-shares=(luka_paper snapkv)
+# Levels, page sizes and shares, from a twentieth to a quarter of the keys, and rules that spend by difficulty.
+shares=(luka_paper luka snapkv:top_k=0.1 snapkv:top_k=0.25 h2o:top_k=0.25,window=64 tova:top_k=0.25)
+for budget in 0.08,expand=0.25 0.06,expand=0.2 0.04,expand=0.15 0.02,expand=0.1 0.01,expand=0.06; do
+  shares+=("luka:top_k=$budget" "luka:page_size=[16,64],top_k=$budget")
+done
+shares+=(luka:page_size=[16,64],top_k=0.16 luka:page_size=[16,128],top_k=0.02,expand=0.1 luka:page_size=[4,16],top_k=0.06,expand=0.2)
+shares+=(luka:page_size=[8,32,128],top_k=0.12,expand=0.35 luka:page_size=[8,32,128],top_k=0.04,expand=0.2)
+shares+=(luka:page_size=[8,16,32],top_k=0.1,expand=0.4)
 for top_k in 0.02 0.06 0.12; do shares+=("luka:page_size=16,top_k=$top_k"); done
-for top_k in 0.04 0.08 0.12 0.17; do shares+=("luka:page_size=32,top_k=$top_k"); done
-shares+=(luka:page_size=64,top_k=0.06 luka:page_size=64,top_k=0.18)
-shares+=(luka:page_size=[16,64],top_k=0.12 luka:page_size=[16,128],top_k=0.12,expand=0.35)
-shares+=(luka:page_size=[16,64,256],top_k=0.12,expand=0.35)
+for top_k in 0.01 0.04 0.17; do shares+=("luka:page_size=32,top_k=$top_k"); done
+for top_p in 0.6 0.75 0.8 0.85 0.9; do shares+=("luka:refine=top_p,top_p=$top_p,max_refined=0.4"); done
+shares+=(luka:refine=threshold,epsilon=0.002 luka:refine=threshold,epsilon=0.005)
 
-# One change each to one setting.
-base=luka:page_size=16,top_k=0.12
-rules=("$base" "$base,prior=0.0" "$base,prior=0.3" "$base,prior=0.7" "$base,window=16" "$base,window=256")
-rules+=("$base,compressor=recent" "$base,compressor=recent,bias=log" "$base,compressor=random")
-rules+=("$base,compressor=attention,temperature=1" "$base,compressor=attention")
-rules+=("$base,score=summary" "$base,score=spread" "$base,score=bound" "$base,prior=0.0,score=summary")
-rules+=("$base,prior=0.0,score=spread" "$base,prior=0.0,score=bound")
-rules+=("$base,bias=none" "$base,bias=entropy" "$base,bias=log" "$base,zero_values=true" "$base,mass=preserve")
-rules+=("$base,tail=256" "$base,sinks=0" "$base,pool=layer" "$base,segmenter=gaussian,page_deviation=4.0")
-rules+=("luka:refine=top_p,max_refined=0.2" "luka:refine=threshold,epsilon=0.01")
-rules+=('per_layer:layers={"0-1": "dense", "rest": "luka"}')
+# One change each to the default.
+rules=(luka luka:prior=0.0 luka:prior=0.3 luka:prior=0.7 luka:window=1 luka:window=4 luka:window=64 luka:window=256)
+rules+=(luka:score=summary luka:score=box luka:score=bound luka:score=summary,prior=0.0 luka:prior=0.0,score=box)
+rules+=(luka:compressor=recent luka:compressor=recent,score=summary luka:compressor=recent,score=box)
+rules+=(luka:compressor=random luka:compressor=attention luka:compressor=attention,temperature=1)
+rules+=(luka:bias=none luka:bias=entropy luka:bias=spread luka:zero_values=true luka:mass=preserve)
+rules+=(luka:tail=32 luka:tail=256 luka:sinks=0 luka:sinks=16 luka:pool=layer)
+rules+=(luka:segmenter=gaussian,page_deviation=2.0 'per_layer:layers={"0-1": "dense", "rest": "luka"}')
+rules+=('per_layer:layers={"0-1": "luka:top_k=0.04,expand=0.2", "rest": "luka"}')
 
 # The paper's three pages of 16.
-three=(luka_paper)
-for compressor in compressor=recent compressor=mean,bias=log compressor=mean,bias=spread; do
+three=(luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head)
+for score in summary spread box; do
   for prior in 0.0 0.3 0.5; do
-    three+=("luka:page_size=16,top_k=3,$compressor,prior=$prior")
-    three+=("luka:page_size=16,top_k=3,$compressor,prior=$prior,score=spread")
+    for compressor in mean recent; do
+      three+=("luka:page_size=16,top_k=3,compressor=$compressor,score=$score,prior=$prior")
+    done
   done
 done
 
 for length in 4096 8192 16384; do
-  compare "shares-salad-$length" wikisalad_long "$length" dev 60 "${shares[@]}"
+  compare "shares-salad-$length" wikisalad_long "$length" dev 40 "${shares[@]}"
+  compare "rules-salad-$length" wikisalad_long "$length" dev 40 "${rules[@]}"
 done
-for length in 8192 16384; do
-  compare "shares-needles-$length" niah "$length" multi 300 "${shares[@]}"
-done
-compare rules-salad-8192 wikisalad_long 8192 dev 60 "${rules[@]}"
-compare rules-needles-8192 niah 8192 multi 300 "${rules[@]}"
+compare shares-needles-16384 niah 16384 multi 200 "${shares[@]}"
+compare rules-needles-16384 niah 16384 multi 200 "${rules[@]}"
 compare three-salad-2048 wikisalad_long 2048 dev 60 "${three[@]}"
 cat "$out"/luka-dev/*/*.jsonl > "$out/luka-dev.jsonl"

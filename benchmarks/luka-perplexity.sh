@@ -34,15 +34,15 @@ for share in 0 0.05 0.125 0.25 0.5 0.75 1.0; do
 done
 
 # The bias: in the paper's method, and in ours with three pages a step and with an eighth of them (for which the default,
-# bias=spread, is among the rows above).
+# bias=log, is among the rows above).
 biases=()
 for bias in none log entropy spread; do biases+=("luka_paper:tail=16,temperature=1,bias=$bias"); done
 for bias in none log entropy spread; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=3"); done
-for bias in none log entropy; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=0.125"); done
+for bias in none entropy spread; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=0.125"); done
 compare biases 512 "${biases[@]}"
 
 # Figure 5: the modes.
-compare modes 1024 h2o lined_as_published luka_paper luka luka:page_size=32,top_k=0.17 \
+compare modes 1024 h2o lined_as_published luka_paper luka luka:page_size=16 \
   mixed:clustered=luka_paper mixed
 
 # dense attention on the same 512 tokens is in every cell: its row is kept once

@@ -293,7 +293,7 @@ class Reader:
             # Jensen's inequality for the mean; any other average of keys has a logit below their largest
             lower = dot + log_size if method.compressor == "mean" and hierarchy.fixed else dot.clone()
         elif method.score == "spread":
-            rank = ops.free_energy(spread, log_size).add_(log_size).add_(dot)
+            rank = ops.free_energy(spread, log_size).add_(logits if method.bias == "log" else dot + log_size)
         elif method.score == "box":
             rank = ops.logit_reach(self.rows, fields["spread"], self.scaling).add_(log_size).add_(dot)
         elif method.score == "bound":
