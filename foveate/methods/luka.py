@@ -300,11 +300,10 @@ class LuKA(Method):
             others, raw: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover, and of its raw tokens.
         """
         heads = reader.cache.geometry.num_kv_heads
-        chosen = (
-            self._choose_by_bound(reader, nodes, raw)
-            if not self.estimates
-            else self._choose_by_mass(reader, nodes, others)
-        )
+        if self.estimates:
+            chosen = self._choose_by_mass(reader, nodes, others)
+        else:
+            chosen = self._choose_by_bound(reader, nodes, raw)
         return chosen.expand(-1, heads, -1)
 
     def _choose_by_bound(self, reader: Reader, nodes: Candidates, raw: Tensor) -> Tensor:

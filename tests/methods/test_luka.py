@@ -160,6 +160,13 @@ def test_rows_of_a_batch_equal_the_method_written_out(seed):
     assert_equals_written_out(any_settings(seed), prompts, 8, seed, chance.choice([0.3, 1.0, 3.0]))
 
 
+@pytest.mark.parametrize("page_size", [4, [4, 8]])
+def test_the_first_pages_are_refined_whatever_the_cap(page_size):
+    settings = {"refine": "top_p", "top_p": 0.9, "max_refined": 1, "first": 3, "page_size": page_size}
+    driver = assert_equals_written_out(methods.make("luka", **SMALL | settings), [50], 6)
+    assert float(driver.layer.counters.pages_refined) == 3 * 6
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"page_size": [3, 6], "compressor": "attention", "mass": "preserve"}], ids=str
 )

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveate import ops
+from foveate.ops.compress import reference
 from tests.helpers import LAYOUTS, assert_close, in_buffer
 
 sizes = st.tuples(
@@ -115,9 +116,12 @@ def test_pages_are_summarised_in_blocks(monkeypatch, weighted, ragged):
         used[..., 0] = True
     weights = torch.rand(keys.shape[:4], generator=random).softmax(-1) if weighted else None
     whole = ops.summarise(children, weights, used, spread=True)
+    blocks, summarise = [], reference._summarise
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 3 * 8 * batch * heads * width * dim)
+    monkeypatch.setattr(reference, "_summarise", lambda part, *rest: blocks.append(part) or summarise(part, *rest))
     for one, other in zip(whole, ops.summarise(children, weights, used, spread=True)):
         assert_close(one, other)
+    assert [part.k.shape[2] for part in blocks] == [3] * 5 + [2]
 
 
 def test_what_is_not_asked_for_is_none():
