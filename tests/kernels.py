@@ -7,8 +7,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,3 +71,14 @@ def run_interpreted(name: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def poisoned_memory(device: str = "cpu") -> Iterator[None]:
+    """Fresh memory holds NaN inside the block, so that what a kernel fails to write is seen."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1, device=device).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -77,7 +77,7 @@ def test_generate_answers_and_says_what_was_read(model, tmp_path):
 
 
 def test_compare_from_items_to_table(model, out):
-    methods = ["--method", "h2o:window=16", "--method", "luka:page_size=[8,32],top_k=0.12"]
+    methods = ["--method", "h2o:window=16", "--method", "luka:page_size=[8,32],top_k=0.11"]
     done = call(*compare(model, out, *methods, "--batch-size", 2, "--split", "single", "--show-answers"))
     assert done.exit_code == 0, done.output
     assert "dense runs too" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -98,6 +99,11 @@ class Candidates:
         return self.logits[:, :, 0] > float("-inf")
 
     @property
+    def places(self) -> Tensor:
+        """``index`` with node 0 in the places that are not used."""
+        return self.index if self.complete else self.index.clamp_min(0)
+
+    @property
     def first_page(self) -> Tensor:
         """Number of the first page beneath each node."""
         sizes = self.reader.method.sizes
@@ -128,7 +134,7 @@ class Reader:
         self.method, self.cache, self.rows, self.scaling = method, cache, rows, scaling
         numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
         self.layout = _layout(method, *numbers, rows.shape[1], rows.device)
-        self.even = self.layout.raw_slots is None
+        self._recent: dict[int, Tensor] = {}
 
     @functools.cached_property
     def _names(self) -> list[str]:
@@ -137,66 +143,71 @@ class Reader:
         names += ["spread"] * method.uses_spread + ["low", "high"] * method.uses_bounds
         return names + ["entropy"] * (method.bias == "entropy")
 
-    def raw(self) -> list[ops.Part]:
+    def raw(self) -> ops.Part:
         """Sinks and tail."""
-        cache, slots = self.cache, self.layout.raw_slots
+        cache, slots, sinks = self.cache, self.layout.raw_slots, self.method.sinks
         if slots is not None:
-            keys, values = ops.gather_fields([cache.keys, cache.values], slots)
-            logits = ops.key_logits(self.rows, keys, self.scaling)
-            return [ops.Part(logits.masked_fill_(self.layout.raw_hidden, float("-inf")), values)]
-        slices = [slice(cache.rows["paged"][0], cache.used), slice(self.method.sinks)]
-        return [
-            ops.Part(ops.key_logits(self.rows, cache.keys[:, :, part], self.scaling), cache.values[:, :, part])
-            for part in slices[: 1 + (self.method.sinks > 0)]
-        ]
+            keys, values = ops.gather_fields([cache.keys, cache.values], slots, complete=True)
+        else:
+            keys, values = (x[:, :, cache.rows["paged"][0] :] for x in (cache.keys, cache.values))
+            if sinks:
+                keys = torch.cat([cache.keys[:, :, :sinks], keys], 2)
+                values = torch.cat([cache.values[:, :, :sinks], values], 2)
+        logits = ops.key_logits(self.rows, keys, self.scaling)
+        if slots is not None:
+            logits.masked_fill_(self.layout.raw_hidden, float("-inf"))
+        return ops.Part(logits, values)
 
-    def add_mass(self, masses: list[Tensor]) -> None:
-        """Accumulate the masses of the parts of :meth:`raw`: only raw tokens can still be given a summary."""
-        total, slots = self.cache.channel("mass"), self.layout.raw_slots
+    def add_mass(self, mass: Tensor) -> None:
+        """Accumulate the mass of sinks and tail, ``[B, Hkv, R]``: only raw tokens can still be given a summary."""
+        total, slots, sinks = self.cache.channel("mass"), self.layout.raw_slots, self.method.sinks
         if slots is not None:
-            total.scatter_add_(2, slots, masses[0].sum(2))
+            total.scatter_add_(2, slots, mass)
             return
-        total[:, :, self.cache.rows["paged"][0] :] += masses[0].sum(2)
-        if self.method.sinks:
-            total[:, :, : self.method.sinks] += masses[1].sum(2)
+        total[:, :, :sinks] += mass[..., :sinks]
+        total[:, :, self.cache.rows["paged"][0] :] += mass[..., sinks:]
 
-    def look_back(self, masses: list[Tensor], looked: list[tuple[Candidates, Tensor, int]]) -> None:
+    def look_back(self, masses: Sequence[Tensor], looked: list[tuple[Candidates, Tensor]]) -> None:
         """Sinks, tail and all nodes that the query looked at take in what attention they got.
 
         Args:
-            masses: of the parts of the cover, those of :meth:`raw` first.
-            looked: the nodes of each level from the top down, which of them were refined, and which part holds them.
+            masses: ``[B, Hkv, N]`` of each part of the cover, the mean over the group: sinks and tail, the nodes of
+                each level, and the raw tokens of refined pages, if there are any.
+            looked: the nodes of each level from the top down, and which of them were refined.
         """
-        share = 1 / self.method.window
+        share, sinks = 1 / self.method.window, self.method.sinks
         tokens, slots = self.cache.channel("recent"), self.layout.raw_slots
         if slots is not None:
-            change = masses[0].mean(2).sub_(tokens.gather(2, slots)).masked_fill_(self.layout.raw_hidden[:, :, 0], 0.0)
+            change = (masses[0] - tokens.gather(2, slots)).masked_fill_(self.layout.raw_hidden[:, :, 0], 0.0)
             tokens.scatter_add_(2, slots, change * share)
         else:
-            tokens[:, :, self.cache.rows["paged"][0] :].lerp_(masses[0].mean(2), share)
-            if self.method.sinks:
-                tokens[:, :, : self.method.sinks].lerp_(masses[1].mean(2), share)
-        beneath = masses[-1].mean(2) if len(masses) > looked[-1][2] + 1 else None  # the raw tokens of refined pages
-        for nodes, chosen, part in reversed(looked):
-            got, places = masses[part].mean(2), chosen.shape[-1]
+            tokens[:, :, self.cache.rows["paged"][0] :].lerp_(masses[0][..., sinks:], share)
+            if sinks:
+                tokens[:, :, :sinks].lerp_(masses[0][..., :sinks], share)
+        beneath = masses[-1]
+        for (nodes, chosen), got in zip(reversed(looked), reversed(masses[1 : 1 + len(looked)])):
+            places = chosen.shape[-1]
             if places:
                 width = self.method.pages.branch(nodes.level) if nodes.level else beneath.shape[-1] // places
                 children = beneath[..., : places * width].unflatten(-1, (places, width)).sum(-1)
-                got = got.scatter_add(-1, chosen.clamp_min(0), children)
+                got = got.scatter_add(-1, chosen if self.complete(nodes) else chosen.clamp_min(0), children)
             recent = self.cache.channel(self.method.pages.channel("recent", nodes.level))
             if nodes.index is None:
                 recent[:, :, : got.shape[-1]].lerp_(got, share)
             else:
-                change = (got - self.recent(nodes)).masked_fill_(nodes.index < 0, 0.0)
-                recent.scatter_add_(2, nodes.index.clamp_min(0), change * share)
+                change = (got - self.recent(nodes)) * share
+                if not nodes.complete:
+                    change = change.masked_fill_(nodes.index < 0, 0.0)
+                recent.scatter_add_(2, nodes.places, change)
             beneath = got
 
     def recent(self, nodes: Candidates) -> Tensor:
         """Attention that nodes got lately, the mean over queries and group: fp32 ``[B, Hkv, C]``."""
-        recent = self.cache.channel(self.method.pages.channel("recent", nodes.level))
-        if nodes.index is None:
-            return recent[:, :, : nodes.logits.shape[-1]]
-        return recent.gather(2, nodes.index.clamp_min(0))
+        if nodes.level not in self._recent:
+            recent = self.cache.channel(self.method.pages.channel("recent", nodes.level))
+            count = nodes.logits.shape[-1]
+            self._recent[nodes.level] = recent[:, :, :count] if nodes.index is None else recent.gather(2, nodes.places)
+        return self._recent[nodes.level]
 
     def top(self) -> Candidates:
         """Every node of the top level."""
@@ -212,13 +223,13 @@ class Reader:
     def below(self, nodes: Candidates, chosen: Tensor, number: float | Tensor) -> Candidates:
         """The children of chosen candidates, ``[B, Hkv, K]`` places in them, -1 for none; K groups of equal width."""
         complete = self.complete(nodes)
-        index = chosen if nodes.index is None else nodes.index.gather(-1, chosen.clamp_min(0))
+        index = chosen if nodes.index is None else nodes.index.gather(-1, chosen if complete else chosen.clamp_min(0))
         if not complete and nodes.index is not None:
             index = index.masked_fill(chosen < 0, -1)
         if nodes.level == 0:
             return self._tokens(index, complete, number)
         branch = self.method.pages.branch(nodes.level)
-        index = ops.page_slots(index, branch).flatten(-2)
+        index = ops.page_slots(index, branch, complete=complete).flatten(-2)
         return self._scored(nodes.level - 1, index, None if complete else (index < 0)[:, :, None], number * branch)
 
     def values(self, nodes: Candidates) -> Tensor:
@@ -238,7 +249,8 @@ class Reader:
         if hierarchy.fixed:
             number = number * hierarchy.width
             keys, values = (
-                ops.gather_pages(x[:, :, sinks:], pages, hierarchy.width) for x in (cache.keys, cache.values)
+                ops.gather_pages(x[:, :, sinks:], pages, hierarchy.width, complete=complete)
+                for x in (cache.keys, cache.values)
             )
             if not complete:
                 hidden = (pages < 0).repeat_interleave(hierarchy.width, -1, output_size=keys.shape[2])
@@ -249,7 +261,7 @@ class Reader:
             slots = start[..., None] + torch.arange(hierarchy.width, device=cache.device)
             hidden = ((slots >= end[..., None]) | (pages < 0)[..., None]).flatten(-2)
             slots = slots.flatten(-2).masked_fill(hidden, 0)
-            keys, values = ops.gather_fields([cache.keys, cache.values], slots)
+            keys, values = ops.gather_fields([cache.keys, cache.values], slots, complete=True)
             number = (~hidden).sum() / hidden.shape[1]
         logits = ops.key_logits(self.rows, keys, self.scaling)
         if hidden is not None:
@@ -273,7 +285,7 @@ class Reader:
         if isinstance(index, slice):
             fields = {name: field[:, :, index] for name, field in fields.items()}
         else:
-            fields = dict(zip(fields, ops.gather_fields(list(fields.values()), index)))
+            fields = dict(zip(fields, ops.gather_fields(list(fields.values()), index, complete=hidden is None)))
         if isinstance(log_size, Tensor):
             log_size = fields["log_size"][:, :, None]
         dot = ops.key_logits(self.rows, fields["k"], self.scaling)

@@ -9,12 +9,14 @@ import math
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
+
+Number = TypeVar("Number", int, Tensor)
 
 REGISTRY: dict[str, type[Method]] = {}
 
@@ -147,12 +149,17 @@ class Method:
         self._check(name, getattr(self, name) in choices, "one of " + ", ".join(choices))
 
 
-def budget(value: int | float, length: int, least: int = 0) -> int:
+def budget(value: int | float, length: Number, least: int = 0) -> int | Number:
     """What a budget comes to in a context of ``length``: an int is itself, a float is a share, never below ``least``.
 
-    Raises nothing: values are checked when a method is made.
+    An int64 tensor of lengths gives, on its device, the same numbers as its elements one by one. Raises nothing: values
+    are checked when a method is made.
     """
-    return max(math.floor(value * length + 1e-9), least) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    if isinstance(length, Tensor):
+        return (value * length.double() + 1e-9).floor().long().clamp_min(least)
+    return max(math.floor(value * length + 1e-9), least)
 
 
 def names() -> list[str]:

@@ -57,7 +57,7 @@ class LuKA(Method):
     summariser: str = setting("", "file of a foveate.modules.PageSummariser under compressor=trained")
     zero_values: bool = setting(False, "summaries have values of zero (the paper's figure 6)")
     refine: str = setting("top_k", "which pages are read raw: top_k, threshold, top_p or missed_mass")
-    top_k: int | float = setting(0.12, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
+    top_k: int | float = setting(0.11, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
     expand: int | float = setting(0.3, "nodes refined on each level above the pages under refine=top_k")
     epsilon: float = setting(0.2, "least mass (see prior) of a refined page under refine=threshold")
     top_p: float = setting(0.9, "mass (see prior) that must not stay in summaries under refine=top_p")
@@ -257,14 +257,14 @@ class LuKA(Method):
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """One query a row over the cover: sinks and tail, and from the top level down whatever is not refined."""
         reader = Reader(self, cache, ops.fold_group(q, cache.geometry.num_kv_heads), scaling)
-        parts = reader.raw()
-        raw = torch.cat([part.logits for part in parts], -1).logsumexp(-1, keepdim=True)
+        parts = [reader.raw()]
+        raw = parts[0].logits.logsumexp(-1, keepdim=True)
         others, read = raw, reader.layout.raw
         nodes, looked = reader.top(), []
         while nodes.level >= 0:
             read = read + nodes.number * self.reads_per_summary
             chosen = self._choose(reader, nodes, others, raw)
-            looked.append((nodes, chosen, len(parts)))
+            looked.append((nodes, chosen))
             if not chosen.shape[-1]:
                 parts.append(ops.Part(nodes.logits, nodes.values()))
                 refined = 0
@@ -284,9 +284,9 @@ class LuKA(Method):
             parts.append(ops.Part(nodes.logits, nodes.values()))
         out, masses = ops.attend_cover(parts)
         if self.weighs_mass:
-            reader.add_mass(masses)
+            reader.add_mass(masses[..., : parts[0].logits.shape[-1]].sum(2))
         if self.looks_back:
-            reader.look_back(masses, looked)
+            reader.look_back(masses.mean(2).split([part.logits.shape[-1] for part in parts], -1), looked)
         batch = cache.batch_size  # what the reader counted are sums over the rows
         cache.count_read(*(number if isinstance(number, Tensor) else number / batch for number in (read, refined)))
         return out

@@ -1,5 +1,6 @@
 """StreamingLLM: attention sinks and a window of recent tokens."""
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import SlotCache
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, budget, per_row, setting
+from foveate.methods.base import Method, Number, budget, per_row, setting
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,13 @@ class Streaming(Method):
         self._check_budget("window")
         self._check_count("min_window")
 
-    def lower(self, position: int) -> int:
-        """First position inside the window of the query at ``position``."""
-        return position + 1 - max(1, budget(self.window, position + 1, self.min_window))
+    def lower(self, position: Number) -> Number:
+        """First position inside the window of the query at ``position``: of one, or of each in an int64 tensor."""
+        return position + 1 - budget(self.window, position + 1, max(1, self.min_window))
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         length, n = cache.lengths[0], q.shape[2]
-        gone = length - cache.used  # tokens between the sinks and the first slot after them
-        lower = torch.tensor([self.lower(position) - gone for position in range(length - n, length)])
+        lower = _lower_slots(self.window, self.min_window, length - n, length, cache.used, q.device)
         return ops.attend_window(
             q, cache.keys, cache.values, scaling=scaling, lower=lower, sinks=self.sinks, offset=cache.used - n
         )
@@ -67,3 +67,14 @@ class Streaming(Method):
             target = per_row(leaving, cache)
             cache.evict((cache.positions == target).to(torch.uint8).argmax(-1), leaves)
         return out
+
+
+@functools.lru_cache(maxsize=64, typed=True)  # 1 is a number, 1.0 a share
+def _lower_slots(window: int | float, min_window: int, first: int, end: int, used: int, device: torch.device) -> Tensor:
+    """int64 ``[end - first]``: the slot at which each query's window begins, the same in every layer.
+
+    ``end - used`` tokens between the sinks and the first window are gone.
+    """
+    with torch.inference_mode(False):
+        positions = torch.arange(first, end, device=device)
+        return Streaming(window=window, min_window=min_window).lower(positions) - (end - used)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert _dispatch.kernel_status() == "column_mass"
+    assert "column_mass" in _dispatch.kernel_status().split(", ")
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 

@@ -1,5 +1,7 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
+from foveate.ops._dispatch import dispatch
+from foveate.ops.attend import reference
 from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.reference import (
     Attended,
@@ -7,7 +9,6 @@ from foveate.ops.attend.reference import (
     attend_causal,
     attend_indices,
     attend_pages,
-    attend_window,
     gather_fields,
     gather_pages,
     gather_slots,
@@ -15,6 +16,8 @@ from foveate.ops.attend.reference import (
     page_slots,
     prompt_path,
 )
+
+attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
 
 __all__ = [
     "Attended",

@@ -51,14 +51,16 @@ def refine(
     return parents.scatter_add(-1, index, gone), children.flatten(-2)
 
 
-def attend_cover(parts: list[Part]) -> tuple[Tensor, list[Tensor]]:
+def attend_cover(parts: list[Part]) -> tuple[Tensor, Tensor]:
     """Attention output over all parts of a cover (LuKA, equation 4).
 
     Returns:
-        ``(out [B, Hq, 1, Dv], masses)`` with the softmax of the log-weights of each part, fp32 ``[B, Hkv, G, N]``.
+        ``(out [B, Hq, 1, Dv], masses)``: the softmax of the log-weights of all parts, one part behind the other, fp32
+        ``[B, Hkv, G, sum of their N]``.
     """
     masses = torch.cat([part.logits for part in parts], -1).softmax(-1)
-    masses = masses.split([part.logits.shape[-1] for part in parts], -1)
-    out = functools.reduce(torch.add, (matmul_fp32(mass.to(part.v.dtype), part.v) for mass, part in zip(masses, parts)))
+    of_parts = masses.split([part.logits.shape[-1] for part in parts], -1)
+    terms = (matmul_fp32(mass.to(part.v.dtype), part.v) for mass, part in zip(of_parts, parts))
+    out = functools.reduce(torch.add, terms)
     num_heads = out.shape[1] * out.shape[2]
-    return unfold_group(out.to(parts[0].v.dtype), num_heads), list(masses)
+    return unfold_group(out.to(parts[0].v.dtype), num_heads), masses

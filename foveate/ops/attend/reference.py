@@ -120,20 +120,22 @@ def attend_window(
     Args:
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
-        lower: int64 ``[Lq]`` on the CPU, non-decreasing: query i sees the keys ``lower[i] .. offset + i``
-            and those with ``j < sinks``.
+        lower: int64 ``[Lq]`` on the device of q, non-decreasing: query i sees the keys ``lower[i] .. offset + i``, and
+            those of the first ``sinks`` that do not lie behind its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
     """
     length = q.shape[2]
-    width = int((torch.arange(offset, offset + length) - lower).max()) + sinks + 512
+    starts, lower = lower.tolist(), lower[:, None]
+    width = max(offset + i - start for i, start in enumerate(starts)) + sinks + 512
     step = min(512, block_length(4 * q.shape[1] // k.shape[1] * min(width, offset + length), length))
-    starts, lower = lower.tolist(), lower.to(q.device, non_blocking=True)[:, None]
     slots = torch.arange(offset + length, device=q.device)
     outs = []
     for first in range(0, length, step):
         last = min(first + step, length)
-        start, end = starts[first] if starts[first] > sinks else 0, offset + last
+        end = offset + last
+        start = min(starts[first], end - 1)
+        start = start if start > sinks else 0
         keys, values, seen = k[:, :, start:end], v[:, :, start:end], slots[start:end]
         if start > 0 and sinks > 0:
             keys, values = (torch.cat([x[:, :, :sinks], part], 2) for x, part in ((k, keys), (v, values)))
@@ -205,9 +207,9 @@ def gather_slots(x: Tensor, indices: Tensor) -> Tensor:
     return gather_fields([x], indices)[0]
 
 
-def gather_fields(fields: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
-    """:func:`gather_slots` of several tensors at the same slots."""
-    index, gathered = indices.clamp_min(0).long(), []
+def gather_fields(fields: Sequence[Tensor], indices: Tensor, *, complete: bool = False) -> list[Tensor]:
+    """:func:`gather_slots` of several tensors at the same slots; ``complete``: no index is negative."""
+    index, gathered = (indices if complete else indices.clamp_min(0)).long(), []
     rows_of: dict[int, Tensor] = {}  # of the buffers, by the distance of their heads
     for x in fields:
         if x.dim() == 3:
@@ -226,19 +228,22 @@ def gather_fields(fields: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
     return gathered
 
 
-def gather_pages(x: Tensor, pages: Tensor, page_size: int) -> Tensor:
+def gather_pages(x: Tensor, pages: Tensor, page_size: int, *, complete: bool = False) -> Tensor:
     """Whole pages of ``x [B, Hkv, Lk, D]`` at ``pages [B, Hkv, P]`` (negative ones read page 0).
+
+    ``complete``: no page is negative.
 
     Returns:
         ``[B, Hkv, P * page_size, D]``.
     """
     batch, num_kv_heads, _, dim = x.shape
     if x.requires_grad or not _packed(x) or x.stride(1) // dim % page_size:
-        return gather_slots(x, page_slots(pages.clamp_min(0), page_size).flatten(-2))
+        pages = pages if complete else pages.clamp_min(0)
+        return gather_fields([x], page_slots(pages, page_size, complete=True).flatten(-2), complete=True)[0]
     whole = x.as_strided(
         (batch, num_kv_heads, x.shape[2] // page_size, page_size * dim), (*x.stride()[:2], page_size * dim, 1)
     )
-    return gather_slots(whole, pages).view(batch, num_kv_heads, -1, dim)
+    return gather_fields([whole], pages, complete=complete)[0].view(batch, num_kv_heads, -1, dim)
 
 
 def _packed(x: Tensor) -> bool:
@@ -255,10 +260,10 @@ def _first_rows(batch: int, num_kv_heads: int, per_head: int, device: torch.devi
         return torch.arange(0, batch * num_kv_heads * per_head, per_head, device=device).view(batch, num_kv_heads, 1)
 
 
-def page_slots(pages: Tensor, page_size: int) -> Tensor:
-    """Slots of each page: ``[..., P] -> [..., P, page_size]``, -1 where the page is -1."""
+def page_slots(pages: Tensor, page_size: int, *, complete: bool = False) -> Tensor:
+    """Slots of each page: ``[..., P] -> [..., P, page_size]``, -1 where the page is -1; ``complete``: none is."""
     slots = pages[..., None].long() * page_size + torch.arange(page_size, device=pages.device)
-    return slots.masked_fill(pages[..., None] < 0, -1)
+    return slots if complete else slots.masked_fill(pages[..., None] < 0, -1)
 
 
 def prompt_path(device: str, dtype: torch.dtype, head_dim: int = 64) -> str:

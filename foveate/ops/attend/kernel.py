@@ -1,0 +1,195 @@
+"""Sinks and a moving window of keys in one launch: Triton kernel of :func:`attend_window`."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.attend.reference import Attended
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
+
+
+class Tile(NamedTuple):
+    """How a program works: on its own ``block_m`` queries, ``block_n`` keys at a time."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+_TILES = {
+    64: Tile(128, 64, num_warps=8, num_stages=3, maxnreg=128),
+    128: Tile(128, 64, num_warps=8, num_stages=2),
+    256: Tile(64, 32, num_warps=4, num_stages=2),
+}
+"""By the larger of the two head dims, padded. 128 queries to a key, because the L2 cache feeds no faster; at 64, where
+exponentials take longer than products, two programs share a multiprocessor. All fit into 99 KB of shared memory."""
+
+_TILE_FP32 = Tile(16, 32, num_warps=8, num_stages=1)
+"""For fp32, which is multiplied without tensor cores."""
+
+
+def tile_for(dtype: torch.dtype, dim: int) -> Tile:
+    """The tile for head dims of at most 256, of which ``dim`` is the larger."""
+    return _TILE_FP32 if dtype == torch.float32 else next(tile for width, tile in _TILES.items() if dim <= width)
+
+
+def attend_window(
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, lower: Tensor, sinks: int = 0, offset: int = 0
+) -> Attended:
+    """See :func:`foveate.ops.attend.reference.attend_window`.
+
+    A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax
+    (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
+    The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    """
+    batch, num_heads, length, dim = q.shape
+    num_kv_heads, num_keys, value_dim = v.shape[1:]
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if max(dim, value_dim) > max(_TILES):
+        raise UnsupportedError(f"head dims above {max(_TILES)}")
+    if num_keys < offset + length:
+        raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
+    if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim) or lower.shape != (length,):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "lower"), (q, k, v, lower)))
+        raise ValueError(f"shapes do not fit: {shapes}")
+
+    tile = tile_for(q.dtype, max(dim, value_dim))
+    out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
+    _attend_window[batch * num_heads, triton.cdiv(length, tile.block_m)](
+        q,
+        k,
+        v,
+        lower,
+        out,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *out.stride()[:3],
+        lower.stride(0),
+        num_heads,
+        num_heads // num_kv_heads,
+        length,
+        offset,
+        sinks,
+        scaling * _LOG2E.value,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.maxnreg,
+    )
+    return Attended(out)
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "length", "offset", "sinks"])
+def _attend_window(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lower_ptr,
+    out_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    q_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    v_stride_d,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    lower_stride,
+    num_heads,
+    group,
+    length,
+    offset,
+    sinks,
+    scale,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
+
+    The keys of the block are the sinks and all from the first query's ``lower`` to the last query's own. They are
+    counted by ``place``: the sinks first, and ``gap`` keys, which no query sees, are left out behind them.
+    """
+    row, first = tl.program_id(0), tl.program_id(1) * BLOCK_M
+    batch, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
+    last = tl.minimum(first + BLOCK_M, length) - 1
+    queries, places = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    exist, own, end = queries < length, offset + queries, offset + last + 1
+
+    lower = tl.load(lower_ptr + queries * lower_stride, mask=exist, other=0)
+    lower = tl.minimum(tl.maximum(lower, 0), end).to(tl.int32)
+    lowest, highest = tl.min(tl.where(exist, lower, end)), tl.max(lower)
+
+    gap = tl.maximum(lowest - sinks, 0)
+    total = end - gap
+    # blocks of places: some that not every query sees (``ragged``), those that all see, those on the diagonal
+    blocks = tl.cdiv(total, BLOCK_N)
+    ragged = tl.minimum(tl.cdiv(tl.where(highest > sinks, highest - gap, 0), BLOCK_N), blocks)
+    diagonal = tl.maximum((offset + first + 1 - gap) // BLOCK_N, ragged)
+
+    q_ptr += batch * q_stride_b + head * q_stride_h + first.to(tl.int64) * q_stride_l
+    q_tile = tl.arange(0, BLOCK_M)[:, None] * q_stride_l + dims[None, :] * q_stride_d
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    k_ptr += batch * k_stride_b + head // group * k_stride_h
+    v_ptr += batch * v_stride_b + head // group * v_stride_h
+
+    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for whole in tl.static_range(2):  # first the blocks that need a mask, at both ends, then those between
+        for block in tl.range(ragged if whole else 0, diagonal if whole else ragged + blocks - diagonal):
+            if whole:
+                keys = gap + block * BLOCK_N + places
+                stored = places >= 0
+            else:
+                place = tl.where(block < ragged, block, block - ragged + diagonal) * BLOCK_N + places
+                keys = tl.where(place < sinks, place, place + gap)
+                stored = place < total
+            slots = keys.to(tl.int64)
+            k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
+            k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
+            logits = tl.dot(q, k, input_precision="ieee") * scale
+            if not whole:
+                seen = (keys[None, :] >= lower[:, None]) | (keys < sinks)[None, :]
+                logits = tl.where(seen & (keys[None, :] <= own[:, None]), logits, float("-inf"))
+            higher = tl.maximum(top, tl.max(logits, 1))
+            p = tl.exp2(logits - higher[:, None])
+            fade = tl.exp2(top - higher)
+            v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
+            v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
+            out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+            weight = weight * fade + tl.sum(p, 1)
+            top = higher
+
+    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    out_ptr += batch * out_stride_b + head * out_stride_h + first.to(tl.int64) * out_stride_l
+    out_tile = tl.arange(0, BLOCK_M)[:, None] * out_stride_l + value_dims[None, :]
+    out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)

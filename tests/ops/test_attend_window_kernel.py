@@ -1,0 +1,65 @@
+"""The kernel of attend_window: what it computes (under the interpreter) and what it compiles to."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.kernels import compile_for, run_interpreted
+
+
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("ops/interpreted_attend_window.py")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "value_dim"),
+    [
+        ("bf16", 32, 32),
+        ("bf16", 64, 64),
+        ("bf16", 80, 80),
+        ("bf16", 128, 128),
+        ("bf16", 192, 128),
+        ("bf16", 256, 256),
+        ("fp16", 64, 64),
+        ("fp16", 128, 128),
+        ("fp32", 64, 64),
+        ("fp32", 128, 128),
+        ("fp32", 256, 256),
+    ],
+)
+def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim):
+    triton = pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend.kernel")
+    half = dtype != "fp32"
+    tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, max(dim, value_dim))
+    compiled = compile_for(
+        capability,
+        kernel._attend_window,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k", "v", "out")},
+            **{f"{x}_stride_{axis}": "i32:16" for x in ("q", "k", "v", "out") for axis in "bhl"},
+            **{f"{x}_stride_d": 1 for x in ("q", "k", "v")},
+            **dict.fromkeys(("num_heads", "group", "length", "offset", "sinks"), "i32"),
+            "lower_ptr": "*i64:16",
+            "lower_stride": 1,
+            "scale": "fp32",
+            "DIM": dim,
+            "VALUE_DIM": value_dim,
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "BLOCK_DV": triton.next_power_of_2(value_dim),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.maxnreg,
+    )
+    assert ("wgmma.mma_async" in compiled.ptx) == (half and capability == 90)
+    assert ("mma.sync" in compiled.ptx) == (half and capability == 80)
+    assert ("cp.async" in compiled.ptx) == half, "keys and values are loaded ahead"
+    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert compiled.shared <= 99 << 10
+    assert compiled.spilled <= 40
