@@ -8,8 +8,8 @@ token a slot holds (-1: none).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,8 @@ class SlotCache:
         self.staged = False
         self.snapshots: dict[int, _Snapshot] = {}
         self.borrowed = False  # keys and values are another cache's, see branch
-        self._is_row = False
+        self.forward: dict[Hashable, Any] = {}  # what the layers of one forward pass share, see hand_on
+        self._row: int | None = None
         if evicts and any(spec.per > 1 for spec in self.specs.values()):
             raise ValueError("a method that evicts cannot keep pages: their slots would move")
         for name, spec in self.specs.items():
@@ -81,10 +82,18 @@ class SlotCache:
                     self.tensors[name] = torch.zeros(batch_size, *spec.shape, dtype=spec.dtype or dtype, device=device)
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, num_heads: int) -> SlotCache:
-        """A cache over given keys and values, which are not copied: for one forward pass without a cache."""
+    def of(
+        cls, k: Tensor, v: Tensor, num_heads: int, forward: dict[Hashable, Any] | None = None, row: int | None = None
+    ) -> SlotCache:
+        """A cache over given keys and values, which are not copied: for one forward pass without a cache.
+
+        Args:
+            forward: what the layers of the pass share.
+            row: which row of the batch this is, when it is one of several.
+        """
         geometry = Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3])
         cache = cls(geometry, k.shape[0], k.dtype, k.device)
+        cache.forward, cache._row = {} if forward is None else forward, row
         cache.tensors |= {"keys": k, "values": v}
         cache.capacity = k.shape[2]
         cache._advance(k.shape[2], k.shape[2])
@@ -172,13 +181,30 @@ class SlotCache:
         counters.keys_read = counters.keys_read + self._summed(keys)
         counters.pages_refined = counters.pages_refined + self._summed(pages_refined)
 
+    # Between the layers of one forward pass
+
+    def hand_on(self, name: Hashable, value: Any) -> None:
+        """Leave something for a later layer, which gets it for the same rows and tokens."""
+        self.forward[name, self._row, self.lengths[0]] = value
+
+    def handed_on(self, name: Hashable) -> Any:
+        """What an earlier layer has left under this name.
+
+        Raises:
+            LookupError: when none has.
+        """
+        key = (name, self._row, self.lengths[0])
+        if key not in self.forward:
+            raise LookupError(f"no earlier layer of this forward pass has left {name!r}")
+        return self.forward[key]
+
     # Writing
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this many slots in every row."""
         if slots <= self.capacity:
             return
-        if self._is_row:
+        if self._row is not None:
             raise RuntimeError("a row of a batch cannot grow alone: reserve room in the batch first")
         capacity = -(-(slots + max(_ALIGN, slots // 16)) // _ALIGN) * _ALIGN
         for name, spec in self._slot_specs().items():
@@ -308,7 +334,7 @@ class SlotCache:
         one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
         one.tensors = {name: tensor[b : b + 1] for name, tensor in self.tensors.items()}
         one.snapshots = {}
-        one._is_row = True
+        one._row = b
         return one
 
     def put_back(self, b: int, one: SlotCache) -> None:

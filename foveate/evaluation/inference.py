@@ -260,7 +260,8 @@ def _pause(
 ) -> _Paused:
     """Takes the place of `generate`'s decoding loop, and only reads the prompt."""
     chunk = max(_SHORTEST_CHUNK, _FORWARD_TOKENS // len(input_ids))
-    if chunk < input_ids.shape[1]:
+    attachment = getattr(model, "foveate", None)
+    if chunk < input_ids.shape[1] and not (attachment and attachment.whole_prompt):
         generation_config.prefill_chunk_size = chunk
     out = model._prefill(input_ids, generation_config, kwargs)
     cache, pad = out.past_key_values, generation_config.pad_token_id

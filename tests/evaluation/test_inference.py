@@ -79,7 +79,8 @@ def test_answers_are_those_of_generate(model, tokenizer, monkeypatch, method, en
 
 
 @pytest.mark.parametrize(
-    "method", [None, "dense", "h2o:top_k=3,window=2", "luka:page_size=2,tail=3", "streaming:window=5"]
+    "method",
+    [None, "dense", "h2o:top_k=3,window=2", "luka:page_size=2,tail=3", "streaming:window=5", "lined_as_published"],
 )
 def test_long_prompts_are_read_in_chunks(model, tokenizer, monkeypatch, method):
     items = [question(tokenizer, text) for text in TEXTS]
@@ -98,7 +99,9 @@ def test_long_prompts_are_read_in_chunks(model, tokenizer, monkeypatch, method):
         monkeypatch.setattr(inference, "_SHORTEST_CHUNK", 1)
         widths.clear()
         chunked = inference.run_batch(model, tokenizer, items)
-    assert widths[: (width + 1) // 2] == [2] * (width // 2) + [1] * (width % 2)
+    prompt = [width] if method == "lined_as_published" else [2] * (width // 2) + [1] * (width % 2)
+    assert widths[: len(prompt)] == prompt
+    assert set(widths[len(prompt) :]) == {1}
     assert chunked.outputs == whole.outputs
 
 

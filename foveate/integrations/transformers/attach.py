@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,8 @@ class Policy:
     owner: str
     """uid of the attachment."""
     counters: Counters = field(default_factory=Counters)
+    forward: dict[Hashable, Any] = field(default_factory=dict)
+    """The attachment's."""
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Attachment:
     """Layers that stay as they are, with the reason."""
     uid: str
     """Names this attachment: caches belong to one."""
+    forward: dict[Hashable, Any]
+    """What the layers of a forward pass without a cache share."""
     _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
     _cache: Any = None
     positions: int | None = None
@@ -55,6 +59,11 @@ class Attachment:
         """Whether prompt queries look at less than everything in some layer."""
         return any(policy.method.sparse_prompt for policy in self.policies.values())
 
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether some layer must be given the prompt in one piece."""
+        return any(policy.method.whole_prompt for policy in self.policies.values())
+
     def remember(self, cache: Cache) -> None:
         """Note the cache whose size :func:`stats` reports."""
         self._cache = weakref.ref(cache)
@@ -63,7 +72,10 @@ class Attachment:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._cache, twin.uid = None, _uid()
-        twin.policies = {index: Policy(policy.method, twin.uid) for index, policy in self.policies.items()}
+        twin.forward = {}
+        twin.policies = {
+            index: Policy(policy.method, twin.uid, forward=twin.forward) for index, policy in self.policies.items()
+        }
         for index, policy in self.policies.items():
             memo[id(policy)] = twin.policies[index]
         twin.config = copy.deepcopy(self.config, memo)
@@ -88,13 +100,16 @@ def attach(model: nn.Module, method: str | Method, **settings: Any) -> Attachmen
     config = decoder.config.get_text_config(decoder=True)
     modules, unchanged = _attention_modules(model, decoder, config)
     uid = _uid()
-    policies = {index: Policy(chosen.for_layer(index, config.num_hidden_layers), uid) for index in modules}
+    forward: dict[Hashable, Any] = {}
+    policies = {
+        index: Policy(chosen.for_layer(index, config.num_hidden_layers), uid, forward=forward) for index in modules
+    }
     detach(model)
     attention.register()
 
     memo: dict[int, Any] = {}  # one copy of each configuration, however many modules share it
     own_config = decoder.config.get_text_config(decoder=True)
-    attachment = Attachment(chosen, copy.deepcopy(own_config, memo), policies, unchanged, uid)
+    attachment = Attachment(chosen, copy.deepcopy(own_config, memo), policies, unchanged, uid, forward)
     owners = [model, *decoder.modules()] if model is not decoder else list(decoder.modules())
     for module in owners:
         own = module.__dict__.get("config")
@@ -260,6 +275,7 @@ class _BeforeForward:
         use_cache = kwargs.get("use_cache")
         new = cache is None and not training and (config.use_cache if use_cache is None else use_cache)
         handover.begin(self.attachment.uid if new or isinstance(cache, Cache) else None)
+        self.attachment.forward.clear()
         ids = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if ids is not None:
             check_length((0 if cache is None else cache.get_seq_length()) + ids.shape[1], self.attachment)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -53,16 +56,28 @@ def attention(
                     "prefill and takes a 2-D mask of real tokens (packing and overlays are not supported)"
                 )
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
-        out = without_cache(policy.method, query, key, value, attention_mask, scaling)
+        out = without_cache(policy.method, query, key, value, attention_mask, scaling, policy.forward)
     return out.transpose(1, 2).contiguous(), None
 
 
-def without_cache(method: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """The whole sequence is a prompt, and nothing is remembered: ``[B, Hq, n, Dv]``, differentiable."""
+def without_cache(
+    method: Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    forward: dict[Hashable, Any],
+) -> Tensor:
+    """The whole sequence is a prompt, and nothing is remembered: ``[B, Hq, n, Dv]``, differentiable.
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    Args:
+        forward: what the layers of this forward pass share.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
         if method.sparse_prompt:
-            return method.prompt(SlotCache.of(k, v, q.shape[1]), q, scaling).out
+            return method.prompt(SlotCache.of(k, v, q.shape[1], forward, row), q, scaling).out
         return attend_causal(q, k, v, scaling=scaling).out
 
     if mask is None or bool(mask.all()):
@@ -71,7 +86,7 @@ def without_cache(method: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor 
     for b, real in enumerate(row.nonzero()[:, 0] for row in mask.bool()):
         one = q.new_zeros(q.shape[1], q.shape[2], v.shape[3])
         if len(real):
-            one = one.index_copy(1, real, attend(*(x[b : b + 1, :, real] for x in (q, k, v)))[0])
+            one = one.index_copy(1, real, attend(*(x[b : b + 1, :, real] for x in (q, k, v)), b)[0])
         rows.append(one)
     return torch.stack(rows)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -33,6 +34,8 @@ class Phase:
     """`generate` said where the prompt ends; single tokens after it are never padding."""
     assistant: bool = False
     layout: tuple | None = None
+    forward: dict[Hashable, Any] = field(default_factory=dict)
+    """What the layers of the present forward pass share."""
 
     def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
         """Columns of the real tokens of each row among ``first .. first + n - 1``; None when all are real.
@@ -111,7 +114,7 @@ class Layer(CacheLayerMixin):
         with torch.no_grad():
             out = self._attend(q.detach(), k.detach(), v.detach(), prompt, columns, first, scaling)
         if first == 0 and prompt == n:
-            return without_cache(self.method, q, k, v, mask, scaling)
+            return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward)
         return _NoWayBack.apply(out, q)
 
     def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
@@ -145,7 +148,7 @@ class Layer(CacheLayerMixin):
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
             channels = self.method.channels(geometry)
             self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
-            self.store.staged = self.record_past
+            self.store.staged, self.store.forward = self.record_past, self.phase.forward
         outs = []
         if prompt:
             outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))
@@ -222,7 +225,7 @@ class Layer(CacheLayerMixin):
         store = read.store
         channels, filled = self.method.channels(store.geometry), read.method.filled(self.method, store.geometry)
         self.store = store.branch(channels, self.method.evicts, self.counters, filled)
-        self.store.rows["observed"] = list(store.lengths)
+        self.store.rows["observed"], self.store.forward = list(store.lengths), self.phase.forward
         self.seen, self.is_initialized = read.seen, True
         self.counters.prompt_tokens += sum(store.lengths)
         self._finish_prompt(read.scaling)
@@ -418,6 +421,7 @@ class Cache(transformers.Cache):
             raise ValueError(
                 "a forward pass on this cache was interrupted, so its layers hold different tokens; start a new cache"
             )
+        self.phase.forward.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:
