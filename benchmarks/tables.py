@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from foveate.report.markdown import tables
-from foveate.report.rows import chosen
+from foveate.report.rows import chosen, spelled
 from foveate.report.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,8 +25,8 @@ def table(words: list[str]) -> str:
     if "bench" in rows[0]:
         wanted = [condition.split("=", 1) for condition in conditions]
         rows = [row for row in rows if all(str(row["case"][name]) == value for name, value in wanted)]
-    elif conditions:
-        rows = chosen(rows, conditions)
+    else:
+        rows = chosen([spelled(row) for row in rows], conditions)
     return (summary if "summary" in words else tables)(rows)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.evaluation.errors import DataError, UserError
+from foveate.methods import Method, make
 
 _KIND = "partial results of foveate compare"
 Fingerprint = Mapping[str, Any]
@@ -37,8 +38,22 @@ def read_rows(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
         if not isinstance(row.get("run"), dict) or "item_values" not in row:
             raise UserError(f"{out}:{number}: not a row of foveate compare; choose another --out")
         _same_run(out, row["run"], run)
-        rows.append(row)
+        method = method_of(row)
+        rows.append(row if method is None else {**row, "spec": method.spec})
     return rows
+
+
+def method_of(row: Mapping[str, Any]) -> Method | None:
+    """The method of a row, from its settings: the row's `spec` is by the defaults of its time.
+
+    None where the method has other settings by now.
+    """
+    try:
+        method = make(row["method"], **row["settings"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    theirs, ours = (json.dumps(settings, sort_keys=True) for settings in (row["settings"], method.settings()))
+    return method if theirs == ours else None
 
 
 def read_partial(out: Path, run: Fingerprint) -> list[dict[str, Any]]:

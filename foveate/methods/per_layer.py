@@ -30,8 +30,11 @@ class PerLayer(Method):
         for key, method in self.layers.items():
             key = f"{key[0]}-{key[-1]}" if isinstance(key, range) and key.step == 1 and len(key) else str(key)
             _bounds(key)
-            specs[key] = make(method).spec
+            specs[key] = _spec(method)
         object.__setattr__(self, "layers", specs)
+
+    def settings(self) -> dict[str, Any]:
+        return {"layers": {key: _complete(method) for key, method in self.layers.items()}}
 
     def __hash__(self):
         return hash(self.spec)
@@ -70,14 +73,30 @@ class Mixed(Method):
     ends: float = setting(8 / 36, "share of the depth at each end that is lined (the paper: 8 of 36 layers)")
 
     def __post_init__(self):
-        object.__setattr__(self, "lined", make(self.lined).spec)
-        object.__setattr__(self, "clustered", make(self.clustered).spec)
+        object.__setattr__(self, "lined", _spec(self.lined))
+        object.__setattr__(self, "clustered", _spec(self.clustered))
         self._check("ends", isinstance(self.ends, float) and 0 < self.ends <= 0.5, "a share in (0, 0.5]")
+
+    def settings(self) -> dict[str, Any]:
+        return {"lined": _complete(self.lined), "clustered": _complete(self.clustered), "ends": self.ends}
 
     def for_layer(self, layer: int, num_layers: int) -> Method:
         ends = max(1, round(self.ends * num_layers))
         method = make(self.lined if layer < ends or layer >= num_layers - ends else self.clustered)
         return method.for_layer(layer, num_layers)
+
+
+def _spec(method: str | Method | dict[str, Any]) -> str:
+    """The spec of a method, which may be written as :func:`_complete` writes it."""
+    if isinstance(method, dict):
+        return make(**method).spec
+    return make(method).spec
+
+
+def _complete(spec: str) -> dict[str, Any]:
+    """A method with all its settings, so that what is on record stays true when a default changes."""
+    method = make(spec)
+    return {"method": method.name, **method.settings()}
 
 
 def _bounds(key: str) -> tuple[int, int] | None:

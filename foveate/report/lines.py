@@ -77,14 +77,15 @@ def common(rows: Sequence[Row], along: Sequence[str]) -> str:
 
 
 def place(row: Row, rows: Sequence[Row]) -> str:
-    """The items of a row in words, but for what is the same in all of the rows."""
+    """The items of a row in words; on a second line model, dtype and number, where the rows differ in these."""
     length, scored = row["length"], row["task_settings"].get("continuation")
     if scored is None:
-        parts = [f"{row['task']} / {row['split']}", f"{length:,} tokens"]
+        items = f"{row['task']} / {row['split']}, {length:,} tokens"
     else:
-        parts = [f"{row['task']} of {scored:,} tokens after a prompt of {length:,}"]
-    parts += [f"{row[name]}" for name in ("model", "dtype") if len({other[name] for other in rows}) > 1]
-    return ", ".join(parts + ([f"n = {row['n']}"] if len({other["n"] for other in rows}) > 1 else []))
+        items = f"{row['task']} of {scored:,} tokens after a prompt of {length:,}"
+    parts = {"model": f"{row['model']}", "dtype": f"{row['dtype']}", "n": f"n = {row['n']}"}
+    differing = [part for name, part in parts.items() if len({other[name] for other in rows}) > 1]
+    return "\n".join([items, ", ".join(differing)] if differing else [items])
 
 
 def circumstances(rows: Sequence[Row]) -> str:

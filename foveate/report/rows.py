@@ -8,6 +8,7 @@ from typing import Any
 
 from foveate.evaluation.data import read_jsonl
 from foveate.evaluation.errors import DataError, UserError, unknown
+from foveate.evaluation.resultfile import method_of
 
 Row = Mapping[str, Any]
 
@@ -32,8 +33,17 @@ def read(files: Sequence[Path]) -> list[Row]:
             missing = [name for name in _NEEDED if not isinstance(row, dict) or name not in row]
             if missing:
                 raise DataError(f"{file}:{number}: not a row of foveate compare ('{missing[0]}' is missing)")
-            rows.append(row)
+            rows.append(spelled(row))
     return rows
+
+
+def spelled(row: Row) -> Row:
+    """A row whose methods, those within its settings too, are written as specs by the defaults of now."""
+    method = method_of(row)
+    if method is None:
+        return row
+    short = {name: getattr(method, name) for name, value in row["settings"].items() if isinstance(value, dict)}
+    return {**row, "spec": method.spec, "settings": {**row["settings"], **short}}
 
 
 def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:

@@ -206,6 +206,14 @@ def test_a_finished_run_only_reads_its_rows(plan, monkeypatch):
     assert plan.out.stat().st_mtime_ns == before
 
 
+def test_rows_outlive_the_defaults_by_which_their_specs_were_written(plan):
+    whole = runner.run(runner.prepare(plan))
+    resultfile.write_rows(plan.out, [{**row, "spec": f"{row['method']}:some=thing"} for row in whole])
+    prepared = runner.prepare(plan)
+    assert prepared.missing == []
+    assert prepared.rows == whole
+
+
 def test_a_method_can_join_a_finished_run(plan, monkeypatch):
     first = runner.run(runner.prepare(dataclasses.replace(plan, methods=plan.methods[:2])))
     prepared = runner.prepare(plan)
@@ -288,7 +296,7 @@ def test_bad_plans_end_before_the_model_is_loaded(plan, monkeypatch, tmp_path):
 
 
 def test_methods_are_unique_and_dense_comes_first():
-    methods, added = runner.parse_methods(["h2o", "luka:top_k=0.12,page_size=[8,32]", "h2o", "luka"])
+    methods, added = runner.parse_methods(["h2o", "luka:top_k=0.11,page_size=[8,32]", "h2o", "luka"])
     assert [method.spec for method in methods] == ["dense", "h2o", "luka"]
     assert added
     methods, added = runner.parse_methods(["h2o", "dense", "h2o:window=9"])

@@ -15,12 +15,13 @@ from foveate import methods
 from foveate.cli import app
 from foveate.evaluation.errors import DataError, UserError
 from foveate.report import figure, lines, plots
-from foveate.report.rows import chosen, read
+from foveate.report.rows import chosen, read, spelled
 
 NIAH = Path(__file__).parents[2] / "benchmarks" / "results" / "first-niah.jsonl"
 
 
-def row(spec="dense", share=1.0, score=80.0, **more):
+def written(spec="dense", share=1.0, score=80.0, **more):
+    """A row as it stands in a file."""
     method = methods.parse(spec)
     length = more.pop("length", 4096)
     return {
@@ -48,6 +49,10 @@ def row(spec="dense", share=1.0, score=80.0, **more):
         "run": {"items": f"{length}"},
         **more,
     }
+
+
+def row(*args, **more):
+    return spelled(written(*args, **more))
 
 
 def of_text(spec="dense", extra=0.0, tokens=512, **more):
@@ -298,6 +303,31 @@ class TestFiles:
         (tmp_path / "a.jsonl").write_text(content)
         with pytest.raises(DataError, match=message):
             read([tmp_path / "a.jsonl"])
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            "luka:tail=64,page_size=[16, 64]",
+            'mixed:clustered="luka:tail=64"',
+            'per_layer:layers={"rest":"luka:tail=64"}',
+        ],
+    )
+    def test_methods_are_spelled_by_the_defaults_of_now(self, tmp_path, spec):
+        method, file = methods.parse(spec), tmp_path / "a.jsonl"
+        file.write_text(json.dumps({**written(spec), "spec": "by other defaults", "item_values": {}}) + "\n")
+        (found,) = read([file])
+        assert found["spec"] == method.spec
+        assert all(
+            str(found["settings"][name]) == str(getattr(method, name))
+            for name in ("clustered", "layers", "tail")
+            if name in found["settings"]
+        )
+
+    def test_methods_with_other_settings_by_now_keep_their_specs(self, tmp_path):
+        file, old = tmp_path / "a.jsonl", {**written("luka"), "spec": "luka:tail=64", "item_values": {}}
+        for changed in ({**old["settings"], "gone": 1}, {"tail": 64}, {**old["settings"], "tail": -1}):
+            file.write_text(json.dumps({**old, "settings": changed}) + "\n")
+            assert read([file]) == [{**old, "settings": json.loads(json.dumps(changed))}]
 
     def test_choosing_rows(self):
         def specs(*conditions):
