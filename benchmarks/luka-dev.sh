@@ -19,7 +19,7 @@ compare() { # NAME TASK LENGTH SPLIT LIMIT METHOD...
 }
 
 # Levels, page sizes and shares, from a twentieth to a quarter of the keys, and rules that spend by difficulty.
-shares=(luka_paper luka snapkv:top_k=0.1 snapkv:top_k=0.25 h2o:top_k=0.25,window=64 tova:top_k=0.25)
+shares=(luka_paper luka luka:top_k=0.12 snapkv:top_k=0.1 snapkv:top_k=0.25 h2o:top_k=0.25,window=64 tova:top_k=0.25)
 for budget in 0.08,expand=0.25 0.06,expand=0.2 0.04,expand=0.15 0.02,expand=0.1 0.01,expand=0.06; do
   shares+=("luka:top_k=$budget" "luka:page_size=[16,64],top_k=$budget")
 done
@@ -31,15 +31,16 @@ for top_k in 0.01 0.04 0.17; do shares+=("luka:page_size=32,top_k=$top_k"); done
 for top_p in 0.6 0.75 0.8 0.85 0.9; do shares+=("luka:refine=top_p,top_p=$top_p,max_refined=0.4"); done
 shares+=(luka:refine=threshold,epsilon=0.002 luka:refine=threshold,epsilon=0.005)
 
-# One change each to the default.
-rules=(luka luka:prior=0.0 luka:prior=0.3 luka:prior=0.7 luka:window=1 luka:window=4 luka:window=64 luka:window=256)
-rules+=(luka:score=summary luka:score=box luka:score=bound luka:score=summary,prior=0.0 luka:prior=0.0,score=box)
-rules+=(luka:compressor=recent luka:compressor=recent,score=summary luka:compressor=recent,score=box)
-rules+=(luka:compressor=random luka:compressor=attention luka:compressor=attention,temperature=1)
-rules+=(luka:bias=none luka:bias=entropy luka:bias=spread luka:zero_values=true luka:mass=preserve)
-rules+=(luka:tail=32 luka:tail=256 luka:sinks=0 luka:sinks=16 luka:pool=layer)
-rules+=(luka:segmenter=gaussian,page_deviation=2.0 'per_layer:layers={"0-1": "dense", "rest": "luka"}')
-rules+=('per_layer:layers={"0-1": "luka:top_k=0.04,expand=0.2", "rest": "luka"}')
+# One change each to the default, with 12 % of the pages refined.
+base=luka:top_k=0.12 rules=(luka:top_k=0.12)
+for change in prior={0.0,0.3,0.7} window={1,4,64,256} score={summary,box,bound} prior=0.0,score={summary,box} \
+  compressor={recent,random,attention} compressor=recent,score={summary,box} compressor=attention,temperature=1 \
+  bias={none,entropy,spread} zero_values=true mass=preserve tail={32,256} sinks={0,16} pool=layer \
+  segmenter=gaussian,page_deviation=2.0; do
+  rules+=("$base,$change")
+done
+rules+=("per_layer:layers={\"0-1\": \"dense\", \"rest\": \"$base\"}")
+rules+=("per_layer:layers={\"0-1\": \"luka:top_k=0.04,expand=0.2\", \"rest\": \"$base\"}")
 
 # The paper's three pages of 16.
 three=(luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head)
