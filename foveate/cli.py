@@ -182,7 +182,11 @@ def generate(
 def compare(
     model: Model,
     task: Annotated[
-        str, typer.Option(help="niah, wikisalad, wikisalad_long, perplexity; settings as in niah:max_new_tokens=128.")
+        str,
+        typer.Option(
+            help="niah, ruler, wikisalad, wikisalad_long, hotpotqa, musique, 2wiki, math, perplexity; "
+            "settings as in niah:max_new_tokens=128."
+        ),
     ],
     data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
     out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False)],

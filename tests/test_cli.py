@@ -122,7 +122,7 @@ def test_other_tasks(model, out, task):
         (["--method", "h20"], "h2o"),
         (["--method", "luka:pagesize=3"], "page_size"),
         (["--method", "luka:page_size=0"], "page_size"),
-        (["--task", "nihah"], "unknown task 'nihah'. Did you mean 'niah'? Allowed: niah, perplexity, wikisalad"),
+        (["--task", "nihah"], "unknown task 'nihah'. Did you mean 'niah'? Allowed: 2wiki, hotpotqa, math"),
         (["--split", "singel"], "unknown split 'singel'. Did you mean 'single'? Allowed: single, multi"),
         (["--length", 100], "length must be at least 256"),
         (["--length", 4000], "needs 4,003 positions, the model has 2,048"),

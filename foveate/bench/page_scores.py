@@ -135,7 +135,7 @@ def _measured(plan: Plan, model: torch.nn.Module, item: Item, answer: list[int])
 
 
 def _rows(plan: Plan, task: Task, items: list[Item], found: list[dict[Case, Measures]]) -> list[dict[str, Any]]:
-    context = getattr(task, "length", round(sum(len(item.prompt_ids) for item in items) / len(items)))
+    context = getattr(task, "length", 0) or round(sum(len(item.prompt_ids) for item in items) / len(items))
     rows = []
     for case in (case for case in found[0] if all(case in measures for measures in found)):
         values = columns(measures[case] for measures in found)

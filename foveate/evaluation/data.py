@@ -19,6 +19,7 @@ from foveate.evaluation.errors import DataError
 
 _START = re.compile(r"^\*\*\*\s?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
 _END = re.compile(r"^\*\*\*\s?END OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
+_KINDS = {str: "text", list: "list", int: "number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,27 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             raise DataError(f"{path}:{number}: malformed JSON, column {error.colno}: {error.msg}") from None
 
 
-def find_data_file(folder: Path, stem: str) -> Path:
-    """`folder/stem`, or the same with .xz. Raises `DataError` naming both if neither is there."""
+def subfolder(data: Path, name: str) -> Path:
+    """`data/name` if there is such a folder, else `data` itself. Raises `DataError` if that is none."""
+    data = Path(data)
+    if not data.is_dir():
+        raise DataError(f"{data}: no such folder")
+    return data / name if (data / name).is_dir() else data
+
+
+def find_data_file(folder: Path, stem: str, content: str = "") -> Path:
+    """`folder/stem`, or the same with .xz. Raises `DataError` naming both, and their `content`, if neither is there."""
     for path in (folder / stem, folder / f"{stem}.xz"):
         if path.is_file():
             return path
-    raise DataError(f"{folder / stem}: no such file (nor {stem}.xz)")
+    raise DataError(f"{folder / stem}: no such file (nor {stem}.xz){content and f'; it should hold {content}'}")
+
+
+def field(value: Any, name: str, kind: type, where: str) -> Any:
+    """`value[name]` of a JSON object, of that kind. Raises `DataError`, beginning with `where`, if it is not there."""
+    if not isinstance(value, dict) or not isinstance(value.get(name), kind):
+        raise DataError(f"{where}: expected an object with '{name}' ({_KINDS[kind]})")
+    return value[name]
 
 
 def novel_files(data: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Asking a model a batch of items, greedily or teacher-forced, with the time of prefill and decode.
+"""Asking a model a batch of items, for answers or teacher-forced, with the time of prefill and decode.
 
 A batch is asked in two steps: the prompt is read, and what follows is generated or scored. So one reading can serve
 several methods, each of which goes on from it exactly as if it had read the prompt alone, or along the answers that
@@ -8,6 +8,7 @@ another has given.
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Greedy answers to a batch of items, and the distributions that they were chosen from."""
+    """Answers to a batch of items, and the distributions that they were chosen from."""
 
     tokens: torch.Tensor
     """int64 [B, T], padded behind a row's end."""
@@ -112,7 +113,7 @@ def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
 
 
 def run_batch(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Batch:
-    """Puts items to a model: answers greedily, or scores the targets if the items have them (then of equal lengths)."""
+    """Puts items to a model: answers them, or scores the targets if the items have them (then of equal lengths)."""
     return read_prompt(model, tokenizer, items).go_on(model)
 
 
@@ -141,7 +142,7 @@ def batches(items: Sequence[Item], size: int) -> list[list[Item]]:
 
 def _kind(item: Item) -> tuple[Any, ...]:
     lengths = (len(item.prompt_ids), len(item.target_ids)) if item.target_ids else ()
-    return (item.max_new_tokens, item.stop, *lengths)
+    return (item.max_new_tokens, item.stop, item.sampling is None, *lengths)
 
 
 class Prompt:
@@ -173,7 +174,7 @@ class Prompt:
         )
 
     def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
-        """The model's greedy answers with their distributions; `shared` as above. Raises TypeError for scored texts."""
+        """The model's answers with their distributions; `shared` as above. Raises TypeError for scored texts."""
         raise TypeError("texts whose continuation is given have no answers to trace")
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
@@ -186,12 +187,12 @@ class Prompt:
 
 
 class _Questions(Prompt):
-    """Questions of any lengths, padded on the left, answered greedily: `generate`, with a pause after the prompt."""
+    """Questions of any lengths, padded on the left, answered: `generate`, with a pause after the prompt."""
 
     timing = GENERATE
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]):
-        self._tokenizer, self._stop = tokenizer, items[0].stop
+        self._tokenizer, self._items, self._stop = tokenizer, items, items[0].stop
         self._ends = _as_list(model.generation_config.eos_token_id)
         pad = pad_token(model, tokenizer)
         self._width = max(len(item.prompt_ids) for item in items)
@@ -215,14 +216,15 @@ class _Questions(Prompt):
 
     @torch.inference_mode()
     def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
-        greedy = _Greedy(self._paused, keep=True)
-        ids = _decode(model, self._paused, self.cache.branch(model) if shared else self.cache, greedy)
-        return Trace(ids[:, self._width :], greedy.lengths, greedy.logits)
+        chooser = self._chooser(keep=True)
+        ids = _decode(model, self._paused, self.cache.branch(model) if shared else self.cache, chooser)
+        return Trace(ids[:, self._width :], chooser.lengths, chooser.logits)
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
-        ids = _decode(model, self._paused, cache, _Greedy(self._paused), clock)
-        rows = ids[:, self._width :].tolist()
-        return [Output(text=self._text(row)) for row in rows], len(rows[0]) - 1
+        chooser = self._chooser()
+        rows = _decode(model, self._paused, cache, chooser, clock)[:, self._width :].tolist()
+        outputs = [Output(text=self._text(row), tokens=n) for row, n in zip(rows, chooser.lengths.tolist())]
+        return outputs, len(rows[0]) - 1
 
     def _compare(self, model: PreTrainedModel, cache: Any, trace: Trace) -> list[Output]:
         along = _Along(trace)
@@ -232,6 +234,11 @@ class _Questions(Prompt):
             Output(text=self._text(row[:length]), tokens=length, divergence=divergence, agreed=agreed)
             for row, length, divergence, agreed in zip(*(column.tolist() for column in columns))
         ]
+
+    def _chooser(self, keep: bool = False) -> _Greedy:
+        if self._items[0].sampling is None:
+            return _Greedy(self._paused, keep)
+        return _Sampled(self._paused, self._items, keep)
 
     def _text(self, row: list[int]) -> str:
         return _text(self._tokenizer, row, self._ends, self._stop)
@@ -281,7 +288,7 @@ class _Greedy:
         """The next token, [B], of the ids so far, [B, n], and the logits, [B, vocabulary]."""
         if self.logits is not None:
             self.logits.append(logits)
-        token = self._paused.processors(ids, logits.float()).argmax(-1)
+        token = self._pick(self._paused.processors(ids, logits.float()))
         return token.where(self._unfinished > 0, self._paused.pad) if self._has_ends else token
 
     def ended(self, ids: torch.Tensor) -> bool:
@@ -289,6 +296,34 @@ class _Greedy:
         self.lengths += self._unfinished
         self._unfinished = self._unfinished & ~self._paused.criteria(ids, None)
         return not self._unfinished.any()
+
+    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
+        """A token each, [B], by the scores, float32 [B, vocabulary]."""
+        return scores.argmax(-1)
+
+
+class _Sampled(_Greedy):
+    """Tokens drawn as the items' `sampling` says.
+
+    A number of [0, 1) for every token of every item, drawn beforehand, is looked up in the cumulated probabilities, in
+    the order of the vocabulary: distributions that differ little give the same token but for a small share of numbers.
+    """
+
+    def __init__(self, paused: _Paused, items: Sequence[Item], keep: bool = False):
+        super().__init__(paused, keep)
+        rngs = [random.Random(item.sampling.seed) for item in items]
+        draws = [[rng.random() for _ in range(item.max_new_tokens)] for rng, item in zip(rngs, items)]
+        bounds = [[item.sampling.temperature, item.sampling.top_p] for item in items]
+        device = paused.ids.device
+        self._draws = iter(torch.tensor(draws, dtype=torch.float64, device=device).T[..., None])
+        self._temperature, self._top_p = torch.tensor(bounds, dtype=torch.float64, device=device).T[..., None]
+
+    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
+        probabilities = (scores.double() / self._temperature).softmax(-1)
+        falling, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        outside = falling.cumsum(-1) - falling >= self._top_p
+        kept = probabilities.masked_fill(outside.scatter(-1, order, outside), 0.0).cumsum(-1)
+        return torch.searchsorted(kept, next(self._draws) * kept[:, -1:], right=True)[:, 0]
 
 
 class _Along:

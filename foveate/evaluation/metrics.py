@@ -61,6 +61,11 @@ def string_match(prediction: str, answers: Sequence[str]) -> float:
     return sum(answer.lower() in said for answer in answers) / len(answers)
 
 
+def string_match_part(prediction: str, answers: Sequence[str]) -> float:
+    """RULER's string_match_part, 0 or 1: one of the answers is contained in the prediction, ignoring case."""
+    return float(string_match(prediction, answers) > 0)
+
+
 @dataclass(frozen=True)
 class Interval:
     """A metric and its 95 % percentile-bootstrap bounds, in the metric's own unit."""

@@ -315,7 +315,7 @@ def _row(
             "task": task.name,
             "task_settings": task.settings(),
             "split": task.split,
-            "length": getattr(task, "length", round(prompt_tokens)),
+            "length": getattr(task, "length", 0) or round(prompt_tokens),
             "n": len(items),
             "score": main.value,
             "low": main.low,

@@ -13,7 +13,6 @@ from foveate.evaluation import data as reading
 from foveate.evaluation.errors import DataError
 
 _VERSIONS = {"1.1": "1.1", "v1.1": "1.1", "2.0": "2.0", "v2.0": "2.0"}
-_KINDS = {str: "text", list: "list", int: "number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,12 @@ def find_squad(data: Path, name: str = "") -> Path:
     Looks into `data/squad`, if there is one, else into `data`; without a `name`, files with "v2" and "dev" in theirs go
     first. Raises `DataError` if there is none.
     """
-    data = Path(data)
-    if not data.is_dir():
-        raise DataError(f"{data}: no such folder")
-    folder = data / "squad" if (data / "squad").is_dir() else data
+    folder = reading.subfolder(data, "squad")
     if name:
         return reading.find_data_file(folder, name)
     found = [path for path in folder.iterdir() if path.is_file() and path.name.endswith((".json", ".json.xz"))]
     if not found:
-        raise DataError(f"{data}: no SQuAD file found; expected .json or .json.xz in {data / 'squad'}")
+        raise DataError(f"{data}: no SQuAD file found; expected .json or .json.xz in {Path(data) / 'squad'}")
     return min(found, key=lambda path: (not ("v2" in path.name and "dev" in path.name), path.name))
 
 
@@ -92,33 +88,27 @@ def read_squad(path: Path) -> Squad:
 
 
 def _article(article: Any, where: str) -> Article:
-    title, paragraphs = _field(article, "title", str, where), _field(article, "paragraphs", list, where)
+    title, paragraphs = reading.field(article, "title", str, where), reading.field(article, "paragraphs", list, where)
     return Article(
         title, tuple(_paragraph(part, f"{where}.paragraphs[{number}]") for number, part in enumerate(paragraphs))
     )
 
 
 def _paragraph(paragraph: Any, where: str) -> Paragraph:
-    text, questions = _field(paragraph, "context", str, where), _field(paragraph, "qas", list, where)
+    text, questions = reading.field(paragraph, "context", str, where), reading.field(paragraph, "qas", list, where)
     return Paragraph(text, tuple(_question(part, f"{where}.qas[{number}]") for number, part in enumerate(questions)))
 
 
 def _question(question: Any, where: str) -> Question:
-    answers = _field(question, "answers", list, where)
-    if "is_impossible" in question and _field(question, "is_impossible", bool, where) == bool(answers):
+    answers = reading.field(question, "answers", list, where)
+    if "is_impossible" in question and reading.field(question, "is_impossible", bool, where) == bool(answers):
         raise DataError(f"{where}: 'is_impossible' contradicts the {len(answers)} 'answers'")
     return Question(
-        _field(question, "id", str, where),
-        _field(question, "question", str, where),
+        reading.field(question, "id", str, where),
+        reading.field(question, "question", str, where),
         tuple(_answer(answer, f"{where}.answers[{number}]") for number, answer in enumerate(answers)),
     )
 
 
 def _answer(answer: Any, where: str) -> Answer:
-    return Answer(_field(answer, "text", str, where), _field(answer, "answer_start", int, where))
-
-
-def _field(value: Any, name: str, kind: type, where: str) -> Any:
-    if not isinstance(value, dict) or not isinstance(value.get(name), kind):
-        raise DataError(f"{where}: expected an object with '{name}' ({_KINDS[kind]})")
-    return value[name]
+    return Answer(reading.field(answer, "text", str, where), reading.field(answer, "answer_start", int, where))

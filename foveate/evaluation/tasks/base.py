@@ -13,12 +13,24 @@ from foveate.evaluation.prompting import Message
 
 
 @dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How an answer's tokens are drawn: at a `temperature` above 0, from the fewest that have `top_p` of the mass.
+
+    The draws are a function of `seed`: they are the same for every method, and in every batch.
+    """
+
+    temperature: float
+    top_p: float
+    seed: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Item:
     """One question put to a model.
 
     `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. An item with
-    `target_ids` `[T]` is scored teacher-forced (T decode steps); one without is answered greedily, up to
-    `max_new_tokens` tokens or the first `stop` string.
+    `target_ids` `[T]` is scored teacher-forced (T decode steps); one without is answered greedily, or by `sampling`, up
+    to `max_new_tokens` tokens or the first `stop` string.
     """
 
     id: str
@@ -29,6 +41,7 @@ class Item:
     max_new_tokens: int = 0
     stop: str = ""
     target_ids: tuple[int, ...] = ()
+    sampling: Sampling | None = None
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -39,10 +52,11 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a model made of an item: its text, or the summed negative log-likelihood (nats) of the target tokens.
+    """What a model made of an item: its text and number of `tokens`, the end token among them; or the summed negative
+    log-likelihood (nats) of the target tokens.
 
-    Of an answer that another method has given: its text and number of `tokens`, the summed KL `divergence` (nats) of
-    the distributions along it from those that it was chosen from, and at how many tokens the choice `agreed`.
+    Of an answer that another method has given, besides: the summed KL `divergence` (nats) of the distributions along it
+    from those that it was chosen from, and at how many tokens the choice `agreed`.
     """
 
     text: str = ""

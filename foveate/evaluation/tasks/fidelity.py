@@ -1,7 +1,7 @@
 """How closely a method follows dense attention, token by token, on the items of another task.
 
 Answers are right or wrong, and at hundreds of items their difference from dense has an interval of several points. The
-distributions of the tokens say more: every method is led along dense attention's own greedy answers, and at each token
+distributions of the tokens say more: every method is led along dense attention's own answers, and at each token
 its prediction is compared with dense attention's. What a method costs shows long before an answer changes.
 """
 

@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,20 +23,22 @@ from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
 from foveate.evaluation.words import ADJECTIVES, NOUNS
 
-NEEDLE = "One of the special magic numbers for {key} is: {value}."
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 TEMPLATE = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the number afterwards.\n{context}\n"
-    "What is the special magic number for {key} mentioned in the provided text?"
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\n"
+    "What is the special magic {kind} for {key} mentioned in the provided text?"
 )
-ANSWER_PREFIX = "The special magic number for {key} mentioned in the provided text is"
+ANSWER_PREFIX = "The special magic {kind} for {key} mentioned in the provided text is"
+"""`kind`: number, word or uuid."""
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """RULER's 40 depths, in percent; here of the text (there of its sentences), to the nearest start of a sentence."""
 _FIRST, _STRIDE = 20, 23  # any run of items is spread over the depths, 40 in a row visit each once
 _NEEDLES = {"single": 1, "multi": 10}
 _SHORTEST = 256
-_CHARS_PER_TOKEN = 8
+CHARS_PER_TOKEN = 8
+"""More than enough for English prose."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]_]*\s")
 _ABBREVIATION = re.compile(r"(?:^|[\s(\"'“‘])(?:[A-Z]|Mrs?|Ms|Messrs|Dr|St|Mme|Mlle|No|vol|viz|etc|i\.e|e\.g)\.$")
@@ -78,14 +80,14 @@ class NeedleInAHaystack(Task):
         rng = random.Random(f"niah/{seed}/{index}")
         depth = DEPTHS[(_FIRST + _STRIDE * index) % len(DEPTHS)]
         keys = _keys(rng, _NEEDLES[self.split])
-        needles = [NEEDLE.format(key=key, value=rng.randint(1_000_000, 9_999_999)) for key in keys]
+        needles = [NEEDLE.format(kind="number", key=key, value=rng.randint(1_000_000, 9_999_999)) for key in keys]
         places = [depth / 100, *(rng.random() for _ in needles[1:])]
-        prefix = ANSWER_PREFIX.format(key=keys[0])
-        window = library.window(rng.random(), _CHARS_PER_TOKEN * self.length)
+        prefix = ANSWER_PREFIX.format(kind="number", key=keys[0])
+        window = library.window(rng.random(), CHARS_PER_TOKEN * self.length)
 
         def messages(chars: int) -> tuple[Message, ...]:
             context = insert(window[:chars], needles, places)
-            return ({"role": "user", "content": TEMPLATE.format(context=context, key=keys[0])},)
+            return ({"role": "user", "content": TEMPLATE.format(kind="number", context=context, key=keys[0])},)
 
         chars, ids = fit(window, self.length, lambda chars: encode(tokenizer, messages(chars), prefix))
         if len(ids) < 0.99 * self.length:
@@ -148,29 +150,51 @@ def fit(text: str, length: int, encoded: Callable[[int], list[int]]) -> tuple[in
     one only where a word is more than that 1 %. Guesses by the characters per token seen so far, bisecting where a
     guess leads out of bounds. Raises `UserError` if even an empty text is too long.
     """
-    empty = encoded(0)
-    if len(empty) >= length:
-        raise UserError(f"a length of {length:,} tokens is too short: question and needles alone take {len(empty):,}")
-    cuts = [0, *(match.start() for match in re.finditer(r"(?<=\S)(?:\s|$)", text))]
-    low, high, best = 0, len(cuts), empty  # cuts[low] fits, cuts[high] does not
-    cut = bisect.bisect_left(cuts, 4 * (length - len(empty)))
-    while low < high - 1 and length - len(best) > length // 400:
-        if not low < cut < high:
-            cut = (low + high) // 2
-        ids = encoded(cuts[cut])
-        if len(ids) <= length:
-            low, best = cut, ids
-        else:
-            high = cut
-        per_token = cuts[cut] / max(1, len(ids) - len(empty))
-        cut = bisect.bisect_left(cuts, cuts[cut] + per_token * (length - len(ids)))
-    chars = cuts[low]
+    chars, best = longest(word_ends(text), length, encoded)
     while len(best) < 0.99 * length and chars < len(text):
         ids = encoded(chars + 1)
         if len(ids) > length:
             break
         chars, best = chars + 1, ids
     return chars, best
+
+
+def word_ends(text: str) -> list[int]:
+    """The lengths to which `text` can be cut between words: 0, and the characters up to the end of each word."""
+    return [0, *(match.start() for match in re.finditer(r"(?<=\S)(?:\s|$)", text))]
+
+
+def longest(
+    sizes: Sequence[int],
+    length: int,
+    encoded: Callable[[int], list[int]],
+    step: float = 0.25,
+    spare: int = 0,
+    least: str = "question and needles",
+) -> tuple[int, list[int]]:
+    """The largest of `sizes` (rising) for which `encoded(size)` has at most `length` tokens, or one within 0.25 %.
+
+    Returns (size, token ids). Guesses by the tokens that one more of the size has added so far, `step` at first,
+    bisecting where a guess leads out of bounds. Guesses that aim at `spare` tokens below the length are fewer, and
+    within that is near enough. Raises `UserError` if even the smallest size, which is `least`, is too long.
+    """
+    empty = encoded(sizes[0])
+    if len(empty) >= length:
+        raise UserError(f"a length of {length:,} tokens is too short: {least} alone take {len(empty):,}")
+    low, high, best = 0, len(sizes), empty  # sizes[low] fits, sizes[high] does not
+    aim, near = length - spare, max(length // 400, spare - 1)
+    cut = min(bisect.bisect_left(sizes, sizes[0] + (aim - len(empty)) / step), high - 1)
+    while low < high - 1 and length - len(best) > near:
+        if not low < cut < high:
+            cut = (low + high) // 2
+        ids = encoded(sizes[cut])
+        if len(ids) <= length:
+            low, best = cut, ids
+        else:
+            high = cut
+        per_token = (sizes[cut] - sizes[0]) / max(1, len(ids) - len(empty))
+        cut = bisect.bisect_left(sizes, sizes[cut] + per_token * (aim - len(ids)))
+    return sizes[low], best
 
 
 def _keys(rng: random.Random, count: int) -> list[str]:

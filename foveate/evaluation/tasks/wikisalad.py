@@ -73,10 +73,7 @@ class WikiSalad(ContextQuestions):
     splits: ClassVar[tuple[str, ...]] = tuple(SETS)
 
     def files(self, data: Path) -> list[Path]:
-        if not Path(data).is_dir():
-            raise DataError(f"{data}: no such folder")
-        folder = Path(data) / "wikisalad"
-        return [reading.find_data_file(folder if folder.is_dir() else Path(data), SETS[self.split].file)]
+        return [reading.find_data_file(reading.subfolder(data, "wikisalad"), SETS[self.split].file)]
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         (path,) = self.files(data)

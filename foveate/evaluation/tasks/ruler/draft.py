@@ -1,0 +1,72 @@
+"""What a kind of RULER task gives: prompts whose length is still open."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""A line of the noise haystack."""
+NOISE_TOKENS = 20
+"""Fewest tokens of such a line: its words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """An item before it is fitted: `text(size)` is the user's message with that much haystack, the same at every call.
+
+    `sizes` are the allowed ones, rising; one more of the size adds about `step` tokens to the prompt. `least` is what
+    stands in a prompt of the smallest size, in words, and `source` what bounds the largest, if anything does.
+    """
+
+    text: Callable[[int], str]
+    sizes: Sequence[int]
+    step: float
+    answer_prefix: str
+    answers: tuple[str, ...]
+    least: str = "question and needles"
+    source: str = ""
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Kind(Protocol):
+    """A kind of RULER task with its settings."""
+
+    new_tokens: ClassVar[int]
+    """The longest answer, as published."""
+
+    def files(self, data: Path) -> list[Path]:
+        """The files of the data folder that drafts are made of. Raises `DataError` if one that is needed is missing."""
+
+    def drawer(
+        self, data: Path, tokenizer: Any, length: int, limit: int, seed: int
+    ) -> Callable[[random.Random, int], Draft]:
+        """Reads the data and returns what draws the draft of an item from a generator and the item's index.
+
+        Raises `DataError` for malformed data and `UserError` for a `limit` above what the data can give.
+        """
+
+
+def at_random(where: int, lines: Sequence[str], pieces: Sequence[str]) -> list[str]:
+    """`lines` with the `pieces`, in their order, before different lines; `where` seeds the draw of the places.
+
+    Raises ValueError if there are fewer lines than pieces.
+    """
+    places = sorted(random.Random(where).sample(range(len(lines)), len(pieces)))
+    mixed = list(lines)
+    for place, piece in reversed(list(zip(places, pieces))):
+        mixed.insert(place, piece)
+    return mixed
+
+
+def distinct(count: int, draw: Callable[[], str], taken: Sequence[str] = ()) -> list[str]:
+    """`count` different draws, in their order, none of them in `taken`."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        drawn = draw()
+        if drawn not in taken:
+            found[drawn] = None
+    return list(found)
