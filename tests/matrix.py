@@ -25,12 +25,23 @@ PROMPT, DECODED = 61, 24
 
 def small(name, layer=0):
     """A registered method as one of three layers gets it, under its small budget."""
-    return methods.make(name, **methods.get(name).small_budget).for_layer(layer, 3)
+    return methods.make(name, **methods.get(name).small_budget).for_layer(layer, 3, [layer])
 
 
 VARIANTS = [
     *((name, small(name)) for name in NAMES),
     *((name, small(name, 1)) for name in NAMES if small(name, 1) != small(name)),
+    *(
+        (f"kascade/{name}", methods.make("kascade", **({"top_k": 9, "tile": 12} | settings)).for_layer(1, 3))
+        for name, settings in {
+            "tiles": {"anchors": [1]},
+            "decode_only": {"anchors": [1], "decode_only": True},
+            "pre_softmax": {"anchors": [1], "pooling": "pre_softmax"},
+            "layer": {"anchors": [1], "pool": "layer", "tile": 5},
+            "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3},
+        }.items()
+    ),
+    ("quest/kv_head", methods.make("quest", top_k=0.2, min_k=4, page_size=4, pool="kv_head").for_layer(2, 3)),
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
     ("snapkv/max", methods.make("snapkv", top_k=0.2, window=4, kernel_size=5, pooling="max")),
     ("tova/kv_head", methods.make("tova", top_k=15, pool="kv_head")),
@@ -191,7 +202,7 @@ def assert_same_state(a, b):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layer", [0, 1])
 def test_full_budget_is_dense_exactly_when_declared(name, layer):
-    method = methods.make(name, **methods.get(name).full_budget).for_layer(layer, 3)
+    method = methods.make(name, **methods.get(name).full_budget).for_layer(layer, 3, [layer])
     tokens = Tokens.random(2, PROMPT + DECODED)
     driver = Driver(method)
     out = torch.cat([driver.feed(tokens[:PROMPT]), driver.feed_steps(tokens[PROMPT:])], 2)
@@ -213,7 +224,7 @@ def test_context_shorter_than_the_budget_is_dense(method):
     tokens = Tokens.random(2, 6)
     driver = Driver(method, prompt_end=4)
     out = torch.cat([driver.feed(tokens[:4]), driver.feed_steps(tokens[4:5])], 2)
-    if getattr(method, "tail", 9) >= 5:
+    if getattr(method, "tail", 9) >= 5 and not (hasattr(method, "place") and getattr(method, "top_p", 1) < 1):
         close(out, dense(tokens[:5]))
 
 
@@ -267,6 +278,9 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     driver.feed(tokens[:PROMPT])
     driver.feed_steps(tokens[PROMPT:-1])
     raw, summaries = influences(driver, tokens[-1:])
+    louder = dataclasses.replace(tokens[-1:], v=tokens[-1:].v + 1e4)
+    own = copy.deepcopy(driver).feed(louder) - copy.deepcopy(driver).feed(tokens[-1:])
+    own = own.abs().amax(-1)[0, :, 0].view(KV_HEADS, -1).any(1)
 
     counted = copy.deepcopy(driver)
     counters = counted.layer.counters
@@ -284,14 +298,20 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
         changing = summaries[level].sum(1).float().mean().item()
         looked_at, refined = looked_at + exist, exist - changing
     assert float(counters.pages_refined) == pytest.approx(refined)
-    # one more key is the token's own
-    read = raw.sum(1).float().mean().item() + 1 + looked_at * getattr(method, "reads_per_summary", 0)
+    read = raw.sum(1).add(own).float().mean().item() + looked_at * getattr(method, "reads_per_summary", 0)
+    scored = getattr(method, "scores_all_keys", False)
+    if scored and not method.place.dense:
+        read += len(tokens) / 2  # all keys without their values
+    if method.name == "quest":
+        read += len(tokens) // method.page_size + len(tokens) % method.page_size / 2  # corners; keys of the open page
     assert float(counters.keys_read) == pytest.approx(read)
     assert counters.keys_available == len(tokens)
 
     poisoned = copy.deepcopy(driver)
     unread = ~raw
-    for name in ("keys", "values"):
+    if method.name == "quest":
+        unread[:, (len(tokens) - 1) // method.page_size * method.page_size :] = False
+    for name in ("values",) if scored else ("keys", "values"):
         poisoned.store.tensors[name][0, :, : driver.store.used][unread] = float("nan")
     close(poisoned.feed(tokens[-1:]), base, 1e-6)
 
@@ -306,7 +326,7 @@ def test_small_budget_reads_less_than_dense(method):
     assert counters.decode_steps == DECODED
     available = sum(range(PROMPT + 1, PROMPT + DECODED + 1))
     assert counters.keys_available == available
-    if method.name == "dense":
+    if method.name == "dense" or (hasattr(method, "place") and method.place.dense):
         assert float(counters.keys_read) == available
     else:
         assert float(counters.keys_read) < 0.8 * available
@@ -367,7 +387,11 @@ def test_left_padded_rows_equal_batch_size_one(method, chunk):
     decoded = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in steps]) for n in "qkv")))
     for b, (prompt, step) in enumerate(zip(prompts, steps)):
         alone = Driver(method, len(prompt))
-        expected = alone.feed(prompt)
+        if method.causal_granularity > 1:  # a tile that a chunk ends in is split
+            edges = sorted({max(cut - PROMPT + len(prompt), 0) for cut in cuts})
+            expected = torch.cat([alone.feed(prompt[first:last]) for first, last in itertools.pairwise(edges)], 2)
+        else:
+            expected = alone.feed(prompt)
         tail = min(len(prompt), out.shape[2])
         close(out[b : b + 1, :, -tail:], expected[:, :, -tail:])
         close(decoded[b : b + 1], alone.feed_steps(step))
@@ -419,7 +443,8 @@ def test_chunked_prefill_equals_one_piece(method, cuts):
     tokens = Tokens.random(2, PROMPT + DECODED)
     whole, chunked = Driver(method), Driver(method)
     expected = whole.feed(tokens[:PROMPT])
-    edges = [0, *cuts, PROMPT]
+    reach = 1 if method.whole_prompt else method.causal_granularity  # tiles stay whole
+    edges = sorted({0, *(cut // reach * reach for cut in cuts), PROMPT})
     out = feed_pieces(chunked, [(tokens[a:b], None) for a, b in itertools.pairwise(edges)])
     if out is None:
         return

@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -42,7 +42,9 @@ class Method:
     evicts: ClassVar[bool] = False
     """Whether slots are given up for good."""
     stateful: ClassVar[bool] = True
-    """Whether decoding a token changes more than the keys and values stored: then tokens are decoded one at a time."""
+    """Whether decoding a token changes more than the keys and values stored."""
+    decodes_in_blocks: ClassVar[bool] = False
+    """Whether several decoded tokens may be attended to at once, as those of a prompt are."""
     dense_at_full_budget: ClassVar[bool] = True
     """Whether a budget of the whole context gives dense attention."""
     causal_granularity: ClassVar[int] = 1
@@ -66,8 +68,12 @@ class Method:
 
     # Policy
 
-    def for_layer(self, layer: int, num_layers: int) -> Method:
-        """The method of one layer; composed methods differ from layer to layer."""
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
+        """The method of one layer; composed methods differ from layer to layer.
+
+        Args:
+            among: the layers that the method is applied to, ascending; None for all.
+        """
         return self
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -166,7 +166,7 @@ class LuKA(Method):
         """Vectors read of a summary, in those of a raw token (its key and its value)."""
         return 1.0 + 0.5 * self.uses_spread + 1.0 * self.uses_bounds
 
-    def for_layer(self, layer: int, num_layers: int) -> LuKA:
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> LuKA:
         if self.compressor != "trained":
             return self
         file = Path(self.summariser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,15 +40,19 @@ class PerLayer(Method):
     def __hash__(self):
         return hash(self.spec)
 
-    def for_layer(self, layer: int, num_layers: int) -> Method:
-        chosen = [method for key, method in self.layers.items() if _covers(key, layer, num_layers)]
-        if len(chosen) > 1:
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
+        key, among = self._key(layer, num_layers), range(num_layers) if among is None else among
+        alike = [other for other in among if self._key(other, num_layers) == key]
+        return make(self.layers[key]).for_layer(layer, num_layers, alike)
+
+    def _key(self, layer: int, num_layers: int) -> str:
+        """The key that names a layer."""
+        keys = [key for key in self.layers if _covers(key, layer, num_layers)]
+        if len(keys) > 1:
             raise ValueError(f"per_layer: layer {layer} is named by several keys of {sorted(self.layers)}")
-        rest = self.layers.get("rest")
-        if not chosen and rest is None:
+        if not keys and "rest" not in self.layers:
             raise ValueError(f"per_layer: no method for layer {layer} of {num_layers}; add it, or the key 'rest'")
-        method = make(chosen[0] if chosen else rest)
-        return method.for_layer(layer, num_layers)
+        return keys[0] if keys else "rest"
 
 
 def per_layer(layers: dict[Any, str | Method]) -> PerLayer:
@@ -80,10 +85,14 @@ class Mixed(Method):
     def settings(self) -> dict[str, Any]:
         return {"lined": _complete(self.lined), "clustered": _complete(self.clustered), "ends": self.ends}
 
-    def for_layer(self, layer: int, num_layers: int) -> Method:
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
         ends = max(1, round(self.ends * num_layers))
-        method = make(self.lined if layer < ends or layer >= num_layers - ends else self.clustered)
-        return method.for_layer(layer, num_layers)
+
+        def lined(layer: int) -> bool:
+            return layer < ends or layer >= num_layers - ends
+
+        alike = [other for other in among or range(num_layers) if lined(other) == lined(layer)]
+        return make(self.lined if lined(layer) else self.clustered).for_layer(layer, num_layers, alike)
 
 
 def _spec(method: str | Method | dict[str, Any]) -> str:

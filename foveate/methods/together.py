@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,8 +33,8 @@ class Together(Method):
     def spec(self) -> str:
         return " + ".join(method.spec for method in self.methods)
 
-    def for_layer(self, layer: int, num_layers: int) -> Together:
-        return Together(tuple(method.for_layer(layer, num_layers) for method in self.methods))
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Together:
+        return Together(tuple(method.for_layer(layer, num_layers, among) for method in self.methods))
 
     @property
     def observers(self) -> list[Method]:

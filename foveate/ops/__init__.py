@@ -16,6 +16,7 @@ from foveate.ops.attend import (
     attend_cover,
     attend_indices,
     attend_pages,
+    attend_tiles,
     attend_window,
     gather_fields,
     gather_pages,
@@ -44,6 +45,7 @@ from foveate.ops.score import (
     logit_deviation,
     logit_reach,
     query_mass,
+    tile_logits,
     tile_mass,
 )
 from foveate.ops.select import StreamingTopK, by_bound, by_mass, first_of, topk, topk_rows
@@ -58,6 +60,7 @@ __all__ = [
     "attend_cover",
     "attend_indices",
     "attend_pages",
+    "attend_tiles",
     "attend_window",
     "attention_divergence",
     "by_bound",
@@ -85,6 +88,7 @@ __all__ = [
     "refine",
     "root_weights",
     "summarise",
+    "tile_logits",
     "tile_mass",
     "topk",
     "topk_rows",

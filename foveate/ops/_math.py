@@ -24,6 +24,18 @@ def unfold_group(x: Tensor, num_heads: int) -> Tensor:
     return x.reshape(batch, num_heads, rows * num_kv_heads // num_heads, *x.shape[3:])
 
 
+def tile_rows(q: Tensor, num_kv_heads: int, tile: int, offset: int) -> tuple[Tensor, int]:
+    """Queries in tiles, the heads of a group side by side.
+
+    Returns:
+        ``(rows [B, Hkv, T, G * tile, D], lead)``: zeros where no query is given, ``lead`` of them before the first.
+    """
+    lead, group = offset % tile, q.shape[1] // num_kv_heads
+    q = torch.nn.functional.pad(q, (0, 0, lead, -(lead + q.shape[2]) % tile))
+    rows = q.unflatten(2, (-1, tile)).unflatten(1, (num_kv_heads, group))
+    return rows.transpose(2, 3).flatten(3, 4), lead
+
+
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` with an fp32 result, whatever the inputs' dtype; ``a [..., M, K]``, ``b [..., K, N]``."""
     if a.dtype == torch.float32:

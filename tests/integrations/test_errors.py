@@ -430,7 +430,7 @@ def layer_lengths(cache):
     return [layer.get_seq_length() for layer in cache.layers]
 
 
-@pytest.mark.parametrize("method", [name for name in methods.names() if name != "dense"])
+@pytest.mark.parametrize("method", [name for name in methods.names() if methods.get(name).stateful])
 def test_what_is_final_cannot_be_cropped(model, method):
     with torch.no_grad(), foveate.attached(model, method, **methods.get(method).small_budget):
         cache = model(tokens(40)).past_key_values

@@ -190,6 +190,43 @@ def test_causal_needs_enough_keys():
         ops.attend_causal(q, k, v, scaling=0.3, offset=15)
 
 
+# attend_tiles
+
+
+@given(shapes(), SEEDS, st.sampled_from(LAYOUTS), st.integers(1, 8), st.integers(0, 5))
+@settings(max_examples=60)
+def test_tiles_share_their_keys_and_see_their_own_causally(shape, seed, layout, tile, chosen):
+    q, k, v = problem(shape, seed, layout=layout)
+    tiles = range(shape.offset // tile, -(-(shape.offset + shape.queries) // tile))
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.full((shape.batch, shape.kv_heads, len(tiles), chosen), -1)
+    mask = torch.zeros(shape.batch, shape.kv_heads, shape.queries, k.shape[2], dtype=torch.bool)
+    for b in range(shape.batch):
+        for h in range(shape.kv_heads):
+            for t, index in enumerate(tiles):
+                begin = index * tile
+                picked = torch.randperm(begin, generator=generator)[: max(0, chosen - t % 2)]
+                indices[b, h, t, : len(picked)] = picked
+                for i in range(max(begin - shape.offset, 0), min(begin + tile - shape.offset, shape.queries)):
+                    mask[b, h, i, picked] = True
+                    mask[b, h, i, begin : shape.offset + i + 1] = True
+    out = ops.attend_tiles(q, k, v, indices, tile=tile, scaling=0.3, offset=shape.offset).out
+    assert_close(out, naive(q, k, v, 0.3, mask).out)
+    unread = ~mask.any(2)
+    k, v = (x.masked_fill(unread[..., None], NAN) for x in (k, v))
+    assert torch.equal(ops.attend_tiles(q, k, v, indices, tile=tile, scaling=0.3, offset=shape.offset).out, out)
+
+
+def test_tiles_in_blocks_and_selections_that_do_not_fit(monkeypatch):
+    q, k, v = problem(SOME)
+    indices = torch.arange(5).expand(2, 2, 2, 5) - 1
+    out = ops.attend_tiles(q, k, v, indices, tile=6, scaling=0.3, offset=14).out
+    monkeypatch.setattr(_math, "SCRATCH_BYTES", 1)
+    assert_close(ops.attend_tiles(q, k, v, indices, tile=6, scaling=0.3, offset=14).out, out)
+    with pytest.raises(ValueError, match="do not fit 1 tiles of 2 KV heads"):
+        ops.attend_tiles(q, k, v, indices, tile=12, scaling=0.3, offset=14)
+
+
 # attend_window
 
 

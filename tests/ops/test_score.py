@@ -116,15 +116,30 @@ def test_the_causal_bound_holds_inside_a_block_of_queries(later):
 @settings(max_examples=50)
 def test_tile_mass_is_the_mean_over_a_tile_and_its_group(shape, seed, layout, tile, extra):
     q, k, expected = causal(shape, seed, layout=layout, extra=extra)
-    masses = list(ops.tile_mass(q, k, expected.lse.float(), tile=tile, scaling=0.3, offset=shape.offset))
-    assert [index for index, _ in masses] == list(range(-(-shape.queries // tile)))
-    for index, mass in masses:
-        first, last = index * tile, min((index + 1) * tile, shape.queries)
-        visible = shape.offset + last
-        assert mass.shape == (shape.batch, shape.kv_heads, visible)
-        weights = expected.weights[:, :, first:last, :visible].unflatten(1, (shape.kv_heads, shape.group))
-        assert_close(mass, weights.mean((2, 3)))
-        assert_close(mass.sum(-1), torch.ones(shape.batch, shape.kv_heads))
+    blocks = list(ops.tile_mass(q, k, expected.lse.float(), tile=tile, scaling=0.3, offset=shape.offset))
+    tiles = [(first + t, mass[:, :, t]) for first, mass in blocks for t in range(mass.shape[2])]
+    assert [index for index, _ in tiles] == list(
+        range(shape.offset // tile, -(-(shape.offset + shape.queries) // tile))
+    )
+    for index, mass in tiles:
+        begin = index * tile
+        first, last = max(begin - shape.offset, 0), min(begin + tile - shape.offset, shape.queries)
+        weights = expected.weights[:, :, first:last, :begin].unflatten(1, (shape.kv_heads, shape.group))
+        assert_close(mass[..., :begin], weights.mean((2, 3)))
+        assert (mass[..., begin:] == -float("inf")).all()
+
+
+@given(shapes(), SEEDS, st.sampled_from(LAYOUTS), st.integers(1, 8))
+@settings(max_examples=50)
+def test_tile_logits_are_those_of_the_queries_of_a_tile_together(shape, seed, layout, tile):
+    q, k, _ = causal(shape, seed, layout=layout)
+    for index, logits in ops.tile_logits(q, k, tile=tile, scaling=0.3, offset=shape.offset):
+        for t in range(logits.shape[2]):
+            begin = (index + t) * tile
+            first, last = max(begin - shape.offset, 0), min(begin + tile - shape.offset, shape.queries)
+            together = q[:, :, first:last].unflatten(1, (shape.kv_heads, shape.group)).sum((2, 3))
+            assert_close(logits[:, :, t, :begin], 0.3 * torch.einsum("bhd,bhnd->bhn", together, k[:, :, :begin]))
+            assert (logits[:, :, t, begin:] == -float("inf")).all()
 
 
 # query_mass

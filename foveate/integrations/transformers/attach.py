@@ -102,7 +102,8 @@ def attach(model: nn.Module, method: str | Method, **settings: Any) -> Attachmen
     uid = _uid()
     forward: dict[Hashable, Any] = {}
     policies = {
-        index: Policy(chosen.for_layer(index, config.num_hidden_layers), uid, forward=forward) for index in modules
+        index: Policy(chosen.for_layer(index, config.num_hidden_layers, sorted(modules)), uid, forward=forward)
+        for index in modules
     }
     detach(model)
     attention.register()

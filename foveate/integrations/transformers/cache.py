@@ -207,7 +207,7 @@ class Layer(CacheLayerMixin):
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]
-        if n > 1 and not self.method.stateful and store.uniform:
+        if n > 1 and self.method.decodes_in_blocks and store.uniform:
             store.append(k, v)
             for missing in range(n - 1, -1, -1):
                 store.count_read(store.used - missing, available=store.used - missing)

@@ -16,6 +16,7 @@ from foveate.ops.attend.reference import (
     page_slots,
     prompt_path,
 )
+from foveate.ops.attend.tiles import attend_tiles
 
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
 
@@ -27,6 +28,7 @@ __all__ = [
     "attend_cover",
     "attend_indices",
     "attend_pages",
+    "attend_tiles",
     "attend_window",
     "gather_fields",
     "gather_pages",

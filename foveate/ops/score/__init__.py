@@ -10,7 +10,7 @@ from foveate.ops.score.nodes import (
     logit_deviation,
     logit_reach,
 )
-from foveate.ops.score.reference import query_mass, tile_mass
+from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
 
@@ -23,5 +23,6 @@ __all__ = [
     "logit_deviation",
     "logit_reach",
     "query_mass",
+    "tile_logits",
     "tile_mass",
 ]

@@ -6,9 +6,10 @@ The mass is recomputed from the log-sum-exp of each query's row, block by block,
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.ops._math import block_length, fold_group, matmul_fp32
+from foveate.ops._math import block_length, fold_group, matmul_fp32, tile_rows
 
 
 def column_mass(
@@ -59,23 +60,63 @@ def column_mass(
 def tile_mass(
     q: Tensor, k: Tensor, lse: Tensor, *, tile: int, scaling: float, offset: int = 0
 ) -> Iterator[tuple[int, Tensor]]:
-    """Attention mass of each tile of queries, one tile at a time (Kascade, section 3.2: post-softmax pooling).
+    """Attention that tiles of queries pay to the keys before them (Kascade, section 3.4: post-softmax pooling).
 
-    Tile t holds the queries ``t * tile .. (t + 1) * tile - 1``; the mass of the keys from the tile's own first position
-    on is included, causally.
+    Tile t holds the positions ``t * tile .. (t + 1) * tile - 1``; query i is at position ``offset + i``, and a tile may
+    be given in part.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k: ``[B, Hkv, Lk, D]``.
+        lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees.
+        tile: positions in a tile.
 
     Yields:
-        ``(t, mass)`` with ``mass [B, Hkv, n]`` fp32 for the ``n = offset + last`` keys that the tile's last query sees:
-        the mean over the tile's queries and the heads of the group, so that it sums to 1.
+        ``(t, mass)``: the tiles ``t .. t + T - 1``, a few at a time, and fp32 ``[B, Hkv, T, n]`` for the n keys before
+        the last of them: the mean over the tile's queries and the heads of the group; -inf from its first position on.
     """
-    length = q.shape[2]
     group = q.shape[1] // k.shape[1]
-    for index, first in enumerate(range(0, length, tile)):
-        last = min(first + tile, length)
-        mass = column_mass(
-            q[:, :, first:last], k[:, :, : offset + last], lse[:, :, first:last], scaling=scaling, offset=offset + first
+    rows, lead = tile_rows(q, k.shape[1], tile, offset)
+    trail = rows.shape[2] * tile - lead - q.shape[2]
+    lse = F.pad(lse.masked_fill(lse.isneginf(), float("inf")), (lead, trail), value=float("inf"))
+    lse = lse.unflatten(2, (-1, tile)).unflatten(1, (-1, group)).transpose(2, 3).flatten(3)[..., None]
+    number = (lse[0, 0] < float("inf")).sum((1, 2)).clamp_min(1)
+    for first, last, keys, before in _tile_blocks(rows, lead, tile, offset):
+        mass, queries = k.new_empty(*rows.shape[:2], *before.shape, dtype=torch.float32), rows[:, :, first:last]
+        step = block_length(4 * rows.shape[0] * rows.shape[1] * queries.shape[2] * queries.shape[3], keys)
+        for start in range(0, keys, step):
+            some = k[:, :, start : min(start + step, keys)].transpose(-1, -2)
+            weights = matmul_fp32(queries.flatten(2, 3), some).mul_(scaling).unflatten(2, queries.shape[2:4])
+            mass[..., start : start + step] = weights.sub_(lse[:, :, first:last]).exp_().sum(3)
+        mass /= number[first:last, None]
+        yield (offset - lead) // tile + first, mass.masked_fill_(~before, float("-inf"))
+
+
+def tile_logits(q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """What the mean query of each tile makes of the keys before it (Kascade, section 3.4: pre-softmax pooling).
+
+    As :func:`tile_mass`, with scaled logits instead of attention.
+    """
+    rows, lead = tile_rows(q, k.shape[1], tile, offset)
+    for first, last, keys, before in _tile_blocks(rows, lead, tile, offset):
+        queries = rows[:, :, first:last].sum(3, dtype=torch.float32).to(rows.dtype)  # a tile given in part: same order
+        yield (
+            (offset - lead) // tile + first,
+            matmul_fp32(queries, k[:, :, :keys].transpose(-1, -2)).mul_(scaling).masked_fill_(~before, float("-inf")),
         )
-        yield index, mass / (group * (last - first))
+
+
+def _tile_blocks(rows: Tensor, lead: int, tile: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
+    """``(first, last, n, before)``: tiles ``first .. last - 1`` of those given, the n keys before the last of them, and
+    bool ``[T, n]``: which of these are before each."""
+    batch, heads, tiles, width = rows.shape[:4]
+    start, first = offset - lead, 0
+    while first < tiles:
+        last = min(tiles, first + block_length(4 * batch * heads * width * (start + (first + 1) * tile), tiles - first))
+        keys = start + (last - 1) * tile
+        begins = start + torch.arange(first, last, device=rows.device) * tile
+        yield first, last, keys, torch.arange(keys, device=rows.device) < begins[:, None]
+        first = last
 
 
 def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int) -> Tensor:

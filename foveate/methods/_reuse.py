@@ -1,0 +1,225 @@
+"""Keys chosen in some layers and read in the layers behind them: what Kascade and its kin have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import SlotCache
+from foveate.methods._common import attend_all
+from foveate.methods.base import Method, budget, setting
+
+
+class Place(NamedTuple):
+    """What one layer does."""
+
+    layer: int
+    anchor: int | None
+    """The layer that chooses the keys, this or an earlier one; None: all are read."""
+    dense: bool = False
+    """Whether the layer reads all keys nevertheless, and chooses for others alone."""
+    heads: tuple[int, ...] | None = None
+    """For each KV head the anchor's KV head whose keys it reads; None: that of its own number."""
+
+    @property
+    def chooses(self) -> bool:
+        return self.anchor == self.layer
+
+
+@dataclass(frozen=True)
+class SelectOnce(Method):
+    """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
+
+    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+        """What a layer does, one of those that the method is applied to."""
+        raise NotImplementedError
+
+    def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Keys chosen for one token a row: slots, int64 ``[B, Hkv, K]``, -1 for none."""
+        raise NotImplementedError
+
+    stateful: ClassVar[bool] = False
+
+    @property
+    def needs_prompt_end(self) -> bool:  # type: ignore[override]
+        """A decoded token reads its own choice of keys, the tokens of a prompt all keys, or those of their tile."""
+        return self.place.anchor is not None and not self.place.dense
+
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SelectOnce:
+        own = dataclasses.replace(self)
+        own.__dict__["place"] = self.place_of(layer, range(num_layers) if among is None else among)
+        return own
+
+    @property
+    def scores_all_keys(self) -> bool:
+        """Whether this layer looks at every key in order to choose, though it may read few values."""
+        return self.place.chooses
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        place = self.place
+        if place.anchor is None:
+            return attend_all(cache, q, scaling).out
+        if place.chooses:
+            indices = self.select(cache, q, scaling)
+            self._hand_on(cache, indices)
+            if place.dense:
+                return attend_all(cache, q, scaling).out
+        else:
+            indices = self._handed_on(cache)
+            cache.counters.indices_reused += cache.batch_size
+        read = (indices >= 0).sum(-1)
+        if place.chooses:  # all keys without their values, and then the chosen ones with them
+            geometry = cache.geometry
+            share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)
+            read = read + share * torch.as_tensor(cache.rows["counts"], device=cache.device)[:, None]
+        cache.count_read(read)
+        return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling).out
+
+    def _check_layers(self, name: str) -> None:
+        """A setting that lists layers, by number or by depth; kept as a tuple."""
+        layers = getattr(self, name)
+        self._check(name, isinstance(layers, (list, tuple)) and len(layers) > 0, "a list of layers")
+        object.__setattr__(self, name, tuple(layers))
+        kinds = {type(one) for one in layers}
+        numbers = kinds == {int} and all(one >= 0 for one in layers)
+        depths = kinds == {float} and all(0 <= one < 1 for one in layers)
+        rising = list(layers) == sorted(set(layers))
+        self._check(name, (numbers or depths) and rising, "rising layer numbers, or depths in [0, 1)")
+
+    def _hand_on(self, cache: SlotCache, indices: Tensor) -> None:
+        cache.hand_on((self.name, self.place.layer), indices)
+
+    def _handed_on(self, cache: SlotCache) -> Tensor:
+        """The anchor's selection, ``[B, Hkv, ...]``, for the heads of this layer."""
+        indices = cache.handed_on((self.name, self.place.anchor))
+        return indices if self.place.heads is None else indices[:, list(self.place.heads)]
+
+
+def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
+    """The layers that a setting lists, by their numbers in the model or by their depth among some layers.
+
+    Raises:
+        ValueError: for numbers of other layers.
+    """
+    layers = getattr(method, name)
+    if isinstance(layers[0], float):
+        last = len(among) - 1
+        return sorted({among[min(round(depth * len(among)), last)] for depth in layers})
+    strange = sorted(set(layers) - set(among))
+    if strange:
+        raise ValueError(
+            f"{method.name}: {name} must be among the layers that it is applied to, {list(among)}, not {strange[0]}"
+        )
+    return list(layers)
+
+
+def whole_layer_scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is."""
+    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
+    holes = cache.holes()
+    if holes is not None:
+        logits.masked_fill_(~holes[:, :, None], float("-inf"))
+    return logits.flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class TopKByMass(SelectOnce):
+    """Keys by their attention mass, which is computed exactly, pooled over the queries that share them."""
+
+    top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
+    min_k: int = setting(128, "least number of keys when top_k is a share")
+    top_p: float = setting(1.0, "attention mass after which no more keys are chosen, however many top_k allows")
+    pool: str = setting("kv_head", "whose attention is averaged: the heads of each kv_head, or of the whole layer")
+    pooling: str = setting("post_softmax", "what is averaged: attention (post_softmax) or queries (pre_softmax)")
+    decode_only: bool = setting(False, "read prompts densely")
+    tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        self._check_count("min_k")
+        top_p = isinstance(self.top_p, float) and 0 < self.top_p <= 1
+        self._check("top_p", top_p, "a float in (0, 1]")
+        self._check_choice("pool", "kv_head", "layer")
+        self._check_choice("pooling", "post_softmax", "pre_softmax")
+        self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", "1.0 with pre_softmax pooling")
+        self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
+        self._check_count("tile", 1)
+
+    @property
+    def causal_granularity(self) -> int:  # type: ignore[override]
+        """The queries of a tile choose together."""
+        return 1 if self.decode_only else self.tile
+
+    # Decode
+
+    def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        rows, holes = ops.fold_group(q, cache.geometry.num_kv_heads), cache.holes()
+        if self.pooling == "pre_softmax":
+            scores = ops.key_logits(rows.float().mean(2, keepdim=True).to(rows.dtype), cache.keys, scaling)[:, :, 0]
+        else:
+            logits = ops.key_logits(rows, cache.keys, scaling)
+            if holes is not None:
+                logits.masked_fill_(~holes[:, :, None], float("-inf"))
+            scores = logits.softmax(-1).mean(2)
+        if holes is not None:
+            scores = scores.masked_fill(~holes, float("-inf"))
+        return self._best(scores, cache.lengths, cache.geometry.num_kv_heads)
+
+    def _best(self, scores: Tensor, lengths: Sequence[int], num_kv_heads: int) -> Tensor:
+        """The keys of the highest scores ``[B, Hkv, N]``, of ``lengths`` in each row: ``[B, Hkv, K]``."""
+        if self.pool == "layer":
+            scores = scores.mean(1, keepdim=True)
+        counts = [min(budget(self.top_k, length, self.min_k), length) for length in lengths]
+        if self.top_p < 1:
+            order, enough = ops.by_mass(scores.clamp_min(0.0), 1 - self.top_p)
+            allowed = torch.tensor(counts, device=scores.device)[:, None]
+            chosen = ops.first_of(order, enough.clamp_min(1).minimum(allowed), max(counts))
+        elif len(set(counts)) == 1 and counts[0]:
+            chosen = ops.topk(scores, counts[0])
+        else:
+            chosen = ops.topk_rows(scores, torch.tensor(counts, device=scores.device), max(counts))
+        return chosen.expand(-1, num_kv_heads, -1)
+
+    # Prompt
+
+    @property
+    def sparse_prompt(self) -> bool:
+        """Also in a dense layer that chooses for others."""
+        return not self.decode_only and self.place.anchor is not None
+
+    def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
+        place, offset = self.place, cache.used - q.shape[2]
+        if self.decode_only or place.anchor is None:
+            return super().prompt(cache, q, scaling)
+        tile = max(1, self.tile // cache.geometry.group)
+        if place.chooses:
+            attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, offset=offset, need_lse=True)
+            indices = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
+            self._hand_on(cache, indices)
+            if place.dense:
+                return attended
+        else:
+            indices = self._handed_on(cache)
+        return ops.attend_tiles(q, cache.keys, cache.values, indices, tile=tile, scaling=scaling, offset=offset)
+
+    def _select_tiles(self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int) -> Tensor:
+        """Keys before each tile of a prompt: int32 ``[B, Hkv, T, K]``, -1 for none."""
+        if self.pooling == "pre_softmax":
+            blocks = ops.tile_logits(q, cache.keys, tile=tile, scaling=scaling, offset=offset)
+        else:
+            blocks = ops.tile_mass(q, cache.keys, lse, tile=tile, scaling=scaling, offset=offset)
+        chosen = []
+        for first, scores in blocks:
+            batch, _, tiles = scores.shape[:3]
+            lengths = [tile * (first + t) for t in range(tiles)] * batch
+            best = self._best(scores.transpose(1, 2).flatten(0, 1), lengths, cache.geometry.num_kv_heads)
+            chosen.append(best.to(torch.int32).unflatten(0, (batch, tiles)).transpose(1, 2))
+        most = max(one.shape[-1] for one in chosen)
+        return torch.cat([F.pad(one, (0, most - one.shape[-1]), value=-1) for one in chosen], 2)

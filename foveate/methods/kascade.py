@@ -1,0 +1,82 @@
+"""Kascade: exact top-k keys in a few anchor layers, read again in the layers behind them; and its oracle."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from foveate.methods._reuse import Place, TopKByMass, layer_numbers
+from foveate.methods.base import setting
+
+
+@dataclass(frozen=True)
+class Kascade(TopKByMass):
+    """Anchor layers compute the attention mass of all keys and choose; the layers behind an anchor read its choice.
+
+    Layer 0 is dense, and chooses for the layers up to the next anchor. In a prompt, tiles of queries choose together
+    among the keys before them, and see those of their own tile causally; tiles begin at multiples of their length from
+    a row's first token, and a tile that a chunk of the prompt ends in is chosen for in two parts.
+    """
+
+    name: ClassVar[str] = "kascade"
+    source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, arXiv:2512.16391"
+    full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
+    small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
+
+    anchors: Any = setting(5, "anchor layers: their numbers, or how many, evenly spaced from layer 0 on")
+    heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.anchors, (list, tuple)):
+            self._check_layers("anchors")
+        else:
+            self._check_count("anchors", 1)
+        if self.heads is not None:
+            maps = isinstance(self.heads, dict) and all(
+                str(layer).isdigit() and isinstance(heads, (list, tuple)) for layer, heads in self.heads.items()
+            )
+            self._check("heads", maps, "lists of KV heads by layer")
+            object.__setattr__(self, "heads", {str(layer): list(heads) for layer, heads in self.heads.items()})
+
+    def __hash__(self):
+        return hash(self.spec)
+
+    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+        if isinstance(self.anchors, int):
+            number, layers = self.anchors, len(among)
+            if number > layers:
+                raise ValueError(f"{self.name}: anchors must be at most {layers}, the model's layers, not {number}")
+            anchors = [among[round(index * layers / number)] for index in range(number)]
+        else:
+            anchors = layer_numbers(self, "anchors", among)
+        index = bisect.bisect_right(anchors, layer) - 1
+        if index < 0:
+            return Place(layer, None)
+        anchor = anchors[index]
+        heads = (self.heads or {}).get(str(layer)) if anchor != layer else None
+        return Place(layer, anchor, dense=layer == 0, heads=None if heads is None else tuple(heads))
+
+
+@dataclass(frozen=True)
+class OracleTopK(TopKByMass):
+    """Every layer but the first ones reads the keys that its own queries attend to most: what top-k could reach.
+
+    It computes all attention in order to leave most of it out, and saves nothing.
+    """
+
+    name: ClassVar[str] = "oracle_topk"
+    source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, section 3.1 and figure 2"
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "dense_layers": 0}
+
+    dense_layers: int = setting(1, "first layers that read all keys")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_count("dense_layers")
+
+    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+        return Place(layer, layer if layer >= self.dense_layers else None)

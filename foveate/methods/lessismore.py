@@ -1,0 +1,83 @@
+"""LessIsMore: one set of keys for all heads, gathered from the best of each, and the recent ones."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import SlotCache
+from foveate.methods._reuse import Place, SelectOnce, layer_numbers, whole_layer_scores
+from foveate.methods.base import budget, setting
+
+
+@dataclass(frozen=True)
+class LessIsMore(SelectOnce):
+    """Selection layers are dense; the layers behind them read, with all heads, the union of what their heads look at.
+
+    The union takes every query head's best key, then every head's second best, and so on, until the budget is full but
+    for the sinks and the recent tokens. Layers before the first selection layer are dense, and so is the prefill.
+    """
+
+    name: ClassVar[str] = "lessismore"
+    source: ClassVar[str] = "LessIsMore, Yang et al. 2025, arXiv:2508.07101"
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 15, "selections": [0.0], "sinks": 2}
+
+    top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
+    min_k: int = setting(128, "least number of keys when top_k is a share")
+    recent: float = setting(0.25, "share of the keys that are the first and the most recent tokens")
+    sinks: int = setting(4, "first tokens, of the recent ones' share, as far as it goes")
+    selections: Any = setting(
+        (2 / 32, 13 / 32), "selection layers, or their depths as shares (Llama 8B: 2 and 13 of 32)"
+    )
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        self._check_count("min_k")
+        self._check_count("sinks")
+        self._check("recent", isinstance(self.recent, float) and 0 <= self.recent < 1, "a float in [0, 1)")
+        self._check_layers("selections")
+
+    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+        selections = layer_numbers(self, "selections", among)
+        index = bisect.bisect_right(selections, layer) - 1
+        if index < 0:
+            return Place(layer, None)
+        return Place(layer, selections[index], dense=layer == selections[index])
+
+    def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        scores = whole_layer_scores(cache, q, scaling)  # [B, Hq, N]
+        device, heads, lengths = cache.device, scores.shape[1], cache.lengths
+        counts = [min(budget(self.top_k, length, self.min_k), length) for length in lengths]
+        best = [count if count == length else int((1 - self.recent) * count) for count, length in zip(counts, lengths)]
+        sinks = [min(self.sinks, count - most) for count, most in zip(counts, best)]
+        last = [count - most - first for count, most, first in zip(counts, best, sinks)]
+        slots = torch.arange(scores.shape[-1], device=device)
+        begin, end, most = (
+            cache.on_device(numbers)[:, None]
+            for numbers in (sinks, [length - some for length, some in zip(lengths, last)], best)
+        )
+        between = (slots >= begin) & (slots < end)
+        ordered, places = scores.masked_fill(~between[:, None], float("-inf")).sort(
+            dim=-1, descending=True, stable=True
+        )
+        turn = slots * heads + torch.arange(heads, device=device)[:, None]  # rank by rank, head by head
+        turn = turn.expand_as(places).masked_fill((slots >= most)[:, None] | ordered.isneginf(), turn.numel())
+        first = torch.full_like(places[:, 0], turn.shape[1] * turn.shape[2])
+        first = first.scatter_reduce(1, places.flatten(1), turn.flatten(1), "amin")
+        missing = first >= turn.shape[1] * turn.shape[2]
+        order = (-first).float() if turn.numel() < 1 << 24 else (-first).double()
+        chosen = ops.topk_rows(order.masked_fill(missing, float("-inf"))[:, None], cache.on_device(best), max(best))
+        width = max(sinks) + max(last)
+        ends = torch.arange(width, device=device)
+        tail = cache.on_device(lengths)[:, None] - cache.on_device(last)[:, None] + ends - begin
+        ends = torch.where(ends < begin, ends, tail)
+        ends = ends.masked_fill(ends >= cache.on_device(lengths)[:, None], -1)
+        chosen = torch.cat([chosen, ends[:, None]], -1)
+        return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

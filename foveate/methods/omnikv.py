@@ -1,0 +1,58 @@
+"""OmniKV: the context that a few filter layers attend to, for all heads of the layers behind them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import SlotCache
+from foveate.methods._reuse import Place, SelectOnce, layer_numbers, whole_layer_scores
+from foveate.methods.base import budget, setting
+
+
+@dataclass(frozen=True)
+class OmniKV(SelectOnce):
+    """Filter layers are dense and choose, at every step, the keys of the highest attention of any head.
+
+    The layers behind a filter read these keys with all their heads; those before the first filter, and ``wait`` layers
+    behind each, in which the chosen keys would be fetched, are dense. The prefill is dense.
+    """
+
+    name: ClassVar[str] = "omnikv"
+    source: ClassVar[str] = "OmniKV, Hao et al., ICLR 2025"
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 9, "filters": [0.0], "wait": 0}
+
+    top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
+    min_k: int = setting(128, "least number of keys when top_k is a share")
+    filters: Any = setting(
+        (2 / 32, 8 / 32, 18 / 32), "filter layers, or their depths as shares (Llama 8B: 2, 8, 18 of 32)"
+    )
+    wait: int = setting(1, "dense layers behind a filter")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        self._check_count("min_k")
+        self._check_count("wait")
+        self._check_layers("filters")
+
+    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+        filters = layer_numbers(self, "filters", among)
+        index = bisect.bisect_right(filters, layer) - 1
+        if index < 0 or 0 < layer - filters[index] <= self.wait:
+            return Place(layer, None)
+        return Place(layer, filters[index], dense=layer == filters[index])
+
+    def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        scores = whole_layer_scores(cache, q, scaling).softmax(-1).amax(1, keepdim=True)
+        holes = cache.holes()
+        if holes is not None:
+            scores = scores.masked_fill(~holes[:, :1], float("-inf"))
+        counts = [min(budget(self.top_k, length, self.min_k), length) for length in cache.lengths]
+        chosen = ops.topk_rows(scores, cache.on_device(counts), max(counts))
+        return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

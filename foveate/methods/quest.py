@@ -1,0 +1,132 @@
+"""Quest: pages by the largest logit that any of their keys can have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods._common import attend_all
+from foveate.methods.base import Method, budget, setting
+
+
+@dataclass(frozen=True)
+class Quest(Method):
+    """Each query head reads the pages whose keys could answer it best, by the corners of the box around their keys.
+
+    The first layers are dense, and so is the prefill. The page that is still being filled competes with the others, by
+    the box around the keys that it has.
+    """
+
+    name: ClassVar[str] = "quest"
+    source: ClassVar[str] = "Quest, Tang et al. 2024, arXiv:2406.10774"
+    stateful: ClassVar[bool] = False
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 6, "page_size": 3, "min_pages": 1, "dense_layers": 0}
+
+    top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far; in whole pages")
+    min_k: int = setting(128, "least number of keys when top_k is a share")
+    page_size: int = setting(16, "tokens of a page")
+    min_pages: int = setting(3, "least number of pages")
+    pool: str = setting(
+        "head", "who chooses pages: each query head, or the heads of a kv_head together (by the largest)"
+    )
+    dense_layers: int = setting(2, "first layers that read all keys")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        for name in ("min_k", "dense_layers"):
+            self._check_count(name)
+        for name in ("page_size", "min_pages"):
+            self._check_count(name, 1)
+        self._check_choice("pool", "head", "kv_head")
+
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Quest:
+        own = dataclasses.replace(self)
+        own.__dict__["dense"] = layer < self.dense_layers
+        return own
+
+    @property
+    def needs_prompt_end(self) -> bool:  # type: ignore[override]
+        """A decoded token reads pages, those of a prompt read everything."""
+        return not self.dense
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        corner = Channel((geometry.head_dim,), per=self.page_size, dtype=None, recomputed=True)
+        return {} if self.dense else {"low": corner, "high": corner}
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
+        if not self.dense:
+            length, read = cache.lengths[0], cache.rows["observed"][0]
+            self._bound(cache, (length - read) // self.page_size, length // self.page_size)
+
+    def _bound(self, cache: SlotCache, first: int, last: int) -> None:
+        """Write the boxes of the pages ``first .. last - 1``, of rows that all have them."""
+        if first < last:
+            keys = cache.keys[:, :, first * self.page_size : last * self.page_size].unflatten(2, (last - first, -1))
+            cache.channel("low")[:, :, first:last] = keys.amin(3)
+            cache.channel("high")[:, :, first:last] = keys.amax(3)
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        if self.dense:
+            return attend_all(cache, q, scaling).out
+        size, lengths = self.page_size, cache.lengths
+        for b, length in enumerate(lengths):
+            if length % size == 0 and (b == 0 or not cache.uniform):
+                self._bound(cache if cache.uniform else cache.row(b), length // size - 1, length // size)
+        pages = [-(-length // size) for length in lengths]
+        wanted = [
+            max(min(budget(self.top_k, length, self.min_k), length) // size, self.min_pages) for length in lengths
+        ]
+        counts = [
+            number if length <= budget(self.top_k, length, self.min_k) else min(some, number)
+            for number, some, length in zip(pages, wanted, lengths)
+        ]
+        chosen = ops.topk_rows(self._scores(cache, q, scaling), cache.on_device(counts), max(counts))
+        return self._attend(cache, q, chosen, scaling)
+
+    def _scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Largest logits in each page, fp32 ``[B, H, P]``, H the heads that choose; -inf where a row has no page."""
+        size, rows, lengths = self.page_size, ops.fold_group(q, cache.geometry.num_kv_heads), cache.lengths
+        whole, most = [length // size for length in lengths], -(-max(lengths) // size)
+        low, high = (cache.channel(name)[:, :, : max(whole)] for name in ("low", "high"))
+        scores = F.pad(ops.largest_logit(rows, low, high, scaling), (0, most - max(whole)))
+        number, filled = torch.arange(most, device=cache.device), cache.on_device(whole)[:, None]
+        scores = scores.masked_fill((number >= filled)[:, None, None], float("-inf"))
+        if any(length % size for length in lengths):  # a page that is being filled: its box is never stored
+            slots = filled * size + torch.arange(size, device=cache.device)
+            there = slots < cache.on_device(lengths)[:, None]
+            keys = ops.gather_slots(cache.keys, slots.where(there, 0)[:, None].expand(-1, rows.shape[1], -1))
+            low = keys.masked_fill(~there[:, None, :, None], float("inf")).amin(2, keepdim=True)
+            high = keys.masked_fill(~there[:, None, :, None], float("-inf")).amax(2, keepdim=True)
+            being_filled = (number == filled) & there.any(-1, keepdim=True)
+            scores = scores.where(~being_filled[:, None, None], ops.largest_logit(rows, low, high, scaling))
+        return scores.flatten(1, 2) if self.pool == "head" else scores.amax(2)
+
+    def _attend(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
+        """Attention of each query head over its pages ``[B, H, P]``, -1 for none."""
+        heads, used = cache.geometry.num_kv_heads, cache.used
+        slots = ops.page_slots(pages, self.page_size).flatten(2)
+        slots = slots.masked_fill(slots >= cache.on_device(cache.lengths)[:, None, None], -1)
+        read = torch.zeros(*q.shape[:1], heads, used + 1, dtype=torch.bool, device=cache.device)
+        by_kv_head = slots.unflatten(1, (heads, -1)).flatten(2)
+        read.scatter_(2, by_kv_head.where(by_kv_head >= 0, used), True)
+        # a key once for all the heads of a group that read it; of a page two corners, which are as much as a key and a
+        # value; and of the page that is being filled the keys, without their values
+        share = cache.geometry.head_dim / (cache.geometry.head_dim + cache.geometry.value_dim)
+        looked_at = sum(
+            2 * share * (length // self.page_size) + share * (length % self.page_size) for length in cache.lengths
+        )
+        cache.count_read(read[..., :used].sum(-1) + looked_at / cache.batch_size)
+        keys, values = ops.gather_fields([cache.keys, cache.values], by_kv_head)
+        keys, values = (x.unflatten(2, (slots.shape[1] // heads, -1)).flatten(1, 2) for x in (keys, values))
+        unused = (slots < 0)[..., None]
+        keys, values = keys.masked_fill(unused, 0), values.masked_fill(unused, 0)
+        return ops.attend(q, keys, values, scaling=scaling, mask=(slots >= 0)[:, :, None]).out

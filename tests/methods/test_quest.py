@@ -1,0 +1,75 @@
+"""Quest, written out."""
+
+import pytest
+import torch
+
+from foveate import methods
+from foveate.cache import Counters
+from foveate.integrations.transformers import handover
+from foveate.integrations.transformers.cache import Layer, Phase
+from tests.helpers import assert_close
+
+HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.3
+
+
+def boxes(k, length, size):
+    """Corners of the pages of ``k [n, D]``."""
+    pages = [k[first : min(first + size, length)] for first in range(0, length, size)]
+    return torch.stack([page.amin(0) for page in pages]), torch.stack([page.amax(0) for page in pages])
+
+
+@pytest.mark.parametrize("pool", ["head", "kv_head"])
+@pytest.mark.parametrize(("top_k", "least"), [(12, 1), (0.3, 2), (5, 3)])
+def test_each_head_reads_the_pages_of_the_largest_possible_logits(pool, top_k, least):
+    size, prompt, total = 4, 37, 54
+    method = methods.make("quest", top_k=top_k, min_k=4, page_size=size, min_pages=least, pool=pool, dense_layers=1)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, total, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    layer = Layer(method.for_layer(1, 2), Counters(), Phase(prompt_end=prompt))
+
+    def feed(first, last):
+        key, value = layer.update(k[:, :, first:last], v[:, :, first:last])
+        handover.begin(None)
+        return layer.attend(q[:, :, first:last], key, value, None, SCALING)
+
+    feed(0, prompt)
+    for i in range(prompt, total):
+        out, length = feed(i, i + 1), i + 1
+        tokens = int(top_k * length) if isinstance(top_k, float) else top_k
+        number = max(max(tokens, 4 if isinstance(top_k, float) else 0) // size, least)
+        bounds = torch.stack(
+            [
+                torch.maximum(q[0, h, i] * low, q[0, h, i] * high).sum(-1)
+                for h in range(HEADS)
+                for low, high in [boxes(k[0, h // 3], length, size)]
+            ]
+        )
+        if pool == "kv_head":
+            bounds = bounds.unflatten(0, (KV_HEADS, 3)).amax(1).repeat_interleave(3, 0)
+        for h in range(HEADS):
+            pages = bounds[h].topk(number).indices.tolist()
+            slots = torch.tensor(
+                [slot for page in pages for slot in range(page * size, min((page + 1) * size, length))]
+            )
+            logits = k[0, h // 3, slots] @ q[0, h, i] * SCALING
+            assert_close(out[0, h, 0], logits.softmax(0) @ v[0, h // 3, slots])
+
+
+def test_first_layers_are_dense_and_keep_no_boxes():
+    method = methods.make("quest")
+    dense = [method.for_layer(n, 4).dense for n in range(4)]
+    assert dense == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"page_size": 0}, "page_size must be an integer of at least 1"),
+        ({"min_pages": 0}, "min_pages must be an integer of at least 1"),
+        ({"pool": "layer"}, "pool must be one of head, kv_head"),
+        ({"dense_layers": -1}, "dense_layers must be an integer of at least 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        methods.make("quest", **settings)

@@ -1,0 +1,259 @@
+"""Keys chosen in one layer and read in others: Kascade, its oracle, OmniKV and LessIsMore, written out."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from foveate import methods
+from foveate.cache import Counters
+from foveate.integrations.transformers import handover
+from foveate.integrations.transformers.cache import Layer, Phase
+from tests.helpers import assert_close
+
+HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.3
+GROUP = HEADS // KV_HEADS
+
+
+class Stack:
+    """The attention layers of a model, fed one after the other in each forward pass."""
+
+    def __init__(self, method, layers, prompt_end):
+        self.phase = Phase(prompt_end=prompt_end)
+        self.layers = [Layer(method.for_layer(n, layers), Counters(), self.phase) for n in range(layers)]
+
+    def feed(self, tokens, mask=None):
+        """``tokens``: q, k and v of each layer. The outputs of all layers, ``[layers, B, Hq, n, D]``."""
+        self.phase.forward.clear()
+        outs = []
+        for layer, (q, k, v) in zip(self.layers, tokens):
+            key, value = layer.update(k, v)
+            handover.begin(None)
+            outs.append(layer.attend(q, key, value, mask, SCALING))
+        return torch.stack(outs)
+
+
+def draw(layers, batch, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        tuple(torch.randn(batch, heads, length, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        for _ in range(layers)
+    ]
+
+
+def part(tokens, *where):
+    return [tuple(x[:, :, slice(*where)] for x in layer) for layer in tokens]
+
+
+def weights(q, k, i):
+    """Attention of the query at position i, float64 ``[Hq, i + 1]``, of one sequence."""
+    keys = k.double().repeat_interleave(GROUP, 0)[:, : i + 1]
+    return (torch.einsum("hd,hnd->hn", q[:, i].double(), keys) * SCALING).softmax(-1)
+
+
+def read(q, k, v, i, chosen):
+    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``."""
+    out = torch.empty(HEADS, DIM, dtype=torch.float64)
+    for h in range(HEADS):
+        index = torch.tensor(sorted(chosen[h // GROUP]))
+        logits = k[h // GROUP, index].double() @ q[h, i].double() * SCALING
+        out[h] = logits.softmax(0) @ v[h // GROUP, index].double()
+    return out
+
+
+def best(scores, k):
+    """Positions of the k largest."""
+    return set(scores.topk(k).indices.tolist())
+
+
+def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax", top_p=1.0):
+    """The keys before a position that a tile of queries attends to most, by KV head."""
+    if pooling == "pre_softmax":
+        mean = q[:, list(queries)].double().unflatten(0, (KV_HEADS, GROUP)).mean((1, 2))
+        scores = torch.einsum("hd,hnd->hn", mean, k[:, :before].double())
+    else:
+        mass = torch.stack([weights(q, k, i)[:, :before] for i in queries]).mean(0)
+        scores = mass.unflatten(0, (KV_HEADS, GROUP)).mean(1)
+    if pool == "layer":
+        scores = scores.mean(0, keepdim=True).expand(KV_HEADS, -1)
+    chosen = []
+    for row in scores:
+        ordered, order = row.sort(descending=True)
+        enough = int((ordered.flip(0).cumsum(0).flip(0) > 1 - top_p).sum()) if top_p < 1 else before
+        chosen.append(set(order[: min(k_of(before), max(enough, 1))].tolist()))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"anchors": [0, 2], "heads": {"1": [1, 0], "3": [1, 1]}},
+        {"anchors": [0, 1, 3], "pool": "layer", "tile": 9},
+        {"anchors": [0, 1], "pooling": "pre_softmax", "tile": 100},
+        {"anchors": [1], "decode_only": True, "heads": {"3": [1, 0]}},
+        {"anchors": [0, 2], "top_p": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("top_k", [0.3, 7])
+def test_kascade_written_out(settings, top_k):
+    layers, prompt, total = 4, 41, 46
+    settings = {"anchors": [0, 2], "tile": 12, "top_k": top_k, "min_k": 5} | settings
+    method = methods.make("kascade", **settings)
+    tokens = draw(layers, 1, total)
+    stack = Stack(method, layers, prompt)
+    out = torch.cat(
+        [stack.feed(part(tokens, prompt)), *(stack.feed(part(tokens, i, i + 1)) for i in range(prompt, total))], 3
+    )
+
+    def budget(length):
+        return min(max(math.floor(top_k * length), 5) if isinstance(top_k, float) else top_k, length)
+
+    tile = max(1, settings["tile"] // GROUP)
+    how = {name: settings[name] for name in ("pool", "pooling", "top_p") if name in settings}
+    for i in range(total):
+        decoded = i >= prompt
+        begin = i + 1 if decoded else i // tile * tile
+        queries = [i] if decoded else range(begin, min(begin + tile, prompt))
+        selection = None
+        for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
+            everything = [set(range(i + 1))] * KV_HEADS
+            if layer in settings["anchors"]:
+                selection = by_mass(q, k, queries, begin, budget, **how)
+                chosen = everything if layer == 0 else selection
+            elif selection is None:
+                chosen = everything
+            else:
+                heads = settings.get("heads", {}).get(str(layer), range(KV_HEADS))
+                chosen = [selection[h] for h in heads]
+            if not decoded:
+                dense = settings.get("decode_only") or selection is None
+                chosen = everything if dense else [one | set(range(begin, i + 1)) for one in chosen]
+            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen))
+    assert [layer.counters.indices_reused for layer in stack.layers] == [
+        (total - prompt) * (layer not in settings["anchors"] and layer > settings["anchors"][0])
+        for layer in range(layers)
+    ]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.make("kascade", anchors=[0, 2], tile=9, top_k=0.2, min_k=3, heads={"1": [1, 0]}),
+        methods.make("kascade", anchors=[1], decode_only=True, top_k=0.2, min_k=3),
+        methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3),
+        methods.make("lessismore", selections=[1], top_k=0.3, min_k=3),
+    ],
+    ids=lambda method: method.spec,
+)
+def test_padded_rows_get_their_own_layers_choices(method):
+    layers, lengths, steps = 4, (33, 20, 7), 5
+    rows = [draw(layers, 1, length + steps, seed=length) for length in lengths]
+    batch, mask = draw(layers, len(rows), max(lengths), seed=9), torch.zeros(len(rows), max(lengths), dtype=torch.bool)
+    for b, (row, length) in enumerate(zip(rows, lengths)):
+        mask[b, -length:] = True
+        for layer, own in zip(batch, part(row, length)):
+            for x, y in zip(layer, own):
+                x[b, :, -length:] = y[0]
+    stack = Stack(method, layers, max(lengths))
+    prompts = stack.feed(batch, mask)
+    alone = [Stack(method, layers, length) for length in lengths]
+    for b, (row, length) in enumerate(zip(rows, lengths)):
+        assert_close(prompts[:, b, :, -length:], alone[b].feed(part(row, length))[:, 0])
+    for step in range(steps):
+        at = [part(row, length + step, length + step + 1) for row, length in zip(rows, lengths)]
+        together = [tuple(torch.cat(xs) for xs in zip(*layer)) for layer in zip(*at)]
+        out = stack.feed(together)
+        for b, own in enumerate(at):
+            assert_close(out[:, b], alone[b].feed(own)[:, 0])
+
+
+def test_omnikv_written_out():
+    layers, prompt, total, k_of = 6, 30, 35, 8
+    method = methods.make("omnikv", filters=[1, 4], wait=1, top_k=k_of)
+    tokens = draw(layers, 1, total)
+    stack = Stack(method, layers, prompt)
+    stack.feed(part(tokens, prompt))
+    for i in range(prompt, total):
+        out = stack.feed(part(tokens, i, i + 1))
+        for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
+            if layer in (1, 4):
+                chosen = best(weights(q, k, i).amax(0), k_of)
+            sparse = layer == 3
+            assert_close(out[layer, 0, :, 0], read(q, k, v, i, [chosen if sparse else set(range(i + 1))] * KV_HEADS))
+
+
+def test_lessismore_written_out():
+    layers, prompt, total, k_of = 3, 40, 46, 16
+    method = methods.make("lessismore", selections=[1], top_k=k_of, sinks=2, recent=0.25)
+    tokens = draw(layers, 1, total)
+    stack = Stack(method, layers, prompt)
+    stack.feed(part(tokens, prompt))
+    for i in range(prompt, total):
+        out = stack.feed(part(tokens, i, i + 1))
+        q, k, _ = (x[0] for x in tokens[1])
+        middle = range(2, i + 1 - 2)  # two sinks, two recent ones
+        ranked = [sorted(middle, key=lambda j, h=h: -weights(q, k, i)[h, j]) for h in range(HEADS)]
+        union = dict.fromkeys(itertools.chain.from_iterable(zip(*ranked)))
+        chosen = {0, 1, i - 1, i, *list(union)[:12]}
+        for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
+            sparse = layer == 2
+            assert_close(out[layer, 0, :, 0], read(q, k, v, i, [chosen if sparse else set(range(i + 1))] * KV_HEADS))
+
+
+def test_oracle_chooses_in_every_layer():
+    tokens = draw(3, 1, 30)
+    method = methods.make("oracle_topk", top_k=6, decode_only=True)
+    stack = Stack(method, 3, 29)
+    stack.feed(part(tokens, 29))
+    out = stack.feed(part(tokens, 29, 30))
+    for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
+        chosen = by_mass(q, k, [29], 30, lambda _, k_of=30 if layer == 0 else 6: k_of)
+        assert_close(out[layer, 0, :, 0], read(q, k, v, 29, chosen))
+
+
+def test_evenly_spaced_anchors_and_depths():
+    def places(method, layers):
+        return [method.for_layer(n, layers).place for n in range(layers)]
+
+    assert sorted({place.anchor for place in places(methods.make("kascade"), 32)}) == [0, 6, 13, 19, 26]
+    assert [place.layer for place in places(methods.make("omnikv"), 32) if place.dense] == [2, 8, 18]
+    assert [place.layer for place in places(methods.make("omnikv"), 32) if place.anchor is None] == [0, 1, 3, 9, 19]
+    assert [place.layer for place in places(methods.make("lessismore"), 36) if place.dense] == [2, 15]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("kascade", {"anchors": []}, "anchors must be a list of layers"),
+        ("kascade", {"anchors": [3, 1]}, "anchors must be rising layer numbers"),
+        ("kascade", {"anchors": [0, 4]}, "anchors must be among the layers that it is applied to, .* not 4"),
+        ("kascade", {"anchors": 5}, "anchors must be at most 4, the model's layers, not 5"),
+        ("kascade", {"top_p": 0.5, "pooling": "pre_softmax"}, "top_p must be 1.0 with pre_softmax"),
+        ("kascade", {"heads": [0, 1]}, "heads must be lists of KV heads by layer"),
+        ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
+        ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
+        ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
+        ("lessismore", {"recent": 1.0}, "recent must be a float in"),
+        ("lessismore", {"selections": [9]}, "selections must be among the layers that it is applied to"),
+    ],
+)
+def test_settings_that_cannot_be(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        methods.make(name, **settings).for_layer(0, 4)
+
+
+def test_layers_that_the_method_is_not_applied_to_choose_nothing():
+    anchors = [methods.make("kascade", anchors=2).for_layer(n, 8, (3, 5, 6, 7)).place.anchor for n in (3, 5, 6, 7)]
+    assert anchors == [3, 3, 6, 6]
+    mixed = methods.make("per_layer", layers={"0-1": "dense", "rest": "lessismore:selections=[0.0, 0.5]"})
+    assert [mixed.for_layer(n, 6).place for n in (2, 3, 4, 5)] == [
+        (2, 2, True, None),
+        (3, 2, False, None),
+        (4, 4, True, None),
+        (5, 4, False, None),
+    ]
+    with pytest.raises(ValueError, match="anchors must be among"):
+        methods.make("kascade", anchors=[0, 5]).for_layer(5, 8, (3, 5, 6, 7))
