@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from foveate.report.lines import once
 from foveate.report.markdown import tables
 from foveate.report.rows import chosen, spelled
 from foveate.report.summary import summary
@@ -26,7 +27,7 @@ def table(words: list[str]) -> str:
         wanted = [condition.split("=", 1) for condition in conditions]
         rows = [row for row in rows if all(str(row["case"][name]) == value for name, value in wanted)]
     else:
-        rows = chosen([spelled(row) for row in rows], conditions)
+        rows, _ = once(chosen([spelled(row) for row in rows], conditions))
     return (summary if "summary" in words else tables)(rows)
 
 

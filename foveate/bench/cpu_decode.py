@@ -25,7 +25,10 @@ from foveate.evaluation.errors import UserError
 
 BENCH = "cpu-decode"
 TRANSFORMERS = "transformers-sdpa"
-METHODS = ("dense", "streaming:window=1024", "h2o", "luka:page_size=16,top_k=3", "luka")
+METHODS = (
+    *("dense", "streaming:window=1024", "h2o", "quest", "omnikv", "kascade:decode_only=true"),
+    *("luka:page_size=16,top_k=3", "luka:page_size=16,top_k=0.12", "luka"),
+)
 _WARM_UP = 4
 
 

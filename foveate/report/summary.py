@@ -67,7 +67,7 @@ def _table(rows: Sequence[Row]) -> str:
 def _cell(row: Row) -> tuple[str, ...]:
     """The words that head a comparison's column, and what tells it from others under the same words: its items."""
     length = row["task_settings"].get("length")
-    words = row["task"], row["split"], *([] if length is None else [f"{round(length / 1024)}K"])
+    words = row["task"], row["split"], *([f"{round(length / 1024)}K"] if length else [])
     return (*words, row["run"]["items"])
 
 
