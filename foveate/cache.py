@@ -427,6 +427,7 @@ class SlotCache:
         """Drop the last tokens of every row; only where nothing but keys and values depends on them."""
         for name in ("lengths", "counts", "live"):
             self.rows[name] = [number - tokens for number in self.rows[name]]
+        self.rows["observed"] = [max(number - tokens, 0) for number in self.rows["observed"]]
 
     # Inside
 

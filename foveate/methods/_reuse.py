@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
+from foveate.layer_state import on_device
 from foveate.methods._common import attend_all
 from foveate.methods.base import Method, budget, setting
 
@@ -28,9 +29,17 @@ class Place(NamedTuple):
     heads: tuple[int, ...] | None = None
     """For each KV head the anchor's KV head whose keys it reads; None: that of its own number."""
 
+    has_readers: bool = True
+    """Whether a later layer reads what this one chooses."""
+
     @property
     def chooses(self) -> bool:
         return self.anchor == self.layer
+
+    @property
+    def reads_another(self) -> bool:
+        """Whether the keys are those that an earlier layer has chosen."""
+        return self.anchor is not None and not self.chooses
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class SelectOnce(Method):
         raise NotImplementedError
 
     stateful: ClassVar[bool] = False
+    place: ClassVar[Place] = Place(-1, -1)
+    """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
 
     @property
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
@@ -53,9 +64,14 @@ class SelectOnce(Method):
         return self.place.anchor is not None and not self.place.dense
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SelectOnce:
-        own = dataclasses.replace(self)
-        own.__dict__["place"] = self.place_of(layer, range(num_layers) if among is None else among)
+        own, among = dataclasses.replace(self), range(num_layers) if among is None else among
+        readers = any(self.place_of(other, among).anchor == layer for other in among if other > layer)
+        own.__dict__["place"] = self.place_of(layer, among)._replace(has_readers=readers)
         return own
+
+    @property
+    def reads_other_layers(self) -> bool:
+        return self.sparse_prompt and self.place.reads_another
 
     @property
     def scores_all_keys(self) -> bool:
@@ -78,7 +94,7 @@ class SelectOnce(Method):
         if place.chooses:  # all keys without their values, and then the chosen ones with them
             geometry = cache.geometry
             share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)
-            read = read + share * torch.as_tensor(cache.rows["counts"], device=cache.device)[:, None]
+            read = read + share * cache.row_tensor("counts")[:, None]
         cache.count_read(read)
         return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling).out
 
@@ -90,16 +106,29 @@ class SelectOnce(Method):
         kinds = {type(one) for one in layers}
         numbers = kinds == {int} and all(one >= 0 for one in layers)
         depths = kinds == {float} and all(0 <= one < 1 for one in layers)
-        rising = list(layers) == sorted(set(layers))
-        self._check(name, (numbers or depths) and rising, "rising layer numbers, or depths in [0, 1)")
+        rising = (numbers or depths) and list(layers) == sorted(set(layers))
+        self._check(name, rising, "rising layer numbers, or depths in [0, 1)")
+
+    def _counts(self, lengths: Sequence[int]) -> list[int]:
+        """Keys that each row may read."""
+        return [min(max(budget(self.top_k, length, self.min_k), 1), length) for length in lengths]
 
     def _hand_on(self, cache: SlotCache, indices: Tensor) -> None:
-        cache.hand_on((self.name, self.place.layer), indices)
+        if self.place.has_readers:
+            cache.hand_on((self.name, self.place.layer), indices)
 
     def _handed_on(self, cache: SlotCache) -> Tensor:
         """The anchor's selection, ``[B, Hkv, ...]``, for the heads of this layer."""
-        indices = cache.handed_on((self.name, self.place.anchor))
-        return indices if self.place.heads is None else indices[:, list(self.place.heads)]
+        indices, heads = cache.handed_on((self.name, self.place.anchor)).to(cache.device), self.place.heads
+        if heads is None:
+            return indices
+        number = indices.shape[1]
+        if len(heads) != number or not all(head in range(number) for head in heads):
+            raise ValueError(
+                f"{self.name}: heads of layer {self.place.layer} must be {number} numbers below {number}, "
+                f"one for each KV head, not {list(heads)}"
+            )
+        return indices.index_select(1, cache.on_device(list(heads)))
 
 
 def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
@@ -176,15 +205,15 @@ class TopKByMass(SelectOnce):
         """The keys of the highest scores ``[B, Hkv, N]``, of ``lengths`` in each row: ``[B, Hkv, K]``."""
         if self.pool == "layer":
             scores = scores.mean(1, keepdim=True)
-        counts = [min(budget(self.top_k, length, self.min_k), length) for length in lengths]
+        counts = self._counts(lengths)
         if self.top_p < 1:
             order, enough = ops.by_mass(scores.clamp_min(0.0), 1 - self.top_p)
-            allowed = torch.tensor(counts, device=scores.device)[:, None]
+            allowed = on_device(tuple(counts), scores.device)[:, None]
             chosen = ops.first_of(order, enough.clamp_min(1).minimum(allowed), max(counts))
         elif len(set(counts)) == 1 and counts[0]:
             chosen = ops.topk(scores, counts[0])
         else:
-            chosen = ops.topk_rows(scores, torch.tensor(counts, device=scores.device), max(counts))
+            chosen = ops.topk_rows(scores, on_device(tuple(counts), scores.device), max(counts))
         return chosen.expand(-1, num_kv_heads, -1)
 
     # Prompt
@@ -201,7 +230,8 @@ class TopKByMass(SelectOnce):
         tile = max(1, self.tile // cache.geometry.group)
         if place.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, offset=offset, need_lse=True)
-            indices = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
+            with torch.no_grad():
+                indices = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
             self._hand_on(cache, indices)
             if place.dense:
                 return attended

@@ -92,6 +92,11 @@ class Method:
         return type(self).prompt is not Method.prompt
 
     @property
+    def reads_other_layers(self) -> bool:
+        """Whether prompt queries look at what an earlier layer of the same forward pass has chosen."""
+        return False
+
+    @property
     def observes(self) -> bool:
         """Whether :meth:`observe` wants the log-sum-exp of prompt queries."""
         return False

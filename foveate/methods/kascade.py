@@ -15,7 +15,8 @@ from foveate.methods.base import setting
 class Kascade(TopKByMass):
     """Anchor layers compute the attention mass of all keys and choose; the layers behind an anchor read its choice.
 
-    Layer 0 is dense, and chooses for the layers up to the next anchor. In a prompt, tiles of queries choose together
+    Layer 0 is dense; where it is an anchor, it chooses for the layers up to the next one. Layers before the first
+    anchor are dense, too. In a prompt, tiles of queries choose together
     among the keys before them, and see those of their own tile causally; tiles begin at multiples of their length from
     a row's first token, and a tile that a chunk of the prompt ends in is chosen for in two parts.
     """
@@ -36,10 +37,13 @@ class Kascade(TopKByMass):
             self._check_count("anchors", 1)
         if self.heads is not None:
             maps = isinstance(self.heads, dict) and all(
-                str(layer).isdigit() and isinstance(heads, (list, tuple)) for layer, heads in self.heads.items()
+                str(layer).isdecimal()
+                and isinstance(heads, (list, tuple))
+                and all(isinstance(head, int) and not isinstance(head, bool) for head in heads)
+                for layer, heads in self.heads.items()
             )
             self._check("heads", maps, "lists of KV heads by layer")
-            object.__setattr__(self, "heads", {str(layer): list(heads) for layer, heads in self.heads.items()})
+            object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
 
     def __hash__(self):
         return hash(self.spec)
@@ -48,10 +52,19 @@ class Kascade(TopKByMass):
         if isinstance(self.anchors, int):
             number, layers = self.anchors, len(among)
             if number > layers:
-                raise ValueError(f"{self.name}: anchors must be at most {layers}, the model's layers, not {number}")
+                raise ValueError(
+                    f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not {number}"
+                )
             anchors = [among[round(index * layers / number)] for index in range(number)]
         else:
             anchors = layer_numbers(self, "anchors", among)
+        readers = [other for other in among if other > anchors[0] and other not in anchors]
+        strange = [key for key in self.heads or {} if int(key) not in readers]
+        if strange:
+            raise ValueError(
+                f"{self.name}: heads must be of layers that read an anchor's choice, {readers}, "
+                f"not of layer {strange[0]}"
+            )
         index = bisect.bisect_right(anchors, layer) - 1
         if index < 0:
             return Place(layer, None)

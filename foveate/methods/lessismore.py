@@ -54,8 +54,10 @@ class LessIsMore(SelectOnce):
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         scores = whole_layer_scores(cache, q, scaling)  # [B, Hq, N]
         device, heads, lengths = cache.device, scores.shape[1], cache.lengths
-        counts = [min(budget(self.top_k, length, self.min_k), length) for length in lengths]
-        best = [count if count == length else int((1 - self.recent) * count) for count, length in zip(counts, lengths)]
+        counts = self._counts(lengths)
+        best = [
+            count if count == length else budget(1.0 - self.recent, count) for count, length in zip(counts, lengths)
+        ]
         sinks = [min(self.sinks, count - most) for count, most in zip(counts, best)]
         last = [count - most - first for count, most, first in zip(counts, best, sinks)]
         slots = torch.arange(scores.shape[-1], device=device)

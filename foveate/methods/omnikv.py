@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import SlotCache
 from foveate.methods._reuse import Place, SelectOnce, layer_numbers, whole_layer_scores
-from foveate.methods.base import budget, setting
+from foveate.methods.base import setting
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,6 @@ class OmniKV(SelectOnce):
         holes = cache.holes()
         if holes is not None:
             scores = scores.masked_fill(~holes[:, :1], float("-inf"))
-        counts = [min(budget(self.top_k, length, self.min_k), length) for length in cache.lengths]
+        counts = self._counts(cache.lengths)
         chosen = ops.topk_rows(scores, cache.on_device(counts), max(counts))
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -28,6 +28,8 @@ class Quest(Method):
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest, Tang et al. 2024, arXiv:2406.10774"
     stateful: ClassVar[bool] = False
+    dense: ClassVar[bool] = False
+    """Whether this layer reads all keys; set by :meth:`for_layer`."""
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 6, "page_size": 3, "min_pages": 1, "dense_layers": 0}
 

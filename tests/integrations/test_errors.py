@@ -625,3 +625,16 @@ def test_composed_methods_may_be_nested(model):
     with foveate.attached(model, "mixed", lined='per_layer:layers={"rest":"h2o:top_k=4,window=4"}'):
         generate(model, tokens(30))
         assert foveate.stats(model).layers[0].method == "h2o:top_k=4,window=4"
+
+
+def test_gradient_checkpointing_is_refused_where_layers_read_what_others_chose(model):
+    model.gradient_checkpointing_enable()
+    try:
+        refused = pytest.raises(ValueError, match="gradient checkpointing is not possible with kascade")
+        with foveate.attached(model.train(), "kascade", anchors=1, top_k=9, tile=12), refused:
+            model(tokens(20), use_cache=False)
+        with foveate.attached(model, "kascade", anchors=1, top_k=9, decode_only=True):
+            model(tokens(20), use_cache=False).logits.sum().backward()
+    finally:
+        model.gradient_checkpointing_disable()
+        model.eval().zero_grad()

@@ -230,9 +230,13 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": []}, "anchors must be a list of layers"),
         ("kascade", {"anchors": [3, 1]}, "anchors must be rising layer numbers"),
         ("kascade", {"anchors": [0, 4]}, "anchors must be among the layers that it is applied to, .* not 4"),
-        ("kascade", {"anchors": 5}, "anchors must be at most 4, the model's layers, not 5"),
+        ("kascade", {"anchors": 5}, "anchors must be at most 4, the layers that it is applied to, not 5"),
         ("kascade", {"top_p": 0.5, "pooling": "pre_softmax"}, "top_p must be 1.0 with pre_softmax"),
         ("kascade", {"heads": [0, 1]}, "heads must be lists of KV heads by layer"),
+        ("kascade", {"heads": {"1": [True, False]}}, "heads must be lists of KV heads by layer"),
+        ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
+        ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
+        ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
         ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
@@ -249,11 +253,36 @@ def test_layers_that_the_method_is_not_applied_to_choose_nothing():
     anchors = [methods.make("kascade", anchors=2).for_layer(n, 8, (3, 5, 6, 7)).place.anchor for n in (3, 5, 6, 7)]
     assert anchors == [3, 3, 6, 6]
     mixed = methods.make("per_layer", layers={"0-1": "dense", "rest": "lessismore:selections=[0.0, 0.5]"})
-    assert [mixed.for_layer(n, 6).place for n in (2, 3, 4, 5)] == [
-        (2, 2, True, None),
-        (3, 2, False, None),
-        (4, 4, True, None),
-        (5, 4, False, None),
+    places = [mixed.for_layer(n, 6).place for n in (2, 3, 4, 5)]
+    assert [(place.anchor, place.dense, place.has_readers) for place in places] == [
+        (2, True, True),
+        (2, False, False),
+        (4, True, True),
+        (4, False, False),
     ]
     with pytest.raises(ValueError, match="anchors must be among"):
         methods.make("kascade", anchors=[0, 5]).for_layer(5, 8, (3, 5, 6, 7))
+
+
+@pytest.mark.parametrize("heads", [[0], [0, 2], [0, -1], [0, 1, 1]])
+def test_head_maps_that_do_not_fit_the_model(heads):
+    stack = Stack(methods.make("kascade", anchors=[0], heads={"1": heads}), 2, 9)
+    with pytest.raises(ValueError, match="heads of layer 1 must be 2 numbers below 2, one for each KV head"):
+        stack.feed(draw(2, 1, 9))
+
+
+def test_nothing_is_left_for_layers_that_do_not_read_it():
+    for method, left in (("oracle_topk", 0), ("kascade:anchors=[0,2]", 1), ("lessismore:selections=[1]", 1)):
+        stack = Stack(methods.parse(method), 3, 9)
+        stack.feed(draw(3, 1, 9))
+        stack.feed(draw(3, 1, 1))
+        assert len(stack.phase.forward) == left
+
+
+def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
+    tokens = [tuple(x.half() for x in layer) for layer in draw(2, 1, 40)]
+    tokens = [(q * 600, k, v) for q, k, v in tokens]
+    for pooling in ("pre_softmax", "post_softmax"):
+        stack = Stack(methods.make("kascade", anchors=[1], top_k=5, tile=24, pooling=pooling), 2, 39)
+        assert stack.feed(part(tokens, 39)).isfinite().all()
+        assert stack.feed(part(tokens, 39, 40)).isfinite().all()

@@ -273,6 +273,15 @@ class _BeforeForward:
         if cache is not None and not training:
             check_cache(cache, self.attachment)
             cache.begin_forward()
+        elif isinstance(cache, Cache):
+            cache.phase.forward.clear()
+        if training and getattr(decoder, "gradient_checkpointing", False):
+            readers = [n for n, policy in self.attachment.policies.items() if policy.method.reads_other_layers]
+            if readers:
+                raise ValueError(
+                    f"gradient checkpointing is not possible with {self.attachment.method.name}: layer {readers[0]} "
+                    "reads what an earlier layer has chosen, which is not kept until the backward pass"
+                )
         use_cache = kwargs.get("use_cache")
         new = cache is None and not training and (config.use_cache if use_cache is None else use_cache)
         handover.begin(self.attachment.uid if new or isinstance(cache, Cache) else None)

@@ -427,13 +427,15 @@ class Cache(transformers.Cache):
         for layer in self.layers:
             if isinstance(layer, Layer):
                 layer.check_crop(tokens_to_remove)
+        unfinished = self.get_seq_length() < (self.phase.prompt_end or 0)  # more of the prompt is to come
         super().crop(int(tokens_to_remove))
-        if self.phase.prompt_end is not None:
+        if self.phase.prompt_end is not None and not unfinished:
             self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
 
     def reset(self) -> None:
         super().reset()
-        self.phase.prompt_end, self.phase.told = None, False
+        self.phase.prompt_end, self.phase.told, self.phase.layout = None, False, None
+        self.phase.forward.clear()
 
     @property
     def resident_bytes(self) -> int:

@@ -95,11 +95,12 @@ def tile_mass(
 def tile_logits(q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int = 0) -> Iterator[tuple[int, Tensor]]:
     """What the mean query of each tile makes of the keys before it (Kascade, section 3.4: pre-softmax pooling).
 
-    As :func:`tile_mass`, with scaled logits instead of attention.
+    As :func:`tile_mass`, with scaled logits instead of attention. Queries that a tile is not given count as zeros,
+    which leaves the order of the keys as it is.
     """
     rows, lead = tile_rows(q, k.shape[1], tile, offset)
     for first, last, keys, before in _tile_blocks(rows, lead, tile, offset):
-        queries = rows[:, :, first:last].sum(3, dtype=torch.float32).to(rows.dtype)  # a tile given in part: same order
+        queries = rows[:, :, first:last].mean(3, dtype=torch.float32).to(rows.dtype)
         yield (
             (offset - lead) // tile + first,
             matmul_fp32(queries, k[:, :, :keys].transpose(-1, -2)).mul_(scaling).masked_fill_(~before, float("-inf")),
@@ -109,10 +110,11 @@ def tile_logits(q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int 
 def _tile_blocks(rows: Tensor, lead: int, tile: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
     """``(first, last, n, before)``: tiles ``first .. last - 1`` of those given, the n keys before the last of them, and
     bool ``[T, n]``: which of these are before each."""
-    batch, heads, tiles, width = rows.shape[:4]
+    batch, heads, tiles = rows.shape[:3]
     start, first = offset - lead, 0
     while first < tiles:
-        last = min(tiles, first + block_length(4 * batch * heads * width * (start + (first + 1) * tile), tiles - first))
+        some = block_length(4 * batch * heads * (start + (first + 1) * tile), tiles - first)
+        last = first + block_length(4 * batch * heads * (start + (first + some) * tile), some)  # by the last one's keys
         keys = start + (last - 1) * tile
         begins = start + torch.arange(first, last, device=rows.device) * tile
         yield first, last, keys, torch.arange(keys, device=rows.device) < begins[:, None]
