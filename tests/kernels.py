@@ -61,6 +61,16 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **optio
     return Compiled(compiled.asm["ptx"], compiled.metadata.shared, spilled)
 
 
+def assert_compiled_well(compiled: Compiled, capability: int, half: bool, spilled: int) -> None:
+    """Matrix units and loads ahead for half precision, fast exponentials, shared memory that every GPU has."""
+    assert ("wgmma.mma_async" in compiled.ptx) == (half and capability == 90)
+    assert ("mma.sync" in compiled.ptx) == (half and capability == 80)
+    assert ("cp.async" in compiled.ptx) == half, "tiles are loaded ahead"
+    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert compiled.shared <= 99 << 10
+    assert compiled.spilled <= spilled
+
+
 def run_interpreted(name: str) -> None:
     """Run a test file of this folder under Triton's interpreter.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ class Place(NamedTuple):
     """Whether the layer reads all keys nevertheless, and chooses for others alone."""
     heads: tuple[int, ...] | None = None
     """For each KV head the anchor's KV head whose keys it reads; None: that of its own number."""
-
     has_readers: bool = True
     """Whether a later layer reads what this one chooses."""
 
@@ -46,6 +46,10 @@ class Place(NamedTuple):
 class SelectOnce(Method):
     """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
 
+    stateful: ClassVar[bool] = False
+    place: ClassVar[Place] = Place(-1, -1)
+    """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
+
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
         """What a layer does, one of those that the method is applied to."""
         raise NotImplementedError
@@ -53,10 +57,6 @@ class SelectOnce(Method):
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Keys chosen for one token a row: slots, int64 ``[B, Hkv, K]``, -1 for none."""
         raise NotImplementedError
-
-    stateful: ClassVar[bool] = False
-    place: ClassVar[Place] = Place(-1, -1)
-    """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
 
     @property
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
@@ -147,6 +147,12 @@ def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
             f"{method.name}: {name} must be among the layers that it is applied to, {list(among)}, not {strange[0]}"
         )
     return list(layers)
+
+
+def nearest(choosers: Sequence[int], layer: int) -> int | None:
+    """The last of some layers, ascending, that is not behind a layer; None if all are."""
+    index = bisect.bisect_right(choosers, layer) - 1
+    return choosers[index] if index >= 0 else None
 
 
 def whole_layer_scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from foveate.methods._reuse import Place, TopKByMass, layer_numbers
+from foveate.methods._reuse import Place, TopKByMass, layer_numbers, nearest
 from foveate.methods.base import setting
 
 
@@ -65,12 +64,9 @@ class Kascade(TopKByMass):
                 f"{self.name}: heads must be of layers that read an anchor's choice, {readers}, "
                 f"not of layer {strange[0]}"
             )
-        index = bisect.bisect_right(anchors, layer) - 1
-        if index < 0:
-            return Place(layer, None)
-        anchor = anchors[index]
+        anchor = nearest(anchors, layer)
         heads = (self.heads or {}).get(str(layer)) if anchor != layer else None
-        return Place(layer, anchor, dense=layer == 0, heads=None if heads is None else tuple(heads))
+        return Place(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods._reuse import Place, SelectOnce, layer_numbers, whole_layer_scores
+from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest, whole_layer_scores
 from foveate.methods.base import budget, setting
 
 
@@ -46,10 +45,8 @@ class LessIsMore(SelectOnce):
 
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
         selections = layer_numbers(self, "selections", among)
-        index = bisect.bisect_right(selections, layer) - 1
-        if index < 0:
-            return Place(layer, None)
-        return Place(layer, selections[index], dense=layer == selections[index])
+        chooser = nearest(selections, layer)
+        return Place(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         scores = whole_layer_scores(cache, q, scaling)  # [B, Hq, N]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods._reuse import Place, SelectOnce, layer_numbers, whole_layer_scores
+from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest, whole_layer_scores
 from foveate.methods.base import setting
 
 
@@ -43,10 +42,10 @@ class OmniKV(SelectOnce):
 
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
         filters = layer_numbers(self, "filters", among)
-        index = bisect.bisect_right(filters, layer) - 1
-        if index < 0 or 0 < layer - filters[index] <= self.wait:
+        chooser = nearest(filters, layer)
+        if chooser is None or 0 < layer - chooser <= self.wait:
             return Place(layer, None)
-        return Place(layer, filters[index], dense=layer == filters[index])
+        return Place(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         scores = whole_layer_scores(cache, q, scaling).softmax(-1).amax(1, keepdim=True)

@@ -149,8 +149,8 @@ def test_kascade_written_out(settings, top_k):
     ids=lambda method: method.spec,
 )
 def test_padded_rows_get_their_own_layers_choices(method):
-    layers, lengths, steps = 4, (33, 20, 7), 5
-    rows = [draw(layers, 1, length + steps, seed=length) for length in lengths]
+    layers, lengths, steps = 4, (33, 20, 20, 7), 5
+    rows = [draw(layers, 1, length + steps, seed=row) for row, length in enumerate(lengths)]
     batch, mask = draw(layers, len(rows), max(lengths), seed=9), torch.zeros(len(rows), max(lengths), dtype=torch.bool)
     for b, (row, length) in enumerate(zip(rows, lengths)):
         mask[b, -length:] = True

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.kernels import compile_for, run_interpreted
+from tests.kernels import assert_compiled_well, compile_for, run_interpreted
 
 
 def test_under_the_interpreter():
@@ -53,13 +53,6 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim):
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
         },
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.maxnreg,
+        **tile.options,
     )
-    assert ("wgmma.mma_async" in compiled.ptx) == (half and capability == 90)
-    assert ("mma.sync" in compiled.ptx) == (half and capability == 80)
-    assert ("cp.async" in compiled.ptx) == half, "keys and values are loaded ahead"
-    assert "ex2.approx.ftz.f32" in compiled.ptx
-    assert compiled.shared <= 99 << 10
-    assert compiled.spilled <= 40
+    assert_compiled_well(compiled, capability, half, spilled=40)

@@ -166,6 +166,17 @@ def test_query_mass_in_half_precision(dtype):
 # Memory
 
 
+@pytest.mark.parametrize("function", [ops.tile_mass, ops.tile_logits])
+def test_many_small_tiles_come_a_few_at_a_time(function, monkeypatch):
+    monkeypatch.setattr(_math, "SCRATCH_BYTES", SCRATCH)
+    q, k, _ = problem(Shape(batch=1, kv_heads=1, group=1, queries=4096, offset=0, dim=8, value_dim=8))
+    lse = (torch.zeros(1, 1, 4096),) if function is ops.tile_mass else ()
+    with LargestTensor() as largest:
+        tiles = sum(block.shape[2] for _, block in function(q, k, *lse, tile=2, scaling=0.3))
+    assert tiles == 2048
+    assert largest.bytes <= SCRATCH, largest.what
+
+
 @pytest.mark.parametrize("function", ["column_mass", "tile_mass", "query_mass"])
 def test_mass_makes_no_square_matrix(function):
     q, k, _v = problem(LONG, layout="slots")

@@ -324,7 +324,7 @@ class TestFiles:
         )
 
     def test_methods_with_other_settings_by_now_keep_their_specs(self, tmp_path):
-        file, old = tmp_path / "a.jsonl", {**written("luka"), "spec": "luka:tail=64", "item_values": {}}
+        file, old = tmp_path / "a.jsonl", {**written("luka"), "spec": "by other defaults", "item_values": {}}
         for changed in ({**old["settings"], "gone": 1}, {"tail": 64}, {**old["settings"], "tail": -1}):
             file.write_text(json.dumps({**old, "settings": changed}) + "\n")
             assert read([file]) == [{**old, "settings": json.loads(json.dumps(changed))}]

@@ -1,29 +1,17 @@
 """Sinks and a moving window of keys in one launch: Triton kernel of :func:`attend_window`."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
 """Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
-
-
-class Tile(NamedTuple):
-    """How a program works: on its own ``block_m`` queries, ``block_n`` keys at a time."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
-
 
 _TILES = {
     64: Tile(128, 64, num_warps=8, num_stages=3, maxnreg=128),
@@ -88,9 +76,7 @@ def attend_window(
         BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.maxnreg,
+        **tile.options,
     )
     return Attended(out)
 

@@ -1,28 +1,16 @@
 """Attention mass in one causal QK pass: Triton kernel of :func:`column_mass`."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NEIGHBOURS = tl.constexpr(8)
 """Key blocks of one head that run side by side, so that the queries which they read stay in the L2 cache."""
-
-
-class Tile(NamedTuple):
-    """How a program works: on ``block_m`` queries at a time and its own ``block_n`` keys."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
-
 
 _TILES = {
     64: Tile(64, 128, num_warps=4, num_stages=3, maxnreg=168),
@@ -83,9 +71,7 @@ def column_mass(
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.maxnreg,
+        **tile.options,
     )
     out[:, :, :visible] += mass.unflatten(1, (num_kv_heads, -1)).sum(2)
     return out
