@@ -66,4 +66,5 @@ class Fidelity(Task):
         return self.of.items(data, tokenizer, limit, seed)
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
-        return {"agreed": float(output.agreed), "divergence": output.divergence, "tokens": float(output.tokens)}
+        divergence = float(f"{output.divergence:.4g}")  # below its own error in half precision
+        return {"agreed": float(output.agreed), "divergence": divergence, "tokens": float(output.tokens)}
