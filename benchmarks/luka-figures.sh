@@ -3,7 +3,9 @@
 #   benchmarks/luka-figures.sh [MODEL]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-figures=docs/figures rows=benchmarks/results/luka-perplexity.jsonl
+source benchmarks/luka-methods.sh
+figures=docs/figures results=benchmarks/results
+rows=$results/luka-perplexity.jsonl
 if [ -f "$rows" ]; then
   foveate plot perplexity "$rows" --where continuation=512 --where zero_values=False --to-dense \
     --out "$figures/luka-compressors.png"                                                          # figure 4
@@ -11,6 +13,18 @@ if [ -f "$rows" ]; then
   foveate plot perplexity "$rows" --where continuation=512 --where mass=exact --where sinks=0 --to-dense \
     --out "$figures/luka-values.png"                                                               # figure 6
   foveate plot modes "$rows" --where continuation=512 --where top_k=3 --to-dense --out "$figures/luka-biases.png"
+fi
+rows=("$results/luka-niah.jsonl" "$results/luka-wikisalad.jsonl")
+if [ -f "${rows[0]}" ] && [ -f "${rows[1]}" ]; then
+  families=(--where task=niah --where task=wikisalad_long) # one and three levels are in a table
+  for length in 4096 8192 16384 30720; do families+=(--where "length=$length"); done
+  for spec in "${frontier[@]}"; do
+    [[ $spec == luka:page_size=16,* || $spec == *,32,128]* ]] || families+=(--where "spec=$spec")
+  done
+  for model in $(grep -oh '"model": "[^"]*"' "${rows[@]}" | cut -d'"' -f4 | sort -u); do
+    foveate plot frontier "${rows[@]}" --where "model=$model" "${families[@]}" --along page_size --recommended luka \
+      --margin 2 --out "$figures/luka-frontier-$model.png"
+  done
 fi
 if [ $# -gt 0 ]; then
   foveate plot attention-map --model "$1" --out "$figures/luka-attention.png" # figure 1

@@ -1,7 +1,8 @@
 """Write the tables of the documentation from the result files: `python benchmarks/tables.py [--check]`.
 
-A table stands between `<!-- report: FILE... [summary] [NAME=VALUE]... -->` and `<!-- end -->`. `summary` makes one
-table of several comparisons; conditions choose rows, as `foveate plot --where` does, or cases of benches.
+A table stands between `<!-- report: FILE... [KIND] [NAME=VALUE]... -->` and `<!-- end -->`. Kinds that make one table
+of several comparisons: `summary`, `differences` and `least-keys` (see `foveate.report`). Conditions choose rows and
+their order, as `foveate plot --where` does, or cases of benches.
 """
 
 import json
@@ -9,12 +10,14 @@ import re
 import sys
 from pathlib import Path
 
+from foveate.report.beside_dense import differences, least_keys
 from foveate.report.lines import once
 from foveate.report.markdown import tables
 from foveate.report.rows import chosen, spelled
 from foveate.report.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
+KINDS = {"summary": summary, "differences": differences, "least-keys": least_keys}
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,7 +31,8 @@ def table(words: list[str]) -> str:
         rows = [row for row in rows if all(str(row["case"][name]) == value for name, value in wanted)]
     else:
         rows, _ = once(chosen([spelled(row) for row in rows], conditions))
-    return (summary if "summary" in words else tables)(rows)
+    (kind,) = [KINDS[word] for word in words if word in KINDS] or [tables]
+    return kind(rows)
 
 
 def written(text: str) -> str:

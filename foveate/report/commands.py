@@ -14,7 +14,9 @@ Files = Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).",
 Out = Annotated[Path, typer.Option(help="PNG file to write.", show_default=False)]
 Where = Annotated[
     list[str] | None,
-    typer.Option(help="Only rows with NAME=VALUE: a field, or a setting of task or method; may be given often."),
+    typer.Option(
+        help="Only rows with NAME=VALUE: a field, or a setting of task or method; may be given often; of one NAME, any."
+    ),
 ]
 ToDense = Annotated[bool, typer.Option("--to-dense", help="Show the paired difference, or ratio, to dense.")]
 

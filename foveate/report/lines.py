@@ -88,6 +88,12 @@ def place(row: Row, rows: Sequence[Row]) -> str:
     return "\n".join([items, ", ".join(differing)] if differing else [items])
 
 
+def heading(row: Row) -> str:
+    """The words for the items of a row: task, split and, if it is asked for, the length."""
+    length = row["task_settings"].get("length")
+    return " ".join((row["task"], row["split"], *([f"{round(length / 1024)}K"] if length else [])))
+
+
 def circumstances(rows: Sequence[Row]) -> str:
     """Model, number format, device and number of items of all rows."""
     parts = [", ".join(dict.fromkeys(row[name] for row in rows)) for name in ("model", "dtype", "device")]

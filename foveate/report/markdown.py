@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from foveate.report import page_scores
@@ -14,10 +13,23 @@ Row = Mapping[str, Any]
 
 def tables(rows: Sequence[Row]) -> str:
     """All rows, grouped by what they measure, each group under one line that says on what."""
-    parts = []
-    for (title, table), group in itertools.groupby(rows, key=lambda row: (_title(row), _table(row))):
-        parts.append(f"{title}\n\n{table(list(group))}")
-    return "\n\n".join(parts)
+    groups: dict[tuple[str, Callable[[Sequence[Row]], str], str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((_what(row), _table(row), made_with([row], commits=False)), []).append(row)
+    return "\n\n".join(f"{what} ({made_with(group)}):\n\n{table(group)}" for (what, table, _), group in groups.items())
+
+
+def made_with(rows: Sequence[Row], commits: bool = True) -> str:
+    """Devices, versions and commits of some rows, each once."""
+    versions = [", ".join(f"{name} {row['versions'][name]}" for name in ("torch", "transformers")) for row in rows]
+    parts = [[row["device"] for row in rows], versions]
+    if commits:
+        parts.append([f"commit {', '.join(_once(commit for row in rows for commit in row['commit'].split(', ')))}"])
+    return "; ".join(", ".join(_once(part)) for part in parts)
+
+
+def _once(words: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(words))
 
 
 def _table(row: Row) -> Callable[[Sequence[Row]], str]:
@@ -26,20 +38,18 @@ def _table(row: Row) -> Callable[[Sequence[Row]], str]:
     return {"perplexity": _perplexities, "fidelity": _fidelities}.get(row["task"], _comparison)
 
 
-def _title(row: Row) -> str:
-    versions = ", ".join(f"{name} {row['versions'][name]}" for name in ("torch", "transformers"))
-    where = f"{row['device']}; {versions}; commit {row['commit']}"
+def _what(row: Row) -> str:
     if row.get("bench") == "page-scores":
-        return f"{page_scores.title(row)} ({where}):"
+        return page_scores.title(row)
     if "bench" in row:
         case = row["case"]
         batch = "" if case["batch"] == 1 else f", batch {case['batch']}"
-        return f"{row['bench']}, {case['model']}, {case['context']:,} tokens, {case['dtype']}{batch} ({where}):"
+        return f"{row['bench']}, {case['model']}, {case['context']:,} tokens, {case['dtype']}{batch}"
     length = f", {row['length']:,.0f} tokens" if row["length"] else ""
     if scored := row["task_settings"].get("continuation"):
         length = f", {scored:,} tokens after a prompt of {row['length']:,}"
     task = " on ".join(filter(None, (row["task"], row["task_settings"].get("of"))))
-    return f"{task} ({row['split']}), {row['model']}{length}, n = {row['n']}, {row['dtype']} ({where}):"
+    return f"{task} ({row['split']}), {row['model']}{length}, n = {row['n']}, {row['dtype']}"
 
 
 def _comparison(rows: Sequence[Row]) -> str:

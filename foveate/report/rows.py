@@ -9,6 +9,7 @@ from typing import Any
 from foveate.evaluation.data import read_jsonl
 from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.evaluation.resultfile import method_of
+from foveate.methods import parse
 
 Row = Mapping[str, Any]
 
@@ -47,13 +48,16 @@ def spelled(row: Row) -> Row:
 
 
 def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
-    """The rows that meet every condition ``NAME=VALUE``, where the name is a row's, a task's or a method's setting.
+    """The rows that meet the conditions ``NAME=VALUE``, where the name is a row's, a task's or a method's setting.
 
-    Rows of ``dense`` are there to compare with, and need not meet conditions on methods.
+    Of several conditions on one name one has to be met, and the rows come in the order of these; spaces in values do
+    not count, and a ``spec`` may be written in any way. Rows of ``dense`` are there to compare with, and need not meet
+    conditions on methods.
 
     Raises:
         UserError: for a condition of another form, a name that no row has, or when no row is left.
     """
+    wanted: dict[str, list[str]] = {}
     for condition in conditions:
         name, equals, value = condition.partition("=")
         if not equals:
@@ -61,15 +65,28 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
         if all(_value(row, name) is None for row in rows):
             names = {*rows[0], *(name for row in rows for name in (*row["task_settings"], *row["settings"]))}
             raise unknown("name", name, sorted(names), "--where")
+        wanted.setdefault(name, []).append((_spelling(value) if name == "spec" else value).replace(" ", ""))
+    for name, values in reversed(wanted.items()):  # sorting is stable: the first name decides first
         of_method = name in ("method", "spec") or all(name not in {**row, **row["task_settings"]} for row in rows)
-        rows = [row for row in rows if (of_method and row["method"] == "dense") or _value(row, name) == value]
+        to_compare = [of_method and row["method"] == "dense" for row in rows]
+        met = [row for row, exempt in zip(rows, to_compare) if exempt or _value(row, name) in values]
+        places = {value: place for place, value in enumerate(values)}
+        rows = sorted(met, key=lambda row: places.get(_value(row, name), 0)) if len(places) > 1 else met
         if not rows:
-            raise UserError(f"--where {condition}: no row is left")
+            raise UserError(f"--where {' or '.join(f'{name}={value}' for value in values)}: no row is left")
     return list(rows)
+
+
+def _spelling(spec: str) -> str:
+    """A spec by the defaults of now, if it is one."""
+    try:
+        return parse(spec).spec
+    except (KeyError, TypeError, ValueError):
+        return spec
 
 
 def _value(row: Row, name: str) -> str | None:
     for fields in (row, row["task_settings"], row["settings"]):
         if name in fields:
-            return str(fields[name])
+            return str(fields[name]).replace(" ", "")
     return None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from foveate.evaluation.metrics import Interval, mean, paired_bootstrap
+from foveate.report.lines import heading
 from foveate.report.markdown import markdown_table
 from foveate.report.rows import Row
 
@@ -35,15 +36,15 @@ def pooled_difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
 
 def _table(rows: Sequence[Row]) -> str:
     cells = list(dict.fromkeys(map(_cell, rows)))
-    by_spec: dict[str, dict[tuple[str, ...], Row]] = {}
+    by_spec: dict[str, dict[tuple[str, str], Row]] = {}
     for row in rows:
         by_spec.setdefault(row["spec"], {})[_cell(row)] = row
     dense = by_spec.get("dense", {})
     if missing := [cell for cell in cells if cell not in dense]:
-        raise ValueError(f"no row of dense in {' '.join(missing[0][:-1])}")
+        raise ValueError(f"no row of dense in {missing[0][0]}")
     n = sum(row["n"] for row in dense.values())
     title = f"{rows[0]['model']}, scores, n = {', '.join(str(dense[cell]['n']) for cell in cells)}:"
-    lines = [("method", "keys read", *(" ".join(cell[:-1]) for cell in cells), f"Δ to dense [95 %], pooled, n = {n:,}")]
+    lines = [("method", "keys read", *(cell[0] for cell in cells), f"Δ to dense [95 %], pooled, n = {n:,}")]
     for spec, found in by_spec.items():
         if any(cell not in found for cell in cells):
             continue
@@ -64,11 +65,9 @@ def _table(rows: Sequence[Row]) -> str:
     return f"{title}\n\n{markdown_table(lines)}"
 
 
-def _cell(row: Row) -> tuple[str, ...]:
+def _cell(row: Row) -> tuple[str, str]:
     """The words that head a comparison's column, and what tells it from others under the same words: its items."""
-    length = row["task_settings"].get("length")
-    words = row["task"], row["split"], *([f"{round(length / 1024)}K"] if length else [])
-    return (*words, row["run"]["items"])
+    return heading(row), row["run"]["items"]
 
 
 def _items(row: Row) -> np.ndarray:

@@ -28,3 +28,10 @@ def test_fidelity_with_its_divergence():
     first, *_ = tables(rows).splitlines()
     assert first.startswith("fidelity on niah (")
     assert f"| `{rows[1]['spec']}` | 0.0212 [0.0106, 0.0424] | 30.0 [27.0, 33.0] |" in tables(rows)
+
+
+def test_rows_on_the_same_items_share_a_table_whatever_their_commits():
+    rows = [row | MORE | COSTS | {"commit": commit} for row, commit in zip(FRONTIER, ("a, b", "c", "b"))]
+    assert tables(rows).count("| method |") == 1
+    assert "(cpu; torch 2, transformers 5; commit a, b, c):" in tables(rows)
+    assert tables([rows[0], {**rows[1], "device": "gpu"}]).count("| method |") == 2

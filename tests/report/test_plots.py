@@ -17,7 +17,7 @@ from foveate.evaluation.errors import DataError, UserError
 from foveate.report import figure, lines, plots
 from foveate.report.rows import chosen, read, spelled
 
-NIAH = Path(__file__).parents[2] / "benchmarks" / "results" / "first-niah.jsonl"
+NIAH = Path(__file__).parents[2] / "benchmarks" / "results" / "luka-niah.jsonl"
 
 
 def written(spec="dense", share=1.0, score=80.0, **more):
@@ -336,6 +336,16 @@ class TestFiles:
         assert specs("task=perplexity", "method=luka") == ["dense", "luka"]
         assert specs("continuation=1024", "mass=exact") == ["dense", "luka"]
         assert specs("length=8192", "top_k=0.05") == ["dense", "h2o:top_k=0.05"]
+        assert specs("task=niah", "length=4096", "top_k=0.2", "top_k=0.05") == [
+            *("dense", "h2o:top_k=0.2", "luka:top_k=0.2", "h2o:top_k=0.05", "luka:top_k=0.05")
+        ]
+        assert specs("length=8192", "spec=luka:expand=0.3,top_k=0.2") == ["dense", "luka:top_k=0.2"]
+        with pytest.raises(UserError, match="--where length=5 or length=6: no row is left"):
+            specs("length=5", "length=6")
+        levels = [row("luka:page_size=[16, 64]"), row("luka:page_size=16"), row("luka")]
+        levels = json.loads(json.dumps(levels))  # as a file has them
+        found = chosen(levels, ["page_size=16", "page_size=[16,64]"])
+        assert [one["settings"]["page_size"] for one in found] == [16, [16, 64]]
         with pytest.raises(UserError, match=r"unknown name 'compresor'\. Did you mean 'compressor'"):
             specs("compresor=mean")
         with pytest.raises(UserError, match="expected NAME=VALUE"):
