@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foveate.ops._dispatch import dispatch
 from foveate.ops._math import block_length, fold_group, matmul_fp32, tile_rows
 
 
@@ -79,17 +80,37 @@ def tile_mass(
     rows, lead = tile_rows(q, k.shape[1], tile, offset)
     trail = rows.shape[2] * tile - lead - q.shape[2]
     lse = F.pad(lse.masked_fill(lse.isneginf(), float("inf")), (lead, trail), value=float("inf"))
-    lse = lse.unflatten(2, (-1, tile)).unflatten(1, (-1, group)).transpose(2, 3).flatten(3)[..., None]
-    number = (lse[0, 0] < float("inf")).sum((1, 2)).clamp_min(1)
-    for first, last, keys, before in _tile_blocks(rows, lead, tile, offset):
-        mass, queries = k.new_empty(*rows.shape[:2], *before.shape, dtype=torch.float32), rows[:, :, first:last]
-        step = block_length(4 * rows.shape[0] * rows.shape[1] * queries.shape[2] * queries.shape[3], keys)
-        for start in range(0, keys, step):
-            some = k[:, :, start : min(start + step, keys)].transpose(-1, -2)
-            weights = matmul_fp32(queries.flatten(2, 3), some).mul_(scaling).unflatten(2, queries.shape[2:4])
-            mass[..., start : start + step] = weights.sub_(lse[:, :, first:last]).exp_().sum(3)
-        mass /= number[first:last, None]
-        yield (offset - lead) // tile + first, mass.masked_fill_(~before, float("-inf"))
+    lse = lse.unflatten(2, (-1, tile)).unflatten(1, (-1, group)).transpose(2, 3).flatten(3)
+    number = (lse[0, 0] < float("inf")).sum(1).clamp_min(1)
+    start = offset - lead
+    for first, last, keys in _tile_blocks(rows, start, tile):
+        begins = start + torch.arange(first, last, device=q.device) * tile
+        mass = _block_mass(rows[:, :, first:last], k[:, :, :keys], lse[:, :, first:last], begins, scaling=scaling)
+        yield start // tile + first, mass.div_(number[first:last, None])
+
+
+def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float) -> Tensor:
+    """Attention that some tiles of queries pay to keys before them.
+
+    Args:
+        queries: ``[B, H, T, W, D]``: the W queries of each tile.
+        k: ``[B, H, n, D]``.
+        lse: ``[B, H, T, W]`` fp32: the log-sum-exp of each query; one with inf adds nothing.
+        begins: int64 ``[T]``: the first position of each tile.
+
+    Returns:
+        fp32 ``[B, H, T, n]``, summed over a tile's queries; -inf from its first position on.
+    """
+    keys, mass = k.shape[2], k.new_empty(*queries.shape[:3], k.shape[2], dtype=torch.float32)
+    step = block_length(4 * queries[..., 0].numel(), keys)
+    for start in range(0, keys, step):
+        some = k[:, :, start : min(start + step, keys)].transpose(-1, -2)
+        weights = matmul_fp32(queries.flatten(2, 3), some).mul_(scaling).unflatten(2, queries.shape[2:4])
+        mass[..., start : start + step] = weights.sub_(lse[..., None]).exp_().sum(3)
+    return mass.masked_fill_(_not_before(keys, begins), float("-inf"))
+
+
+_block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel")
 
 
 def tile_logits(q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int = 0) -> Iterator[tuple[int, Tensor]]:
@@ -99,26 +120,28 @@ def tile_logits(q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int 
     which leaves the order of the keys as it is.
     """
     rows, lead = tile_rows(q, k.shape[1], tile, offset)
-    for first, last, keys, before in _tile_blocks(rows, lead, tile, offset):
+    start = offset - lead
+    for first, last, keys in _tile_blocks(rows, start, tile):
+        begins = start + torch.arange(first, last, device=q.device) * tile
         queries = rows[:, :, first:last].mean(3, dtype=torch.float32).to(rows.dtype)
-        yield (
-            (offset - lead) // tile + first,
-            matmul_fp32(queries, k[:, :, :keys].transpose(-1, -2)).mul_(scaling).masked_fill_(~before, float("-inf")),
-        )
+        logits = matmul_fp32(queries, k[:, :, :keys].transpose(-1, -2)).mul_(scaling)
+        yield start // tile + first, logits.masked_fill_(_not_before(keys, begins), float("-inf"))
 
 
-def _tile_blocks(rows: Tensor, lead: int, tile: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
-    """``(first, last, n, before)``: tiles ``first .. last - 1`` of those given, the n keys before the last of them, and
-    bool ``[T, n]``: which of these are before each."""
+def _tile_blocks(rows: Tensor, start: int, tile: int) -> Iterator[tuple[int, int, int]]:
+    """``(first, last, n)``: tiles ``first .. last - 1`` of those given, and the n keys before the last of them."""
     batch, heads, tiles = rows.shape[:3]
-    start, first = offset - lead, 0
+    first = 0
     while first < tiles:
         some = block_length(4 * batch * heads * (start + (first + 1) * tile), tiles - first)
         last = first + block_length(4 * batch * heads * (start + (first + some) * tile), some)  # by the last one's keys
-        keys = start + (last - 1) * tile
-        begins = start + torch.arange(first, last, device=rows.device) * tile
-        yield first, last, keys, torch.arange(keys, device=rows.device) < begins[:, None]
+        yield first, last, start + (last - 1) * tile
         first = last
+
+
+def _not_before(keys: int, begins: Tensor) -> Tensor:
+    """bool ``[T, n]``: which of n keys are not before each tile."""
+    return torch.arange(keys, device=begins.device) >= begins[:, None]
 
 
 def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int) -> Tensor:

@@ -1,0 +1,196 @@
+"""Keys chosen for tiles of queries, read from where they lie: Triton kernel of :func:`attend_tiles`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile
+from foveate.ops.attend.reference import Attended
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
+
+_TILES = {
+    64: Tile(128, 64, num_warps=8, num_stages=3),
+    128: Tile(128, 64, num_warps=8, num_stages=2),
+    256: Tile(64, 32, num_warps=8, num_stages=2),
+}
+"""By the larger of the two head dims, padded. All fit into 99 KB of shared memory."""
+
+_TILE_FP32 = Tile(16, 32, num_warps=8, num_stages=1)
+"""For fp32, which is multiplied without tensor cores."""
+
+
+def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
+    """The tile for head dims of at most 256, of which ``dim`` is the larger, and so many rows that share keys."""
+    tile = next(tile for width, tile in _TILES.items() if dim <= width)
+    if dtype == torch.float32:
+        tile = _TILE_FP32 if dim <= 128 else _TILE_FP32._replace(block_n=16)
+    block_m = min(tile.block_m, max(16, triton.next_power_of_2(rows)))
+    return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
+
+
+def attend_tiles(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, tile: int, scaling: float, offset: int = 0
+) -> Attended:
+    """See :func:`foveate.ops.attend.tiles.attend_tiles`.
+
+    A program owns queries of one tile, those of all heads of a group side by side, and walks over the keys chosen for
+    the tile and then over its own, with an online softmax: repeats are equal bit for bit. fp32 is multiplied in full
+    precision. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    """
+    batch, num_heads, length, dim = q.shape
+    num_kv_heads, num_keys, value_dim = v.shape[1:]
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if max(dim, value_dim) > max(_TILES):
+        raise UnsupportedError(f"head dims above {max(_TILES)}")
+    lead, group = offset % tile, num_heads // num_kv_heads
+    tiles = triton.cdiv(lead + length, tile)
+    if indices.shape[:3] != (batch, num_kv_heads, tiles):
+        raise ValueError(f"indices {tuple(indices.shape)} do not fit {tiles} tiles of {num_kv_heads} KV heads")
+    if num_keys < offset + length:
+        raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
+    if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim):
+        raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+    places = indices.shape[3]
+    used = torch.zeros(indices.shape[:3], dtype=torch.int32, device=q.device)
+    if places:  # up to the last place that is in use
+        used += places - (indices.flip(-1) >= 0).to(torch.uint8).argmax(-1)
+    block = tile_for(q.dtype, max(dim, value_dim), group * tile)
+    parts = triton.cdiv(group * tile, block.block_m)
+    out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
+    _attend_tiles[tiles * parts, batch * num_kv_heads](
+        q,
+        k,
+        v,
+        indices,
+        used,
+        out,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *indices.stride(),
+        *out.stride()[:3],
+        num_kv_heads,
+        group,
+        tile,
+        tiles,
+        parts,
+        length,
+        offset,
+        scaling * _LOG2E.value,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=block.block_m,
+        BLOCK_N=block.block_n,
+        **block.options,
+    )
+    return Attended(out)
+
+
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
+def _attend_tiles(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    index_ptr,
+    used_ptr,
+    out_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    q_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    v_stride_d,
+    index_stride_b,
+    index_stride_h,
+    index_stride_t,
+    index_stride_k,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    num_kv_heads,
+    group,
+    tile,
+    tiles,
+    parts,
+    length,
+    offset,
+    scale,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
+
+    Row r of a tile is query ``r % tile`` of the group's head ``r // tile``. The last tiles, which have the most keys,
+    have the lowest numbers and start first.
+    """
+    t, part = tiles - 1 - tl.program_id(0) // parts, tl.program_id(0) % parts
+    batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
+    rows = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    places, dims, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    query = t * tile - offset % tile + rows % tile
+    exist = (rows < group * tile) & (query >= 0) & (query < length)
+    query, member = tl.where(exist, query, 0).to(tl.int64), tl.where(exist, rows // tile, 0).to(tl.int64)
+    start, end = offset - offset % tile + t * tile, offset + length
+    own = start + rows % tile
+
+    q_ptr += batch * q_stride_b + head * group * q_stride_h
+    q_tile = (member * q_stride_h + query * q_stride_l)[:, None] + dims[None, :] * q_stride_d
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    k_ptr += batch * k_stride_b + head * k_stride_h
+    v_ptr += batch * v_stride_b + head * v_stride_h
+    index_ptr += batch * index_stride_b + head * index_stride_h + t.to(tl.int64) * index_stride_t
+    used = tl.load(used_ptr + (tl.program_id(1) * tiles + t))
+
+    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for of_tile in tl.static_range(2):  # first the keys chosen, then those of the tile
+        for first in tl.range(0, tl.minimum(tile, end - start) if of_tile else used, BLOCK_N):
+            if of_tile:
+                keys = start + first + places
+                stored = (first + places < tile) & (keys < end)
+            else:
+                within = first + places < used
+                keys = tl.load(index_ptr + (first + places) * index_stride_k, mask=within, other=-1)
+                stored = keys >= 0
+            slots = tl.where(stored, keys, 0).to(tl.int64)
+            k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
+            k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
+            logits = tl.dot(q, k, input_precision="ieee") * scale
+            seen = stored[None, :] & (rows >= 0)[:, None]
+            if of_tile:
+                seen = seen & (keys[None, :] <= own[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+            higher = tl.maximum(top, tl.max(logits, 1))
+            p = tl.exp2(logits - higher[:, None])
+            fade = tl.exp2(top - higher)
+            v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
+            v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
+            out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+            weight = weight * fade + tl.sum(p, 1)
+            top = higher
+
+    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    out_ptr += batch * out_stride_b + head * group * out_stride_h
+    out_tile = (member * out_stride_h + query * out_stride_l)[:, None] + value_dims[None, :]
+    out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)

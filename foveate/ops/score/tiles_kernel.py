@@ -1,0 +1,139 @@
+"""Attention mass of tiles of queries: Triton kernel of :func:`tile_block_mass`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_WALK = tl.constexpr(16)
+"""Key blocks that a program walks over, so that the queries which it holds are loaded once for all of them."""
+
+_TILES = {
+    64: Tile(128, 128, num_warps=8, num_stages=3),
+    128: Tile(128, 64, num_warps=8, num_stages=2),
+    256: Tile(32, 64, num_warps=4, num_stages=2),
+}
+"""By head dim, padded; 64 keys are the least that Hopper's matrix units take as rows. All fit into 99 KB of shared
+memory."""
+
+_TILE_FP32 = Tile(32, 16, num_warps=4, num_stages=1)
+"""For fp32, which is multiplied without tensor cores."""
+
+
+def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
+    """The tile for a head dim of at most 256 and so many queries that are pooled."""
+    tile = _TILE_FP32 if dtype == torch.float32 else next(tile for width, tile in _TILES.items() if dim <= width)
+    return tile._replace(block_m=min(tile.block_m, max(16, triton.next_power_of_2(rows))))
+
+
+def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float) -> Tensor:
+    """See :func:`foveate.ops.score.reference.tile_block_mass`.
+
+    A program owns some keys of one tile, so every sum has one owner and one order: repeats are equal bit for bit. Keys
+    stand in the rows of the products, so that a key's sum over the queries is one thread's. fp32 is multiplied in full
+    precision.
+    """
+    batch, heads, tiles, rows, dim = queries.shape
+    number = k.shape[2]
+    if queries.dtype != k.dtype or k.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {queries.dtype} with keys in {k.dtype}")
+    if dim > max(_TILES):
+        raise UnsupportedError(f"head dims above {max(_TILES)}")
+    if k.shape != (batch, heads, number, dim) or lse.shape != queries.shape[:4] or begins.shape != (tiles,):
+        shapes = {"queries": queries, "k": k, "lse": lse, "begins": begins}
+        raise ValueError("shapes do not fit: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items()))
+    mass = queries.new_empty(batch, heads, tiles, number, dtype=torch.float32)
+    if not number:
+        return mass
+    tile = tile_for(k.dtype, dim, rows)
+    queries, lse = queries.contiguous(), lse.contiguous()
+    _tile_block_mass[triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value) * tiles, batch * heads](
+        queries,
+        k,
+        lse,
+        begins,
+        mass,
+        *k.stride(),
+        heads,
+        tiles,
+        rows,
+        number,
+        scaling * _LOG2E.value,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        ONE=rows <= tile.block_m,
+        **tile.options,
+    )
+    return mass
+
+
+@triton.jit(do_not_specialize=["heads", "tiles", "rows", "number"])
+def _tile_block_mass(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    begin_ptr,
+    mass_ptr,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    heads,
+    tiles,
+    rows,
+    number,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """Writes ``mass [B, H, T, n]`` from contiguous queries ``[B, H, T, W, D]`` and ``lse [B, H, T, W]``.
+
+    ``scale`` includes log2(e); ``ONE``: a block holds all queries of a tile.
+    """
+    t, walk = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    row = tl.program_id(1)
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    members, dims, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    begin = tl.minimum(tl.load(begin_ptr + t), number).to(tl.int32)
+    of_tile = row.to(tl.int64) * tiles + t
+    q_ptr += of_tile * rows * DIM
+    lse_ptr += of_tile * rows
+    mass_ptr += of_tile * number
+    k_ptr += batch * k_stride_b + head * k_stride_h
+
+    exist = members < rows
+    q = tl.load(q_ptr + members[None, :] * DIM + dims[:, None], mask=exist[None, :] & (dims < DIM)[:, None], other=0.0)
+    lse = tl.load(lse_ptr + members, mask=exist, other=float("inf")) * _LOG2E
+    first = walk * _WALK * BLOCK_N
+    last = tl.minimum(first + _WALK * BLOCK_N, number)
+    for start in tl.range(first, tl.minimum(last, begin), BLOCK_N):
+        keys = start + places
+        k_tile = keys.to(tl.int64)[:, None] * k_stride_l + dims[None, :] * k_stride_d
+        k = tl.load(k_ptr + k_tile, mask=(keys < begin)[:, None] & (dims < DIM)[None, :], other=0.0)
+        if ONE:
+            mass = tl.sum(tl.exp2(tl.dot(k, q, input_precision="ieee") * scale - lse[None, :]), 1)
+        else:
+            mass = tl.zeros([BLOCK_N], tl.float32)
+            for some in tl.range(0, rows, BLOCK_M):
+                exist = some + members < rows
+                q = tl.load(
+                    q_ptr + (some + members)[None, :] * DIM + dims[:, None],
+                    mask=exist[None, :] & (dims < DIM)[:, None],
+                    other=0.0,
+                )
+                lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * _LOG2E
+                mass += tl.sum(tl.exp2(tl.dot(k, q, input_precision="ieee") * scale - lse[None, :]), 1)
+        tl.store(mass_ptr + keys, tl.where(keys < begin, mass, float("-inf")), mask=keys < last)
+    behind = first + tl.maximum(tl.cdiv(tl.minimum(last, begin) - first, BLOCK_N), 0) * BLOCK_N
+    for start in tl.range(behind, last, BLOCK_N):
+        keys = start + places
+        tl.store(mass_ptr + keys, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=keys < last)

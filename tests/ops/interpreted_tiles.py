@@ -1,0 +1,206 @@
+"""The kernels of tiles against their references, in numbers that Triton's interpreter gets right: fp32 and fp16."""
+
+import pytest
+import torch
+
+from foveate import ops
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.attend import tiles, tiles_kernel
+from foveate.ops.score import reference
+from foveate.ops.score import tiles_kernel as mass_kernel
+from tests.helpers import LAYOUTS, Shape, assert_close, in_buffer, problem
+from tests.kernels import poisoned_memory
+
+SOME = Shape(batch=1, kv_heads=1, group=2, queries=41, offset=14, dim=16, value_dim=16)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_out():
+    with poisoned_memory():
+        yield
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks of queries and of keys in everything."""
+    for kernel in (tiles_kernel, mass_kernel):
+        small = kernel.Tile(16, 16, num_warps=4, num_stages=1)
+        monkeypatch.setattr(kernel, "tile_for", lambda dtype, dim, rows, small=small: small)
+
+
+def selection(shape, tile, number, seed=0, holes=True):
+    """Random keys before each tile, ascending, -1 behind them and, with ``holes``, among them."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = shape.offset % tile
+    count = -(-(lead + shape.queries) // tile)
+    chosen = torch.full((shape.batch, shape.kv_heads, count, number), -1, dtype=torch.int32)
+    for b in range(shape.batch):
+        for h in range(shape.kv_heads):
+            for t in range(count):
+                before = shape.offset - lead + t * tile
+                some = torch.randperm(before, generator=generator)[: max(0, number - t % 3)].sort().values
+                chosen[b, h, t, : len(some)] = some.to(torch.int32)
+                if holes and len(some) > 2:
+                    chosen[b, h, t, 1] = -1
+    return chosen
+
+
+# attend_tiles
+
+
+def check(q, k, v, indices, tile, offset):
+    arguments = {"tile": tile, "scaling": 0.3, "offset": offset}
+    out = tiles_kernel.attend_tiles(q, k, v, indices, **arguments).out
+    assert out.dtype == q.dtype
+    assert_close(out, tiles.attend_tiles(q, k, v, indices, **arguments).out, q.dtype)
+    return out
+
+
+@pytest.mark.parametrize("tile", [1, 5, 16, 24])
+@pytest.mark.parametrize("offset", [0, 14, 48])
+@pytest.mark.parametrize("number", [0, 1, 16, 37])
+def test_tiles_read_what_is_chosen_and_themselves(tile, offset, number, small_blocks):
+    shape = SOME._replace(offset=offset)
+    check(*problem(shape, extra=5), selection(shape, tile, number), tile, offset)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_tiles(seed, small_blocks):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    shape = SOME._replace(queries=draw(1, 60), offset=draw(0, 60), group=draw(1, 8), kv_heads=draw(1, 3))
+    tile = draw(1, 30)
+    check(*problem(shape, seed), selection(shape, tile, draw(0, 40), seed), tile, shape.offset)
+
+
+@pytest.mark.parametrize(("group", "tile"), [(7, 18), (4, 32), (1, 128), (2, 100)])
+def test_blocks_of_the_real_size(group, tile):
+    shape = SOME._replace(group=group, queries=150, offset=77, dim=64)
+    check(*problem(shape, dtype=torch.float16), selection(shape, tile, 70), tile, 77)
+
+
+@DTYPES
+@pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (40, 40), (80, 80), (128, 128), (256, 256), (24, 72)])
+def test_head_dims_of_attention(dtype, dim, value_dim):
+    shape = SOME._replace(dim=dim, value_dim=value_dim, queries=20)
+    check(*problem(shape, dtype=dtype), selection(shape, 8, 9), 8, 14)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_inputs_of_attention(layout):
+    shape = SOME._replace(batch=2, kv_heads=2, queries=20, value_dim=24)
+    chosen = selection(shape, 8, 9)
+    every_other = torch.stack([chosen, torch.full_like(chosen, 3)], -1)[..., 0].long()
+    q, k, v = problem(shape)
+    expected = check(q, k, v, chosen, 8, 14)
+    assert torch.equal(check(*(in_buffer(x, layout) for x in (q, k, v)), every_other, 8, 14), expected)
+
+
+def test_keys_that_are_not_chosen_leave_no_trace():
+    shape = SOME._replace(queries=20, offset=32)
+    q, k, v = problem(shape, extra=7)
+    chosen = selection(shape, 16, 5, holes=False)
+    clean = check(q, k, v, chosen, 16, 32)
+    read = set(chosen.flatten().tolist()) | set(range(32, 52))
+    unread = [slot for slot in range(k.shape[2]) if slot not in read]
+    k[:, :, unread], v[:, :, unread] = float("nan"), float("inf")
+    assert torch.equal(tiles_kernel.attend_tiles(q, k, v, chosen, tile=16, scaling=0.3, offset=32).out, clean)
+
+
+def test_what_attention_refuses():
+    q, k, v = problem(SOME)
+    chosen = selection(SOME, 8, 4)
+    arguments = {"tile": 8, "scaling": 0.3, "offset": 14}
+    with pytest.raises(UnsupportedError, match="float64"):
+        tiles_kernel.attend_tiles(q.double(), k.double(), v.double(), chosen, **arguments)
+    wide = problem(SOME._replace(dim=272))
+    with pytest.raises(UnsupportedError, match="above 256"):
+        tiles_kernel.attend_tiles(*wide, chosen, **arguments)
+    with pytest.raises(ValueError, match="do not fit 6 tiles"):
+        tiles_kernel.attend_tiles(q, k, v, chosen[:, :, :-1], **arguments)
+    with pytest.raises(ValueError, match="need 55 keys, not 54"):
+        tiles_kernel.attend_tiles(q, k[:, :, :-1], v[:, :, :-1], chosen, **arguments)
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        tiles_kernel.attend_tiles(q, k[..., :8], v, chosen, **arguments)
+
+
+# tile_block_mass
+
+
+def mass_problem(tiles=5, rows=12, keys=70, dim=16, batch=2, heads=2, dtype=torch.float32, seed=0):
+    """Queries of tiles with their log-sum-exp over keys before them and themselves; one that adds nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, heads, tiles, rows, dim, generator=generator).to(dtype)
+    k = torch.randn(batch, heads, keys, dim, generator=generator).to(dtype)
+    lse = torch.randn(batch, heads, tiles, rows, generator=generator) + 3
+    lse[:, :, 0, rows // 2 :] = float("inf")
+    begins = torch.linspace(0, keys, tiles).long()
+    return queries, k, lse, begins
+
+
+def check_mass(queries, k, lse, begins):
+    mass = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.3)
+    assert mass.dtype == torch.float32
+    expected = reference.tile_block_mass(queries, k, lse, begins, scaling=0.3)
+    torch.testing.assert_close(mass, expected, rtol=1e-5 if k.dtype == torch.float32 else 2e-3, atol=1e-6)
+    return mass
+
+
+@pytest.mark.parametrize("rows", [1, 12, 16, 40])
+@pytest.mark.parametrize("keys", [0, 1, 15, 70, 300])
+def test_mass_of_tiles(rows, keys, small_blocks):
+    check_mass(*mass_problem(rows=rows, keys=keys))
+
+
+@pytest.mark.parametrize("rows", [126, 128, 200])
+def test_mass_in_blocks_of_the_real_size(rows):
+    check_mass(*mass_problem(tiles=3, rows=rows, keys=333, dim=64, batch=1, dtype=torch.float16))
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [5, 40, 80, 128, 256])
+def test_head_dims_of_mass(dtype, dim):
+    check_mass(*mass_problem(dim=dim, batch=1, dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_keys_among_nan(layout):
+    queries, k, lse, begins = mass_problem()
+    expected = check_mass(queries, k, lse, begins)
+    k = in_buffer(k, layout)
+    assert torch.equal(check_mass(queries.transpose(3, 4).contiguous().transpose(3, 4), k, lse, begins), expected)
+
+
+def test_keys_behind_a_tile_leave_no_trace():
+    queries, k, lse, _ = mass_problem()
+    begins = torch.full((5,), 33)
+    clean = check_mass(queries, k, lse, begins)
+    k[:, :, 33:] = float("nan")
+    assert torch.equal(mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.3), clean)
+
+
+def test_what_mass_refuses():
+    queries, k, lse, begins = mass_problem()
+    with pytest.raises(UnsupportedError, match="float64"):
+        mass_kernel.tile_block_mass(queries.double(), k.double(), lse, begins, scaling=0.3)
+    with pytest.raises(UnsupportedError, match="above 256"):
+        mass_kernel.tile_block_mass(*mass_problem(dim=264), scaling=0.3)
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        mass_kernel.tile_block_mass(queries, k, lse[..., 1:], begins, scaling=0.3)
+
+
+def test_the_verbs_give_the_same_with_kernels(monkeypatch):
+    """`tile_mass` and `attend_tiles` as a method calls them, in parts of tiles."""
+    shape = SOME._replace(batch=2, kv_heads=2, queries=70, offset=13)
+    q, k, v = problem(shape)
+    lse = ops.attend_causal(q, k, v, scaling=0.3, offset=13, need_lse=True).lse
+    expected = list(ops.tile_mass(q, k, lse, tile=8, scaling=0.3, offset=13))
+    monkeypatch.setattr(reference, "_block_mass", mass_kernel.tile_block_mass)
+    found = list(ops.tile_mass(q, k, lse, tile=8, scaling=0.3, offset=13))
+    for (first, mass), (also_first, also) in zip(expected, found, strict=True):
+        assert first == also_first
+        torch.testing.assert_close(mass, also)

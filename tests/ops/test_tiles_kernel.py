@@ -1,0 +1,91 @@
+"""The kernels of tiles: what they compute (under the interpreter) and what they compile to."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.kernels import assert_compiled_well, compile_for, run_interpreted
+
+SHAPES = pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [
+        ("bf16", 32),
+        ("bf16", 64),
+        ("bf16", 80),
+        ("bf16", 128),
+        ("bf16", 256),
+        ("fp16", 64),
+        ("fp16", 128),
+        ("fp32", 64),
+        ("fp32", 128),
+        ("fp32", 256),
+    ],
+)
+CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
+
+
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("ops/interpreted_tiles.py")
+
+
+@CAPABILITIES
+@SHAPES
+def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim):
+    triton = pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend.tiles_kernel")
+    half = dtype != "fp32"
+    tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, dim, 126)
+    compiled = compile_for(
+        capability,
+        kernel._attend_tiles,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k", "v", "out")},
+            **{f"{x}_stride_{axis}": "i32:16" for x in ("q", "k", "v", "out") for axis in "bhl"},
+            **{f"{x}_stride_d": 1 for x in ("q", "k", "v")},
+            **{f"index_stride_{axis}": "i32" for axis in "bht"},
+            **dict.fromkeys(("num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"), "i32"),
+            **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
+            "index_stride_k": 1,
+            "scale": "fp32",
+            "DIM": dim,
+            "VALUE_DIM": dim,
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "BLOCK_DV": triton.next_power_of_2(dim),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        },
+        **tile.options,
+    )
+    assert_compiled_well(compiled, capability, half, spilled=60)
+
+
+@CAPABILITIES
+@SHAPES
+@pytest.mark.parametrize("one", [True, False])
+def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one):
+    triton = pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.score.tiles_kernel")
+    half = dtype != "fp32"
+    tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, dim, 126)
+    compiled = compile_for(
+        capability,
+        kernel._tile_block_mass,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k")},
+            **{f"k_stride_{axis}": "i32:16" for axis in "bhl"},
+            **dict.fromkeys(("heads", "tiles", "rows", "number"), "i32"),
+            **dict.fromkeys(("lse_ptr", "mass_ptr"), "*fp32:16"),
+            "begin_ptr": "*i64:16",
+            "k_stride_d": 1,
+            "scale": "fp32",
+            "DIM": dim,
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "ONE": one,
+        },
+        **tile.options,
+    )
+    assert_compiled_well(compiled, capability, half, spilled=60)
