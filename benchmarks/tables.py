@@ -2,7 +2,8 @@
 
 A table stands between `<!-- report: FILE... [KIND] [NAME=VALUE]... -->` and `<!-- end -->`. Kinds that make one table
 of several comparisons: `summary`, `differences` and `least-keys` (see `foveate.report`). Conditions choose rows and
-their order, as `foveate plot --where` does, or cases of benches.
+their order, as `foveate plot --where` does, or cases of benches. Files that end in .json are calibrations, which go
+side by side.
 """
 
 import json
@@ -10,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from foveate.calibration import load
+from foveate.report import calibrations
 from foveate.report.beside_dense import differences, least_keys
 from foveate.report.lines import once
 from foveate.report.markdown import tables
@@ -23,6 +26,9 @@ MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def table(words: list[str]) -> str:
     """The table that a mark asks for."""
+    found = [load(ROOT / word) for word in words if word.endswith(".json")]
+    if found:
+        return calibrations.table(found)
     files = [word for word in words if word.endswith(".jsonl")]
     rows = [json.loads(line) for file in files for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
     conditions = [word for word in words if "=" in word]

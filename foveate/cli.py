@@ -1,4 +1,4 @@
-"""The command line: `foveate methods · doctor · generate · compare · report · plot · salad · fetch · bench`.
+"""The command line: `foveate methods · doctor · generate · compare · calibrate · report · plot · salad · fetch · …`.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
@@ -241,18 +241,68 @@ def compare(
 
 
 @app.command()
+def calibrate(
+    model: Model,
+    task: Annotated[str, typer.Option(help="Whose prompts to read: musique, hotpotqa, ruler, …, with settings.")],
+    data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False)],
+    anchors: Annotated[int, typer.Option(help="Anchor layers to choose.")] = 5,
+    split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
+    length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts.")] = 20,
+    keys: Annotated[int, typer.Option(help="Keys compared: the heaviest of each tile.")] = 64,
+    tile: Annotated[int, typer.Option(help="Queries that share keys, the heads of a group counted.")] = 128,
+    over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
+    weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
+    time_share: Annotated[
+        float | None,
+        typer.Option(help="Instead of --anchors: share of dense attention's decode time.", show_default=False),
+    ] = None,
+    time_context: Annotated[int, typer.Option(help="Tokens at which that time is measured.")] = 32768,
+    time_batch: Annotated[int, typer.Option(help="Sequences at which that time is measured.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Choose Kascade's anchor layers and head maps for a model: resumable, one JSON file."""
+    from foveate.evaluation import tasks
+    from foveate.evaluation.calibrate import Plan, partial_folder, run
+
+    notes = _table().console(stderr=True)
+    chosen = tasks.parse(task, split=split, length=length)
+    _quiet()
+    times = (time_share, time_context, time_batch)
+    plan = Plan(model, chosen, data, out, anchors, limit, keys, tile, over, weights, *times, seed, dtype, device)
+
+    def say(text: str) -> None:
+        notes.print(text, style="dim", markup=False, soft_wrap=True)
+
+    try:
+        with _Progress(notes, limit) as progress:
+            found = run(plan, progress.at, say)
+    except KeyboardInterrupt:
+        say(f"interrupted; what is read so far is in {partial_folder(out)}, the same command goes on from there")
+        raise typer.Exit(_INTERRUPTED) from None
+    typer.echo(f"anchors {list(found.anchors)}; use them as --method kascade:calibration={out}")
+
+
+@app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)],
     summary: Annotated[
         bool, typer.Option(help="One table: methods by comparisons, and the pooled difference.")
     ] = False,
 ) -> None:
-    """Print rows of results as Markdown tables."""
+    """Print rows of results as Markdown tables, or calibrations (.json) side by side."""
+    from foveate.calibration import load
     from foveate.evaluation.data import read_jsonl
     from foveate.evaluation.errors import DataError, UserError
-    from foveate.report import markdown, rows
+    from foveate.report import calibrations, markdown, rows
     from foveate.report import summary as summaries
 
+    if all(file.suffix == ".json" for file in files):
+        typer.echo(calibrations.table([load(file) for file in files]) + "\n")
+        return
     if summary:
         try:
             typer.echo(summaries.summary(rows.read(files)) + "\n")
@@ -312,6 +362,10 @@ class _Progress:
 
     def __call__(self, method: str, items: int) -> None:
         self._bar.update(self._task, advance=items, description=method)
+
+    def at(self, done: int, of: int) -> None:
+        """So many prompts are read."""
+        self._bar.update(self._task, completed=done, total=of, description="reading prompts")
 
 
 def main() -> None:

@@ -246,6 +246,113 @@ def test_an_ended_command_goes_on_where_it_was(model, out, blow, tmp_path):
     assert not partial.exists()
 
 
+def calibrate(model, out, *more):
+    settings = ["--model", model, "--data", tiny.SAMPLE, "--out", out, "--task", "niah", "--length", 300]
+    return ["calibrate", *settings, "--limit", 2, "--anchors", 1, "--keys", 16, "--tile", 24, *more]
+
+
+def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_path):
+    file = tmp_path / "deep" / "tiny.json"
+    done = call(*calibrate(model, file))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip() == f"anchors [0]; use them as --method kascade:calibration={file}"
+    assert json.loads(file.read_text(encoding="utf-8"))["anchors"] == [0]
+    before = file.read_bytes()
+    again = call(*calibrate(model, file))
+    assert (again.exit_code, again.stdout) == (0, done.stdout)
+    assert "is complete; nothing to run" in again.stderr
+    assert file.read_bytes() == before
+
+    method = f"kascade:calibration={file},top_k=9"
+    (tmp_path / "prompt.txt").write_text("Call me Ishmael. " * 20, encoding="utf-8")
+    arguments = ["generate", "--model", model, "--max-new-tokens", 5, "--prompt-file", tmp_path / "prompt.txt"]
+    answer = call(*arguments, "--method", method)
+    assert answer.exit_code == 0, answer.output
+    assert "4 indices reused" in " ".join(answer.stderr.split())
+
+    assert call(*compare(model, out, "--method", method)).exit_code == 0
+    row = rows(out)[1]
+    assert (row["settings"]["anchors"], row["settings"]["calibration"]) == ([0], str(file))
+    assert list(row["settings"]["heads"]) == ["1"]
+    assert row["indices_reused"] > 0
+
+    other = tiny.build(tmp_path / "tiny-llama", seed=1)
+    for command in ([*arguments[:2], other, *arguments[3:]], compare(other, tmp_path / "other.jsonl")):
+        done = call(*command, "--method", method)
+        assert done.exit_code == 2
+        assert "is for another model of the same shape" in done.stderr.strip().splitlines()[-1]
+
+
+def test_generate_finds_anchors_by_itself(model, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Call me Ishmael. " * 40, encoding="utf-8")
+    arguments = ["generate", "--model", model, "--max-new-tokens", 5, "--prompt-file", tmp_path / "prompt.txt"]
+    done = call(*arguments, "--method", "kascade:calibration=auto,anchors=1,top_k=9")
+    assert done.exit_code == 0, done.output
+    assert "100.0 % of the keys read" not in done.stderr
+    done = call(*arguments, "--method", "kascade:calibration=auto,anchors=3")
+    assert done.exit_code == 2
+    assert "anchors must be at most 2" in done.stderr
+
+
+@pytest.mark.parametrize("spec", ["kascade:calibration=auto", 'per_layer:layers={"rest": "kascade:calibration=auto"}'])
+def test_compare_takes_no_anchors_that_each_batch_finds(model, out, spec):
+    done = call(*compare(model, out, "--method", spec))
+    assert done.exit_code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "make no comparison; give a file of `foveate calibrate`" in line
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--anchors", 3], "anchors must be a number from 1 to 2"),
+        (["--anchors", 0], "anchors must be at least 1, got 0"),
+        (["--limit", 1], "limit must be at least 2, got 1"),
+        (["--keys", 400], "is too short to calibrate on, which takes at least"),
+        (["--time-share", 2], "time-share must be a share in (0, 1]"),
+        (["--task", "nihah"], "unknown task 'nihah'"),
+        (["--split", "singel"], "unknown split 'singel'"),
+        (["--length", 4000], "positions, the model has 2,048"),
+        (["--data", "nowhere"], "nowhere: no such folder"),
+        (["--model", "nowhere"], "nowhere: no such model folder"),
+    ],
+)
+def test_bad_calibrations_are_one_line(model, tmp_path, more, message, monkeypatch):
+    import foveate.evaluation.inference
+
+    monkeypatch.setattr(foveate.evaluation.inference, "load_model", None)
+    done = call(*calibrate(model, tmp_path / "tiny.json", *more))
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_calibration_goes_on_where_it_was(model, tmp_path, monkeypatch):
+    import foveate.evaluation.calibrate as module
+
+    file, studied, read = tmp_path / "tiny.json", module._studied, []
+
+    def stopping(*args):
+        read.append(args)
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        return studied(*args)
+
+    monkeypatch.setattr(module, "_studied", stopping)
+    done = call(*calibrate(model, file))
+    assert done.exit_code == 130
+    assert f"what is read so far is in {file}.partial, the same command goes on from there" in done.stderr
+    done = call(*calibrate(model, file))
+    assert done.exit_code == 0, done.output
+    assert "resuming: 1 of 2 prompts are there" in done.stderr
+    assert len(read) == 3
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_fetch_names_what_it_can_fetch(tmp_path):
     done = call("fetch", "smollm", "--out", tmp_path / "x")
     assert done.exit_code == 2
@@ -254,5 +361,5 @@ def test_fetch_names_what_it_can_fetch(tmp_path):
 
 def test_help_names_all_commands():
     text = call("--help").stdout
-    for command in ("methods", "doctor", "generate", "compare", "fetch", "bench"):
+    for command in ("methods", "doctor", "generate", "compare", "calibrate", "fetch", "bench"):
         assert command in text

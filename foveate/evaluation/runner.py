@@ -8,7 +8,6 @@ slows down slows all methods alike. A batch's prompt is read once for all method
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ import foveate
 from foveate.evaluation import accounting, data, inference, resultfile
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
-from foveate.evaluation.tasks.base import Item, Task
+from foveate.evaluation.tasks.base import Item, Task, items_digest
 
 _EXAMPLES = 8  # items whose answers go into the rows
 _EXAMPLE_CHARS = 200
@@ -100,6 +99,12 @@ def parse_methods(specs: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
     Raises `UserError` for an unknown method or setting.
     """
     methods = [parse_method(spec) for spec in specs]
+    for method in methods:
+        if "calibration=auto" in method.spec:  # also that of a composed method's layers
+            raise UserError(
+                f"method '{method.spec}': anchors found on each batch's own prompt make no comparison; give a file of "
+                "`foveate calibrate`"
+            )
     added = all(method.name != "dense" for method in methods)
     if added:
         methods.insert(0, parse_method("dense"))
@@ -135,7 +140,7 @@ def prepare(plan: Comparison) -> Prepared:
         "model": plan.model.name,
         "weights": accounting.model_digest(plan.model),
         "data": data.digest(files),
-        "items": _items_digest(items),
+        "items": items_digest(items),
         "dtype": plan.dtype,
         "device": device,
         "batch_size": plan.batch_size,
@@ -350,10 +355,3 @@ def _method_key(method: Any) -> str:
 
 def _key(name: str, settings: dict[str, Any]) -> str:
     return json.dumps([name, settings], sort_keys=True)
-
-
-def _items_digest(items: Sequence[Item]) -> str:
-    total = hashlib.sha256()
-    for item in items:
-        total.update(json.dumps([item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]).encode())
-    return total.hexdigest()[:16]

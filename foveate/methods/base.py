@@ -58,6 +58,9 @@ class Method:
     small_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which a context of some sixty tokens is already sparse."""
 
+    artefact: ClassVar[Any] = None
+    """A :class:`~foveate.calibration.Calibration` that the setting `calibration` names; it is checked for the model."""
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
@@ -139,6 +142,10 @@ class Method:
         ]
         return self.name + (":" + ",".join(changed) if changed else "")
 
+    def changed(self, **settings: Any) -> Method:
+        """The method with some settings replaced."""
+        return dataclasses.replace(self, **settings)
+
     # Checks for subclasses
 
     def _check(self, name: str, allowed: bool, rule: str) -> None:
@@ -197,7 +204,7 @@ def make(method: str | Method, **settings: Any) -> Method:
     """
     if isinstance(method, Method):
         _check_known(type(method), settings)
-        return dataclasses.replace(method, **settings) if settings else method
+        return method.changed(**settings) if settings else method
     if not isinstance(method, str):
         raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
     name, _, rest = method.partition(":")

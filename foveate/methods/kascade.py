@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from foveate.calibration import load
 from foveate.methods._reuse import Place, TopKByMass, layer_numbers, nearest
-from foveate.methods.base import setting
+from foveate.methods.base import Method, setting
+
+AUTO = "auto"
+"""The calibration of a method that finds its anchors from the first long prompt."""
+_ANCHORS = 5
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,23 @@ class Kascade(TopKByMass):
     source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, arXiv:2512.16391"
     full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
     small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
+    among: ClassVar[tuple[int, ...]] = ()
+    """The layers that the method is applied to; set by :meth:`for_layer`."""
 
-    anchors: Any = setting(5, "anchor layers: their numbers, or how many, evenly spaced from layer 0 on")
+    anchors: Any = setting(_ANCHORS, "anchor layers: their numbers, or how many, evenly spaced from layer 0 on")
     heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
+    remap: bool = setting(True, "read the heads that `heads` or the calibration names; false: those of the same number")
+    calibration: str = setting("", "file of `foveate calibrate` with both; or auto: from the first long prompt")
 
     def __post_init__(self):
         super().__post_init__()
+        self._check("remap", isinstance(self.remap, bool), "true or false")
+        self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`, or auto")
+        if self.calibration == AUTO:
+            self._check("anchors", isinstance(self.anchors, int), "how many under calibration=auto")
+            self._check("heads", self.heads is None, "left out under calibration=auto")
+        elif self._of_file and (isinstance(self.anchors, int) or self.heads is None):
+            self._read_calibration()
         if isinstance(self.anchors, (list, tuple)):
             self._check_layers("anchors")
         else:
@@ -44,8 +60,45 @@ class Kascade(TopKByMass):
             self._check("heads", maps, "lists of KV heads by layer")
             object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
 
+    def _read_calibration(self) -> None:
+        """Anchors and heads from the file; a method that has both already is as the file was when they were read."""
+        self._check("anchors", self.anchors == _ANCHORS, "left out beside a calibration, which has them")
+        self._check("heads", self.heads is None, "left out beside a calibration, which has them")
+        try:
+            artefact = load(self.calibration)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        self.__dict__["artefact"] = artefact
+        object.__setattr__(self, "anchors", list(artefact.anchors))
+        object.__setattr__(self, "heads", dict(artefact.heads))
+
     def __hash__(self):
         return hash(self.spec)
+
+    @property
+    def spec(self) -> str:
+        """A calibration stands for its anchors and heads."""
+        if not self._of_file:
+            return super().spec
+        plain = object.__new__(type(self))
+        plain.__dict__.update(self.__dict__, anchors=_ANCHORS, heads=None)
+        return super(Kascade, plain).spec
+
+    def changed(self, **settings: Any) -> Method:
+        own = {"anchors": _ANCHORS, "heads": None} if self._of_file else {}
+        return super().changed(**own | settings)
+
+    @property
+    def _of_file(self) -> bool:
+        """Whether anchors and heads are those of a file."""
+        return self.calibration not in ("", AUTO)
+
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
+        if self.artefact is not None:
+            self.artefact.check_layers(num_layers, self.calibration)
+        own = super().for_layer(layer, num_layers, among)
+        own.__dict__.update(artefact=self.artefact, among=tuple(range(num_layers) if among is None else among))
+        return own
 
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
         if isinstance(self.anchors, int):
@@ -54,6 +107,8 @@ class Kascade(TopKByMass):
                 raise ValueError(
                     f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not {number}"
                 )
+            if self.calibration == AUTO:
+                return Place(layer, None)
             anchors = [among[round(index * layers / number)] for index in range(number)]
         else:
             anchors = layer_numbers(self, "anchors", among)
@@ -65,7 +120,7 @@ class Kascade(TopKByMass):
                 f"not of layer {strange[0]}"
             )
         anchor = nearest(anchors, layer)
-        heads = (self.heads or {}).get(str(layer)) if anchor != layer else None
+        heads = (self.heads or {}).get(str(layer)) if self.remap and anchor != layer else None
         return Place(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
 

@@ -55,6 +55,18 @@ def modes(files: Files, out: Out, to_dense: ToDense = False, where: Where = None
     _say(out, plots.modes(_rows(files, where), out, to_dense))
 
 
+@app.command()
+def calibration(
+    file: Annotated[Path, typer.Argument(help="File of `foveate calibrate`.", show_default=False)], out: Out
+) -> None:
+    """A calibration of Kascade: similarity of layers, their importance, attention on few keys by head."""
+    from foveate.calibration import load
+    from foveate.report.calibration import draw
+
+    draw(load(file), out)
+    typer.echo(f"{out}: anchors of {file.name}")
+
+
 @app.command("attention-map")
 def attention_map(
     model: Annotated[Path, typer.Option(help="Folder of a Hugging Face model.", show_default=False)],

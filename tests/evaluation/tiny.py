@@ -32,14 +32,14 @@ def make_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerF
     return tokenizer
 
 
-def build(folder: Path, seed: int = 0, positions: int = 2048) -> Path:
+def build(folder: Path, seed: int = 0, positions: int = 2048, layers: int = 2) -> Path:
     """Saves model and tokenizer to `folder` and returns it."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=600,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=positions,

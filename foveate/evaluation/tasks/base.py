@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -120,6 +122,14 @@ class Task:
     def ceiling(self, items: list[Item]) -> float:
         """The best `score` that a reader of the prompts alone could reach, 0..100."""
         return 100.0
+
+
+def items_digest(items: Sequence[Item]) -> str:
+    """A fingerprint of what is asked (16 hex digits)."""
+    total = hashlib.sha256()
+    for item in items:
+        total.update(json.dumps([item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]).encode())
+    return total.hexdigest()[:16]
 
 
 def at_least(task: Task, name: str, smallest: int) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import uuid
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from foveate.cache import Counters
 from foveate.integrations.transformers import attention, handover
+from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
+from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.positions import max_positions
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.methods import Method, make
@@ -33,6 +35,8 @@ class Policy:
     counters: Counters = field(default_factory=Counters)
     forward: dict[Hashable, Any] = field(default_factory=dict)
     """The attachment's."""
+    look: Callable[[int, Tensor, Tensor, float], None] | None = None
+    """Called with the layer, and the rotated queries and keys that it is given, ``[B, H, n, D]``, and their scaling."""
 
 
 @dataclass
@@ -51,6 +55,8 @@ class Attachment:
     """What the layers of a forward pass without a cache share."""
     _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
     _cache: Any = None
+    auto: Auto | None = None
+    """Finds the anchors of a method that has to be calibrated on its first prompt."""
     positions: int | None = None
     """Most tokens that the model has positions for; 0 when it does not say; None until it was asked."""
 
@@ -80,6 +86,7 @@ class Attachment:
             memo[id(policy)] = twin.policies[index]
         twin.config = copy.deepcopy(self.config, memo)
         twin._undo = copy.deepcopy(self._undo, memo)
+        twin.auto = _auto(twin.policies)
         return twin
 
 
@@ -105,6 +112,7 @@ def attach(model: nn.Module, method: str | Method, **settings: Any) -> Attachmen
         index: Policy(chosen.for_layer(index, config.num_hidden_layers, sorted(modules)), uid, forward=forward)
         for index in modules
     }
+    _check_artefacts(policies, config, modules)
     detach(model)
     attention.register()
 
@@ -122,6 +130,7 @@ def attach(model: nn.Module, method: str | Method, **settings: Any) -> Attachmen
     for index, module in modules.items():
         module.foveate = policies[index]
     model.foveate = attachment
+    attachment.auto = _auto(policies)
     decoder.register_forward_pre_hook(_BeforeForward(model, attachment), with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = _PrepareCache(model, attachment)
@@ -133,6 +142,8 @@ def detach(model: nn.Module) -> None:
     attachment = model.__dict__.get("foveate")
     if attachment is None:
         return
+    if attachment.auto is not None:
+        attachment.auto.stop()
     decoder = _decoder(model)
     for key, hook in list(decoder._forward_pre_hooks.items()):
         if isinstance(hook, _BeforeForward):
@@ -197,6 +208,23 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     resident = sum(policy.counters.resident_bytes for policy in attachment.policies.values())
     resident += cache.unchanged_bytes if cache is not None else 0
     return Stats(sorted(layers, key=lambda layer: layer.layer), resident)
+
+
+def _auto(policies: dict[int, Policy]) -> Auto | None:
+    """What finds the anchors of layers that wait for them; None if there are none."""
+    return Auto() if any(is_auto(policy.method) for policy in policies.values()) else None
+
+
+def _check_artefacts(
+    policies: dict[int, Policy], config: transformers.PreTrainedConfig, modules: dict[int, nn.Module]
+) -> None:
+    """Refuse calibrations of other models."""
+    artefacts = {
+        policy.method.calibration: policy.method.artefact for policy in policies.values() if policy.method.artefact
+    }
+    facts = model_facts(config, modules) if artefacts else {}
+    for source, artefact in artefacts.items():
+        artefact.check_model(facts, source)
 
 
 def _uid() -> str:
@@ -289,6 +317,11 @@ class _BeforeForward:
         ids = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if ids is not None:
             check_length((0 if cache is None else cache.get_seq_length()) + ids.shape[1], self.attachment)
+            auto = self.attachment.auto
+            if auto is not None and training:
+                auto.stop()
+            elif auto is not None:
+                auto.before_forward(self.model, self.attachment, ids, kwargs.get("attention_mask"), cache)
         return (args, kwargs | {"past_key_values": Cache(self.model), "use_cache": True}) if new else None
 
 

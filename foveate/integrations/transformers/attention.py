@@ -41,6 +41,8 @@ def attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"layer {module.layer_idx} passes {name} to its attention, which foveate does not support")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if policy.look is not None:
+        policy.look(module.layer_idx, query, key, scaling)
     layer = handover.take(key, policy.owner)
     if layer is not None:
         out = layer.attend(query, key, value, attention_mask, scaling)

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Kascade, its variants and the other query-aware methods on RULER's needles, questions over several passages and
+# mathematics: what each keeps of dense attention's score at 10 % of the keys, and at 2.5 to 20 %.
+#   benchmarks/kascade-accuracy.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
+# MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/ and aime/; TOKENS: of a batch, 1.2 million
+# on 80 GB for half a billion parameters; ITEMS: of each RULER task at each length. Calibrates on MuSiQue's train split
+# first, as the paper does (paper.json) and with all layers alike and the mean over tiles (mean.json), unless these are
+# in OUT_FOLDER/kascade-accuracy/MODEL. Writes OUT_FOLDER/kascade-accuracy.jsonl.
+# CELLS: see luka-methods.sh.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+model=$(realpath "$1") data=$(realpath "$2") tokens=${4:-1200000} items=${5:-67}
+mkdir -p "${3:-runs}/kascade-accuracy/$(basename "$model")"
+out=$(realpath "${3:-runs}")
+source "$here/luka-methods.sh"
+cd "$out/kascade-accuracy/$(basename "$model")" # specs name the calibrations as they are called here
+
+calibrate() { # NAME ARGUMENT...
+  wanted calibrate || [ ! -e "$1.json" ] || return 0
+  foveate calibrate --model "$model" --task musique --split train --data "$data" --limit 40 --dtype bfloat16 \
+    --out "$1.json" "${@:2}"
+}
+calibrate paper
+calibrate mean --over mean --weights none
+
+compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
+  wanted "$1" || return 0
+  mapfile -t chosen < <(methods dense "${@:6}")
+  foveate compare --model "$model" --data "$data" --task "$2" --split "$3" --limit "$4" \
+    --batch-size "$(batch "$tokens" "$5")" --dtype bfloat16 --out "$1.jsonl" "${chosen[@]}"
+}
+
+paper='kascade:calibration="paper.json"'
+ours='kascade:calibration="mean.json"'
+# At a tenth: the paper's method with dense and with sparse prompts; its variants; what else there is.
+tenth=(
+  "$ours,decode_only=true" "$ours" "$paper,decode_only=true" "$paper"
+  "$ours,decode_only=true,pool=layer" "$ours,decode_only=true,remap=false" "$ours,decode_only=true,pooling=pre_softmax"
+  "$ours,pool=layer" "$ours,remap=false" "$ours,pooling=pre_softmax"
+  kascade:decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
+  oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
+)
+# Other shares for the frontier; a tenth is above.
+shares=() oracle=() variants=() pooled=()
+for share in 0.025 0.05 0.2; do
+  shares+=("$ours,decode_only=true,top_k=$share" "$ours,top_k=$share" "$paper,decode_only=true,top_k=$share")
+  shares+=("oracle_topk:decode_only=true,top_k=$share")
+  shares+=("quest:top_k=$share" "omnikv:top_k=$share" "lessismore:top_k=$share" "streaming:window=$share")
+done
+
+for length in 8192 16384 30720; do
+  for task in single_1 single_2 single_3 multikey_1 multikey_2 multikey_3; do
+    compare "ruler-$task-$length" "ruler:length=$length" "niah_$task" "$items" "$length" "${tenth[@]}" \
+      $([ "$length" = 16384 ] && printf '%s\n' "${shares[@]}")
+  done
+done
+for task in hotpotqa=200 2wiki=164; do
+  for length in 0 8192; do
+    compare "${task%=*}-$length" "${task%=*}:length=$length" dev "${task#*=}" 8192 "${tenth[@]}" "${shares[@]}"
+  done
+done
+# Figures 2, 5 and 6 of the paper, with a floor that a share of a few thousand tokens does not reach.
+for share in 0.025 0.05 0.1; do
+  oracle+=("oracle_topk:top_k=$share,min_k=16" "oracle_topk:top_k=$share,min_k=16,dense_layers=0")
+  for variant in "" ,pool=layer ,remap=false; do
+    variants+=("$ours,top_k=$share,min_k=16$variant" "$paper,top_k=$share,min_k=16$variant")
+  done
+done
+for tile in 1 32 64 128 256; do
+  pooled+=("oracle_topk:min_k=16,tile=$tile" "oracle_topk:min_k=16,tile=$tile,pooling=pre_softmax")
+done
+compare figure-2 2wiki dev 164 8192 "${oracle[@]}"
+compare figure-5 musique dev 200 8192 "${pooled[@]}"
+compare figure-6 musique dev 200 8192 "${variants[@]}"
+
+long=(
+  "$ours,decode_only=true" "$paper,decode_only=true" "$ours,decode_only=true,pool=layer" "$ours" quest:top_k=0.1
+  omnikv lessismore:top_k=0.1 streaming:window=0.3 "$ours,decode_only=true,top_k=0.2" quest:top_k=0.2
+  omnikv:top_k=0.2 lessismore:top_k=0.2
+)
+compare math500 math:max_new_tokens=1024 math500 100 4096 "${long[@]}"
+cat "$out"/kascade-accuracy/*/*.jsonl > "$out/kascade-accuracy.jsonl"

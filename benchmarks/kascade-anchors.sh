@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Do different prompts lead to the same anchors? Kascade calibrated on three data sets.
+#   benchmarks/kascade-anchors.sh MODEL DATA [OUT_FOLDER]
+# MODEL: a Hugging Face folder; DATA: a folder with multihop/, ruler/ and books/. Writes a file for each data set into
+# OUT_FOLDER/calibrations/MODEL, and prints them side by side.
+set -euo pipefail
+model=$1 data=$2 out=${3:-runs}/calibrations/$(basename "$1")
+mkdir -p "$out"
+calibrate() { # NAME ARGUMENT...
+  foveate calibrate --model "$model" --data "$data" --limit 40 --dtype bfloat16 --out "$out/$1.json" "${@:2}"
+}
+calibrate musique --task musique --split train
+calibrate 2wiki --task 2wiki --split train --length 4096
+calibrate needles --task ruler --split niah_multikey_2 --length 4096
+foveate report "$out"/*.json
+foveate plot calibration "$out/musique.json" --out "$out/musique.png"

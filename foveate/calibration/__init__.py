@@ -1,0 +1,23 @@
+"""Which layers Kascade chooses keys in: similarity of layers, importance, anchors, head maps, and their artefact.
+
+Nothing here knows a model or a data set: `foveate.evaluation.calibrate` reads those, an attached model its own prompts.
+"""
+
+from foveate.calibration.anchors import OVER, WEIGHTS, Choice, best_anchors, check_number, choose, objective
+from foveate.calibration.artefact import Calibration, load
+from foveate.calibration.similarity import Measured, Similarity, least_tokens
+
+__all__ = [
+    "OVER",
+    "WEIGHTS",
+    "Calibration",
+    "Choice",
+    "Measured",
+    "Similarity",
+    "best_anchors",
+    "check_number",
+    "choose",
+    "least_tokens",
+    "load",
+    "objective",
+]

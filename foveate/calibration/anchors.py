@@ -1,0 +1,155 @@
+"""From what prompts show to anchors: head maps, the layers' similarity, and the dynamic program over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def pair_similarity(captured: Tensor) -> Tensor:
+    """Equation 3 for pairs of heads, mean over tiles: ``[T, L, H, L, H] -> [L, H, L, H]``, 0 for a > b."""
+    return (captured / _own(captured)[:, None, None]).mean(0)
+
+
+def head_map(pairs: Tensor) -> Tensor:
+    """For each head of layer b the most similar head of layer a, ``[L, H, L, H] -> int64 [L, L, H]``.
+
+    Many to one (Kascade, section 3.5); of heads as similar, the one of the same number, else the first.
+    """
+    heads = pairs.shape[1]
+    tie = 1e-6 * torch.eye(heads, dtype=pairs.dtype)[:, None]
+    return (pairs + tie).argmax(1)
+
+
+def layer_similarity(captured: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Equation 3 for layers of one prompt, ``[T, L, H, L, H] -> [L, L]``: the least over tiles, and the mean.
+
+    The attention of layer b's heads on the keys that their counterparts in layer a choose, over that on the keys that
+    they would choose themselves; 0 for a > b.
+
+    Args:
+        maps: ``[L, L, H]``: each head's counterpart; None for that of its own number.
+    """
+    layers, heads = captured.shape[1:3]
+    if maps is None:
+        maps = torch.arange(heads).expand(layers, layers, heads)
+    at = maps[None, :, None].expand(captured.shape[0], -1, -1, -1, -1)
+    held = captured.gather(2, at)[:, :, 0].sum(-1)
+    ratio = held / _own(captured).sum(-1)[:, None]
+    return ratio.amin(0), ratio.mean(0)
+
+
+def _own(captured: Tensor) -> Tensor:
+    """What each head's own choice holds: ``[T, L, H]``."""
+    own = captured.diagonal(dim1=1, dim2=3).diagonal(dim1=1, dim2=2)
+    return own.clamp_min(torch.finfo(captured.dtype).tiny)
+
+
+def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]:
+    """The best anchors among L layers, for one anchor, two, … up to ``most`` (Kascade, algorithm 1).
+
+    The first layer is always an anchor. Each layer reads the choice of the last anchor up to itself.
+
+    Args:
+        similarity: ``[L, L]``: what layer j is worth if it reads the choice of layer i, for i <= j.
+
+    Returns:
+        For each number of anchors their indices, ascending, and the sum over layers that they reach.
+
+    Raises:
+        ValueError: unless ``1 <= most <= L``, or for similarities that are not finite.
+    """
+    layers = similarity.shape[0]
+    check_number(most, layers)
+    if not bool(torch.isfinite(similarity).all()):
+        raise ValueError("the similarity of layers is not finite")
+    upto = torch.cat([similarity.new_zeros(layers, 1, dtype=torch.float64), similarity.double().triu().cumsum(1)], 1)
+    segment = upto - upto.gather(1, torch.arange(layers)[:, None])  # [i, j]: layers i .. j - 1 read the choice of i
+    best = torch.full((layers + 1,), float("-inf"), dtype=torch.float64)  # of the layers before j
+    best[0] = 0.0
+    came, found = [], []
+    for _ in range(most):
+        reached = best[:-1, None] + segment
+        reached[torch.ones_like(reached, dtype=torch.bool).tril()] = float("-inf")  # j is behind i
+        best, last = reached.max(0)
+        came.append(last)
+        anchors, end = [], layers
+        for step in reversed(came):
+            end = int(step[end])
+            anchors.append(end)
+        found.append((anchors[::-1], float(best[layers])))
+    return found
+
+
+OVER, WEIGHTS = ("least", "mean"), ("importance", "none")
+"""What :func:`choose` can go by; the first are the paper's."""
+
+
+def check_number(number: int, layers: int) -> None:
+    """Raises `ValueError` unless a model of so many layers can have this number of anchors."""
+    if not 1 <= number <= layers:
+        raise ValueError(f"anchors must be a number from 1 to {layers}, the layers that can be one, not {number}")
+
+
+def objective(similarity: Tensor, anchors: Sequence[int]) -> float:
+    """The sum over layers that some anchors reach, the first layer among them."""
+    ends = [*anchors[1:], similarity.shape[0]]
+    return float(sum(similarity[first, first:end].double().sum() for first, end in zip(anchors, ends)))
+
+
+class Choice(NamedTuple):
+    """The anchors chosen among L layers, and what they were chosen by."""
+
+    anchors: list[int]
+    heads: dict[int, list[int]]
+    """For each layer behind an anchor that is none itself: the anchor's head for each of its own."""
+    similarity: Tensor
+    """fp32 ``[L, L]``: equation 3, least over a prompt's tiles, mean over prompts."""
+    mean_similarity: Tensor
+    """The same with the mean over a prompt's tiles."""
+    weighted: Tensor
+    """What the anchors were chosen by: one of the two, column j weighted by the importance of layer j, or not."""
+    by_number: list[tuple[list[int], float]]
+    """The best anchors for every number of them, and the sum that they reach."""
+
+
+def choose(
+    prompts: Callable[[], Iterable[Tensor]],
+    importance: Tensor,
+    number: int,
+    over: str = "least",
+    weights: str = "importance",
+) -> Choice:
+    """The best ``number`` anchors for some prompts (Kascade, section 3).
+
+    Args:
+        prompts: gives ``[T, L, H, L, H]`` of each prompt (:class:`foveate.calibration.Measured`); called twice.
+        importance: fp32 ``[L]``: 1 - cosine of a layer's input and the same with its attention added.
+        number: anchors, from 1 to L.
+        over: "least" or "mean": what of a prompt's tiles is compared.
+        weights: "importance": a layer counts by it (the paper); "none": all layers count alike.
+
+    Raises:
+        ValueError: for a number out of range, or values that are not finite.
+    """
+    check_number(number, len(importance))
+    pairs, count = None, 0
+    for captured in prompts():
+        pair = pair_similarity(captured)
+        pairs, count = pair if pairs is None else pairs + pair, count + 1
+    maps = head_map(pairs / count)
+    least = mean = torch.zeros(())
+    for captured in prompts():
+        of_prompt = layer_similarity(captured, maps)
+        least, mean = least + of_prompt[0] / count, mean + of_prompt[1] / count
+    weighted = (least if over == "least" else mean) * (importance if weights == "importance" else 1.0)
+    by_number = best_anchors(weighted, len(importance))
+    anchors, heads = by_number[number - 1][0], {}
+    for layer in range(len(importance)):
+        anchor = max(one for one in anchors if one <= layer)
+        if anchor != layer:
+            heads[layer] = maps[anchor, layer].tolist()
+    return Choice(anchors, heads, least, mean, weighted, by_number)

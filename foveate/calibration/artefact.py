@@ -1,0 +1,123 @@
+"""What a calibration found, in one JSON file that people can read: anchors, head maps, and what they were chosen by."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+KIND, SCHEMA = "foveate calibration", 1
+_RELATIVE, _ABSOLUTE = 2**-6, 2**-12  # of two number formats of one checkpoint's weights
+_AGAIN = "`foveate calibrate --model DIR --task TASK --data DIR --out FILE` makes one for this model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Anchor layers and head maps for one model.
+
+    `model` holds what :func:`check_model` compares; `found` what the choice was made by, for people and pictures.
+    """
+
+    model: Mapping[str, Any]
+    anchors: tuple[int, ...]
+    heads: Mapping[str, list[int]]
+    """For layers that read an anchor's choice: the anchor's KV head for each of their own."""
+    found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check_model(self, facts: Mapping[str, Any], source: str) -> None:
+        """Raises `ValueError` if this was made for another model than the one that `facts` are of.
+
+        Args:
+            facts: as `model`; weights are compared where both have them.
+            source: what to call the calibration.
+        """
+        for key in ("model_type", "layers", "heads", "kv_heads", "head_dim"):
+            self._check(key, facts.get(key), source)
+        ours, theirs = self.model.get("weights"), facts.get("weights")
+        if ours and theirs:
+            alike = len(ours) == len(theirs) and all(
+                math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in zip(ours, theirs)
+            )
+            if not alike:
+                raise ValueError(
+                    f"calibration {source!r} is for another model of the same shape: its weights differ; {_AGAIN}"
+                )
+
+    def check_layers(self, layers: int, source: str) -> None:
+        """Raises `ValueError` if this was made for a model of another depth."""
+        self._check("layers", layers, source)
+
+    def _check(self, key: str, value: Any, source: str) -> None:
+        if self.model.get(key) != value:
+            raise ValueError(
+                f"calibration {source!r} is for a model with {key} {self.model.get(key)!r}, and this one has "
+                f"{value!r}; {_AGAIN}"
+            )
+
+    def write(self, path: Path) -> None:
+        """Writes the file in one step."""
+        scratch = path.with_name(f".{path.name}.new")
+        scratch.write_text(self.text(), encoding="utf-8")
+        scratch.replace(path)
+
+    def text(self) -> str:
+        """The file's content: one line for each number, list or row of a matrix."""
+        values = {"kind": KIND, "schema": SCHEMA, "anchors": list(self.anchors), "heads": dict(self.heads)}
+        return _pretty({**values, "model": dict(self.model), "found": dict(self.found)}, 0) + "\n"
+
+
+def load(path: Path | str) -> Calibration:
+    """Reads a calibration.
+
+    Raises:
+        ValueError: if there is no such file, or it is something else, damaged, or of another schema.
+    """
+    path = Path(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such calibration; {_AGAIN}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: malformed JSON ({error}); {_AGAIN}") from None
+    if not isinstance(value, dict) or value.get("kind") != KIND:
+        raise ValueError(f"{path}: not a calibration of foveate; {_AGAIN}")
+    if value.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: schema {value.get('schema')!r}, and this version reads {SCHEMA}; {_AGAIN}")
+    try:
+        found = Calibration(
+            dict(value["model"]),
+            tuple(value["anchors"]),
+            {str(layer): list(heads) for layer, heads in value["heads"].items()},
+            dict(value["found"]),
+        )
+        layers, kv_heads = found.model["layers"], found.model["kv_heads"]
+        readers = [int(layer) for layer in found.heads]
+        whole = all(type(one) is int and 0 <= one < layers for one in (*found.anchors, *readers))
+        rising = len(found.anchors) > 0 and list(found.anchors) == sorted(set(found.anchors))
+        behind = all(layer > found.anchors[0] and layer not in found.anchors for layer in readers)
+        maps = all(
+            len(heads) == kv_heads and all(type(head) is int and 0 <= head < kv_heads for head in heads)
+            for heads in found.heads.values()
+        )
+        weights = all(isinstance(one, (int, float)) for one in found.model.get("weights", []))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: a damaged calibration ({type(error).__name__}: {error}); {_AGAIN}") from None
+    if not (whole and rising and behind and maps and weights):
+        raise ValueError(f"{path}: a damaged calibration (its anchors, heads or weights are no model's); {_AGAIN}")
+    return found
+
+
+def _pretty(value: Any, depth: int) -> str:
+    """JSON with objects and lists of lists over several lines, and a list of numbers in one."""
+    pad, end = "  " * (depth + 1), "  " * depth
+    if isinstance(value, dict) and value:
+        lines = [f"{pad}{json.dumps(key)}: {_pretty(one, depth + 1)}" for key, one in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{end}}}"
+    if isinstance(value, list) and any(isinstance(one, (list, dict)) for one in value):
+        return "[\n" + ",\n".join(pad + _pretty(one, depth + 1) for one in value) + f"\n{end}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

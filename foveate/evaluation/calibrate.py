@@ -1,0 +1,317 @@
+"""Calibrating Kascade for a model on the prompts of a task: resumable prompt by prompt, one artefact at the end.
+
+What each prompt shows is written to the folder `OUT.partial` as soon as it has been read. The artefact is made from
+these files, two times over them and one in memory at a time, so that memory does not grow with the number of prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+import foveate
+from foveate.calibration import OVER, WEIGHTS, Calibration, Measured, check_number, choose, least_tokens, load
+from foveate.calibration.similarity import COVERAGE_KEYS
+from foveate.evaluation import accounting, data, inference, layer_costs
+from foveate.evaluation.errors import UserError, unknown
+from foveate.evaluation.tasks.base import Item, Task, items_digest
+from foveate.integrations.transformers.facts import model_facts
+from foveate.integrations.transformers.study import Study, attention_modules
+
+KEYS, TILE = 64, 128
+"""Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
+_RUN, _PROMPT = "run.json", "prompt-{:04d}.safetensors"
+_FEWEST_PROMPTS = 2
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to calibrate: `limit` prompts of a task, and how many anchors to choose.
+
+    `over` and `weights` are what the choice goes by (:func:`foveate.calibration.choose`): the paper's, or the mean over
+    a prompt's tiles, and all layers alike. `time_share`, if given, stands for `anchors`: as many as keep the attention
+    of a decode step at `time_context` tokens and `time_batch` sequences within this share of dense attention's time, by
+    costs measured on the device.
+    """
+
+    model: Path
+    task: Task
+    data: Path
+    out: Path
+    anchors: int = 5
+    limit: int = 20
+    keys: int = KEYS
+    tile: int = TILE
+    over: str = OVER[0]
+    weights: str = WEIGHTS[0]
+    time_share: float | None = None
+    time_context: int = 32768
+    time_batch: int = 1
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("anchors", "keys", "tile", "time_context", "time_batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name, allowed in (("over", OVER), ("weights", WEIGHTS)):
+            if getattr(self, name) not in allowed:
+                raise unknown(name, getattr(self, name), allowed)
+        if self.limit < _FEWEST_PROMPTS:
+            raise UserError(f"limit must be at least {_FEWEST_PROMPTS}, got {self.limit}: one prompt shows too little")
+        if self.time_share is not None and not 0 < self.time_share <= 1:
+            raise UserError(f"time-share must be a share in (0, 1], got {self.time_share}")
+
+    def command(self) -> str:
+        """The command line, paths shortened to their last names."""
+        parts = ["foveate calibrate", f"--model {self.model.name}", *self.task.arguments(), f"--data {self.data.name}"]
+        parts += [f"--{name} {getattr(self, name)}" for name in ("anchors", "limit", "keys", "tile", "over", "weights")]
+        if self.time_share is not None:
+            parts += [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in _TIMES]
+        parts += [f"--seed {self.seed}", f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
+        return " ".join(parts)
+
+
+_TIMES = ("time_share", "time_context", "time_batch")
+
+
+def partial_folder(out: Path) -> Path:
+    """Where what each prompt has shown is kept until the artefact is written."""
+    return out.with_name(out.name + ".partial")
+
+
+def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None, say: Say = print) -> Calibration:
+    """Reads the prompts that are missing, chooses the anchors and writes the artefact.
+
+    Args:
+        progress: called with the prompts read so far, and all of them.
+        say: called with what a user should know.
+
+    Raises:
+        UserError: for prompts that are too few, too short or beyond the model, more anchors than layers, results of
+            another run in the way, or attention that is not finite.
+    """
+    facts = accounting.model_facts(plan.model)
+    device = inference.choose_device(plan.device)
+    dtype = inference.choose_dtype(plan.dtype, plan.model, device)
+    plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
+    _check_anchors(plan, facts["layers"])
+    files = plan.task.files(plan.data)
+    items = plan.task.items(plan.data, inference.load_tokenizer(plan.model), plan.limit, plan.seed)
+    _check_items(plan, items, facts)
+    prompts = [[*item.prompt_ids, *item.target_ids] for item in items]
+    mark = {
+        "schema": 1,
+        "task": plan.task.name,
+        "task_settings": plan.task.settings(),
+        "limit": plan.limit,
+        "seed": plan.seed,
+        "keys": plan.keys,
+        "tile": plan.tile,
+        "model": plan.model.name,
+        "weights": accounting.model_digest(plan.model),
+        "data": data.digest(files),
+        "items": items_digest(items),
+        "tokens": [len(prompt) for prompt in prompts],
+        "dtype": plan.dtype,
+        "device": device,
+    }
+    chosen_by = {name: getattr(plan, name) for name in ("anchors", "over", "weights", *_TIMES)}
+    mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
+    if plan.out.exists():
+        return _finished(plan.out, mark, chosen_by, say)
+    folder = partial_folder(plan.out)
+    _open(folder, mark)
+    paths = [folder / _PROMPT.format(number) for number in range(len(prompts))]
+    kept = sum(path.exists() for path in paths)
+    if kept:
+        say(f"resuming: {kept} of {len(paths)} prompts are there")
+    model = inference.load_model(plan.model, plan.dtype, device)
+    with foveate.attached(model, "dense") as attachment:
+        layers = sorted(attachment.policies)
+        _check_anchors(plan, len(layers))
+        shape = model_facts(attachment.config, attention_modules(model, layers))
+        for done, (path, prompt) in enumerate(zip(paths, prompts)):
+            progress(done, len(paths))
+            if not path.exists():
+                start = time.perf_counter()
+                measured, importance = _studied(plan, model, attachment, prompt)
+                _write(path, measured, importance, time.perf_counter() - start)
+        progress(len(paths), len(paths))
+    costs = None if plan.time_share is None else _costs(plan, shape)
+    number = plan.anchors if costs is None else _affordable(plan, costs, len(layers))
+    artefact = _made(plan, paths, layers, shape, number)
+    about = {
+        "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
+        "run": mark,
+        "chosen_by": chosen_by,
+        "device": accounting.device_name(device),
+        "versions": accounting.versions(),
+        "commit": accounting.commit(),
+        "command": plan.command(),
+    }
+    artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
+    artefact.write(plan.out)
+    shutil.rmtree(folder)
+    return artefact
+
+
+def _check_anchors(plan: Plan, layers: int) -> None:
+    if plan.time_share is None:
+        try:
+            check_number(plan.anchors, layers)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+
+def _check_items(plan: Plan, items: list[Item], facts: dict[str, Any]) -> None:
+    least = least_tokens(plan.keys, plan.tile, facts["heads"] // facts["kv_heads"])
+    for item in items:
+        tokens = len(item.prompt_ids) + len(item.target_ids)
+        if tokens < least:
+            raise UserError(
+                f"task '{plan.task.name}', item {item.id}: a prompt of {tokens:,} tokens is too short to calibrate on, "
+                f"which takes at least {least:,} (keys {plan.keys}, tile {plan.tile}); choose longer ones"
+            )
+        accounting.check_positions(tokens, facts, f"task '{plan.task.name}', item {item.id} needs")
+
+
+@torch.inference_mode()
+def _studied(plan: Plan, model: Any, attachment: Any, prompt: list[int]) -> tuple[Measured, torch.Tensor]:
+    study = Study(model, attachment, plan.keys, plan.tile)
+    try:
+        model(torch.tensor([prompt], device=model.device), use_cache=False, logits_to_keep=1)
+        return study.result()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    finally:
+        study.end()
+
+
+def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: Say) -> Calibration:
+    """The artefact that an earlier run of the same plan has written."""
+    try:
+        artefact = load(out)
+    except ValueError:
+        raise UserError(f"{out} is another file; choose another --out, or move it away") from None
+    if artefact.found.get("run") != mark or artefact.found.get("chosen_by") != chosen_by:
+        raise UserError(f"{out} is another calibration; choose another --out, or move it away")
+    say(f"{out} is complete; nothing to run")
+    return artefact
+
+
+def _open(folder: Path, mark: dict[str, Any]) -> None:
+    """Makes the folder of partial results, or takes up one of the same run."""
+    path = folder / _RUN
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            if any(folder.iterdir()):
+                raise UserError(f"{folder}: not a folder of partial results; choose another --out")
+            path.write_text(json.dumps(mark), encoding="utf-8")
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror or error})") from None
+    try:
+        theirs = dict(json.loads(content))
+    except (ValueError, TypeError):  # no JSON, or no object
+        raise UserError(f"{path}: damaged; remove the folder to start anew") from None
+    differing = [key for key in dict.fromkeys([*mark, *theirs]) if mark.get(key) != theirs.get(key)]
+    if differing:
+        raise UserError(
+            f"{folder} belongs to another calibration (it differs in {', '.join(differing)}); choose another --out, or "
+            "remove it to start anew"
+        )
+
+
+def _write(path: Path, measured: Measured, importance: torch.Tensor, seconds: float) -> None:
+    """One prompt's file, in one step."""
+    scratch = path.with_suffix(".new")
+    shown = {**measured._asdict(), "importance": importance, "seconds": torch.tensor(seconds)}
+    save_file(shown, scratch)
+    scratch.replace(path)
+
+
+def _read(path: Path, *names: str) -> list[torch.Tensor]:
+    """Some of what one prompt has shown."""
+    try:
+        with safe_open(path, "pt") as file:
+            return [file.get_tensor(name) for name in names]
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: damaged ({error}); remove it, and the same command reads the prompt again") from None
+
+
+def _made(plan: Plan, paths: list[Path], layers: list[int], shape: dict[str, Any], number: int) -> Calibration:
+    shown = zip(*(_read(path, "importance", "coverage", "seconds") for path in paths))
+    importance, coverage, seconds = (torch.stack(one) for one in shown)
+    importance = importance.mean(0)
+
+    def captured() -> Iterator[torch.Tensor]:
+        for path in paths:
+            yield from _read(path, "captured")
+
+    try:
+        choice = choose(captured, importance, number, plan.over, plan.weights)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    found = {
+        "importance": _rounded(importance),
+        "similarity": _rounded(choice.similarity),
+        "mean_similarity": _rounded(choice.mean_similarity),
+        "layers": layers,
+        "by_number": [
+            {"anchors": [layers[one] for one in anchors], "objective": _number(value)}
+            for anchors, value in choice.by_number
+        ],
+        "coverage_keys": COVERAGE_KEYS,
+        "coverage": _rounded(coverage.nanmean(0)),
+        "seconds": _number(float(seconds.sum())),
+    }
+    heads = {str(layers[layer]): heads for layer, heads in choice.heads.items()}
+    return Calibration(shape, tuple(layers[one] for one in choice.anchors), heads, found)
+
+
+def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:
+    return layer_costs.measure(
+        heads=shape["heads"],
+        kv_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        context=plan.time_context,
+        batch=plan.time_batch,
+        dtype=getattr(torch, plan.dtype),
+        device=plan.device,
+    )
+
+
+def _affordable(plan: Plan, costs: dict[str, float], layers: int) -> int:
+    """The most anchors within the share of dense attention's time: more are never worse."""
+    allowed = plan.time_share * layers * costs["dense"]
+    totals = [layer_costs.total(costs, number, layers) for number in range(1, layers + 1)]
+    fitting = [number for number, total in enumerate(totals, 1) if total <= allowed]
+    if not fitting:
+        raise UserError(
+            f"time-share {plan.time_share} cannot be kept: at {plan.time_context:,} tokens attention with one anchor "
+            f"takes {totals[0] / (layers * costs['dense']):.2f} of dense attention's time on this device"
+        )
+    return fitting[-1]
+
+
+def _rounded(values: torch.Tensor) -> Any:
+    return [_rounded(one) for one in values] if values.dim() else _number(float(values))
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None

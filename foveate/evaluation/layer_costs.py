@@ -1,0 +1,73 @@
+"""What a layer's attention costs in a decode step, by what Kascade makes of the layer, measured on this device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from foveate.cache import SlotCache
+from foveate.methods import Method, make
+from foveate.methods.kascade import Kascade
+
+_WARM_UP, _REPEATS = 3, 15
+
+
+@torch.inference_mode()
+def measure(
+    *, heads: int, kv_heads: int, head_dim: int, context: int, batch: int, dtype: torch.dtype, device: str
+) -> dict[str, float]:
+    """Milliseconds, median: ``dense`` attention, ``first`` (layer 0, dense and choosing), ``anchor``, ``reuse``.
+
+    Random keys; those of several layers in turn, so that a cache of the device does not hold them.
+    """
+    layers = list(range(4))
+    kascade = Kascade(anchors=[0, 1], decode_only=True)
+    kinds = {"dense": (make("dense"), 0), "first": (kascade, 0), "anchor": (kascade, 1), "reuse": (kascade, 2)}
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype, device=device)
+
+    found, forward = {}, {}
+    shape = (batch, kv_heads, context, head_dim)
+    caches = [SlotCache.of(random(*shape), random(*shape), heads, forward) for _ in layers]
+    q = random(batch, heads, 1, head_dim)
+    for name, (method, layer) in kinds.items():
+        methods = [method.for_layer(layer, len(layers), layers)] * len(caches)
+        _decode(kascade.for_layer(1, len(layers), layers), caches[1], q, head_dim)  # what a reuse layer reads
+        found[name] = _median_ms(methods, caches, q, head_dim, device)
+    return found
+
+
+def _decode(method: Method, cache: SlotCache, q: torch.Tensor, head_dim: int) -> None:
+    method.decode(cache, q, head_dim**-0.5)
+
+
+def _median_ms(methods: list[Method], caches: list[SlotCache], q: torch.Tensor, head_dim: int, device: str) -> float:
+    def step() -> None:
+        for method, cache in zip(methods, caches):
+            _decode(method, cache, q, head_dim)
+
+    for _ in range(_WARM_UP):
+        step()
+    times = []
+    for _ in range(_REPEATS):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begin = time.perf_counter()
+            step()
+            times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(times) / len(caches)
+
+
+def total(costs: dict[str, float], anchors: int, layers: int) -> float:
+    """Milliseconds of the attention of all layers with so many anchors, layer 0 among them."""
+    return costs["first"] + (anchors - 1) * costs["anchor"] + (layers - anchors) * costs["reuse"]

@@ -1,0 +1,99 @@
+"""Anchors for Kascade from the first long prompt that an attached model is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from foveate.calibration import Measured, choose, least_tokens
+from foveate.integrations.transformers.facts import kv_heads
+from foveate.integrations.transformers.study import Study
+from foveate.methods import Method
+from foveate.methods.kascade import AUTO, Kascade
+
+if TYPE_CHECKING:
+    from foveate.integrations.transformers.attach import Attachment
+    from foveate.integrations.transformers.cache import Cache
+
+KEYS, TOKENS = 64, 8192
+"""Keys chosen for a tile, and most tokens looked at."""
+_log = logging.getLogger("foveate")
+
+
+def is_auto(method: Method) -> bool:
+    """Whether a layer's method waits for anchors that a prompt will show."""
+    return isinstance(method, Kascade) and method.calibration == AUTO
+
+
+class Auto:
+    """Watches the first prompt that is long enough, on which every layer is dense, and chooses the anchors.
+
+    Of a batch the longest row is watched. What follows in the same sequences, and all later ones, is sparse.
+    """
+
+    def __init__(self) -> None:
+        self._study: Study | None = None
+        self._tokens, self._told, self._found = 0, False, False
+
+    def before_forward(
+        self, model: nn.Module, attachment: Attachment, ids: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> None:
+        """A forward pass is about to read ``ids [B, n]``: what the last one has shown is used from now on."""
+        study = self._study
+        self.stop()
+        if study is not None and study.complete:
+            self._choose(attachment, *study.result())
+        if not self._found and (cache is None or cache.get_seq_length() == 0):
+            self._begin(model, attachment, ids, mask)
+        if self._found and cache is not None:
+            for layer, policy in attachment.policies.items():
+                cache.layers[layer].method = policy.method
+
+    def stop(self) -> None:
+        """Watch no more."""
+        if self._study is not None:
+            self._study.end()
+        self._study = None
+
+    def _begin(self, model: nn.Module, attachment: Attachment, ids: Tensor, mask: Tensor | None) -> None:
+        row, columns = 0, torch.arange(ids.shape[1], device=ids.device)
+        if mask is not None:
+            if mask.dim() != 2:
+                return
+            mask = mask[:, : ids.shape[1]]  # it may cover chunks to come
+            row = int(mask.sum(1).argmax())
+            columns = mask[row].nonzero()[:, 0]
+        columns = columns[:TOKENS]
+        methods = [policy.method for policy in attachment.policies.values()]
+        tile = next(method.tile for method in methods if is_auto(method))
+        group = attachment.config.num_attention_heads // kv_heads(attachment.config)
+        least, self._tokens = least_tokens(KEYS, tile, group), len(columns)
+        if len(columns) >= least:
+            self._study = Study(model, attachment, KEYS, tile, row, columns)
+        elif not self._told:
+            self._told = True
+            _log.warning("kascade finds its anchors on prompts of at least %d tokens; until then it is dense", least)
+
+    def _choose(self, attachment: Attachment, measured: Measured, importance: Tensor) -> None:
+        policies, layers = attachment.policies, sorted(attachment.policies)
+        waiting = [layer for layer in layers if is_auto(policies[layer].method)]
+        for among in dict.fromkeys(policies[layer].method.among for layer in waiting):
+            method, at = policies[among[0]].method, torch.tensor([layers.index(layer) for layer in among])
+            captured = measured.captured[:, at][:, :, :, at]
+            choice = choose(lambda captured=captured: [captured], importance[at], method.anchors)
+            anchors = [among[one] for one in choice.anchors]
+            heads = {str(among[layer]): heads for layer, heads in choice.heads.items()}
+            found = dataclasses.replace(method, anchors=anchors, heads=heads, calibration="")
+            for layer in among:
+                policies[layer].method = found.for_layer(layer, attachment.config.num_hidden_layers, among)
+            _log.warning(
+                "kascade found the anchors %s on %d tokens of the first prompt; `foveate calibrate` finds them on many "
+                "prompts, and keeps them",
+                anchors,
+                self._tokens,
+            )
+        self._found = True

@@ -1,0 +1,41 @@
+"""What tells one model from another, read from the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+_SAMPLES = 4  # weights of a layer
+
+
+def kv_heads(config: transformers.PreTrainedConfig) -> int:
+    """KV heads of a decoder's layers."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def model_facts(config: transformers.PreTrainedConfig, modules: Mapping[int, nn.Module]) -> dict[str, Any]:
+    """A decoder's shape, and a few weights of each of its attention layers, as JSON values.
+
+    Args:
+        modules: the attention modules by layer.
+    """
+    sampled = []
+    for _, module in sorted(modules.items()):
+        weight = next(
+            (p for p in module.parameters() if p.dim() == 2 and p.is_floating_point() and not p.is_meta), None
+        )
+        if weight is not None:
+            at = torch.linspace(0, weight.numel() - 1, _SAMPLES, dtype=torch.float64).long()
+            sampled.append(weight.detach()[at // weight.shape[1], at % weight.shape[1]].float().cpu())
+    return {
+        "model_type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": kv_heads(config),
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "weights": [float(f"{value:.5g}") for value in torch.cat(sampled).tolist()] if sampled else [],
+    }

@@ -1,0 +1,452 @@
+"""Calibrating Kascade on the prompts of a task: what is written, what goes on where it was, what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from evaluation import tiny
+from safetensors.torch import load_file, save_file
+
+import foveate
+from foveate.calibration import choose, load
+from foveate.evaluation import calibrate, inference, layer_costs, tasks
+from foveate.evaluation.errors import UserError
+from foveate.integrations.transformers.study import Study
+from tests.helpers import COMMON, CONFIGS, prepare, tiny_model, tokens
+
+LAYERS = 4
+STUBBED = {"dense": 1.0, "first": 1.5, "anchor": 0.8, "reuse": 0.2}
+"""With four layers and one to four anchors 2.1, 2.7, 3.3 and 3.9, while dense attention takes 4."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama", layers=LAYERS)
+
+
+@pytest.fixture
+def plan(folder, sample, tmp_path):
+    task = tasks.parse("niah", length=300)
+    out = tmp_path / "deep" / "tiny.json"
+    return calibrate.Plan(folder, task, sample, out, anchors=2, limit=3, keys=16, tile=24)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    monkeypatch.setattr(inference, "load_model", None)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The prompts that a model reads."""
+    lengths, studied = [], calibrate._studied
+
+    def noting(plan, model, attachment, prompt):
+        lengths.append(prompt)
+        return studied(plan, model, attachment, prompt)
+
+    monkeypatch.setattr(calibrate, "_studied", noting)
+    return lengths
+
+
+def run(plan, **more):
+    return calibrate.run(plan, say=more.pop("say", lambda text: None), **more)
+
+
+def stop_at(number, error=KeyboardInterrupt):
+    def progress(done, of):
+        if done == number:
+            raise error
+
+    return progress
+
+
+def without_time(artefact):
+    found = {name: value for name, value in artefact.found.items() if name not in ("seconds", "commit")}
+    return artefact.model, artefact.anchors, artefact.heads, found
+
+
+def prompts(plan):
+    tokenizer = inference.load_tokenizer(plan.model)
+    items = plan.task.items(plan.data, tokenizer, plan.limit, plan.seed)
+    return [[*item.prompt_ids, *item.target_ids] for item in items]
+
+
+def studied(plan):
+    """What each prompt shows."""
+    model, shown = inference.load_model(plan.model, "float32", "cpu"), []
+    with foveate.attached(model, "dense") as attachment, torch.no_grad():
+        for prompt in prompts(plan):
+            study = Study(model, attachment, plan.keys, plan.tile)
+            model(torch.tensor([prompt]))
+            shown.append(study.result())
+    return shown
+
+
+@torch.no_grad()
+def importance(model, ids, adds="self_attn", row=0, columns=slice(None)):
+    """1 - cosine of what enters each block and the same with its attention added, from what the modules give."""
+    entered, added = [], []
+    for block in model.model.layers:
+        block.register_forward_pre_hook(
+            lambda block, args, kwargs: entered.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+        getattr(block, adds).register_forward_hook(
+            lambda module, args, out: added.append(out[0] if isinstance(out, tuple) else out)
+        )
+    model(ids)
+    pairs = [(x[row, columns].double(), (x + y)[row, columns].double()) for x, y in zip(entered, added)]
+    return [float((1 - torch.cosine_similarity(x, y, -1)).mean()) for x, y in pairs]
+
+
+class TestTheArtefact:
+    def test_is_made_of_what_the_prompts_show(self, plan):
+        artefact, shown = run(plan), studied(plan)
+        choice = choose(
+            lambda: (measured.captured for measured, _ in shown), torch.stack([one for _, one in shown]).mean(0), 2
+        )
+        assert artefact.anchors == tuple(choice.anchors)
+        assert artefact.heads == {str(layer): heads for layer, heads in choice.heads.items()}
+        assert artefact.heads.keys() | {str(anchor) for anchor in artefact.anchors} == set("0123")
+        found = artefact.found
+
+        def same(name, value):
+            torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-4, atol=1e-6)
+
+        same("similarity", choice.similarity)
+        same("mean_similarity", choice.mean_similarity)
+        same("importance", torch.stack([one for _, one in shown]).mean(0))
+        same("coverage", torch.stack([measured.coverage for measured, _ in shown]).mean(0))
+        assert [one["anchors"] for one in found["by_number"]] == [anchors for anchors, _ in choice.by_number]
+        assert [one["objective"] for one in found["by_number"]] == pytest.approx(
+            [value for _, value in choice.by_number], rel=1e-4
+        )
+        assert artefact.model["weights"]
+        assert found["run"]["tokens"] == [len(prompt) for prompt in prompts(plan)]
+        assert found["layer_ms"] is None
+
+    def test_goes_by_the_mean_of_layers_that_count_alike(self, plan):
+        plan, shown = dataclasses.replace(plan, over="mean", weights="none"), studied(plan)
+        importance = torch.stack([one for _, one in shown]).mean(0)
+        choice = choose(lambda: (measured.captured for measured, _ in shown), importance, 2, "mean", "none")
+        artefact = run(plan)
+        assert artefact.found["chosen_by"]["over"] == "mean"
+        assert artefact.found["chosen_by"]["weights"] == "none"
+        objectives = [entry["objective"] for entry in artefact.found["by_number"]]
+        assert objectives == pytest.approx([value for _, value in choice.by_number], rel=1e-4)
+
+    def test_is_all_that_is_left(self, plan):
+        said = []
+        artefact = run(plan, say=said.append)
+        assert load(plan.out) == artefact
+        assert list(plan.out.parent.iterdir()) == [plan.out]
+        assert said == []
+        assert artefact.found["seconds"] > 0
+        assert artefact.found["command"] == (
+            "foveate calibrate --model tiny-llama --task niah:split=single,length=300,max_new_tokens=16 --data data "
+            "--anchors 2 --limit 3 --keys 16 --tile 24 --over least --weights importance --seed 0 --dtype float32 "
+            "--device cpu --out tiny.json"
+        )
+        assert str(plan.model.parent) not in plan.out.read_text(encoding="utf-8")
+
+    def test_is_for_the_model(self, plan, tmp_path):
+        run(plan)
+        method = foveate.methods.make("kascade", calibration=str(plan.out))
+        with foveate.attached(inference.load_model(plan.model, "bfloat16", "cpu"), method):
+            pass
+        other = tiny.build(tmp_path / "tiny-llama", seed=1, layers=LAYERS)
+        with pytest.raises(ValueError, match="another model of the same shape"):
+            foveate.attach(inference.load_model(other, "float32", "cpu"), method)
+
+    def test_has_no_coverage_of_prompts_that_are_short(self, plan):
+        artefact = run(dataclasses.replace(plan, task=tasks.parse("perplexity:continuation=1", length=60)))
+        assert artefact.found["coverage"] == [[None] * 4] * LAYERS
+
+    def test_is_of_prompts_with_their_continuations(self, plan):
+        artefact = run(dataclasses.replace(plan, task=tasks.parse("perplexity:continuation=20", length=60)))
+        assert artefact.found["run"]["tokens"] == [80] * 3
+
+    def test_names_the_layers_of_a_model_that_has_others_between(self, plan, tmp_path):
+        config = CONFIGS["gemma3"](vocab_size=600)
+        torch.manual_seed(0)
+        folder = tmp_path / "tiny-gemma"
+        prepare(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
+        tiny.make_tokenizer().save_pretrained(folder)
+        plan = dataclasses.replace(plan, model=folder, anchors=1)
+        artefact = run(plan)
+        assert (artefact.anchors, list(artefact.heads), artefact.found["layers"]) == ((1,), ["3"], [1, 3])
+        assert [one["anchors"] for one in artefact.found["by_number"]] == [[1], [1, 3]]
+        with foveate.attached(inference.load_model(folder, "float32", "cpu"), f"kascade:calibration={plan.out}") as one:
+            assert one.policies[3].method.place.heads == tuple(artefact.heads["3"])
+        with pytest.raises(UserError, match="anchors must be a number from 1 to 2"):
+            run(dataclasses.replace(plan, out=plan.out.with_name("more.json"), anchors=3))
+
+
+class TestImportance:
+    @pytest.fixture(autouse=True)
+    def _no_grad(self):
+        with torch.no_grad():
+            yield
+
+    def shown(self, model, ids, **which):
+        with foveate.attached(model, "dense") as attachment:
+            study = Study(model, attachment, 8, 12, **which)
+            model(ids)
+        return study.result()
+
+    def seen(self, model, ids):
+        return self.shown(model, ids)[1].tolist()
+
+    def test_of_a_llama(self):
+        ids = tokens(60)
+        assert self.seen(tiny_model(), ids) == pytest.approx(importance(tiny_model(), ids), rel=1e-4)
+
+    def test_of_a_gemma_which_norms_attention_before_it_is_added(self):
+        model, ids = tiny_model("gemma3"), tokens(60)
+        ours = self.seen(model, ids)
+        assert ours == pytest.approx(importance(model, ids, adds="post_attention_layernorm")[1::2], rel=1e-4)
+
+    def test_of_an_olmo_which_has_no_norm_before(self):
+        config = transformers.Olmo2Config(**COMMON)
+        torch.manual_seed(0)
+        model, ids = prepare(transformers.AutoModelForCausalLM.from_config(config)), tokens(60)
+        ours = self.seen(model, ids)
+        assert ours == pytest.approx(importance(model, ids, adds="post_attention_layernorm"), rel=1e-4)
+
+    def test_of_a_cohere_whose_mlp_does_not_see_the_attention(self):
+        config = transformers.CohereConfig(**COMMON)
+        torch.manual_seed(0)
+        model, ids = transformers.AutoModelForCausalLM.from_config(config).eval(), tokens(60)
+        ours = self.seen(model, ids)
+        assert ours == pytest.approx(importance(model, ids), rel=1e-4)
+
+    def test_is_of_the_row_and_the_tokens_that_are_watched(self):
+        ids, columns = tokens(60, batch=2), torch.arange(5, 50)
+        measured, found = self.shown(tiny_model(), ids, row=1, columns=columns)
+        assert found.tolist() == pytest.approx(importance(tiny_model(), ids, row=1, columns=columns), rel=1e-4)
+        assert len(measured.captured) == 12 - 3  # of 45 tokens in tiles of 4, of which 3 have no more than 8 keys
+
+
+class TestAnEndedRun:
+    @pytest.fixture
+    def whole(self, plan, tmp_path):
+        return run(dataclasses.replace(plan, out=tmp_path / "whole" / "tiny.json"))
+
+    @pytest.mark.parametrize("number", [0, 1, 2, 3])
+    def test_goes_on_where_it_was(self, plan, whole, read, number):
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, progress=stop_at(number))
+        assert not plan.out.exists()
+        assert len(list(calibrate.partial_folder(plan.out).glob("prompt-*.safetensors"))) == number
+        assert len(read) == number
+        said, told = [], []
+        artefact = run(plan, progress=lambda done, of: told.append((done, of)), say=said.append)
+        assert read == prompts(plan)
+        assert said == ([f"resuming: {number} of 3 prompts are there"] if number else [])
+        assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+        assert without_time(artefact) == without_time(whole)
+        assert list(plan.out.parent.iterdir()) == [plan.out]
+
+    def test_in_the_middle_of_a_prompt_or_of_its_file_goes_on(self, plan, whole, read, monkeypatch):
+        def interrupt(study):
+            raise KeyboardInterrupt
+
+        for owner, name, stopping in ((Study, "result", interrupt), (Path, "replace", stop_at_rename(2))):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, stopping)
+                with pytest.raises(KeyboardInterrupt):
+                    run(plan)
+        assert [len(prompt) for prompt in read] == [len(prompts(plan)[n]) for n in (0, 0, 1)]
+        assert without_time(run(plan)) == without_time(whole)
+
+    def test_counts_the_time_of_all_its_prompts(self, plan, monkeypatch):
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, progress=stop_at(2))
+        for path in calibrate.partial_folder(plan.out).glob("prompt-*.safetensors"):
+            save_file({**load_file(path), "seconds": torch.tensor(10.0)}, path)
+        assert 20 < run(plan).found["seconds"] < 40
+
+    def test_needs_whole_files(self, plan, whole, read):
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, progress=stop_at(2))
+        path = calibrate.partial_folder(plan.out) / "prompt-0001.safetensors"
+        for content in (b"", b"nonsense", path.read_bytes()[:-9]):
+            path.write_bytes(content)
+            with pytest.raises(UserError, match=r"prompt-0001.safetensors: damaged .* remove it, and the same command"):
+                run(plan)
+        save_file({"captured": torch.zeros(1)}, path)
+        with pytest.raises(UserError, match=r"prompt-0001.safetensors: damaged"):
+            run(plan)
+        path.unlink()
+        assert without_time(run(plan)) == without_time(whole)
+        assert [read.count(prompt) for prompt in prompts(plan)] == [1, 2, 1]
+
+
+def stop_at_rename(number):
+    """Ends the run as it is about to give a prompt's file its name."""
+    left, replace = [number], Path.replace
+
+    def stopping(path, target):
+        if path.suffix == ".new":
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+        return replace(path, target)
+
+    return stopping
+
+
+class TestWhatIsInTheWay:
+    def test_a_finished_run_is_only_read(self, plan, monkeypatch):
+        artefact, before = run(plan), plan.out.stat().st_mtime_ns
+        monkeypatch.setattr(inference, "load_model", None)
+        said = []
+        assert run(plan, say=said.append) == artefact
+        assert said == [f"{plan.out} is complete; nothing to run"]
+        assert plan.out.stat().st_mtime_ns == before
+
+    @pytest.mark.parametrize(
+        "change", [{"anchors": 3}, {"keys": 17}, {"limit": 2}, {"seed": 1}, {"time_share": 0.5}, {"dtype": "bfloat16"}]
+    )
+    def test_another_calibration_is_kept(self, plan, change, monkeypatch):
+        run(plan)
+        before = plan.out.read_bytes()
+        monkeypatch.setattr(inference, "load_model", None)
+        with pytest.raises(UserError, match="is another calibration; choose another --out, or move it away"):
+            run(dataclasses.replace(plan, **change))
+        assert plan.out.read_bytes() == before
+
+    @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"kind": "foveate calibration", "schema": 9}'])
+    def test_another_file_is_kept(self, plan, content, no_model):
+        plan.out.parent.mkdir()
+        plan.out.write_bytes(content)
+        with pytest.raises(UserError, match="is another file; choose another --out, or move it away"):
+            run(plan)
+        assert plan.out.read_bytes() == content
+
+    def test_a_folder_of_that_name_is_kept(self, plan, no_model):
+        plan.out.mkdir(parents=True)
+        with pytest.raises(UserError, match="is another file"):
+            run(plan)
+
+    @pytest.mark.parametrize(
+        ("change", "what"),
+        [
+            ({"keys": 17}, "keys"),
+            ({"tile": 12}, "tile"),
+            ({"seed": 1}, "seed, items"),
+            ({"limit": 2}, "limit, items, tokens"),
+            ({"dtype": "bfloat16"}, "dtype"),
+            ({"task": tasks.parse("niah", length=400)}, "task_settings, items, tokens"),
+        ],
+    )
+    def test_results_of_another_run_are_kept(self, plan, change, what, monkeypatch):
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, progress=stop_at(1))
+        monkeypatch.setattr(inference, "load_model", None)
+        with pytest.raises(UserError, match=rf"belongs to another calibration \(it differs in {what}.*choose another"):
+            run(dataclasses.replace(plan, **change))
+        assert len(list(calibrate.partial_folder(plan.out).iterdir())) == 2
+
+    def test_another_number_of_anchors_goes_on_from_the_same_results(self, plan, read):
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, progress=stop_at(2))
+        assert len(run(dataclasses.replace(plan, anchors=3)).anchors) == 3
+        assert len(read) == 3
+
+    @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff"])
+    def test_a_damaged_folder_is_told(self, plan, content, no_model):
+        folder = calibrate.partial_folder(plan.out)
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"run.json: damaged; remove the folder to start anew"):
+            run(plan)
+
+    def test_a_folder_of_something_else_is_kept(self, plan, no_model):
+        folder = calibrate.partial_folder(plan.out)
+        folder.mkdir(parents=True)
+        (folder / "photo.png").touch()
+        with pytest.raises(UserError, match="not a folder of partial results; choose another --out"):
+            run(plan)
+        assert [path.name for path in folder.iterdir()] == ["photo.png"]
+
+    def test_a_file_where_the_folder_should_be_is_told(self, plan, no_model):
+        plan.out.parent.mkdir()
+        calibrate.partial_folder(plan.out).touch()
+        with pytest.raises(UserError, match=r"tiny.json.partial: cannot be written to"):
+            run(plan)
+
+
+class TestBadPlans:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"limit": 1}, "limit must be at least 2, got 1: one prompt shows too little"),
+            ({"anchors": 0}, "anchors must be at least 1, got 0"),
+            ({"keys": 0}, "keys must be at least 1"),
+            ({"tile": 0}, "tile must be at least 1"),
+            ({"time_context": 0}, "time-context must be at least 1"),
+            ({"time_batch": 0}, "time-batch must be at least 1"),
+            *(({"time_share": share}, r"time-share must be a share in \(0, 1\], got") for share in (0.0, 1.1, -0.5)),
+            ({"time_share": float("nan")}, "time-share must be a share"),
+            ({"over": "most"}, "unknown over 'most'. Allowed: least, mean"),
+            ({"weights": "xy"}, "unknown weights 'xy'. Allowed: importance, none"),
+            ({"anchors": 5}, "anchors must be a number from 1 to 4, the layers that can be one, not 5"),
+            ({"keys": 290}, r"item 0: a prompt of 29\d tokens is too short .* at least 301 \(keys 290, tile 24\)"),
+            ({"task": tasks.parse("perplexity", length=2040)}, "item .* needs 2,552 positions, the model has 2,048"),
+            ({"device": "tpu"}, "unknown device"),
+            ({"dtype": "int8"}, "unknown dtype"),
+        ],
+    )
+    def test_end_before_the_model_is_loaded(self, plan, no_model, change, message):
+        with pytest.raises(UserError, match=message):
+            run(dataclasses.replace(plan, **change))
+        assert not plan.out.parent.exists()
+
+    def test_attention_that_is_not_finite_names_its_layer(self, plan, tmp_path):
+        folder = tiny.build(tmp_path / "tiny-llama", layers=LAYERS)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.2.self_attn.k_proj.weight"][0, 0] = float("nan")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match="layer 2: the attention logits of a prompt are not finite"):
+            run(dataclasses.replace(plan, model=folder))
+
+
+class TestTimeShare:
+    @pytest.mark.parametrize(("share", "number"), [(0.53, 1), (0.67, 1), (0.68, 2), (0.83, 3), (1.0, 4)])
+    def test_is_kept_by_as_many_anchors_as_fit(self, plan, monkeypatch, share, number):
+        asked = []
+        monkeypatch.setattr(layer_costs, "measure", lambda **shape: asked.append(shape) or STUBBED)
+        artefact = run(dataclasses.replace(plan, time_share=share, time_context=99, time_batch=3, anchors=9))
+        assert len(artefact.anchors) == number
+        shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 99, "batch": 3}
+        assert asked == [{**shape, "dtype": torch.float32, "device": "cpu"}]
+        assert artefact.found["layer_ms"] == STUBBED
+        assert artefact.found["chosen_by"]["time_share"] == share
+        assert f"--time-share {share} --time-context 99 --time-batch 3" in artefact.found["command"]
+
+    def test_that_no_number_keeps_is_told_and_the_prompts_are_kept(self, plan, monkeypatch, read):
+        monkeypatch.setattr(layer_costs, "measure", lambda **shape: STUBBED)
+        with pytest.raises(UserError, match=r"time-share 0\.5 cannot be kept: at 32,768 tokens .* takes 0\.53 of"):
+            run(dataclasses.replace(plan, time_share=0.5))
+        assert len(run(dataclasses.replace(plan, time_share=0.7)).anchors) == 2
+        assert len(read) == 3
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_is_of_costs_measured(self, dtype):
+        costs = layer_costs.measure(heads=4, kv_heads=2, head_dim=8, context=200, batch=2, dtype=dtype, device="cpu")
+        assert list(costs) == ["dense", "first", "anchor", "reuse"]
+        assert all(0 < cost < 1000 for cost in costs.values())
+
+    def test_adds_up_over_layers(self):
+        assert layer_costs.total(STUBBED, 1, 4) == pytest.approx(1.5 + 3 * 0.2)
+        assert layer_costs.total(STUBBED, 3, 4) == pytest.approx(1.5 + 2 * 0.8 + 0.2)
+        assert layer_costs.total(STUBBED, 4, 4) == pytest.approx(1.5 + 3 * 0.8)
+
+
+def test_the_run_on_record_is_json(plan):
+    artefact = run(plan)
+    assert json.loads(json.dumps(artefact.found["run"])) == artefact.found["run"]

@@ -1,0 +1,185 @@
+"""The kernels of tiles on a GPU against their references: odd sizes, every dtype, strides, poison, repeats."""
+
+import pytest
+import torch
+
+from foveate import methods, ops
+from foveate.cache import SlotCache
+from foveate.ops import _dispatch
+from foveate.ops.attend import tiles as attend_reference
+from foveate.ops.score import reference as score_reference
+from tests.helpers import in_buffer
+from tests.kernels import poisoned_memory
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (9, 3), (14, 2), (12, 2), (32, 8), (16, 1)])
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch):
+    """A reference that is reached without being asked for fails the test."""
+    pytest.importorskip("triton")
+    assert {"attend_tiles", "tile_block_mass"} <= set(_dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the kernels that ran."""
+    from foveate.ops.attend import tiles_kernel as attend_kernel
+    from foveate.ops.score import tiles_kernel as mass_kernel
+
+    names = []
+    for module, name in ((attend_kernel, "attend_tiles"), (mass_kernel, "tile_block_mass")):
+        kernel = getattr(module, name)
+
+        def counted(*args, kernel=kernel, name=name, **more):
+            names.append(name)
+            return kernel(*args, **more)
+
+        monkeypatch.setattr(module, name, counted)
+    return names
+
+
+def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, extra=0):
+    """``q, k, v``, the keys and values with ``extra`` NaN behind them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*size):
+        return torch.randn(size, generator=generator, device="cuda").to(dtype)
+
+    q = draw(batch, heads, length, dim)
+    k, v = (draw(batch, kv_heads, offset + length + extra, size) for size in (dim, value_dim or dim))
+    k[:, :, offset + length :], v[:, :, offset + length :] = float("nan"), float("nan")
+    return q, k, v
+
+
+def selection(batch, kv_heads, length, offset, tile, number):
+    """Some keys before each tile, ascending, -1 behind them and at one place among them."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    lead = offset % tile
+    count = -(-(lead + length) // tile)
+    before = offset - lead + tile * torch.arange(count, device="cuda")
+    drawn = torch.rand(batch, kv_heads, count, number, generator=generator, device="cuda").double()
+    chosen = (drawn * before[:, None]).long().sort(-1).values
+    chosen[..., 1:][chosen[..., 1:] == chosen[..., :-1]] = -1  # a key is chosen once
+    chosen[before[None, None, :, None].expand_as(chosen) == 0] = -1
+    chosen[..., number // 2] = -1
+    return chosen.to(torch.int32)
+
+
+def check(q, k, v, chosen, tile, offset):
+    arguments = {"tile": tile, "scaling": q.shape[-1] ** -0.5, "offset": offset}
+    with poisoned_memory("cuda"):
+        out = ops.attend_tiles(q, k, v, chosen, **arguments).out
+        assert torch.equal(out, ops.attend_tiles(q, k, v, chosen, **arguments).out), "repeats are equal bit for bit"
+    assert out.dtype == q.dtype
+    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), chosen, **arguments).out
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
+    return out
+
+
+@DTYPES
+@pytest.mark.parametrize("tile", [1, 18, 32, 100, 128, 200])
+@pytest.mark.parametrize(
+    ("length", "offset", "number"),
+    [(1, 0, 3), (1, 777, 90), (63, 65, 7), (129, 1000, 300), (333, 0, 64), (1500, 5, 130)],
+)
+def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
+    chosen = selection(2, 2, length, offset, tile, number)
+    check(*problem(2, 14, 2, length, offset, 64, dtype, extra=50), chosen, tile, offset)
+    assert launches == ["attend_tiles"] * 2
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("dim", "value_dim"),
+    [(16, 16), (20, 20), (40, 40), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (24, 72)],
+)
+def test_head_dims_of_attention(dtype, dim, value_dim):
+    check(*problem(1, 4, 2, 300, 41, dim, dtype, value_dim), selection(1, 2, 300, 41, 64, 70), 64, 41)
+
+
+@DTYPES
+@HEADS
+def test_heads_of_attention(dtype, heads, kv_heads):
+    tile = max(1, 128 // (heads // kv_heads))
+    check(*problem(2, heads, kv_heads, 517, 131, 64, dtype), selection(2, kv_heads, 517, 131, tile, 99), tile, 131)
+
+
+@DTYPES
+@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+def test_strides_among_nan(dtype, layout):
+    chosen = selection(2, 2, 300, 77, 32, 50)
+    every_other = torch.stack([chosen, torch.full_like(chosen, 5)], -1)[..., 0]
+    check(*(in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, 80, dtype)), every_other, 32, 77)
+
+
+def test_keys_beyond_the_reach_of_32_bits():
+    """Tokens 128 KiB apart, as where many heads share a buffer."""
+    q, k, v = problem(1, 2, 2, 400, 35_500, 64, torch.bfloat16)
+    buffer = torch.empty(1, 36_000, 1024, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)[:, :, :35_900]
+    k, v = buffer[:, 5:7].copy_(k), buffer[:, 1000:1002].copy_(v)
+    check(q, k, v, selection(1, 2, 400, 35_500, 128, 500), 128, 35_500)
+
+
+def check_mass(q, k, tile, offset, scaling=0.125):
+    """All blocks of `tile_mass`, side by side with those of the reference in double precision."""
+    lse = ops.attend_causal(q, k, k, scaling=scaling, offset=offset, need_lse=True).lse
+    with poisoned_memory("cuda"):
+        found = list(ops.tile_mass(q, k, lse, tile=tile, scaling=scaling, offset=offset))
+    assert all(
+        torch.equal(mass, again)
+        for (_, mass), (_, again) in zip(
+            found, ops.tile_mass(q, k, lse, tile=tile, scaling=scaling, offset=offset), strict=True
+        )
+    )
+    with _dispatch.reference_only():
+        expected = score_reference.tile_mass(
+            q.double(), k.double(), lse.double(), tile=tile, scaling=scaling, offset=offset
+        )
+        for (first, mass), (also, exact) in zip(found, expected, strict=True):
+            assert first == also
+            torch.testing.assert_close(mass, exact.float(), rtol=5e-3 if q.dtype != torch.float32 else 1e-4, atol=1e-7)
+
+
+@DTYPES
+@pytest.mark.parametrize("tile", [1, 18, 32, 100, 128, 200])
+@pytest.mark.parametrize(("length", "offset"), [(1, 0), (1, 777), (63, 65), (333, 0), (1500, 5)])
+def test_mass_of_tiles(dtype, tile, length, offset, launches):
+    q, k, _ = problem(2, 14, 2, length, offset, 64, dtype)
+    check_mass(q, k, tile, offset)
+    assert "tile_block_mass" in launches
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [16, 20, 40, 80, 96, 128, 256])
+def test_head_dims_of_mass(dtype, dim):
+    q, k, _ = problem(1, 4, 2, 300, 41, dim, dtype)
+    check_mass(q, k, 64, 41, dim**-0.5)
+
+
+@DTYPES
+@HEADS
+def test_heads_of_mass(dtype, heads, kv_heads):
+    q, k, _ = problem(2, heads, kv_heads, 517, 131, 64, dtype)
+    check_mass(q, in_buffer(k, "tokens_first"), max(1, 128 // (heads // kv_heads)), 131)
+
+
+@pytest.mark.parametrize("spec", ["kascade:anchors=[0,2],top_k=0.1,min_k=16", "kascade:anchors=[0,2],top_p=0.9"])
+@pytest.mark.parametrize("layer", [2, 3])
+def test_a_prompt_of_kascade_takes_the_kernels(spec, layer, launches):
+    q, k, v = problem(1, 14, 2, 1613, 0, 64, torch.float32)
+    expected, found = None, None
+    for device in ("cpu", "cuda"):
+        forward = {}
+        for number in (2, 3)[: layer - 1]:
+            method = methods.parse(spec).for_layer(number, 4)
+            cache = SlotCache.of(k.to(device), v.to(device), 14, forward)
+            found = method.prompt(cache, q.to(device), 0.125).out.cpu()
+        expected = found if device == "cpu" else expected
+    assert {"attend_tiles", "tile_block_mass"} == set(launches)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

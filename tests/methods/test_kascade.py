@@ -1,0 +1,165 @@
+"""Kascade's anchors and heads from the file of a calibration."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import foveate
+from foveate import methods
+from foveate.calibration import Calibration
+from foveate.evaluation.resultfile import method_of
+from foveate.integrations.transformers.facts import model_facts
+from tests.helpers import fingerprint, tiny_model, tokens
+
+ANCHORS, HEADS = (0, 1), {"2": [1, 1]}
+
+
+def write(path, model=None, **more):
+    """A calibration for the tiny model, or one of no model in particular."""
+    model = tiny_model() if model is None else model
+    facts = model_facts(model.config, {n: layer.self_attn for n, layer in enumerate(model.model.layers)})
+    Calibration(**{"model": facts | more.pop("facts", {}), "anchors": ANCHORS, "heads": HEADS} | more).write(path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "a, b.json")
+
+
+@pytest.fixture
+def method(path):
+    return methods.make("kascade", calibration=str(path), top_k=9)
+
+
+def row(method):
+    return json.loads(json.dumps({"method": method.name, "settings": method.settings()}))
+
+
+class TestTheFile:
+    def test_has_anchors_and_heads(self, method):
+        places = [method.for_layer(layer, 3).place for layer in range(3)]
+        assert [place.anchor for place in places] == [0, 1, 1]
+        assert [place.heads for place in places] == [None, None, (1, 1)]
+        assert [place.dense for place in places] == [True, False, False]
+
+    def test_has_heads_that_need_not_be_read(self, path):
+        plain = methods.make("kascade", calibration=str(path), remap=False)
+        assert [plain.for_layer(layer, 3).place.heads for layer in range(3)] == [None] * 3
+        assert plain.for_layer(2, 3).place.anchor == 1
+
+    def test_stands_for_them_in_a_spec_that_parses_back(self, method, path):
+        assert method.spec == f'kascade:top_k=9,calibration="{path}"'
+        assert methods.parse(method.spec) == method
+        assert hash(methods.parse(method.spec)) == hash(method)
+        assert method.for_layer(2, 3).spec == method.spec
+
+    def test_is_told_with_them_in_the_settings(self, method, path):
+        settings = row(method)["settings"]
+        assert (settings["anchors"], settings["heads"]) == ([0, 1], {"2": [1, 1]})
+        assert settings["calibration"] == str(path)
+
+    def test_may_be_gone_when_a_row_is_read(self, method, path):
+        written = row(method)
+        path.unlink()
+        again = method_of(written)
+        assert again.spec == method.spec
+        assert again.settings() == method.settings()
+        assert [again.for_layer(layer, 3).place for layer in range(3)] == [
+            method.for_layer(layer, 3).place for layer in range(3)
+        ]
+
+    def test_is_read_anew_when_a_setting_changes(self, method, path, tmp_path):
+        other = write(tmp_path / "other.json", anchors=(0, 2), heads={"1": [0, 0]})
+        wider = methods.make(method, top_k=20)
+        assert (wider.top_k, wider.anchors, wider.artefact) == (20, (0, 1), method.artefact)
+        assert methods.make(method, calibration=str(other)).anchors == (0, 2)
+        assert methods.make(method, calibration="").anchors == 5
+        with pytest.raises(ValueError, match="anchors must be left out beside a calibration"):
+            methods.make(method, anchors=[0, 2])
+
+    def test_serves_composed_methods(self, path):
+        spec = methods.make("kascade", calibration=str(path)).spec
+        with pytest.raises(ValueError, match="anchors must be among the layers that it is applied to"):
+            methods.make("per_layer", layers={"0": "dense", "rest": spec}).for_layer(2, 3)
+        mixed = methods.make("per_layer", layers={"rest": spec})
+        assert mixed.for_layer(2, 3).place.heads == (1, 1)
+        assert mixed.for_layer(2, 3).artefact.anchors == ANCHORS
+        assert methods.parse(mixed.spec) == mixed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"anchors": 3}, "anchors must be left out beside a calibration, which has them, not 3"),
+        ({"anchors": [0, 1]}, r"anchors must be left out beside a calibration, which has them, not \[0, 1\]"),
+        ({"heads": {"2": [0, 0]}}, "heads must be left out beside a calibration"),
+        ({"anchors": 3, "heads": {"2": [0, 0]}}, "anchors must be left out"),
+        ({"calibration": 3}, "calibration must be a file of `foveate calibrate`, or auto, not 3"),
+        ({"calibration": "nowhere.json"}, "^kascade: nowhere.json: no such calibration"),
+        ({"calibration": "auto", "anchors": [0, 1]}, "anchors must be how many under calibration=auto"),
+        ({"calibration": "auto", "heads": {"1": [0, 0]}}, "heads must be left out under calibration=auto"),
+        ({"calibration": "auto", "anchors": 0}, "anchors must be an integer of at least 1"),
+        ({"calibration": "", "remap": 1}, "remap must be true or false, not 1"),
+    ],
+)
+def test_settings_that_do_not_go_together(path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        methods.make("kascade", **{"calibration": str(path)} | settings)
+
+
+def test_a_damaged_file_is_no_method(path):
+    path.write_text(path.read_text().replace('"anchors": [0, 1]', '"anchors": [1, 0]'))
+    with pytest.raises(ValueError, match=r"kascade: .*a damaged calibration"):
+        methods.make("kascade", calibration=str(path))
+
+
+class TestAttached:
+    def test_it_is_as_if_anchors_and_heads_were_given(self, method):
+        model, ids = tiny_model(), tokens(60)
+        given = methods.make("kascade", anchors=[0, 1], heads=HEADS, top_k=9)
+        with torch.no_grad():
+            outs = []
+            for one in (method, given, methods.make(method, remap=False)):
+                with foveate.attached(model, one, tile=12):
+                    outs.append(model(ids).logits)
+        assert torch.equal(outs[0], outs[1])
+        assert not torch.allclose(outs[0], outs[2], atol=1e-4)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_to_the_model_in_another_number_format(self, method, dtype):
+        with foveate.attached(tiny_model().to(dtype), method) as attachment:
+            assert attachment.policies[2].method.place.heads == (1, 1)
+
+    @pytest.mark.parametrize(
+        ("facts", "message"),
+        [
+            ({"layers": 4}, "a model with layers 4, and this one has 3"),
+            ({"heads": 8}, "a model with heads 8, and this one has 6"),
+            ({"kv_heads": 3}, "a model with kv_heads 3, and this one has 2"),
+            ({"weights": [0.0] * 12}, "another model of the same shape: its weights differ"),
+        ],
+    )
+    @pytest.mark.parametrize("how", ["alone", "composed", "changed"])
+    def test_to_another_model_it_is_refused_and_the_model_stays_as_it_was(self, path, facts, message, how):
+        write(path, facts=facts, heads={"2": [1] * facts.get("kv_heads", 2)})
+        method = methods.make("kascade", calibration=str(path))
+        if how == "composed":
+            method = methods.make("per_layer", layers={"rest": method})
+        model = tiny_model()
+        foveate.attach(model, "h2o")
+        before = fingerprint(model)
+        with pytest.raises(ValueError, match=message):
+            foveate.attach(model, method, **({"top_k": 7} if how == "changed" else {}))
+        assert fingerprint(model) == before
+        assert model.foveate.method.name == "h2o"
+
+    def test_a_copy_of_the_model_has_it_too(self, method):
+        model = tiny_model()
+        foveate.attach(model, method)
+        twin = copy.deepcopy(model)
+        assert [policy.method for policy in twin.foveate.policies.values()] == [
+            policy.method for policy in model.foveate.policies.values()
+        ]

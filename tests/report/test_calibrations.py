@@ -1,0 +1,81 @@
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from foveate.calibration import Calibration, best_anchors, objective
+from foveate.evaluation.errors import UserError
+from foveate.report.calibrations import table
+
+LAYERS = [0, 1, 2, 4, 5]  # layer 3 is not one that can be an anchor
+
+
+def calibration(seed, task, anchors=2, over="least", weights="importance", **run):
+    generator = torch.Generator().manual_seed(seed)
+    least, mean = (torch.rand(5, 5, generator=generator).triu() for _ in range(2))
+    importance = torch.rand(5, generator=generator)
+    worth = (least if over == "least" else mean) * (importance if weights == "importance" else 1.0)
+    by_number = best_anchors(worth, 5)
+    chosen = tuple(LAYERS[one] for one in by_number[anchors - 1][0])
+    found = {
+        "similarity": least.tolist(),
+        "mean_similarity": mean.tolist(),
+        "importance": importance.tolist(),
+        "layers": LAYERS,
+        "by_number": [{"anchors": [LAYERS[one] for one in best], "objective": value} for best, value in by_number],
+        "chosen_by": {"over": over, "weights": weights},
+        "run": {
+            "task": task,
+            "task_settings": {"length": 4096} if task == "ruler" else {},
+            "tokens": [100] * 7,
+            "keys": 64,
+            "tile": 128,
+            "model": "some-model",
+            "weights": "abc",
+            "dtype": "bfloat16",
+            **run,
+        },
+        "device": "a device",
+        "commit": "1234567",
+    }
+    return Calibration({}, chosen, {}, found), worth
+
+
+def shares(text):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+
+
+@pytest.mark.parametrize(("over", "weights"), [*itertools.product(("least", "mean"), ("importance", "none"))])
+def test_anchors_are_measured_by_what_each_was_chosen_by(over, weights):
+    (one, worth), (other, other_worth) = (calibration(seed, "musique", 3, over, weights) for seed in (0, 1))
+    head, first, second = shares(table([one, other]))
+    assert head == ["prompts", "anchors", "reached on musique (7)", "reached on musique (7)"]
+    assert first[1] == ", ".join(map(str, one.anchors))
+    assert first[2] == second[3] == "100.00 %"
+    at = [LAYERS.index(anchor) for anchor in one.anchors]
+    best = best_anchors(other_worth, 3)[2][1]
+    assert first[3] == f"{100 * objective(other_worth, at) / best:.2f} %" != "100.00 %"
+    assert objective(worth, at) == pytest.approx(best_anchors(worth, 3)[2][1])
+
+
+def test_data_and_circumstances_are_told():
+    text = table([calibration(0, "ruler")[0], calibration(1, "2wiki")[0]])
+    assert text.startswith("some-model, bfloat16; 64 keys a tile of 128 queries (a device; commit 1234567):\n\n")
+    assert [line[0] for line in shares(text)] == ["prompts", "ruler, 4,096 tokens (7)", "2wiki (7)"]
+
+
+def test_calibrations_of_other_models_do_not_go_side_by_side():
+    with pytest.raises(UserError, match="of different models"):
+        table([calibration(0, "musique")[0], calibration(0, "musique", weights="importance")[0], _of_another()])
+
+
+def _of_another():
+    one, _ = calibration(0, "musique")
+    return dataclasses.replace(one, found={**one.found, "run": {**one.found["run"], "weights": "other"}})
+
+
+def test_a_calibration_that_does_not_tell_how_it_was_found():
+    one, _ = calibration(0, "musique")
+    with pytest.raises(UserError, match=r"does not tell how it was found.*importance"):
+        table([dataclasses.replace(one, found={k: v for k, v in one.found.items() if k != "importance"})])
