@@ -220,7 +220,11 @@ def test_an_ended_command_goes_on_where_it_was(model, out, blow, tmp_path):
     arguments = [str(part) for part in compare(model, out, "--limit", 150, "--method", "h2o", "--dtype", "float32")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "foveate.cli", *arguments], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "foveate.cli", *arguments],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in background
     )
     partial = resultfile.partial_path(out)
     until = time.monotonic() + 60
