@@ -4,9 +4,8 @@
 #   benchmarks/kascade-accuracy.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
 # MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/ and aime/; TOKENS: of a batch, 1.2 million
 # on 80 GB for half a billion parameters; ITEMS: of each RULER task at each length. Calibrates on MuSiQue's train split
-# first, as the paper does (paper.json) and with all layers alike and the mean over tiles (mean.json), unless these are
-# in OUT_FOLDER/kascade-accuracy/MODEL. Writes OUT_FOLDER/kascade-accuracy.jsonl.
-# CELLS: see luka-methods.sh.
+# first (cell calibrate), as the paper does (paper.json) and with all layers alike and the mean over tiles (mean.json),
+# both in OUT_FOLDER/kascade-accuracy/MODEL. Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 model=$(realpath "$1") data=$(realpath "$2") tokens=${4:-1200000} items=${5:-67}
@@ -16,7 +15,10 @@ source "$here/luka-methods.sh"
 cd "$out/kascade-accuracy/$(basename "$model")" # specs name the calibrations as they are called here
 
 calibrate() { # NAME ARGUMENT...
-  wanted calibrate || [ ! -e "$1.json" ] || return 0
+  if ! wanted calibrate; then
+    [ -e "$1.json" ] || { echo "$PWD/$1.json is missing: CELLS=calibrate makes it" >&2; exit 1; }
+    return 0
+  fi
   foveate calibrate --model "$model" --task musique --split train --data "$data" --limit 40 --dtype bfloat16 \
     --out "$1.json" "${@:2}"
 }

@@ -31,17 +31,14 @@ class Calibration:
         """Raises `ValueError` if this was made for another model than the one that `facts` are of.
 
         Args:
-            facts: as `model`; weights are compared where both have them.
+            facts: as `model`; the weights of a layer are compared where both have them.
             source: what to call the calibration.
         """
         for key in ("model_type", "layers", "heads", "kv_heads", "head_dim"):
             self._check(key, facts.get(key), source)
-        ours, theirs = self.model.get("weights"), facts.get("weights")
-        if ours and theirs:
-            alike = len(ours) == len(theirs) and all(
-                math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in zip(ours, theirs)
-            )
-            if not alike:
+        for ours, theirs in zip(self.model.get("weights") or [], facts.get("weights") or []):
+            pairs = zip(ours, theirs) if ours and theirs else ()
+            if not all(math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in pairs):
                 raise ValueError(
                     f"calibration {source!r} is for another model of the same shape: its weights differ; {_AGAIN}"
                 )
@@ -104,7 +101,7 @@ def load(path: Path | str) -> Calibration:
             len(heads) == kv_heads and all(type(head) is int and 0 <= head < kv_heads for head in heads)
             for heads in found.heads.values()
         )
-        weights = all(isinstance(one, (int, float)) for one in found.model.get("weights", []))
+        weights = all(isinstance(one, (int, float)) for some in found.model.get("weights", []) for one in some or [])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: a damaged calibration ({type(error).__name__}: {error}); {_AGAIN}") from None
     if not (whole and rising and behind and maps and weights):

@@ -78,7 +78,7 @@ class Similarity:
                 continue
             own = ops.topk(mass, self.k)
             done = sum(block.shape[1] for block in chosen)
-            earlier = [layer_chosen[:, done : done + own.shape[1]].long() for layer_chosen in self._chosen]
+            earlier = [layer_chosen[:, done : done + own.shape[1]].to(own) for layer_chosen in self._chosen]
             captured.append(_captured(mass, torch.stack([*earlier, own])))
             chosen.append(own.to(torch.int32))
         self.layers.append(layer)
@@ -92,7 +92,7 @@ class Similarity:
         captured = torch.zeros(self._captured[0].shape[-1], number, heads, number, heads)
         for b, one in enumerate(self._captured):
             captured[:, : b + 1, :, b] = one.permute(3, 0, 1, 2).cpu()
-        return Measured(captured, torch.stack(self._coverage).cpu())
+        return Measured(captured, torch.stack([one.cpu() for one in self._coverage]))
 
 
 def _captured(mass: Tensor, chosen: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,7 @@ from foveate.calibration import OVER, WEIGHTS, Calibration, Measured, check_numb
 from foveate.calibration.similarity import COVERAGE_KEYS
 from foveate.evaluation import accounting, data, inference, layer_costs
 from foveate.evaluation.errors import UserError, unknown
+from foveate.evaluation.resultfile import lock
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
@@ -134,7 +135,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     if plan.out.exists():
         return _finished(plan.out, mark, chosen_by, say)
     folder = partial_folder(plan.out)
-    _open(folder, mark)
+    held = _open(folder, mark)
     paths = [folder / _PROMPT.format(number) for number in range(len(prompts))]
     kept = sum(path.exists() for path in paths)
     if kept:
@@ -152,7 +153,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
                 _write(path, measured, importance, time.perf_counter() - start)
         progress(len(paths), len(paths))
     costs = None if plan.time_share is None else _costs(plan, shape)
-    number = plan.anchors if costs is None else _affordable(plan, costs, len(layers))
+    number = plan.anchors if costs is None else _affordable(plan, costs, layers)
     artefact = _made(plan, paths, layers, shape, number)
     about = {
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
@@ -166,6 +167,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
     artefact.write(plan.out)
     shutil.rmtree(folder)
+    held.close()
     return artefact
 
 
@@ -209,20 +211,24 @@ def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: S
         raise UserError(f"{out} is another file; choose another --out, or move it away") from None
     if artefact.found.get("run") != mark or artefact.found.get("chosen_by") != chosen_by:
         raise UserError(f"{out} is another calibration; choose another --out, or move it away")
+    shutil.rmtree(partial_folder(out), ignore_errors=True)  # a run that was killed while it tidied up
     say(f"{out} is complete; nothing to run")
     return artefact
 
 
-def _open(folder: Path, mark: dict[str, Any]) -> None:
-    """Makes the folder of partial results, or takes up one of the same run."""
+def _open(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
+    """Makes the folder of partial results, or takes up one of the same run; open for as long as it is written to."""
     path = folder / _RUN
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             if any(folder.iterdir()):
                 raise UserError(f"{folder}: not a folder of partial results; choose another --out")
-            path.write_text(json.dumps(mark), encoding="utf-8")
-        content = path.read_bytes()
+            scratch = folder.with_name(f".{folder.name}.{_RUN}")
+            scratch.write_text(json.dumps(mark), encoding="utf-8")
+            scratch.replace(path)
+        file = path.open("rb")
+        content = file.read()
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror or error})") from None
     try:
@@ -235,6 +241,8 @@ def _open(folder: Path, mark: dict[str, Any]) -> None:
             f"{folder} belongs to another calibration (it differs in {', '.join(differing)}); choose another --out, or "
             "remove it to start anew"
         )
+    lock(file, folder)
+    return file
 
 
 def _write(path: Path, measured: Measured, importance: torch.Tensor, seconds: float) -> None:
@@ -296,15 +304,17 @@ def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:
     )
 
 
-def _affordable(plan: Plan, costs: dict[str, float], layers: int) -> int:
+def _affordable(plan: Plan, costs: dict[str, float], layers: list[int]) -> int:
     """The most anchors within the share of dense attention's time: more are never worse."""
-    allowed = plan.time_share * layers * costs["dense"]
-    totals = [layer_costs.total(costs, number, layers) for number in range(1, layers + 1)]
-    fitting = [number for number, total in enumerate(totals, 1) if total <= allowed]
+    if layers[0] != 0:  # the first of these is an anchor like the others
+        costs = {**costs, "first": costs["anchor"]}
+    dense = len(layers) * costs["dense"]
+    totals = [layer_costs.total(costs, number, len(layers)) for number in range(1, len(layers) + 1)]
+    fitting = [number for number, total in enumerate(totals, 1) if total <= plan.time_share * dense]
     if not fitting:
         raise UserError(
             f"time-share {plan.time_share} cannot be kept: at {plan.time_context:,} tokens attention with one anchor "
-            f"takes {totals[0] / (layers * costs['dense']):.2f} of dense attention's time on this device"
+            f"takes {totals[0] / dense:.2f} of dense attention's time on this device"
         )
     return fitting[-1]
 

@@ -87,7 +87,7 @@ class PartialFile:
         except OSError as error:
             raise UserError(f"{path}: cannot be written to ({error.strerror})") from None
         try:
-            _lock(self._file, path)
+            lock(self._file, path)
             self._file.seek(0)
             self.records, whole = _records(path, self._file.read(), run)
             self._file.truncate(whole)
@@ -169,7 +169,8 @@ def _same_run(path: Path, theirs: Fingerprint, ours: Fingerprint) -> None:
         )
 
 
-def _lock(file: Any, path: Path) -> None:
+def lock(file: Any, path: Path) -> None:
+    """Keep an open file for this process; `path` is what to call it. Raises `UserError` if another has it."""
     try:
         import fcntl
     except ImportError:  # no such locks on this system

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def parse_methods(specs: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
     """
     methods = [parse_method(spec) for spec in specs]
     for method in methods:
-        if "calibration=auto" in method.spec:  # also that of a composed method's layers
+        if re.search(r"calibration=auto(?![\w.])", method.spec):  # also that of a composed method's layers
             raise UserError(
                 f"method '{method.spec}': anchors found on each batch's own prompt make no comparison; give a file of "
                 "`foveate calibrate`"

@@ -30,6 +30,12 @@ def table(found: Sequence[Calibration]) -> str:
         raise UserError(f"a calibration does not tell how it was found ({error})") from None
     if any(one.found["run"]["weights"] != run["weights"] for one in found):
         raise UserError("the calibrations are of different models")
+    measured = {(one.found["run"]["keys"], one.found["run"]["tile"], one.found["run"]["dtype"]) for one in found}
+    if len(measured) > 1:
+        raise UserError("the calibrations differ in their keys, tile or dtype")
+    if len({tuple(one.found["chosen_by"][name] for name in ("over", "weights")) for one in found}) > 1:
+        by = [one.found["chosen_by"] for one in found]
+        data = [f"{name}, {one['over']}, weights {one['weights']}" for name, one in zip(data, by)]
     head = ["prompts", "anchors", *(f"reached on {name}" for name in data)]
     lines = []
     for one, name in zip(found, data):

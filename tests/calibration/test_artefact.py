@@ -11,7 +11,7 @@ from foveate.calibration import Calibration, load
 from foveate.integrations.transformers.facts import model_facts
 from tests.helpers import tiny_model
 
-MODEL = {"model_type": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "weights": [0.5, -0.25]}
+MODEL = {"model_type": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "weights": [[0.5, -0.25], None]}
 FOUND = {"coverage": [[0.9, None], [0.8, 0.7]], "run": {"model": "tiny é", "tokens": [300, 310]}, "layers": []}
 
 
@@ -89,7 +89,7 @@ def damaged(**more):
         (damaged(heads=[[0, 1]]), "damaged"),
         (damaged(heads={"1": 0}), "damaged"),
         (damaged(anchors=[2], heads={"1": [0, 1]}), "its anchors, heads or weights"),
-        (damaged(model={**MODEL, "weights": ["a"]}), "its anchors, heads or weights"),
+        (damaged(model={**MODEL, "weights": [["a"]]}), "its anchors, heads or weights"),
         (damaged(model={**MODEL, "weights": 3}), "damaged"),
     ],
 )
@@ -133,23 +133,37 @@ class TestTheModel:
         with says("a model with layers 4, and this one has 5"):
             calibration().check_layers(5, "x")
 
-    @pytest.mark.parametrize("weights", [[0.5, 0.25], [0.5], [0.55, -0.25], [0.5, math.nan]])
+    @pytest.mark.parametrize("weights", [[0.5, 0.25], [0.55, -0.25], [0.5, math.nan]])
     def test_has_other_weights(self, weights):
         with says("another model of the same shape"):
-            calibration().check_model({**MODEL, "weights": weights}, "x")
+            calibration().check_model({**MODEL, "weights": [weights, None]}, "x")
 
     def test_does_not_tell_its_weights(self):
         calibration().check_model({**MODEL, "weights": []}, "x")
 
+    def test_has_some_weights_elsewhere(self):
+        calibration().check_model({**MODEL, "weights": [None, [9.0, 9.0]]}, "x")
+        calibration().check_model({**MODEL, "weights": [[0.5, -0.25], [9.0, 9.0]]}, "x")
+
     @pytest.mark.parametrize("family", ["llama", "qwen2"])
     def test_may_be_in_any_number_format(self, family):
         ours = facts(tiny_model(family))
-        assert len(ours["weights"]) == 4 * ours["layers"]
-        assert all(map(math.isfinite, ours["weights"]))
+        assert [len(some) for some in ours["weights"]] == [4] * ours["layers"]
+        assert all(math.isfinite(one) for some in ours["weights"] for one in some)
         for one in (torch.float32, torch.bfloat16, torch.float16):
             for other in (torch.float32, torch.bfloat16, torch.float16):
                 theirs = facts(tiny_model(family).to(other))
                 calibration(model=facts(tiny_model(family).to(one))).check_model(theirs, "x")
+
+    def test_may_be_offloaded_or_quantised_in_part(self):
+        model = tiny_model()
+        weight = model.model.layers[1].self_attn.q_proj.weight
+        model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.empty_like(weight, device="meta"))
+        quantised = model.model.layers[2].self_attn.q_proj
+        quantised.weight = torch.nn.Parameter(quantised.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        ours = facts(tiny_model())
+        calibration(model=ours).check_model(facts(model), "x")
+        assert [some is None for some in facts(model)["weights"][:4]] == [False, True, True, False][: ours["layers"]]
 
     def test_is_another_one_of_the_same_shape(self):
         with says("another model of the same shape: its weights differ"):

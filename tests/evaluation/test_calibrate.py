@@ -269,6 +269,22 @@ class TestAnEndedRun:
             save_file({**load_file(path), "seconds": torch.tensor(10.0)}, path)
         assert 20 < run(plan).found["seconds"] < 40
 
+    def test_is_one_process_at_a_time(self, plan):
+        def another(done, of):
+            with pytest.raises(UserError, match="another process is writing to it"):
+                run(plan)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, progress=another)
+        assert run(plan).anchors
+
+    def test_tidies_up_after_one_that_was_killed_at_its_end(self, plan):
+        artefact = run(plan)
+        calibrate.partial_folder(plan.out).mkdir()
+        assert run(plan, say=lambda text: None) == artefact
+        assert list(plan.out.parent.iterdir()) == [plan.out]
+
     def test_needs_whole_files(self, plan, whole, read):
         with pytest.raises(KeyboardInterrupt):
             run(plan, progress=stop_at(2))
@@ -434,6 +450,12 @@ class TestTimeShare:
             run(dataclasses.replace(plan, time_share=0.5))
         assert len(run(dataclasses.replace(plan, time_share=0.7)).anchors) == 2
         assert len(read) == 3
+
+    def test_knows_models_whose_layer_0_is_not_one_of_the_layers(self, plan):
+        plan = dataclasses.replace(plan, time_share=0.36)  # 1.4 of 4, which the dense layer 0 would exceed
+        assert calibrate._affordable(plan, STUBBED, [5, 11, 17, 23]) == 1
+        with pytest.raises(UserError, match="cannot be kept"):
+            calibrate._affordable(plan, STUBBED, [0, 1, 2, 3])
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_is_of_costs_measured(self, dtype):

@@ -1,5 +1,6 @@
 """Kascade's anchors from the first long prompt of an attached model."""
 
+import concurrent.futures
 import copy
 import functools
 import logging
@@ -220,7 +221,7 @@ def test_short_prompts_stay_dense_and_are_told_once(model, caplog):
         for _ in range(2):
             assert torch.equal(outputs(foveate.Cache(model)), expected)
         (record,) = caplog.records
-        assert f"prompts of at least {LEAST} tokens; until then it is dense" in record.message
+        assert f"a first forward pass of at least {LEAST} tokens; until then it is dense" in record.message
         assert (record.name, record.levelno) == ("foveate", logging.WARNING)
         generate(model, tokens(LEAST), new=3)
         assert f"on {LEAST} tokens" in caplog.records[1].message
@@ -272,6 +273,32 @@ def test_a_first_prompt_that_was_interrupted_is_forgotten(model, layer):
     assert ours == after(model, tokens(120)) != after(model, tokens(140, seed=7))
 
 
+def test_masks_of_pairs_are_not_looked_at():
+    model = tiny_model("qwen2")
+    with foveate.attached(model, AUTO):
+        model(tokens(120), attention_mask={"full_attention": None}, use_cache=False)
+        model(tokens(3))
+        assert {policy.method.calibration for policy in model.foveate.policies.values()} == {"auto"}
+
+
+def test_a_pass_in_another_thread_is_not_mixed_in(model):
+    """It reads a prompt of its own while the first one is in the middle of a layer."""
+    ours = after(copy.deepcopy(model), tokens(140, seed=7))
+    told = []
+
+    def meanwhile(*args):
+        handle.remove()
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            told.append(other.submit(torch.no_grad()(model), tokens(200, seed=1)).result())
+
+    with foveate.attached(model, AUTO):
+        handle = model.model.layers[3].mlp.register_forward_pre_hook(meanwhile)
+        model(tokens(140, seed=7))
+        model(tokens(3))
+        assert len(told) == 1
+        assert found(model) == ours
+
+
 def test_a_model_in_training_is_not_watched(model):
     with foveate.attached(model, AUTO):
         usual = hooks(model)
@@ -285,6 +312,16 @@ def test_a_model_in_training_is_not_watched(model):
 
 
 class TestACopy:
+    def test_of_an_interrupted_model_is_clean_once_detached(self, model):
+        usual = hooks(model)
+        foveate.attach(model, AUTO)
+        interrupted(model)
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(tokens(20)).logits, copy.deepcopy(_built())(tokens(20)).logits)
+        assert hooks(twin) > usual
+        foveate.detach(twin)
+        assert hooks(twin) == usual
+
     def test_finds_its_own_anchors(self, model):
         foveate.attach(model, AUTO)
         model(tokens(150))

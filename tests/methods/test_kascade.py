@@ -139,7 +139,7 @@ class TestAttached:
             ({"layers": 4}, "a model with layers 4, and this one has 3"),
             ({"heads": 8}, "a model with heads 8, and this one has 6"),
             ({"kv_heads": 3}, "a model with kv_heads 3, and this one has 2"),
-            ({"weights": [0.0] * 12}, "another model of the same shape: its weights differ"),
+            ({"weights": [[0.0] * 4] * 3}, "another model of the same shape: its weights differ"),
         ],
     )
     @pytest.mark.parametrize("how", ["alone", "composed", "changed"])

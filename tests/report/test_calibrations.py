@@ -79,3 +79,15 @@ def test_a_calibration_that_does_not_tell_how_it_was_found():
     one, _ = calibration(0, "musique")
     with pytest.raises(UserError, match=r"does not tell how it was found.*importance"):
         table([dataclasses.replace(one, found={k: v for k, v in one.found.items() if k != "importance"})])
+
+
+def test_what_they_were_chosen_by_is_told_where_it_differs():
+    both = [calibration(0, "musique")[0], calibration(0, "musique", over="mean", weights="none")[0]]
+    names = ["musique (7), least, weights importance", "musique (7), mean, weights none"]
+    assert [line[0] for line in shares(table(both))] == ["prompts", *names]
+
+
+@pytest.mark.parametrize("change", [{"keys": 32}, {"tile": 1}, {"dtype": "float32"}])
+def test_calibrations_that_measured_something_else_do_not_go_side_by_side(change):
+    with pytest.raises(UserError, match="differ in their keys, tile or dtype"):
+        table([calibration(0, "musique")[0], calibration(1, "musique", **change)[0]])

@@ -22,6 +22,7 @@ from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.positions import max_positions
 from foveate.integrations.transformers.stats import LayerStats, Stats
+from foveate.integrations.transformers.study import remove_hooks
 from foveate.methods import Method, make
 
 
@@ -145,6 +146,7 @@ def detach(model: nn.Module) -> None:
     if attachment.auto is not None:
         attachment.auto.stop()
     decoder = _decoder(model)
+    remove_hooks(decoder)
     for key, hook in list(decoder._forward_pre_hooks.items()):
         if isinstance(hook, _BeforeForward):
             del decoder._forward_pre_hooks[key]

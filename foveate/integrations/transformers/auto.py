@@ -44,6 +44,8 @@ class Auto:
     ) -> None:
         """A forward pass is about to read ``ids [B, n]``: what the last one has shown is used from now on."""
         study = self._study
+        if study is not None and study.elsewhere and not study.complete:
+            return
         self.stop()
         if study is not None and study.complete:
             self._choose(attachment, *study.result())
@@ -62,7 +64,7 @@ class Auto:
     def _begin(self, model: nn.Module, attachment: Attachment, ids: Tensor, mask: Tensor | None) -> None:
         row, columns = 0, torch.arange(ids.shape[1], device=ids.device)
         if mask is not None:
-            if mask.dim() != 2:
+            if not isinstance(mask, Tensor) or mask.dim() != 2:
                 return
             mask = mask[:, : ids.shape[1]]  # it may cover chunks to come
             row = int(mask.sum(1).argmax())
@@ -76,7 +78,9 @@ class Auto:
             self._study = Study(model, attachment, KEYS, tile, row, columns)
         elif not self._told:
             self._told = True
-            _log.warning("kascade finds its anchors on prompts of at least %d tokens; until then it is dense", least)
+            _log.warning(
+                "kascade finds its anchors in a first forward pass of at least %d tokens; until then it is dense", least
+            )
 
     def _choose(self, attachment: Attachment, measured: Measured, importance: Tensor) -> None:
         policies, layers = attachment.policies, sorted(attachment.policies)

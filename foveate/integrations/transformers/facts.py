@@ -23,19 +23,21 @@ def model_facts(config: transformers.PreTrainedConfig, modules: Mapping[int, nn.
     Args:
         modules: the attention modules by layer.
     """
-    sampled = []
-    for _, module in sorted(modules.items()):
-        weight = next(
-            (p for p in module.parameters() if p.dim() == 2 and p.is_floating_point() and not p.is_meta), None
-        )
-        if weight is not None:
-            at = torch.linspace(0, weight.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-            sampled.append(weight.detach()[at // weight.shape[1], at % weight.shape[1]].float().cpu())
     return {
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
         "kv_heads": kv_heads(config),
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "weights": [float(f"{value:.5g}") for value in torch.cat(sampled).tolist()] if sampled else [],
+        "weights": [_sampled(module) for _, module in sorted(modules.items())],
     }
+
+
+def _sampled(module: nn.Module) -> list[float] | None:
+    """A few weights of a layer; None where they are not at hand (offloaded) or stand for others (quantised)."""
+    weight = next((p for p in module.parameters() if p.dim() == 2), None)
+    if weight is None or weight.is_meta or not weight.is_floating_point() or weight.itemsize < 2:
+        return None
+    at = torch.linspace(0, weight.numel() - 1, _SAMPLES, dtype=torch.float64).long()
+    values = weight.detach()[at // weight.shape[1], at % weight.shape[1]].float()
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,12 +47,18 @@ class Study:
         self._before: dict[int, Tensor] = {}
         self._importance: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
+        self._thread = threading.get_ident()
         modules = attention_modules(model, attachment.policies)
         blocks = {id(child): block for block in model.modules() for child in block.children()}
         for layer, module in modules.items():
             self._watch_block(layer, blocks[id(module)], module)
         for policy in attachment.policies.values():
             policy.look = self._look
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is the pass of another thread that is watched."""
+        return threading.get_ident() != self._thread
 
     @property
     def complete(self) -> bool:
@@ -67,7 +74,7 @@ class Study:
 
     def result(self) -> tuple[Measured, Tensor]:
         """What the layers' attention has in common, and the importance of each, fp32 ``[L]``, by ascending layer."""
-        importance = torch.stack([self._importance[layer] for layer in self._similarity.layers]).cpu()
+        importance = torch.stack([self._importance[layer].cpu() for layer in self._similarity.layers])
         if not bool(torch.isfinite(importance).all()):
             layer = self._similarity.layers[int((~torch.isfinite(importance)).nonzero()[0])]
             raise ValueError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
@@ -78,35 +85,56 @@ class Study:
         return x if self._columns is None else x.index_select(dim, self._columns.to(x.device))
 
     def _look(self, layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
-        self._similarity.look(layer, self._pick(q, 2), self._pick(k, 2), scaling)
+        if threading.get_ident() == self._thread:
+            self._similarity.look(layer, self._pick(q, 2), self._pick(k, 2), scaling)
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
         """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3)."""
 
-        def first(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-            return args[0] if args else kwargs["hidden_states"]
+        behind = _behind_attention(block)
+        self._hooks.append(block.register_forward_pre_hook(_Hook(self._enter, layer, block), with_kwargs=True))
+        if behind is not None:
+            self._hooks.append(behind.register_forward_pre_hook(_Hook(self._leave, layer, behind), with_kwargs=True))
+        else:
+            self._hooks.append(attention.register_forward_hook(_Hook(self._add, layer, attention), with_kwargs=True))
 
-        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            self._before[layer] = first(args, kwargs)
+    def _enter(self, layer: int, stream: Tensor, out: Any) -> None:
+        self._before[layer] = stream
 
-        def compare(after: Tensor) -> None:
-            x, y = (self._pick(one.detach(), 1).float() for one in (self._before.pop(layer), after))
+    def _leave(self, layer: int, stream: Tensor, out: Any) -> None:
+        if layer in self._before:
+            x, y = (self._pick(one.detach(), 1).float() for one in (self._before.pop(layer), stream))
             self._importance[layer] = (1 - F.cosine_similarity(x, y, dim=-1)).mean()
             if self.complete:
                 self.end()
 
-        def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            compare(first(args, kwargs))
+    def _add(self, layer: int, stream: Tensor, out: Any) -> None:
+        self._leave(layer, self._before[layer] + (out[0] if isinstance(out, tuple) else out), None)
 
-        def add(module: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-            compare(self._before[layer] + (out[0] if isinstance(out, tuple) else out))
 
-        self._hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-        behind = _behind_attention(block)
-        if behind is not None:
-            self._hooks.append(behind.register_forward_pre_hook(leave, with_kwargs=True))
-        else:
-            self._hooks.append(attention.register_forward_hook(add, with_kwargs=True))
+class _Hook:
+    """A hook of one module in one thread: on copies of the module, and in passes of other threads, it does nothing."""
+
+    def __init__(self, note: Callable[[int, Tensor, Any], None], layer: int, module: nn.Module):
+        self._note, self._layer, self._module, self._thread = note, layer, module, threading.get_ident()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, out: Any = None) -> None:
+        if module is self._module and threading.get_ident() == self._thread:
+            stream = args[0] if args else (kwargs or {}).get("hidden_states")
+            self._note(self._layer, stream, out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return self
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Take off what an interrupted study has left, also that of the model which this one is a copy of."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_with_kwargs.pop(key, None)
 
 
 def _behind_attention(block: nn.Module) -> nn.Module | None:

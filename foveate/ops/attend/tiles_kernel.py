@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._math import SCRATCH_BYTES
 from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended
 
@@ -58,9 +59,11 @@ def attend_tiles(
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
 
     places = indices.shape[3]
-    used = torch.zeros(indices.shape[:3], dtype=torch.int32, device=q.device)
-    if places:  # up to the last place that is in use
-        used += places - (indices.flip(-1) >= 0).to(torch.uint8).argmax(-1)
+    used = torch.zeros(indices.shape[:3], dtype=torch.int32, device=q.device)  # up to the last place that is in use
+    step = max(1, SCRATCH_BYTES // max(1, indices[:, :, :1].numel() * indices.itemsize))
+    for first in range(0, tiles if places else 0, step):
+        some = indices[:, :, first : first + step]
+        used[:, :, first : first + step] = places - (some.flip(-1) >= 0).to(torch.uint8).argmax(-1)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
