@@ -134,13 +134,25 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
         return _finished(plan.out, mark, chosen_by, say)
+    with _open(partial_folder(plan.out), mark):
+        return _calibrated(plan, prompts, mark, chosen_by, progress, say)
+
+
+def _calibrated(
+    plan: Plan,
+    prompts: list[list[int]],
+    mark: dict[str, Any],
+    chosen_by: dict[str, Any],
+    progress: Callable[[int, int], None],
+    say: Say,
+) -> Calibration:
+    """Reads what is missing in the folder of partial results, and makes the artefact of it."""
     folder = partial_folder(plan.out)
-    held = _open(folder, mark)
     paths = [folder / _PROMPT.format(number) for number in range(len(prompts))]
     kept = sum(path.exists() for path in paths)
     if kept:
         say(f"resuming: {kept} of {len(paths)} prompts are there")
-    model = inference.load_model(plan.model, plan.dtype, device)
+    model = inference.load_model(plan.model, plan.dtype, plan.device)
     with foveate.attached(model, "dense") as attachment:
         layers = sorted(attachment.policies)
         _check_anchors(plan, len(layers))
@@ -159,7 +171,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
         "run": mark,
         "chosen_by": chosen_by,
-        "device": accounting.device_name(device),
+        "device": accounting.device_name(plan.device),
         "versions": accounting.versions(),
         "commit": accounting.commit(),
         "command": plan.command(),
@@ -167,7 +179,6 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
     artefact.write(plan.out)
     shutil.rmtree(folder)
-    held.close()
     return artefact
 
 
