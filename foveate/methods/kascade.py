@@ -20,9 +20,9 @@ class Kascade(TopKByMass):
     """Anchor layers compute the attention mass of all keys and choose; the layers behind an anchor read its choice.
 
     Layer 0 is dense; where it is an anchor, it chooses for the layers up to the next one. Layers before the first
-    anchor are dense, too. In a prompt, tiles of queries choose together
-    among the keys before them, and see those of their own tile causally; tiles begin at multiples of their length from
-    a row's first token, and a tile that a chunk of the prompt ends in is chosen for in two parts.
+    anchor are dense, too. In a prompt, tiles of queries choose together among the keys before them, and see those of
+    their own tile causally; tiles begin at multiples of their length from a row's first token, and a tile that a chunk
+    of the prompt ends in is chosen for in two parts.
     """
 
     name: ClassVar[str] = "kascade"

@@ -193,8 +193,8 @@ def test_what_mass_refuses():
         mass_kernel.tile_block_mass(queries, k, lse[..., 1:], begins, scaling=0.3)
 
 
-def test_the_verbs_give_the_same_with_kernels(monkeypatch):
-    """`tile_mass` and `attend_tiles` as a method calls them, in parts of tiles."""
+def test_the_verb_gives_the_same_with_the_kernel(monkeypatch):
+    """`tile_mass` as a method calls it, in parts of tiles."""
     shape = SOME._replace(batch=2, kv_heads=2, queries=70, offset=13)
     q, k, v = problem(shape)
     lse = ops.attend_causal(q, k, v, scaling=0.3, offset=13, need_lse=True).lse

@@ -1,6 +1,5 @@
 """The picture of a calibration."""
 
-import contextlib
 import dataclasses
 
 import numpy as np
@@ -11,7 +10,7 @@ from typer.testing import CliRunner
 from foveate.calibration import Calibration
 from foveate.cli import app
 from foveate.evaluation.errors import DataError, UserError
-from foveate.report import calibration, figure
+from foveate.report import calibration
 
 LAYERS, HEADS = 12, 4
 RUN = {"model": "tiny", "task": "niah", "tokens": [300, 1234], "keys": 64, "tile": 128, "dtype": "float32"}
@@ -27,24 +26,12 @@ MODEL = {"layers": 2 * LAYERS, "kv_heads": 2}
 MADE = Calibration(MODEL, (1, 7, 15), {}, FOUND)
 
 
-@pytest.fixture(autouse=True)
-def _coarse(monkeypatch):
-    monkeypatch.setattr(figure, "DPI", 40)
+pytestmark = pytest.mark.usefixtures("coarse")
 
 
 @pytest.fixture
-def pages(monkeypatch):
-    """The figures that were drawn, to look into."""
-    kept, drawing = [], figure.drawing
-
-    @contextlib.contextmanager
-    def keeping(*args, **more):
-        with drawing(*args, **more) as page:
-            kept.append(page)
-            yield page
-
-    monkeypatch.setattr(calibration, "drawing", keeping)
-    return kept
+def pages(pages_of):
+    return pages_of(calibration)
 
 
 def changed(**more):

@@ -1,4 +1,3 @@
-import contextlib
 import json
 import math
 import sys
@@ -92,24 +91,12 @@ FIGURE_4 = [
 MODES = [of_text(spec, extra, 1024) for spec, extra in (("dense", 0), ("h2o", 0.1), ("luka", 0.01), ("mixed", 0.2))]
 
 
-@pytest.fixture(autouse=True)
-def _coarse(monkeypatch):
-    monkeypatch.setattr(figure, "DPI", 40)
+pytestmark = pytest.mark.usefixtures("coarse")
 
 
 @pytest.fixture
-def pages(monkeypatch):
-    """The figures that were drawn, to look into."""
-    kept, drawing = [], figure.drawing
-
-    @contextlib.contextmanager
-    def keeping(*args, **more):
-        with drawing(*args, **more) as page:
-            kept.append(page)
-            yield page
-
-    monkeypatch.setattr(figure, "drawing", keeping)
-    return kept
+def pages(pages_of):
+    return pages_of(figure)
 
 
 def drawn(axis):
