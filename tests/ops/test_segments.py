@@ -29,7 +29,7 @@ def test_random_pages_fill_the_slots_from_the_first_on(mean, deviation, seed, fi
     assert all(end <= start + span for end in ends)
     open_page = start + span - (ends or [start])[-1]
     assert open_page < segments.longest(mean)  # or it would have been made
-    further = ops.gaussian_ends(first_page, start, start + span + 2 * mean, mean, deviation, seed)
+    further = ops.gaussian_ends(first_page, start, start + max(span, 0) + 2 * mean, mean, deviation, seed)
     assert further[: len(ends)] == ends
     assert further[len(ends)] > start + span
 
