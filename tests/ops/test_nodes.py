@@ -82,7 +82,7 @@ def test_reach_is_to_the_corner_of_a_box_of_one_deviation(size, layout, dtype, s
     sides = rows.double().sign()[:, :, :, None] * spread.double().sqrt()[:, :, None]  # from the middle to that corner
     wanted = torch.einsum("bhgd,bhgnd->bhgn", rows.double(), sides) * SCALING
     torch.testing.assert_close(reach.double(), wanted, rtol=2e-5 if dtype == torch.float32 else 2e-2, atol=1e-4)
-    assert (reach >= ops.logit_deviation(rows, spread, SCALING) * (1 - 2e-2)).all()
+    assert (reach >= ops.logit_deviation(rows, spread, SCALING) * (1 - 2e-2) - 1e-4).all()
 
 
 def test_no_spread_is_no_deviation():
