@@ -81,4 +81,5 @@ long=(
   omnikv:top_k=0.2 lessismore:top_k=0.2
 )
 compare math500 math:max_new_tokens=1024 math500 100 4096 "${long[@]}"
-cat "$out"/kascade-accuracy/*/*.jsonl > "$out/kascade-accuracy.jsonl"
+rows=("$out"/kascade-accuracy/*/*.jsonl)
+[ ! -e "${rows[0]}" ] || cat "${rows[@]}" > "$out/kascade-accuracy.jsonl"

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,10 @@ class Comparison:
     device: str = "auto"
     share_prompt: bool = True
 
-    def command(self) -> str:
-        """The command line of this comparison, paths shortened to their last names."""
-        parts = ["foveate compare", f"--model {self.model.name}", *self.task.arguments()]
-        parts += [f"--data {self.data.name}", *(f'--method "{method.spec}"' for method in self.methods)]
+    def command(self, method: Any) -> str:
+        """The command line that makes the row of one method of these, paths shortened to their last names."""
+        parts = ["foveate compare", f"--model {self.model.name}", *self.task.arguments(), f"--data {self.data.name}"]
+        parts += [f"--method {shlex.quote(spec)}" for spec in dict.fromkeys(("dense", method.spec))]
         parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]
         parts += [f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
         return " ".join(parts if self.share_prompt else [*parts, "--no-share-prompt"])
@@ -339,7 +340,7 @@ def _row(
             "versions": accounting.versions(),
             "limit": plan.limit,
             "seed": plan.seed,
-            "command": plan.command(),
+            "command": plan.command(method),
             "run": prepared.run,
             "item_values": {key: array.tolist() for key, array in values.items()},
             "examples": [

@@ -31,12 +31,15 @@ def frontier(
     ] = None,
     recommended: Annotated[str | None, typer.Option(help="Spec of the point that gets a star.")] = None,
     margin: Annotated[float | None, typer.Option(help="Draw a line so many points below dense.")] = None,
+    over_splits: Annotated[
+        bool, typer.Option("--over-splits", help="Show the mean over all splits of a task in one panel.")
+    ] = False,
     where: Where = None,
 ) -> None:
     """Score against keys read: a panel for each task, a line for each method."""
     from foveate.report import plots
 
-    _say(out, plots.frontier(_rows(files, where), out, to_dense, along or [], recommended, margin))
+    _say(out, plots.frontier(_rows(files, where), out, to_dense, along or [], recommended, margin, over_splits))
 
 
 @app.command()

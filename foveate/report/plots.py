@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.evaluation.errors import UserError, unknown
-from foveate.report import figure, lines
+from foveate.report import figure, lines, pooled
 from foveate.report.figure import Look, Point
 from foveate.report.ratio import perplexity_ratio
 
@@ -40,8 +40,11 @@ def frontier(
     along: Sequence[str] = (),
     recommended: str | None = None,
     margin: float | None = None,
+    over_splits: bool = False,
 ) -> list[str]:
     """Score against the share of keys read in decode: a panel for each task, a line for each method.
+
+    Keys that are read to choose others count, so that the share is also that of the cache's bytes.
 
     Args:
         rows: of `foveate compare`.
@@ -50,6 +53,7 @@ def frontier(
         along: settings beside the budgets that may differ along one line.
         recommended: spec of the point that gets a star.
         margin: points below dense at which to draw a line.
+        over_splits: show the mean over all splits of a task in one panel.
 
     Returns:
         What was left out, a line each.
@@ -58,6 +62,9 @@ def frontier(
         UserError: for an unknown spec or setting, a file name that is no PNG's, or when matplotlib is missing.
     """
     rows, notes = lines.once(rows)
+    if over_splits:
+        rows, left = pooled.over_splits(rows)
+        notes += left
     if recommended is not None and all(row["spec"] != recommended for row in rows):
         raise unknown("spec", recommended, dict.fromkeys(row["spec"] for row in rows), "--recommended")
     settings = dict.fromkeys(name for row in rows for name in row["settings"])

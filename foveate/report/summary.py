@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from foveate.evaluation.metrics import Interval, mean, paired_bootstrap
+from foveate.report import pooled
 from foveate.report.lines import heading
 from foveate.report.markdown import markdown_table
 from foveate.report.rows import Row
-
-_AVERAGE = mean("value")
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -22,16 +18,10 @@ def summary(rows: Sequence[Row]) -> str:
     Raises:
         ValueError: when a comparison has no row of `dense`, or a metric that is not the mean of its items'.
     """
-    if any(_main(row) not in row["item_values"] for row in rows):
+    if not all(map(pooled.averages, rows)):
         raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
     models = dict.fromkeys(row["model"] for row in rows)
     return "\n\n".join(_table([row for row in rows if row["model"] == model]) for model in models)
-
-
-def pooled_difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
-    """The mean difference of the main metric to `dense` over the items of several comparisons, points, with 95 %."""
-    ours, theirs = (np.concatenate([_items(row) for row in side]) for side in (rows, dense))
-    return paired_bootstrap(_AVERAGE, {"value": ours}, {"value": theirs})
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -50,7 +40,7 @@ def _table(rows: Sequence[Row]) -> str:
             continue
         ours = [found[cell] for cell in cells]
         shares = [100 * (row["keys_read_share"] or 0.0) for row in ours]  # no decode step: nothing was read
-        difference = pooled_difference(ours, [dense[cell] for cell in cells])
+        difference = pooled.difference(ours, [dense[cell] for cell in cells])
         lines.append(
             (
                 f"`{spec}`",
@@ -68,12 +58,3 @@ def _table(rows: Sequence[Row]) -> str:
 def _cell(row: Row) -> tuple[str, str]:
     """The words that head a comparison's column, and what tells it from others under the same words: its items."""
     return heading(row), row["run"]["items"]
-
-
-def _items(row: Row) -> np.ndarray:
-    return np.array(row["item_values"][_main(row)])
-
-
-def _main(row: Row) -> str:
-    """The metric that is the score: a row's first."""
-    return next(iter(row["metrics"]))

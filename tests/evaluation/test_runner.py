@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shlex
 
 import pytest
 from evaluation import tiny
@@ -65,7 +66,11 @@ def test_rows_say_what_happened(plan):
         assert row["timing"] == "teacher-forced, shared prompt"
         assert row["peak_bytes"] > 0
         assert row["peak_kind"].endswith(", shared prompt")
-        assert "/" not in row["command"].replace(f'"{SPECS[1]}"', "")
+        words = shlex.split(row["command"])
+        assert [after for word, after in zip(words, words[1:]) if word == "--method"] == (
+            ["dense"] if row is dense else ["dense", row["spec"]]
+        )
+        assert not any("/" in word for word in words)
     assert dense["keys_read_share"] == 1
     assert 0 < h2o["keys_read_share"] < 0.5
     assert 0 < luka["keys_read_share"] < 0.8
@@ -94,6 +99,13 @@ def test_a_shared_prompt_changes_no_row(plan, tmp_path, task):
         assert own["prefill_ms"] > 0
         assert own["timing"] in ("generate", "teacher-forced")
         assert own["command"] == row["command"] + " --no-share-prompt"
+
+
+def test_specs_in_the_command_survive_a_shell(plan):
+    method = foveate.methods.parse("mixed:clustered=luka_paper:top_k=3")
+    row = runner.run(runner.prepare(dataclasses.replace(plan, methods=(plan.methods[0], method), limit=1)))[1]
+    words = shlex.split(row["command"])
+    assert foveate.methods.parse(words[words.index("--method", words.index("dense")) + 1]) == method
 
 
 def test_fidelity_to_dense(plan, tmp_path):

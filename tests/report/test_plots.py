@@ -141,6 +141,14 @@ class TestFrontier:
         with pytest.raises(UserError, match=r"unknown spec 'luka:top_k=0.3'\. Did you mean 'luka:top_k=0.2'"):
             plots.frontier(FRONTIER, tmp_path / "a.png", recommended="luka:top_k=0.3")
 
+    def test_splits_in_one_panel(self, pages, tmp_path):
+        values = {"metrics": {"em": {}}, "item_values": {"em": [1.0, 0.0]}, "n": 2}
+        rows = [row(spec, share=0.2, split=s, **values) for spec in ("dense", "h2o:top_k=0.2") for s in "ab"]
+        plots.frontier([*rows, row("h2o:top_k=0.1", split="a", **values)], tmp_path / "a.png", over_splits=True)
+        (axis,) = pages[0].axes
+        assert axis.get_title(loc="left") == "niah / 2 splits, 4,096 tokens"
+        assert drawn(axis)["h2o"] == [[20, 50]]
+
     def test_what_is_left_out_is_said(self, tmp_path):
         rows = [*FRONTIER, FRONTIER[1], row("tova", None)]
         said = plots.frontier(rows, tmp_path / "a.png")

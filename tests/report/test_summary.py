@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from foveate.cli import app
-from foveate.report.summary import pooled_difference, summary
+from foveate.report import pooled
+from foveate.report.summary import summary
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "luka-niah.jsonl"
 H2O = "h2o:top_k=0.1,window=64"
@@ -37,12 +38,12 @@ def test_the_pooled_difference_is_the_mean_over_all_items_paired(rows):
     dense = [row for row in rows if row["method"] == "dense"]
     for spec in ("tova:top_k=0.1", H2O):
         ours = [row for row in rows if row["spec"] == spec]
-        pooled = pooled_difference(ours, dense)
+        found = pooled.difference(ours, dense)
         items = [value for row in ours for value in row["item_values"]["string_match"]]
         theirs = [value for row in dense for value in row["item_values"]["string_match"]]
-        assert pooled.value == pytest.approx(100 * (sum(items) - sum(theirs)) / len(items))
-        assert pooled.low <= pooled.value <= pooled.high
-    same = pooled_difference(dense, dense)
+        assert found.value == pytest.approx(100 * (sum(items) - sum(theirs)) / len(items))
+        assert found.low <= found.value <= found.high
+    same = pooled.difference(dense, dense)
     assert (same.value, same.low, same.high) == (0, 0, 0)
 
 

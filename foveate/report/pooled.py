@@ -1,0 +1,95 @@
+"""Scores over several comparisons: each item counts once, and differences to dense stay paired."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foveate.evaluation.errors import UserError
+from foveate.evaluation.metrics import Interval, bootstrap, mean, paired_bootstrap
+from foveate.report.rows import Row
+
+_AVERAGE = mean("value")
+
+
+def difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
+    """The mean difference of the main metric to `dense` over the items of several comparisons, points, with 95 %."""
+    return paired_bootstrap(_AVERAGE, {"value": _items(rows)}, {"value": _items(dense)})
+
+
+def averages(row: Row) -> bool:
+    """Whether a row's score is the mean of its items' values, as perplexity is not."""
+    return _main(row) in row["item_values"]
+
+
+def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Rows as if all splits of a task, at one length and on one model, were one comparison.
+
+    Args:
+        rows: of `foveate compare`, one a method on the same items.
+
+    Returns:
+        The rows, and a line on each method that was left out because a split lacks it. Tasks of one split stay as they
+        are.
+
+    Raises:
+        UserError: when a split has no row of dense or several comparisons, or a metric that is no mean over items.
+    """
+    pools: dict[tuple, list[Row]] = {}
+    for row in rows:
+        length = row["task_settings"].get("length") or row["length"]
+        pools.setdefault((row["model"], row["task"], length, row["dtype"]), []).append(row)
+    kept, notes = [], []
+    for (model, task, *_), pool in pools.items():
+        splits = list(dict.fromkeys(row["split"] for row in pool))
+        if len(splits) == 1:
+            kept += pool
+            continue
+        by_spec: dict[str, dict[str, Row]] = {}
+        for row in pool:
+            if not averages(row):
+                raise UserError(f"the score of {task} is no mean over items, and cannot be pooled over splits")
+            if by_spec.setdefault(row["spec"], {}).setdefault(row["split"], row) is not row:
+                raise UserError(f"two comparisons of {task} {row['split']} on {model}; choose one with --where")
+        dense = by_spec.get("dense", {})
+        if missing := [split for split in splits if split not in dense]:
+            raise UserError(f"no row of dense in {task} {missing[0]} on {model} to compare with")
+        for spec, found in by_spec.items():
+            if missing := [split for split in splits if split not in found]:
+                notes.append(f"{spec}: not measured on {', '.join(missing)} of {task}, left out")
+                continue
+            kept.append(_pooled([found[split] for split in splits], [dense[split] for split in splits]))
+    return kept, notes
+
+
+def _pooled(rows: Sequence[Row], dense: Sequence[Row]) -> Row:
+    first, counts = rows[0], [row["n"] for row in rows]
+    own, theirs = (bootstrap(_AVERAGE, {"value": _items(side)}) for side in (rows, dense))
+    beside = difference(rows, dense)
+    read = [row["keys_read_share"] for row in rows]
+    return {
+        **first,
+        "split": f"{len(rows)} splits",
+        "task_settings": {name: value for name, value in first["task_settings"].items() if name != "split"},
+        "length": round(np.average([row["length"] for row in rows], weights=counts)),
+        "n": sum(counts),
+        "score": own.value,
+        "low": own.low,
+        "high": own.high,
+        "dense_score": theirs.value,
+        "diff_to_dense": beside.value,
+        "diff_low": beside.low,
+        "diff_high": beside.high,
+        "keys_read_share": None if None in read else float(np.average(read, weights=counts)),
+        "run": {**first["run"], "items": " ".join(row["run"]["items"] for row in rows)},
+    }
+
+
+def _items(rows: Sequence[Row]) -> np.ndarray:
+    return np.concatenate([np.array(row["item_values"][_main(row)], dtype=np.float64) for row in rows])
+
+
+def _main(row: Row) -> str:
+    """The metric that is the score: a row's first."""
+    return next(iter(row["metrics"]))
