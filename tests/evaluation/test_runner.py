@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import shlex
 
@@ -67,7 +68,7 @@ def test_rows_say_what_happened(plan):
         assert row["peak_bytes"] > 0
         assert row["peak_kind"].endswith(", shared prompt")
         words = shlex.split(row["command"])
-        assert [after for word, after in zip(words, words[1:]) if word == "--method"] == (
+        assert [after for word, after in itertools.pairwise(words) if word == "--method"] == (
             ["dense"] if row is dense else ["dense", row["spec"]]
         )
         assert not any("/" in word for word in words)
