@@ -75,11 +75,13 @@ compare figure-2 2wiki dev 164 8192 "${oracle[@]}"
 compare figure-5 musique dev 200 8192 "${pooled[@]}"
 compare figure-6 musique dev 200 8192 "${variants[@]}"
 
+# Long answers, at a tenth and at a fifth.
 long=(
   "$ours,decode_only=true" "$paper,decode_only=true" "$ours,decode_only=true,pool=layer" "$ours" quest:top_k=0.1
-  omnikv lessismore:top_k=0.1 streaming:window=0.3 "$ours,decode_only=true,top_k=0.2" quest:top_k=0.2
-  omnikv:top_k=0.2 lessismore:top_k=0.2
+  omnikv lessismore:top_k=0.1 streaming:window=0.3
 )
+longer=("$ours,decode_only=true,top_k=0.2" quest:top_k=0.2 omnikv:top_k=0.2 lessismore:top_k=0.2)
 compare math500 math:max_new_tokens=1024 math500 100 4096 "${long[@]}"
+compare math500-fifth math:max_new_tokens=1024 math500 100 4096 "${longer[@]}"
 rows=("$out"/kascade-accuracy/*/*.jsonl)
 [ ! -e "${rows[0]}" ] || cat "${rows[@]}" > "$out/kascade-accuracy.jsonl"

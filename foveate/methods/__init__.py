@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from foveate.methods.base import REGISTRY, Method, budget, get, make, names, parse
+from foveate.methods.base import REGISTRY, Method, budget, get, make, names, parse, spelled
 from foveate.methods.dense import Dense
 from foveate.methods.h2o import H2O
 from foveate.methods.lined import LinedAsPublished
@@ -36,6 +36,7 @@ __all__ = [
     "names",
     "parse",
     "per_layer",
+    "spelled",
 ]
 
 for _module in pkgutil.iter_modules(__path__):  # a new file registers its method

@@ -135,12 +135,17 @@ class Method:
     @property
     def spec(self) -> str:
         """The method in one string that :func:`parse` reads back: only settings that differ from the defaults."""
+        return self._spell({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    @classmethod
+    def _spell(cls, settings: dict[str, Any]) -> str:
         changed = [
-            f"{field.name}={_format(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)
-            if _format(getattr(self, field.name)) != _format(field.default)  # 1 is a number, 1.0 a share
+            f"{field.name}={_format(settings[field.name])}"
+            for field in dataclasses.fields(cls)
+            if field.name in settings
+            and _format(settings[field.name]) != _format(field.default)  # 1 is a number, 1.0 a share
         ]
-        return self.name + (":" + ",".join(changed) if changed else "")
+        return cls.name + (":" + ",".join(changed) if changed else "")
 
     def changed(self, **settings: Any) -> Method:
         """The method with some settings replaced."""
@@ -207,16 +212,33 @@ def make(method: str | Method, **settings: Any) -> Method:
         return method.changed(**settings) if settings else method
     if not isinstance(method, str):
         raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
-    name, _, rest = method.partition(":")
-    cls = get(name.strip())
-    given = _split(rest, method)
-    _check_known(cls, given | settings)
+    cls, given = _read(method)
+    _check_known(cls, settings)
     return cls(**(given | settings))
 
 
 def parse(spec: str) -> Method:
     """A method from ``name`` or ``name:setting=value,...``; inverse of :attr:`Method.spec`."""
     return make(spec)
+
+
+def spelled(spec: str) -> str:
+    """A spec in the order of :attr:`Method.spec` and without defaults; a file that it names need not be there.
+
+    Raises:
+        ValueError: for an unknown method or setting (the nearest is named).
+    """
+    cls, given = _read(spec)
+    return cls._spell(given)
+
+
+def _read(spec: str) -> tuple[type[Method], dict[str, Any]]:
+    """The class that a spec names, and the settings that it gives."""
+    name, _, rest = spec.partition(":")
+    cls = get(name.strip())
+    given = _split(rest, spec)
+    _check_known(cls, given)
+    return cls, given
 
 
 def _split(text: str, spec: str) -> dict[str, Any]:

@@ -80,9 +80,7 @@ class Kascade(TopKByMass):
         """A calibration stands for its anchors and heads."""
         if not self._of_file:
             return super().spec
-        plain = object.__new__(type(self))
-        plain.__dict__.update(self.__dict__, anchors=_ANCHORS, heads=None)
-        return super(Kascade, plain).spec
+        return self._spell(self.settings() | {"anchors": _ANCHORS, "heads": None})
 
     def changed(self, **settings: Any) -> Method:
         own = {"anchors": _ANCHORS, "heads": None} if self._of_file else {}

@@ -65,6 +65,11 @@ _LOOKS = {
     "tova": Look("#882255", "X"),
     "uniform": Look("#999933", "<"),
     "per_layer": Look("#332288", "h"),
+    "kascade": Look("#EE3377", "o"),
+    "oracle_topk": Look("#661100", "*"),
+    "quest": Look("#117733", "D"),
+    "omnikv": Look("#AA4499", "^"),
+    "lessismore": Look("#44AA99", "v"),
 }
 SPARE = [Look(color, marker) for marker in "*d>" for color in ("#117733", "#AA4499", "#661100", "#44AA99")]
 """For lines and methods without a look of their own."""

@@ -87,7 +87,7 @@ def frontier(
                 level, band = 0.0, None
             figure.level(axis, level, band)
             if margin is not None:
-                figure.margin(axis, level - margin, f"{margin:g} points below dense")
+                figure.margin(axis, level - margin, f"{margin:g} point{'s' * (margin != 1)} below dense")
             drawn = [row for row in cell if not _dense(row)]
             for index, (line, name) in enumerate(names.items()):
                 points = sorted(_scored(row, to_dense) for row in drawn if lines.line(row, along) == line)

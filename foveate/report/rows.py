@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate import methods
 from foveate.evaluation.data import read_jsonl
 from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.evaluation.resultfile import method_of
-from foveate.methods import parse
 
 Row = Mapping[str, Any]
 
@@ -78,11 +79,11 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
 
 
 def _spelling(spec: str) -> str:
-    """A spec by the defaults of now, if it is one."""
-    try:
-        return parse(spec).spec
-    except (KeyError, TypeError, ValueError):
-        return spec
+    """A spec by the defaults of now, if it is one; its calibration may be on another machine."""
+    for spell in (lambda: methods.parse(spec).spec, lambda: methods.spelled(spec)):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return spell()
+    return spec
 
 
 def _value(row: Row, name: str) -> str | None:

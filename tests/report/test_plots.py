@@ -254,6 +254,11 @@ class TestLines:
         assert lines.common(rows, ("tail",)) == "luka with first=1; h2o with window=9"
         assert list(lines.names(rows, ("tail", "page_size")).values()) == ["luka", "h2o"]
 
+    def test_a_calibration_stands_for_its_anchors(self):
+        rows = [row("kascade:anchors=[0,2]"), row("kascade:anchors=[0,3]")]
+        rows = [{**one, "settings": {**one["settings"], "calibration": f"{n}.json"}} for n, one in enumerate(rows)]
+        assert list(lines.names(rows, ()).values()) == ["kascade: calibration=0.json", "kascade: calibration=1.json"]
+
     def test_rows_of_an_older_release_know_fewer_settings(self):
         old = row("luka:bias=entropy")
         old["settings"] = {name: value for name, value in old["settings"].items() if name != "expand"}
@@ -337,6 +342,8 @@ class TestFiles:
         assert specs("length=8192", "spec=luka:expand=0.3,top_k=0.2") == ["dense", "luka:top_k=0.2"]
         with pytest.raises(UserError, match="--where length=5 or length=6: no row is left"):
             specs("length=5", "length=6")
+        elsewhere = {**row("kascade:top_k=0.2"), "spec": 'kascade:top_k=0.2,calibration="no.json"'}
+        assert chosen([elsewhere], ['spec=kascade:calibration="no.json",top_k=0.2,min_k=128']) == [elsewhere]
         levels = [row("luka:page_size=[16, 64]"), row("luka:page_size=16"), row("luka")]
         levels = json.loads(json.dumps(levels))  # as a file has them
         found = chosen(levels, ["page_size=16", "page_size=[16,64]"])

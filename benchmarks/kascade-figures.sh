@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The pictures of docs/kascade.md, from the result files.
+#   benchmarks/kascade-figures.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+figures=docs/figures results=benchmarks/results
+rows=$results/kascade-accuracy.jsonl
+ours='kascade:calibration="mean.json"' paper='kascade:calibration="paper.json"'
+swept=(streaming:window=0.3)
+for share in 0.025 0.05 0.1 0.2; do
+  swept+=("$ours,decode_only=true,top_k=$share" "$ours,top_k=$share" "$paper,decode_only=true,top_k=$share")
+  swept+=("oracle_topk:decode_only=true,top_k=$share" "quest:top_k=$share" "omnikv:top_k=$share")
+  swept+=("lessismore:top_k=$share" "streaming:window=$share")
+done
+families=(--where task=ruler --where task=hotpotqa --where task=2wiki)
+for spec in "${swept[@]}"; do families+=(--where "spec=$spec"); done
+for model in $(grep -oh '"model": "[^"]*"' "$rows" | cut -d'"' -f4 | sort -u); do
+  foveate plot frontier "$rows" --where "model=$model" "${families[@]}" --over-splits --margin 1 \
+    --out "$figures/kascade-frontier-$model.png"
+  foveate plot calibration "$results/calibrations/$model/musique.json" \
+    --out "$figures/kascade-calibration-$model.png" # figures 1, 3 and 4
+done
