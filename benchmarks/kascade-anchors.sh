@@ -13,4 +13,3 @@ calibrate musique --task musique --split train
 calibrate 2wiki --task 2wiki --split train --length 4096
 calibrate needles --task ruler --split niah_multikey_2 --length 4096
 foveate report "$out"/*.json
-foveate plot calibration "$out/musique.json" --out "$out/musique.png"
