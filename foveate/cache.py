@@ -183,8 +183,12 @@ class SlotCache:
 
     # Between the layers of one forward pass
 
-    def hand_on(self, name: Hashable, value: Any) -> None:
-        """Leave something for a later layer, which gets it for the same rows and tokens."""
+    def hand_on(self, name: Hashable, value: Any, instead_of: Hashable = None) -> None:
+        """Leave something for a later layer, which gets it for the same rows and tokens.
+
+        What was left for these under the name ``instead_of`` is let go.
+        """
+        self.forward.pop((instead_of, self._row, self.lengths[0]), None)
         self.forward[name, self._row, self.lengths[0]] = value
 
     def handed_on(self, name: Hashable) -> Any:

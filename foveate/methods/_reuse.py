@@ -31,6 +31,8 @@ class Place(NamedTuple):
     """For each KV head the anchor's KV head whose keys it reads; None: that of its own number."""
     has_readers: bool = True
     """Whether a later layer reads what this one chooses."""
+    before: int | None = None
+    """For a layer that chooses: the one that did so before, whose readers all lie between the two."""
 
     @property
     def chooses(self) -> bool:
@@ -65,8 +67,10 @@ class SelectOnce(Method):
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SelectOnce:
         own, among = dataclasses.replace(self), range(num_layers) if among is None else among
-        readers = any(self.place_of(other, among).anchor == layer for other in among if other > layer)
-        own.__dict__["place"] = self.place_of(layer, among)._replace(has_readers=readers)
+        places = {other: self.place_of(other, among) for other in among}
+        readers = any(place.anchor == layer for other, place in places.items() if other > layer)
+        before = max((other for other, place in places.items() if other < layer and place.chooses), default=None)
+        own.__dict__["place"] = self.place_of(layer, among)._replace(has_readers=readers, before=before)
         return own
 
     @property
@@ -115,7 +119,7 @@ class SelectOnce(Method):
 
     def _hand_on(self, cache: SlotCache, indices: Tensor) -> None:
         if self.place.has_readers:
-            cache.hand_on((self.name, self.place.layer), indices)
+            cache.hand_on((self.name, self.place.layer), indices, instead_of=(self.name, self.place.before))
 
     def _handed_on(self, cache: SlotCache) -> Tensor:
         """The anchor's selection, ``[B, Hkv, ...]``, for the heads of this layer."""
