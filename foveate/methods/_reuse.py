@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
@@ -32,7 +31,7 @@ class Place(NamedTuple):
     has_readers: bool = True
     """Whether a later layer reads what this one chooses."""
     before: int | None = None
-    """For a layer that chooses: the one that did so before, whose readers all lie between the two."""
+    """The layer before this one whose choice others read; under a layer that chooses, all of them have done so."""
 
     @property
     def chooses(self) -> bool:
@@ -68,9 +67,9 @@ class SelectOnce(Method):
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SelectOnce:
         own, among = dataclasses.replace(self), range(num_layers) if among is None else among
         places = {other: self.place_of(other, among) for other in among}
-        readers = any(place.anchor == layer for other, place in places.items() if other > layer)
-        before = max((other for other, place in places.items() if other < layer and place.chooses), default=None)
-        own.__dict__["place"] = self.place_of(layer, among)._replace(has_readers=readers, before=before)
+        read = {place.anchor for place in places.values() if place.reads_another}
+        before = max((other for other in read if other < layer), default=None)
+        own.__dict__["place"] = self.place_of(layer, among)._replace(has_readers=layer in read, before=before)
         return own
 
     @property
@@ -92,7 +91,8 @@ class SelectOnce(Method):
             if place.dense:
                 return attend_all(cache, q, scaling).out
         else:
-            indices = self._handed_on(cache)
+            indices, heads = self._handed_on(cache)
+            indices = indices if heads is None else indices.index_select(1, heads)
             cache.counters.indices_reused += cache.batch_size
         read = (indices >= 0).sum(-1)
         if place.chooses:  # all keys without their values, and then the chosen ones with them
@@ -121,18 +121,18 @@ class SelectOnce(Method):
         if self.place.has_readers:
             cache.hand_on((self.name, self.place.layer), indices, instead_of=(self.name, self.place.before))
 
-    def _handed_on(self, cache: SlotCache) -> Tensor:
-        """The anchor's selection, ``[B, Hkv, ...]``, for the heads of this layer."""
+    def _handed_on(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
+        """The anchor's selection, ``[B, Hkv, ...]``, and which of its heads each of this layer reads; None: its own."""
         indices, heads = cache.handed_on((self.name, self.place.anchor)).to(cache.device), self.place.heads
         if heads is None:
-            return indices
+            return indices, None
         number = indices.shape[1]
         if len(heads) != number or not all(head in range(number) for head in heads):
             raise ValueError(
                 f"{self.name}: heads of layer {self.place.layer} must be {number} numbers below {number}, "
                 f"one for each KV head, not {list(heads)}"
             )
-        return indices.index_select(1, cache.on_device(list(heads)))
+        return indices, cache.on_device(list(heads))
 
 
 def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
@@ -209,10 +209,10 @@ class TopKByMass(SelectOnce):
             scores = logits.softmax(-1).mean(2)
         if holes is not None:
             scores = scores.masked_fill(~holes, float("-inf"))
-        return self._best(scores, cache.lengths, cache.geometry.num_kv_heads)
+        return self._best(scores, cache.lengths).expand(-1, cache.geometry.num_kv_heads, -1)
 
-    def _best(self, scores: Tensor, lengths: Sequence[int], num_kv_heads: int) -> Tensor:
-        """The keys of the highest scores ``[B, Hkv, N]``, of ``lengths`` in each row: ``[B, Hkv, K]``."""
+    def _best(self, scores: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The keys of the highest scores ``[B, Hkv, N]``, of ``lengths`` in each row: ``[B, Hkv or 1, K]``."""
         if self.pool == "layer":
             scores = scores.mean(1, keepdim=True)
         counts = self._counts(lengths)
@@ -224,7 +224,7 @@ class TopKByMass(SelectOnce):
             chosen = ops.topk(scores, counts[0])
         else:
             chosen = ops.topk_rows(scores, on_device(tuple(counts), scores.device), max(counts))
-        return chosen.expand(-1, num_kv_heads, -1)
+        return chosen
 
     # Prompt
 
@@ -237,7 +237,7 @@ class TopKByMass(SelectOnce):
         place, offset = self.place, cache.used - q.shape[2]
         if self.decode_only or place.anchor is None:
             return super().prompt(cache, q, scaling)
-        tile = max(1, self.tile // cache.geometry.group)
+        tile, heads = max(1, self.tile // cache.geometry.group), None
         if place.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, offset=offset, need_lse=True)
             with torch.no_grad():
@@ -246,8 +246,10 @@ class TopKByMass(SelectOnce):
             if place.dense:
                 return attended
         else:
-            indices = self._handed_on(cache)
-        return ops.attend_tiles(q, cache.keys, cache.values, indices, tile=tile, scaling=scaling, offset=offset)
+            indices, heads = self._handed_on(cache)
+        return ops.attend_tiles(
+            q, cache.keys, cache.values, indices, tile=tile, scaling=scaling, offset=offset, heads=heads
+        )
 
     def _select_tiles(self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int) -> Tensor:
         """Keys before each tile of a prompt: int32 ``[B, Hkv, T, K]``, -1 for none."""
@@ -255,11 +257,13 @@ class TopKByMass(SelectOnce):
             blocks = ops.tile_logits(q, cache.keys, tile=tile, scaling=scaling, offset=offset)
         else:
             blocks = ops.tile_mass(q, cache.keys, lse, tile=tile, scaling=scaling, offset=offset)
-        chosen = []
+        start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
+        most = self._counts([tile * (end - 1)])[0]
+        heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads
+        chosen = torch.full((len(q), heads, end - start, most), -1, dtype=torch.int32, device=q.device)
         for first, scores in blocks:
             batch, _, tiles = scores.shape[:3]
             lengths = [tile * (first + t) for t in range(tiles)] * batch
-            best = self._best(scores.transpose(1, 2).flatten(0, 1), lengths, cache.geometry.num_kv_heads)
-            chosen.append(best.to(torch.int32).unflatten(0, (batch, tiles)).transpose(1, 2))
-        most = max(one.shape[-1] for one in chosen)
-        return torch.cat([F.pad(one, (0, most - one.shape[-1]), value=-1) for one in chosen], 2)
+            best = self._best(scores.transpose(1, 2).flatten(0, 1), lengths).unflatten(0, (batch, tiles))
+            chosen[:, :, first - start : first - start + tiles, : best.shape[-1]] = best.transpose(1, 2)
+        return chosen.expand(-1, cache.geometry.num_kv_heads, -1, -1)

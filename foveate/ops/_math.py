@@ -37,8 +37,8 @@ def tile_rows(q: Tensor, num_kv_heads: int, tile: int, offset: int) -> tuple[Ten
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` with an fp32 result, whatever the inputs' dtype; ``a [..., M, K]``, ``b [..., K, N]``."""
-    if a.dtype == torch.float32:
+    """``a @ b`` in fp32, or fp64 for such inputs; ``a [..., M, K]``, ``b [..., K, N]``."""
+    if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.is_cuda and not torch.is_grad_enabled():
         flat = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)

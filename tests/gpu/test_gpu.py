@@ -105,7 +105,7 @@ def test_decode_does_not_wait_for_the_device(method, lengths):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("n", [7, 513, 9000])
+@pytest.mark.parametrize("n", [7, 513, 9000, 40000])
 def test_topk_equals_the_cpu_ties_and_nothing_included(n):
     scores = torch.randint(0, 40, (2, 3, n)).float()
     scores[0, 0, n // 2 :] = float("-inf")

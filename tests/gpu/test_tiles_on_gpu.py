@@ -111,6 +111,15 @@ def test_heads_of_attention(dtype, heads, kv_heads):
 
 
 @DTYPES
+def test_heads_that_read_the_choice_of_others(dtype):
+    q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
+    chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
+    arguments = {"tile": 64, "scaling": 0.125, "offset": 77}
+    mapped = ops.attend_tiles(q, k, v, chosen, heads=heads, **arguments).out
+    assert torch.equal(mapped, ops.attend_tiles(q, k, v, chosen[:, heads], **arguments).out)
+
+
+@DTYPES
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
 def test_strides_among_nan(dtype, layout):
     chosen = selection(2, 2, 300, 77, 32, 50)

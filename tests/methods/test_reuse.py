@@ -278,6 +278,7 @@ def test_head_maps_that_do_not_fit_the_model(heads):
         ("kascade:anchors=[0,2]", 3, 1),
         ("lessismore:selections=[1]", 3, 1),
         ("kascade:anchors=[0,2,4]", 6, 1),  # of several anchors, the last one's
+        ("kascade:anchors=[0,2,3,5]", 7, 1),
     ],
 )
 def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):

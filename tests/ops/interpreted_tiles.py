@@ -100,6 +100,15 @@ def test_strided_inputs_of_attention(layout):
     assert torch.equal(check(*(in_buffer(x, layout) for x in (q, k, v)), every_other, 8, 14), expected)
 
 
+@pytest.mark.parametrize("heads", [[1, 1, 0], [2, 0, 1]])
+def test_heads_that_read_the_choice_of_others(heads):
+    shape = SOME._replace(batch=2, kv_heads=3, queries=20)
+    chosen, heads = selection(shape, 8, 9), torch.tensor(heads)
+    q, k, v = problem(shape)
+    mapped = tiles_kernel.attend_tiles(q, k, v, chosen, tile=8, scaling=0.3, offset=14, heads=heads).out
+    assert torch.equal(mapped, check(q, k, v, chosen[:, heads], 8, 14))
+
+
 def test_keys_that_are_not_chosen_leave_no_trace():
     shape = SOME._replace(queries=20, offset=32)
     q, k, v = problem(shape, extra=7)

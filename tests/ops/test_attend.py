@@ -214,7 +214,12 @@ def test_tiles_share_their_keys_and_see_their_own_causally(shape, seed, layout, 
     assert_close(out, naive(q, k, v, 0.3, mask).out)
     unread = ~mask.any(2)
     k, v = (x.masked_fill(unread[..., None], NAN) for x in (k, v))
-    assert torch.equal(ops.attend_tiles(q, k, v, indices, tile=tile, scaling=0.3, offset=shape.offset).out, out)
+    arguments = {"tile": tile, "scaling": 0.3, "offset": shape.offset}
+    assert torch.equal(ops.attend_tiles(q, k, v, indices, **arguments).out, out)
+    heads = torch.randint(shape.kv_heads, (shape.kv_heads,), generator=generator)
+    keys, values = (x.nan_to_num(1.0) for x in (k, v))
+    mapped = ops.attend_tiles(q, keys, values, indices, heads=heads, **arguments).out
+    assert torch.equal(mapped, ops.attend_tiles(q, keys, values, indices[:, heads], **arguments).out)
 
 
 def test_tiles_in_blocks_and_selections_that_do_not_fit(monkeypatch):

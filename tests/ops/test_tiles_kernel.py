@@ -47,6 +47,8 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim):
             **{f"index_stride_{axis}": "i32" for axis in "bht"},
             **dict.fromkeys(("num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"), "i32"),
             **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
+            "heads_ptr": "*i64:16",
+            "MAPPED": True,
             "index_stride_k": 1,
             "scale": "fp32",
             "DIM": dim,

@@ -9,7 +9,15 @@ from foveate.ops.attend.reference import Attended, gather_fields
 
 
 def attend_tiles(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, tile: int, scaling: float, offset: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    tile: int,
+    scaling: float,
+    offset: int = 0,
+    heads: Tensor | None = None,
 ) -> Attended:
     """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
 
@@ -20,6 +28,7 @@ def attend_tiles(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
         indices: int ``[B, Hkv, T, K]``: for each tile given, keys before its first position; -1 marks an unused place.
+        heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
 
     Raises:
         ValueError: when there are not as many selections as tiles.
@@ -39,6 +48,7 @@ def attend_tiles(
     outs = []
     for first in range(0, tiles, step):
         chosen = indices[:, :, first : first + step]
+        chosen = chosen if heads is None else chosen.index_select(1, heads)
         keys, values = (x.unflatten(2, chosen.shape[2:]) for x in gather_fields([k, v], chosen.flatten(2, 3)))
         unused = (chosen < 0)[..., None]
         keys = torch.cat([keys, own_k[:, :, first : first + step]], 3)

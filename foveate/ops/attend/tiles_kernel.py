@@ -35,7 +35,15 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
 
 
 def attend_tiles(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, tile: int, scaling: float, offset: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    tile: int,
+    scaling: float,
+    offset: int = 0,
+    heads: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
@@ -63,7 +71,8 @@ def attend_tiles(
     step = max(1, SCRATCH_BYTES // max(1, indices[:, :, :1].numel() * indices.itemsize))
     for first in range(0, tiles if places else 0, step):
         some = indices[:, :, first : first + step]
-        used[:, :, first : first + step] = places - (some.flip(-1) >= 0).to(torch.uint8).argmax(-1)
+        chosen = some.flip(-1) >= 0
+        used[:, :, first : first + step] = torch.where(chosen.any(-1), places - chosen.to(torch.uint8).argmax(-1), 0)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
@@ -73,6 +82,7 @@ def attend_tiles(
         v,
         indices,
         used,
+        heads,
         out,
         *q.stride(),
         *k.stride(),
@@ -87,6 +97,7 @@ def attend_tiles(
         length,
         offset,
         scaling * _LOG2E.value,
+        MAPPED=heads is not None,
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -105,6 +116,7 @@ def _attend_tiles(
     v_ptr,
     index_ptr,
     used_ptr,
+    heads_ptr,
     out_ptr,
     q_stride_b,
     q_stride_h,
@@ -133,6 +145,7 @@ def _attend_tiles(
     length,
     offset,
     scale,
+    MAPPED: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -160,8 +173,9 @@ def _attend_tiles(
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
-    index_ptr += batch * index_stride_b + head * index_stride_h + t.to(tl.int64) * index_stride_t
-    used = tl.load(used_ptr + (tl.program_id(1) * tiles + t))
+    source = tl.load(heads_ptr + head) if MAPPED else head
+    index_ptr += batch * index_stride_b + source * index_stride_h + t.to(tl.int64) * index_stride_t
+    used = tl.load(used_ptr + (batch * num_kv_heads + source) * tiles + t)
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)

@@ -9,6 +9,9 @@ CHUNK = 1 << 16
 _SORTED = 1 << 13
 """Up to so many scores a GPU sorts all of them: that takes fewer launches than choosing some."""
 
+_FEW = 1 << 17
+"""The same of all rows together."""
+
 
 class StreamingTopK:
     """Top-k over scores that arrive in blocks (StreamIndex, section 4: chunked partition-merge).
@@ -83,9 +86,24 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
     Returns:
         int64 ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
     """
+    n, counts = scores.shape[-1], counts[:, None, None]
+    if 0 < 2 * k < n and not (scores.is_cuda and scores.numel() <= _FEW):
+        return _first_of_rows(scores, counts, k)
     ordered, indices = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    return _ascending(ordered.masked_fill_(rank >= counts[:, None, None], float("-inf")), indices, k)
+    rank = torch.arange(n, device=scores.device)
+    return _ascending(ordered.masked_fill_(rank >= counts, float("-inf")), indices, k)
+
+
+def _first_of_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
+    """:func:`topk_rows` without sorting all scores: those above the last one of each row, and the first equal to it."""
+    n = scores.shape[-1]
+    last = scores.topk(k, -1).values.gather(-1, (counts - 1).clamp(0, k - 1).expand(*scores.shape[:-1], 1))
+    above, equal = scores > last, (scores == last) & ~scores.isneginf()
+    room = counts - above.sum(-1, keepdim=True, dtype=torch.int32)
+    chosen = above.logical_and_(counts > 0) | equal & (equal.cumsum(-1, dtype=torch.int32) <= room)
+    places = torch.where(chosen, chosen.cumsum(-1, dtype=torch.int32) - 1, k).long()
+    found = torch.full((*scores.shape[:-1], k + 1), -1, device=scores.device)  # the last place takes what is not chosen
+    return found.scatter_(-1, places, torch.arange(n, device=scores.device).expand(scores.shape))[..., :k]
 
 
 def _ascending(ordered: Tensor, indices: Tensor, k: int) -> Tensor:
