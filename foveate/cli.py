@@ -33,7 +33,7 @@ class _Commands(TyperGroup):
             no_memory = type(error).__name__ == "OutOfMemoryError"
             if ctx.params["debug"] or not (no_memory or isinstance(error, _BAD_INPUT)):
                 raise
-            message = "out of memory; try a smaller --batch-size or --length" if no_memory else str(error)
+            message = "out of memory; try fewer sequences at once, or shorter ones" if no_memory else str(error)
             _table().console(stderr=True).print(f"error: {message}", style="red", markup=False, soft_wrap=True)
             raise typer.Exit(_FAILED) from None
 

@@ -212,7 +212,7 @@ def test_running_out_of_memory_is_one_line(model, out, monkeypatch):
     monkeypatch.setattr(foveate.evaluation.inference, "run_batch", run_batch)
     done = call(*compare(model, out))
     assert done.exit_code == 2
-    assert done.stderr.strip() == "error: out of memory; try a smaller --batch-size or --length"
+    assert done.stderr.strip() == "error: out of memory; try fewer sequences at once, or shorter ones"
 
 
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 KIND, SCHEMA = "foveate calibration", 1
-_RELATIVE, _ABSOLUTE = 2**-6, 2**-12  # of two number formats of one checkpoint's weights
+_RELATIVE, _ABSOLUTE = 2**-8, 2**-20  # of two number formats of one checkpoint's weights
 _AGAIN = "`foveate calibrate --model DIR --task TASK --data DIR --out FILE` makes one for this model"
 
 
@@ -96,7 +96,8 @@ def load(path: Path | str) -> Calibration:
         readers = [int(layer) for layer in found.heads]
         whole = all(type(one) is int and 0 <= one < layers for one in (*found.anchors, *readers))
         rising = len(found.anchors) > 0 and list(found.anchors) == sorted(set(found.anchors))
-        behind = all(layer > found.anchors[0] and layer not in found.anchors for layer in readers)
+        seen = found.found.get("layers") or range(layers)
+        behind = sorted(readers) == [one for one in seen if one > found.anchors[0] and one not in found.anchors]
         maps = all(
             len(heads) == kv_heads and all(type(head) is int and 0 <= head < kv_heads for head in heads)
             for heads in found.heads.values()

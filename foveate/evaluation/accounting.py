@@ -70,9 +70,11 @@ ROW_FIELDS = {
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """Architecture facts from a model folder's config.json. Raises `UserError` if there is no such model."""
-    config = read_config(folder)
-    text = config.get("text_config", config)
+    """Architecture facts from a model folder's config.json, and from the defaults of what it leaves out.
+
+    Raises `UserError` if there is no such model, or Transformers does not know it.
+    """
+    config, text = read_config(folder), _decoder_config(folder)
     heads = text.get("num_attention_heads")
     hidden = text.get("hidden_size")
     facts = {
@@ -80,11 +82,21 @@ def model_facts(folder: Path) -> dict[str, Any]:
         "layers": text.get("num_hidden_layers"),
         "hidden_size": hidden,
         "heads": heads,
-        "kv_heads": text.get("num_key_value_heads", heads),
+        "kv_heads": text.get("num_key_value_heads") or heads,
         "head_dim": text.get("head_dim") or (hidden // heads if hidden and heads else None),
         "max_positions": max_positions(text) or None,
     }
     return {key: value for key, value in facts.items() if value is not None}
+
+
+def _decoder_config(folder: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True).to_dict()
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
 
 
 def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:

@@ -157,6 +157,8 @@ def _calibrated(
         layers = sorted(attachment.policies)
         _check_anchors(plan, len(layers))
         shape = model_facts(attachment.config, attention_modules(model, layers))
+        costs = None if plan.time_share is None else _costs(plan, shape)
+        number = plan.anchors if costs is None else _affordable(plan, costs, layers)
         for done, (path, prompt) in enumerate(zip(paths, prompts)):
             progress(done, len(paths))
             if not path.exists():
@@ -164,8 +166,6 @@ def _calibrated(
                 measured, importance = _studied(plan, model, attachment, prompt)
                 _write(path, measured, importance, time.perf_counter() - start)
         progress(len(paths), len(paths))
-    costs = None if plan.time_share is None else _costs(plan, shape)
-    number = plan.anchors if costs is None else _affordable(plan, costs, layers)
     artefact = _made(plan, paths, layers, shape, number)
     about = {
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
@@ -304,15 +304,21 @@ def _made(plan: Plan, paths: list[Path], layers: list[int], shape: dict[str, Any
 
 
 def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:
-    return layer_costs.measure(
-        heads=shape["heads"],
-        kv_heads=shape["kv_heads"],
-        head_dim=shape["head_dim"],
-        context=plan.time_context,
-        batch=plan.time_batch,
-        dtype=getattr(torch, plan.dtype),
-        device=plan.device,
-    )
+    try:
+        return layer_costs.measure(
+            heads=shape["heads"],
+            kv_heads=shape["kv_heads"],
+            head_dim=shape["head_dim"],
+            context=plan.time_context,
+            batch=plan.time_batch,
+            dtype=getattr(torch, plan.dtype),
+            device=plan.device,
+        )
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"out of memory: the keys of {plan.time_batch:,} sequences of {plan.time_context:,} tokens, which "
+            "time-share is measured on, do not fit beside the model; choose a smaller time-batch or time-context"
+        ) from None
 
 
 def _affordable(plan: Plan, costs: dict[str, float], layers: list[int]) -> int:

@@ -92,7 +92,11 @@ class Kascade(TopKByMass):
         return self.calibration not in ("", AUTO)
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
-        if self.artefact is not None:
+        if self._of_file:
+            if self.artefact is None:  # as in a row of results, which names a file that need not be here
+                raise ValueError(
+                    f"{self.name}: anchors and heads must be left out beside a calibration, which has them"
+                )
             self.artefact.check_layers(num_layers, self.calibration)
         own = super().for_layer(layer, num_layers, among)
         own.__dict__.update(artefact=self.artefact, among=tuple(range(num_layers) if among is None else among))

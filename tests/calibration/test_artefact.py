@@ -41,8 +41,8 @@ class TestTheFile:
 
     def test_replaces_an_older_one(self, path):
         calibration().write(path)
-        calibration(anchors=(0, 1), heads={}).write(path)
-        assert load(path).anchors == (0, 1)
+        calibration(anchors=(0, 1, 2, 3), heads={}).write(path)
+        assert load(path).anchors == (0, 1, 2, 3)
 
     def test_is_for_people(self, path):
         calibration().write(path)
@@ -59,7 +59,13 @@ class TestTheFile:
 
 
 def damaged(**more):
-    values = {"kind": "foveate calibration", "schema": 1, "anchors": [0, 2], "heads": {"1": [1, 1]}, "found": FOUND}
+    values = {
+        "kind": "foveate calibration",
+        "schema": 1,
+        "anchors": [0, 2],
+        "heads": {"1": [1, 1], "3": [0, 1]},
+        "found": FOUND,
+    }
     return {name: value for name, value in ({**values, "model": MODEL} | more).items() if value is not ...}
 
 
@@ -82,13 +88,20 @@ def damaged(**more):
         (damaged(anchors=[]), "damaged"),
         *((damaged(anchors=anchors), "its anchors, heads or weights") for anchors in ([-1, 2], [0.0], [False])),
         *((damaged(anchors=anchors), "damaged") for anchors in (3, "02", None)),
-        *((damaged(heads={"1": heads}), "its anchors, heads or weights") for heads in ([0], [0, 2], [0, -1], "01")),
-        *((damaged(heads={layer: [0, 1]}), "its anchors, heads or weights") for layer in ("4", "-1", "0", "2")),
-        (damaged(heads={"1": [True, False]}), "its anchors, heads or weights"),
+        *(
+            (damaged(heads={"1": heads, "3": [0, 1]}), "its anchors, heads or weights")
+            for heads in ([0], [0, 2], [0, -1], "01")
+        ),
+        *(
+            (damaged(heads={"1": [1, 1], "3": [0, 1], layer: [0, 1]}), "its anchors, heads or weights")
+            for layer in ("4", "-1", "0", "2")
+        ),
+        (damaged(heads={"1": [1, 1]}), "its anchors, heads or weights"),  # none for layer 3
+        (damaged(heads={"1": [True, False], "3": [0, 1]}), "its anchors, heads or weights"),
         (damaged(heads={"x": [0, 1]}), "damaged"),
         (damaged(heads=[[0, 1]]), "damaged"),
         (damaged(heads={"1": 0}), "damaged"),
-        (damaged(anchors=[2], heads={"1": [0, 1]}), "its anchors, heads or weights"),
+        (damaged(anchors=[2], heads={"1": [0, 1], "3": [0, 1]}), "its anchors, heads or weights"),
         (damaged(model={**MODEL, "weights": [["a"]]}), "its anchors, heads or weights"),
         (damaged(model={**MODEL, "weights": 3}), "damaged"),
     ],
@@ -112,6 +125,8 @@ def test_what_is_no_file_of_json_is_told(path):
 
 def test_the_file_that_is_whole_passes(path):
     path.write_text(json.dumps(damaged()))
+    assert load(path).heads == {"1": [1, 1], "3": [0, 1]}
+    path.write_text(json.dumps(damaged(heads={"1": [1, 1]}, found={"layers": [0, 1, 2]})))  # 3 has a sliding window
     assert load(path).heads == {"1": [1, 1]}
     path.write_text(json.dumps(damaged(model={name: value for name, value in MODEL.items() if name != "weights"})))
     load(path).check_model(MODEL, "x")

@@ -26,6 +26,24 @@ def test_facts_and_positions(tiny_folder):
     accounting.check_positions(10**9, {}, "it needs")
 
 
+def test_facts_that_a_configuration_leaves_out(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+
+    def facts(**config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = accounting.model_facts(tmp_path)
+        return [found[name] for name in ("model_type", "layers", "heads", "kv_heads", "head_dim")]
+
+    llama = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}
+    assert facts(**llama, num_key_value_heads=None) == ["llama", 3, 4, 4, 16]
+    assert facts(**llama) == ["llama", 3, 4, 4, 16]
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560}
+    assert facts(model_type="gemma3", text_config=text) == ["gemma3", 34, 8, 4, 256]
+    for config in ({}, {"model_type": "no such model"}):
+        with pytest.raises(UserError, match=r"config\.json: not the configuration of a known model"):
+            facts(**config)
+
+
 def test_digest_follows_weights_and_config(tiny_folder, tmp_path):
     copy = tmp_path / "another-name"
     shutil.copytree(tiny_folder, copy)

@@ -216,6 +216,16 @@ class TestImportance:
         ours = self.seen(model, ids)
         assert ours == pytest.approx(importance(model, ids, adds="post_attention_layernorm"), rel=1e-4)
 
+    def test_of_an_afmoe_whose_norms_have_other_names(self):
+        more = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "num_dense_layers": 1}
+        config = transformers.AfmoeConfig(
+            **COMMON, **more, layer_types=["full_attention"] * COMMON["num_hidden_layers"]
+        )
+        torch.manual_seed(0)
+        model, ids = prepare(transformers.AutoModelForCausalLM.from_config(config)), tokens(60)
+        ours = self.seen(model, ids)
+        assert ours == pytest.approx(importance(model, ids, adds="post_attention_layernorm"), rel=1e-4)
+
     def test_of_a_cohere_whose_mlp_does_not_see_the_attention(self):
         config = transformers.CohereConfig(**COMMON)
         torch.manual_seed(0)
@@ -444,12 +454,23 @@ class TestTimeShare:
         assert artefact.found["chosen_by"]["time_share"] == share
         assert f"--time-share {share} --time-context 99 --time-batch 3" in artefact.found["command"]
 
-    def test_that_no_number_keeps_is_told_and_the_prompts_are_kept(self, plan, monkeypatch, read):
+    def test_that_no_number_keeps_is_told_before_the_prompts_are_read(self, plan, monkeypatch, read):
         monkeypatch.setattr(layer_costs, "measure", lambda **shape: STUBBED)
         with pytest.raises(UserError, match=r"time-share 0\.5 cannot be kept: at 32,768 tokens .* takes 0\.53 of"):
             run(dataclasses.replace(plan, time_share=0.5))
+        assert not read
         assert len(run(dataclasses.replace(plan, time_share=0.7)).anchors) == 2
         assert len(read) == 3
+
+    def test_that_does_not_fit_into_memory_is_told(self, plan, monkeypatch):
+        def measure(**shape):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(layer_costs, "measure", measure)
+        with pytest.raises(
+            UserError, match=r"the keys of 1 sequences of 32,768 tokens, .* smaller time-batch or time-"
+        ):
+            run(dataclasses.replace(plan, time_share=0.5))
 
     def test_knows_models_whose_layer_0_is_not_one_of_the_layers(self, plan):
         plan = dataclasses.replace(plan, time_share=0.36)  # 1.4 of 4, which the dense layer 0 would exceed

@@ -273,12 +273,25 @@ def test_a_first_prompt_that_was_interrupted_is_forgotten(model, layer):
     assert ours == after(model, tokens(120)) != after(model, tokens(140, seed=7))
 
 
-def test_masks_of_pairs_are_not_looked_at():
+def test_masks_of_pairs_are_not_looked_at_and_told_once(caplog):
     model = tiny_model("qwen2")
     with foveate.attached(model, AUTO):
-        model(tokens(120), attention_mask={"full_attention": None}, use_cache=False)
+        for _ in range(2):
+            model(tokens(120), attention_mask={"full_attention": None}, use_cache=False)
         model(tokens(3))
         assert {policy.method.calibration for policy in model.foveate.policies.values()} == {"auto"}
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "kascade finds its anchors in a prompt whose mask has two dimensions; until then it is dense"
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_prompt_that_was_interrupted_in_another_thread_is_forgotten(model, layer):
+    with foveate.attached(model, AUTO), concurrent.futures.ThreadPoolExecutor(1) as other:
+        other.submit(torch.no_grad()(interrupted), model, layer).result()  # and the thread lives on
+        model(tokens(120))
+        model(tokens(3))
+        ours = found(model)
+    assert ours == after(model, tokens(120))
 
 
 def test_a_pass_in_another_thread_is_not_mixed_in(model):

@@ -35,6 +35,7 @@ SPECS = {
 SPECS |= {
     "streaming_share": "streaming:sinks=2,window=0.3",
     "kascade_share": "kascade:top_k=0.2,min_k=4,tile=1,anchors=1",
+    "kascade_anchors": "kascade:top_k=6,tile=1,anchors=[0.0,0.5]",
     "kascade_decode": "kascade:top_k=6,anchors=1,decode_only=true",
     "tova_kv_head": "tova:top_k=9,pool=kv_head",
     "snapkv_max": "snapkv:top_k=0.2,window=5,kernel_size=3,pooling=max",

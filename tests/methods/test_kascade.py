@@ -67,9 +67,11 @@ class TestTheFile:
         again = method_of(written)
         assert again.spec == method.spec
         assert again.settings() == method.settings()
-        assert [again.for_layer(layer, 3).place for layer in range(3)] == [
-            method.for_layer(layer, 3).place for layer in range(3)
+        assert [again.place_of(layer, range(3)) for layer in range(3)] == [
+            method.place_of(layer, range(3)) for layer in range(3)
         ]
+        with pytest.raises(ValueError, match="anchors and heads must be left out beside a calibration"):
+            foveate.attach(tiny_model(), again)  # nothing tells which model they are for
 
     def test_is_read_anew_when_a_setting_changes(self, method, path, tmp_path):
         other = write(tmp_path / "other.json", anchors=(0, 2), heads={"1": [0, 0]})
@@ -144,7 +146,9 @@ class TestAttached:
     )
     @pytest.mark.parametrize("how", ["alone", "composed", "changed"])
     def test_to_another_model_it_is_refused_and_the_model_stays_as_it_was(self, path, facts, message, how):
-        write(path, facts=facts, heads={"2": [1] * facts.get("kv_heads", 2)})
+        write(
+            path, facts=facts, heads={str(n): [1] * facts.get("kv_heads", 2) for n in range(2, facts.get("layers", 3))}
+        )
         method = methods.make("kascade", calibration=str(path))
         if how == "composed":
             method = methods.make("per_layer", layers={"rest": method})

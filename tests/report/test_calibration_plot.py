@@ -23,7 +23,8 @@ FOUND = {
     "coverage_keys": 256,
 }
 MODEL = {"layers": 2 * LAYERS, "kv_heads": 2}
-MADE = Calibration(MODEL, (1, 7, 15), {}, FOUND)
+HEADS_READ = {str(layer): [0, 1] for layer in FOUND["layers"] if layer not in (1, 7, 15)}
+MADE = Calibration(MODEL, (1, 7, 15), HEADS_READ, FOUND)
 
 
 pytestmark = pytest.mark.usefixtures("coarse")

@@ -323,7 +323,7 @@ class _BeforeForward:
             if auto is not None and training:
                 auto.stop()
             elif auto is not None:
-                auto.before_forward(self.model, self.attachment, ids, kwargs.get("attention_mask"), cache)
+                auto.before_forward(decoder, self.attachment, ids, kwargs.get("attention_mask"), cache)
         return (args, kwargs | {"past_key_values": Cache(self.model), "use_cache": True}) if new else None
 
 

@@ -40,17 +40,17 @@ class Auto:
         self._tokens, self._told, self._found = 0, False, False
 
     def before_forward(
-        self, model: nn.Module, attachment: Attachment, ids: Tensor, mask: Tensor | None, cache: Cache | None
+        self, decoder: nn.Module, attachment: Attachment, ids: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> None:
         """A forward pass is about to read ``ids [B, n]``: what the last one has shown is used from now on."""
         study = self._study
-        if study is not None and study.elsewhere and not study.complete:
+        if study is not None and study.elsewhere and not (study.complete or study.over):
             return
         self.stop()
         if study is not None and study.complete:
             self._choose(attachment, *study.result())
         if not self._found and (cache is None or cache.get_seq_length() == 0):
-            self._begin(model, attachment, ids, mask)
+            self._begin(decoder, attachment, ids, mask)
         if self._found and cache is not None:
             for layer, policy in attachment.policies.items():
                 cache.layers[layer].method = policy.method
@@ -61,10 +61,11 @@ class Auto:
             self._study.end()
         self._study = None
 
-    def _begin(self, model: nn.Module, attachment: Attachment, ids: Tensor, mask: Tensor | None) -> None:
+    def _begin(self, decoder: nn.Module, attachment: Attachment, ids: Tensor, mask: Tensor | None) -> None:
         row, columns = 0, torch.arange(ids.shape[1], device=ids.device)
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dim() != 2:
+                self._tell("finds its anchors in a prompt whose mask has two dimensions; until then it is dense")
                 return
             mask = mask[:, : ids.shape[1]]  # it may cover chunks to come
             row = int(mask.sum(1).argmax())
@@ -75,12 +76,15 @@ class Auto:
         group = attachment.config.num_attention_heads // kv_heads(attachment.config)
         least, self._tokens = least_tokens(KEYS, tile, group), len(columns)
         if len(columns) >= least:
-            self._study = Study(model, attachment, KEYS, tile, row, columns)
-        elif not self._told:
+            self._study = Study(decoder, attachment, KEYS, tile, row, columns)
+        else:
+            self._tell(f"finds its anchors in a first forward pass of at least {least} tokens; until then it is dense")
+
+    def _tell(self, text: str) -> None:
+        """Says once why there are no anchors yet."""
+        if not self._told:
             self._told = True
-            _log.warning(
-                "kascade finds its anchors in a first forward pass of at least %d tokens; until then it is dense", least
-            )
+            _log.warning("kascade %s", text)
 
     def _choose(self, attachment: Attachment, measured: Measured, importance: Tensor) -> None:
         policies, layers = attachment.policies, sorted(attachment.policies)

@@ -44,7 +44,7 @@ class Study:
     ):
         self._attachment, self._row, self._columns = attachment, row, columns
         self._similarity = Similarity(k, tile)
-        self._before: dict[int, Tensor] = {}
+        self._passing: dict[int, _Passing] = {}
         self._importance: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self._thread = threading.get_ident()
@@ -54,6 +54,10 @@ class Study:
             self._watch_block(layer, blocks[id(module)], module)
         for policy in attachment.policies.values():
             policy.look = self._look
+        over = _Hook(self._over, -1, model)  # also when it fails
+        self._hooks.append(model.register_forward_hook(over, with_kwargs=True, always_call=True))
+        self.over = False
+        """Whether the forward pass has ended."""
 
     @property
     def elsewhere(self) -> bool:
@@ -80,6 +84,10 @@ class Study:
             raise ValueError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
         return self._similarity.result(), importance
 
+    def _over(self, layer: int, stream: Any, out: Any) -> None:
+        self.over = True
+        self._passing.clear()
+
     def _pick(self, x: Tensor, dim: int) -> Tensor:
         x = x[self._row : self._row + 1]
         return x if self._columns is None else x.index_select(dim, self._columns.to(x.device))
@@ -89,27 +97,61 @@ class Study:
             self._similarity.look(layer, self._pick(q, 2), self._pick(k, 2), scaling)
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
-        """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3)."""
+        """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).
 
-        behind = _behind_attention(block)
+        The latter is what the first module behind attention reads that is neither attention's input nor made of its
+        output alone, as by a norm on it. Where none does, as in blocks whose MLP runs beside attention, it is the sum.
+        """
         self._hooks.append(block.register_forward_pre_hook(_Hook(self._enter, layer, block), with_kwargs=True))
-        if behind is not None:
-            self._hooks.append(behind.register_forward_pre_hook(_Hook(self._leave, layer, behind), with_kwargs=True))
-        else:
-            self._hooks.append(attention.register_forward_hook(_Hook(self._add, layer, attention), with_kwargs=True))
+        for child in block.children():
+            note = self._attended if child is attention else self._passed
+            self._hooks.append(child.register_forward_hook(_Hook(note, layer, child), with_kwargs=True))
+        self._hooks.append(block.register_forward_hook(_Hook(self._exit, layer, block), with_kwargs=True))
 
     def _enter(self, layer: int, stream: Tensor, out: Any) -> None:
-        self._before[layer] = stream
+        self._passing[layer] = _Passing(stream)
 
-    def _leave(self, layer: int, stream: Tensor, out: Any) -> None:
-        if layer in self._before:
-            x, y = (self._pick(one.detach(), 1).float() for one in (self._before.pop(layer), stream))
-            self._importance[layer] = (1 - F.cosine_similarity(x, y, dim=-1)).mean()
-            if self.complete:
-                self.end()
+    def _attended(self, layer: int, stream: Tensor, out: Any) -> None:
+        if layer in self._passing:
+            out = _first(out)
+            self._passing[layer].added = out
+            self._passing[layer].aside = [stream, out]
 
-    def _add(self, layer: int, stream: Tensor, out: Any) -> None:
-        self._leave(layer, self._before[layer] + (out[0] if isinstance(out, tuple) else out), None)
+    def _passed(self, layer: int, stream: Tensor, out: Any) -> None:
+        passing = self._passing.get(layer)
+        if passing is None or passing.added is None or not isinstance(stream, Tensor):
+            return
+        if any(stream is one for one in passing.aside):
+            passing.aside.append(_first(out))
+        elif stream.shape == passing.before.shape:
+            self._leave(layer, stream)
+
+    def _exit(self, layer: int, stream: Tensor, out: Any) -> None:
+        passing = self._passing.get(layer)
+        if passing is not None and passing.added is not None:
+            self._leave(layer, passing.before + passing.added)
+
+    def _leave(self, layer: int, stream: Tensor) -> None:
+        before = self._passing.pop(layer).before.to(stream.device)
+        x, y = (self._pick(one.detach(), 1).float() for one in (before, stream))
+        self._importance[layer] = (1 - F.cosine_similarity(x, y, dim=-1)).mean()
+        if self.complete:
+            self.end()
+
+
+class _Passing:
+    """What is known of a block while it runs."""
+
+    def __init__(self, before: Tensor):
+        self.before = before
+        self.added: Tensor | None = None
+        """Attention's output."""
+        self.aside: list[Any] = []
+        """Attention's input and output, and what was made of these alone."""
+
+
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
 
 
 class _Hook:
@@ -135,12 +177,4 @@ def remove_hooks(model: nn.Module) -> None:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_with_kwargs.pop(key, None)
-
-
-def _behind_attention(block: nn.Module) -> nn.Module | None:
-    """The module of a decoder block whose input is the residual stream with attention added; None if there is none."""
-    if hasattr(block, "pre_feedforward_layernorm"):  # Gemma: norms on both sides
-        return block.pre_feedforward_layernorm
-    if hasattr(block, "post_feedforward_layernorm"):  # OLMo 2: norms behind
-        return block.mlp
-    return getattr(block, "post_attention_layernorm", None)
+                module._forward_hooks_always_called.pop(key, None)
