@@ -148,7 +148,7 @@ class TestTheModel:
         with says("a model with layers 4, and this one has 5"):
             calibration().check_layers(5, "x")
 
-    @pytest.mark.parametrize("weights", [[0.5, 0.25], [0.55, -0.25], [0.5, math.nan]])
+    @pytest.mark.parametrize("weights", [[0.5, 0.25], [0.505, -0.25], [0.5, math.nan]])
     def test_has_other_weights(self, weights):
         with says("another model of the same shape"):
             calibration().check_model({**MODEL, "weights": [weights, None]}, "x")

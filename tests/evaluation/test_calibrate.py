@@ -9,6 +9,7 @@ import torch
 import transformers
 from evaluation import tiny
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, load
@@ -84,6 +85,19 @@ def studied(plan):
             model(torch.tensor([prompt]))
             shown.append(study.result())
     return shown
+
+
+class _NormedAndDropped(LlamaDecoderLayer):
+    """A block whose attention goes through two modules before it is added."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.behind, self.dropout = torch.nn.LayerNorm(config.hidden_size), torch.nn.Dropout(0.5)
+
+    def forward(self, hidden_states, **more):
+        attention, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **more)
+        hidden_states = hidden_states + self.dropout(self.behind(attention))
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 @torch.no_grad()
@@ -225,6 +239,13 @@ class TestImportance:
         model, ids = prepare(transformers.AutoModelForCausalLM.from_config(config)), tokens(60)
         ours = self.seen(model, ids)
         assert ours == pytest.approx(importance(model, ids, adds="post_attention_layernorm"), rel=1e-4)
+
+    def test_of_blocks_that_norm_and_drop_out_what_they_add(self):
+        model, ids = tiny_model(), tokens(60)
+        model.model.layers = torch.nn.ModuleList(_NormedAndDropped(model.config, n) for n in range(3))
+        prepare(model)
+        ours = self.seen(model, ids)
+        assert ours == pytest.approx(importance(model, ids, adds="dropout"), rel=1e-4)
 
     def test_of_a_cohere_whose_mlp_does_not_see_the_attention(self):
         config = transformers.CohereConfig(**COMMON)

@@ -103,7 +103,7 @@ def test_a_shared_prompt_changes_no_row(plan, tmp_path, task):
 
 
 def test_specs_in_the_command_survive_a_shell(plan):
-    method = foveate.methods.parse("mixed:clustered=luka_paper:top_k=3")
+    method = foveate.methods.parse("luka:page_size=[4,8],tail=8")
     row = runner.run(runner.prepare(dataclasses.replace(plan, methods=(plan.methods[0], method), limit=1)))[1]
     words = shlex.split(row["command"])
     assert foveate.methods.parse(words[words.index("--method", words.index("dense")) + 1]) == method

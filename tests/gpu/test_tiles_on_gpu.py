@@ -192,3 +192,18 @@ def test_a_prompt_of_kascade_takes_the_kernels(spec, layer, launches):
         expected = found if device == "cpu" else expected
     assert {"attend_tiles", "tile_block_mass"} == set(launches)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_decode_step_that_reads_the_choice_of_other_heads_does_not_wait():
+    kascade, forward = methods.parse('kascade:anchors=[0,1],heads={"2":[1,1]},min_k=16'), {}
+    q, k, v = problem(2, 14, 2, 1, 2999, 64, torch.bfloat16)
+    layers = [(kascade.for_layer(n, 3), SlotCache.of(k, v, 14, forward)) for n in range(3)]
+    outs = [method.decode(cache, q, 0.125) for method, cache in layers]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [method.decode(cache, q, 0.125) for method, cache in layers]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(*pair) for pair in zip(outs, again))
+    assert not torch.equal(outs[1], outs[2])  # the second KV head's keys for both

@@ -63,7 +63,8 @@ def explicit(model):
 
 
 def hooks(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    kinds = ("_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
 def dense_at_first(model, cache):

@@ -100,10 +100,20 @@ def test_strided_inputs_of_attention(layout):
     assert torch.equal(check(*(in_buffer(x, layout) for x in (q, k, v)), every_other, 8, 14), expected)
 
 
+def test_places_in_use(monkeypatch):
+    chosen = torch.tensor([[3, -1, 5, -1], [-1, -1, -1, -1], [-1, -1, -1, 0], [1, 2, 3, 4]], dtype=torch.int32)
+    chosen = torch.stack([chosen, chosen.flip(0)])[None]
+    for _ in range(2):
+        assert tiles_kernel.places_used(chosen).tolist() == [[[3, 0, 4, 4], [4, 4, 0, 3]]]
+        monkeypatch.setattr(tiles_kernel, "SCRATCH_BYTES", 1)
+    assert tiles_kernel.places_used(chosen[..., :0]).tolist() == [[[0] * 4] * 2]
+
+
 @pytest.mark.parametrize("heads", [[1, 1, 0], [2, 0, 1]])
 def test_heads_that_read_the_choice_of_others(heads):
     shape = SOME._replace(batch=2, kv_heads=3, queries=20)
     chosen, heads = selection(shape, 8, 9), torch.tensor(heads)
+    chosen[:, 0, :, 4:], chosen[:, 2, 1:] = -1, -1  # some heads have fewer, or none
     q, k, v = problem(shape)
     mapped = tiles_kernel.attend_tiles(q, k, v, chosen, tile=8, scaling=0.3, offset=14, heads=heads).out
     assert torch.equal(mapped, check(q, k, v, chosen[:, heads], 8, 14))

@@ -190,6 +190,11 @@ def test_causal_needs_enough_keys():
         ops.attend_causal(q, k, v, scaling=0.3, offset=15)
 
 
+def test_products_of_double_precision_stay_in_it():
+    a, b = torch.randn(2, 3, 5, 7, dtype=torch.float64), torch.randn(2, 3, 7, 4, dtype=torch.float64)
+    assert torch.equal(_math.matmul_fp32(a, b), a @ b)
+
+
 # attend_tiles
 
 

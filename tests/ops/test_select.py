@@ -122,6 +122,13 @@ def test_topk_rows_gives_each_row_its_own_number(rows, data):
             assert chosen[b, h].tolist() == wanted + [-1] * (min(k, 13) - len(wanted))
 
 
+def test_topk_rows_leaves_out_what_must_not_be_chosen_and_rows_that_choose_nothing():
+    scores = torch.full((3, 1, 13), float("-inf"))
+    scores[:, :, 5], scores[:, :, 9] = 1.0, 1.0
+    chosen = ops.topk_rows(scores, torch.tensor([4, 1, 0]), 4)
+    assert chosen[:, 0].tolist() == [[5, 9, -1, -1], [5, -1, -1, -1], [-1] * 4]
+
+
 def test_repeats_are_equal_and_the_input_is_left_alone():
     scores = torch.randn(3, 1000, generator=torch.manual_seed(1)).round(decimals=1)
     before = scores.clone()

@@ -34,6 +34,17 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
 
 
+def places_used(indices: Tensor) -> Tensor:
+    """Up to which place each tile's selection, ``[B, Hkv, T, K]``, is in use: int32 ``[B, Hkv, T]``."""
+    tiles, places = indices.shape[2:]
+    used = torch.zeros(indices.shape[:3], dtype=torch.int32, device=indices.device)
+    step = max(1, SCRATCH_BYTES // max(1, indices[:, :, :1].numel() * indices.itemsize))
+    for first in range(0, tiles if places else 0, step):
+        chosen = indices[:, :, first : first + step].flip(-1) >= 0
+        used[:, :, first : first + step] = torch.where(chosen.any(-1), places - chosen.to(torch.uint8).argmax(-1), 0)
+    return used
+
+
 def attend_tiles(
     q: Tensor,
     k: Tensor,
@@ -66,13 +77,7 @@ def attend_tiles(
     if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim):
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
 
-    places = indices.shape[3]
-    used = torch.zeros(indices.shape[:3], dtype=torch.int32, device=q.device)  # up to the last place that is in use
-    step = max(1, SCRATCH_BYTES // max(1, indices[:, :, :1].numel() * indices.itemsize))
-    for first in range(0, tiles if places else 0, step):
-        some = indices[:, :, first : first + step]
-        chosen = some.flip(-1) >= 0
-        used[:, :, first : first + step] = torch.where(chosen.any(-1), places - chosen.to(torch.uint8).argmax(-1), 0)
+    used = places_used(indices)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)

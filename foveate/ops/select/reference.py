@@ -100,7 +100,7 @@ def _first_of_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
     last = scores.topk(k, -1).values.gather(-1, (counts - 1).clamp(0, k - 1).expand(*scores.shape[:-1], 1))
     above, equal = scores > last, (scores == last) & ~scores.isneginf()
     room = counts - above.sum(-1, keepdim=True, dtype=torch.int32)
-    chosen = above.logical_and_(counts > 0) | equal & (equal.cumsum(-1, dtype=torch.int32) <= room)
+    chosen = above | equal & (equal.cumsum(-1, dtype=torch.int32) <= room)
     places = torch.where(chosen, chosen.cumsum(-1, dtype=torch.int32) - 1, k).long()
     found = torch.full((*scores.shape[:-1], k + 1), -1, device=scores.device)  # the last place takes what is not chosen
     return found.scatter_(-1, places, torch.arange(n, device=scores.device).expand(scores.shape))[..., :k]
