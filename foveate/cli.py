@@ -243,17 +243,27 @@ def compare(
 @app.command()
 def calibrate(
     model: Model,
-    task: Annotated[str, typer.Option(help="Whose prompts to read: musique, hotpotqa, ruler, …, with settings.")],
+    task: Annotated[
+        list[str], typer.Option(help="Whose prompts to read: musique, hotpotqa, ruler, …, with settings; repeatable.")
+    ],
     data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
     out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False)],
     anchors: Annotated[int, typer.Option(help="Anchor layers to choose.")] = 5,
-    split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
-    length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
-    limit: Annotated[int, typer.Option(help="Prompts.")] = 20,
+    split: Annotated[str | None, typer.Option(help="The first task's split; its first if left out.")] = None,
+    length: Annotated[int | None, typer.Option(help="Prompt tokens, if the first task can choose.")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 20,
     keys: Annotated[int, typer.Option(help="Keys compared: the heaviest of each tile.")] = 64,
     tile: Annotated[int, typer.Option(help="Queries that share keys, the heads of a group counted.")] = 128,
+    by: Annotated[
+        str, typer.Option(help="Choose by similarity of layers (the paper), or by divergence of predictions.")
+    ] = "similarity",
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
     weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
+    method: Annotated[
+        str, typer.Option(help="kascade with the settings that divergence is measured under: pool, top_k, …")
+    ] = "kascade",
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
+    batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
     time_share: Annotated[
         float | None,
         typer.Option(help="Instead of --anchors: share of dense attention's decode time.", show_default=False),
@@ -267,23 +277,29 @@ def calibrate(
     """Choose Kascade's anchor layers and head maps for a model: resumable, one JSON file."""
     from foveate.evaluation import tasks
     from foveate.evaluation.calibrate import Plan, partial_folder, run
+    from foveate.evaluation.runner import parse_method
 
     notes = _table().console(stderr=True)
-    chosen = tasks.parse(task, split=split, length=length)
+    chosen, *also = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])]
     _quiet()
+    by_what = (by, over, weights, parse_method(method), answer_tokens, batch_size)
     times = (time_share, time_context, time_batch)
-    plan = Plan(model, chosen, data, out, anchors, limit, keys, tile, over, weights, *times, seed, dtype, device)
+    plan = Plan(
+        model, chosen, data, out, tuple(also), anchors, limit, keys, tile, *by_what, *times, seed, dtype, device
+    )
 
     def say(text: str) -> None:
         notes.print(text, style="dim", markup=False, soft_wrap=True)
 
     try:
-        with _Progress(notes, limit) as progress:
+        with _Progress(notes, limit * len(task)) as progress:
             found = run(plan, progress.at, say)
     except KeyboardInterrupt:
         say(f"interrupted; what is read so far is in {partial_folder(out)}, the same command goes on from there")
         raise typer.Exit(_INTERRUPTED) from None
-    typer.echo(f"anchors {list(found.anchors)}; use them as --method kascade:calibration={out}")
+    settings = plan.method.spec.partition(":")[2]
+    spec = f"kascade:{settings}{',' if settings else ''}calibration={out}"
+    typer.echo(f"anchors {list(found.anchors)}; use them as --method {spec}")
 
 
 @app.command()

@@ -287,6 +287,20 @@ def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_p
         assert "is for another model of the same shape" in done.stderr.strip().splitlines()[-1]
 
 
+def test_calibrate_by_divergence_on_several_tasks(model, tmp_path):
+    file = tmp_path / "tiny.json"
+    more = ["--task", "ruler:split=niah_single_2,length=360", "--by", "divergence", "--method", "kascade:pool=layer"]
+    done = call(*calibrate(model, file, *more, "--answer-tokens", 3, "--batch-size", 4))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip() == f"anchors [0]; use them as --method kascade:pool=layer,calibration={file}"
+    found = json.loads(file.read_text(encoding="utf-8"))["found"]
+    assert found["divergence"][0][1] > 0
+    assert [len(found["run"]["tokens"]), found["run"]["answers"]["answer_tokens"]] == [4, 3]
+    picture = tmp_path / "tiny.png"
+    assert call("plot", "calibration", file, "--out", picture).exit_code == 0
+    assert "| niah, 300 tokens and ruler niah_single_2, 360 tokens (4) | 0 |" in call("report", file).stdout
+
+
 def test_generate_finds_anchors_by_itself(model, tmp_path):
     (tmp_path / "prompt.txt").write_text("Call me Ishmael. " * 40, encoding="utf-8")
     arguments = ["generate", "--model", model, "--max-new-tokens", 5, "--prompt-file", tmp_path / "prompt.txt"]
@@ -314,6 +328,8 @@ def test_compare_takes_no_anchors_that_each_batch_finds(model, out, spec):
         (["--anchors", 0], "anchors must be at least 1, got 0"),
         (["--limit", 1], "limit must be at least 2, got 1"),
         (["--keys", 400], "is too short to calibrate on, which takes at least"),
+        (["--by", "divergence", "--over", "mean"], "over has no effect when anchors are chosen by divergence"),
+        (["--method", "kascade:pool=row"], "kascade: pool must be one of kv_head, layer"),
         (["--time-share", 2], "time-share must be a share in (0, 1]"),
         (["--task", "nihah"], "unknown task 'nihah'"),
         (["--split", "singel"], "unknown split 'singel'"),

@@ -3,11 +3,22 @@
 Nothing here knows a model or a data set: `foveate.evaluation.calibrate` reads those, an attached model its own prompts.
 """
 
-from foveate.calibration.anchors import OVER, WEIGHTS, Choice, best_anchors, check_number, choose, objective
+from foveate.calibration.anchors import (
+    BY,
+    OVER,
+    WEIGHTS,
+    Choice,
+    best_anchors,
+    check_number,
+    choose,
+    counterparts,
+    objective,
+)
 from foveate.calibration.artefact import Calibration, load
 from foveate.calibration.similarity import Measured, Similarity, least_tokens
 
 __all__ = [
+    "BY",
     "OVER",
     "WEIGHTS",
     "Calibration",
@@ -17,6 +28,7 @@ __all__ = [
     "best_anchors",
     "check_number",
     "choose",
+    "counterparts",
     "least_tokens",
     "load",
     "objective",

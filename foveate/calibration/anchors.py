@@ -65,7 +65,7 @@ def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]
     layers = similarity.shape[0]
     check_number(most, layers)
     if not bool(torch.isfinite(similarity).all()):
-        raise ValueError("the similarity of layers is not finite")
+        raise ValueError("the similarity or divergence of layers is not finite")
     upto = torch.cat([similarity.new_zeros(layers, 1, dtype=torch.float64), similarity.double().triu().cumsum(1)], 1)
     segment = upto - upto.gather(1, torch.arange(layers)[:, None])  # [i, j]: layers i .. j - 1 read the choice of i
     best = torch.full((layers + 1,), float("-inf"), dtype=torch.float64)  # of the layers before j
@@ -84,7 +84,7 @@ def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]
     return found
 
 
-OVER, WEIGHTS = ("least", "mean"), ("importance", "none")
+BY, OVER, WEIGHTS = ("similarity", "divergence"), ("least", "mean"), ("importance", "none")
 """What :func:`choose` can go by; the first are the paper's."""
 
 
@@ -110,10 +110,24 @@ class Choice(NamedTuple):
     """fp32 ``[L, L]``: equation 3, least over a prompt's tiles, mean over prompts."""
     mean_similarity: Tensor
     """The same with the mean over a prompt's tiles."""
-    weighted: Tensor
-    """What the anchors were chosen by: one of the two, column j weighted by the importance of layer j, or not."""
+    worth: Tensor
+    """What the anchors were chosen by: one of the two, column j weighted by the importance of layer j, or not; or the
+    divergence, negative."""
     by_number: list[tuple[list[int], float]]
     """The best anchors for every number of them, and the sum that they reach."""
+
+
+def counterparts(prompts: Iterable[Tensor]) -> Tensor:
+    """For each head of layer b the head of layer a that is most similar on some prompts: ``int64 [L, L, H]``.
+
+    Args:
+        prompts: ``[T, L, H, L, H]`` of each prompt (:class:`foveate.calibration.Measured`).
+    """
+    pairs, count = None, 0
+    for captured in prompts:
+        pair = pair_similarity(captured)
+        pairs, count = pair if pairs is None else pairs + pair, count + 1
+    return head_map(pairs / count)
 
 
 def choose(
@@ -122,6 +136,7 @@ def choose(
     number: int,
     over: str = "least",
     weights: str = "importance",
+    divergence: Tensor | None = None,
 ) -> Choice:
     """The best ``number`` anchors for some prompts (Kascade, section 3).
 
@@ -131,25 +146,27 @@ def choose(
         number: anchors, from 1 to L.
         over: "least" or "mean": what of a prompt's tiles is compared.
         weights: "importance": a layer counts by it (the paper); "none": all layers count alike.
+        divergence: ``[L, L]``: what is lost if layer j alone reads the choice of layer i, for i <= j. Chosen by instead
+            of similarity: the anchors lose least in sum.
 
     Raises:
         ValueError: for a number out of range, or values that are not finite.
     """
     check_number(number, len(importance))
-    pairs, count = None, 0
-    for captured in prompts():
-        pair = pair_similarity(captured)
-        pairs, count = pair if pairs is None else pairs + pair, count + 1
-    maps = head_map(pairs / count)
+    maps, count = counterparts(prompts()), 0
     least = mean = torch.zeros(())
     for captured in prompts():
         of_prompt = layer_similarity(captured, maps)
-        least, mean = least + of_prompt[0] / count, mean + of_prompt[1] / count
-    weighted = (least if over == "least" else mean) * (importance if weights == "importance" else 1.0)
-    by_number = best_anchors(weighted, len(importance))
+        least, mean, count = least + of_prompt[0], mean + of_prompt[1], count + 1
+    least, mean = least / count, mean / count
+    if divergence is None:
+        worth = (least if over == "least" else mean) * (importance if weights == "importance" else 1.0)
+    else:
+        worth = -divergence
+    by_number = best_anchors(worth, len(importance))
     anchors, heads = by_number[number - 1][0], {}
     for layer in range(len(importance)):
         anchor = max(one for one in anchors if one <= layer)
         if anchor != layer:
             heads[layer] = maps[anchor, layer].tolist()
-    return Choice(anchors, heads, least, mean, weighted, by_number)
+    return Choice(anchors, heads, least, mean, worth, by_number)

@@ -1,12 +1,13 @@
 """Calibrating Kascade for a model on the prompts of a task: resumable prompt by prompt, one artefact at the end.
 
 What each prompt shows is written to the folder `OUT.partial` as soon as it has been read. The artefact is made from
-these files, two times over them and one in memory at a time, so that memory does not grow with the number of prompts.
+these files, some times over them and one in memory at a time, so that memory does not grow with the number of prompts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -20,18 +21,30 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import foveate
-from foveate.calibration import OVER, WEIGHTS, Calibration, Measured, check_number, choose, least_tokens, load
+from foveate.calibration import (
+    BY,
+    OVER,
+    WEIGHTS,
+    Calibration,
+    Measured,
+    check_number,
+    choose,
+    counterparts,
+    least_tokens,
+    load,
+)
 from foveate.calibration.similarity import COVERAGE_KEYS
-from foveate.evaluation import accounting, data, inference, layer_costs
+from foveate.evaluation import accounting, data, divergence, inference, layer_costs
 from foveate.evaluation.errors import UserError, unknown
 from foveate.evaluation.resultfile import lock
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
+from foveate.methods.kascade import Kascade
 
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
-_RUN, _PROMPT = "run.json", "prompt-{:04d}.safetensors"
+_RUN, _PROMPT, _ANSWERS = "run.json", "prompt-{:04d}.safetensors", "answers-{:04d}.safetensors"
 _FEWEST_PROMPTS = 2
 
 Say = Callable[[str], None]
@@ -39,10 +52,12 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to calibrate: `limit` prompts of a task, and how many anchors to choose.
+    """What to calibrate: `limit` prompts of a task, and of each of the tasks `also`, and how many anchors to choose.
 
-    `over` and `weights` are what the choice goes by (:func:`foveate.calibration.choose`): the paper's, or the mean over
-    a prompt's tiles, and all layers alike. `time_share`, if given, stands for `anchors`: as many as keep the attention
+    `by`, `over` and `weights` are what the choice goes by (:func:`foveate.calibration.choose`): the paper's similarity,
+    or the same with the mean over a prompt's tiles, and all layers alike; or the divergence of predictions along dense
+    attention's answers of at most `answer_tokens` tokens, `batch_size` prompts at a time, when keys are chosen as by
+    `method`. `time_share`, if given, stands for `anchors`: as many as keep the attention
     of a decode step at `time_context` tokens and `time_batch` sequences within this share of dense attention's time, by
     costs measured on the device.
     """
@@ -51,12 +66,17 @@ class Plan:
     task: Task
     data: Path
     out: Path
+    also: tuple[Task, ...] = ()
     anchors: int = 5
     limit: int = 20
     keys: int = KEYS
     tile: int = TILE
+    by: str = BY[0]
     over: str = OVER[0]
     weights: str = WEIGHTS[0]
+    method: Kascade = dataclasses.field(default_factory=Kascade)
+    answer_tokens: int = 16
+    batch_size: int = 1
     time_share: float | None = None
     time_context: int = 32768
     time_batch: int = 1
@@ -65,21 +85,52 @@ class Plan:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("anchors", "keys", "tile", "time_context", "time_batch"):
+        for name in ("anchors", "keys", "tile", "answer_tokens", "batch_size", "time_context", "time_batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name, allowed in (("over", OVER), ("weights", WEIGHTS)):
+        for name, allowed in (("by", BY), ("over", OVER), ("weights", WEIGHTS)):
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed)
+        self._check_effect()
         if self.limit < _FEWEST_PROMPTS:
             raise UserError(f"limit must be at least {_FEWEST_PROMPTS}, got {self.limit}: one prompt shows too little")
         if self.time_share is not None and not 0 < self.time_share <= 1:
             raise UserError(f"time-share must be a share in (0, 1], got {self.time_share}")
 
+    def _check_effect(self) -> None:
+        """Refuses settings that would change nothing, and a method whose anchors are chosen already."""
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        others = ("over", "weights") if self.diverges else ("method", "answer_tokens", "batch_size")
+        for name in others:
+            field = fields[name]
+            default = Kascade() if name == "method" else field.default
+            if getattr(self, name) != default:
+                raise UserError(f"{name.replace('_', '-')} has no effect when anchors are chosen by {self.by}")
+        method = self.method
+        if not isinstance(method, Kascade):
+            raise UserError(f"method must be kascade with its settings, not {method.spec}")
+        if (method.anchors, method.heads, method.calibration) != (Kascade.anchors, None, ""):
+            raise UserError(f"method must leave out anchors, heads and calibration, which are chosen: {method.spec}")
+
+    @property
+    def diverges(self) -> bool:
+        """Whether predictions are compared."""
+        return self.by == "divergence"
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return (self.task, *self.also)
+
     def command(self) -> str:
         """The command line, paths shortened to their last names."""
-        parts = ["foveate calibrate", f"--model {self.model.name}", *self.task.arguments(), f"--data {self.data.name}"]
-        parts += [f"--{name} {getattr(self, name)}" for name in ("anchors", "limit", "keys", "tile", "over", "weights")]
+        arguments = [argument for task in self.tasks for argument in task.arguments()]
+        parts = ["foveate calibrate", f"--model {self.model.name}", *arguments, f"--data {self.data.name}"]
+        parts += [f"--{name} {getattr(self, name)}" for name in ("anchors", "limit", "keys", "tile", "by")]
+        if self.diverges:
+            parts += [f'--method "{self.method.spec}"']
+            parts += [f"--answer-tokens {self.answer_tokens} --batch-size {self.batch_size}"]
+        else:
+            parts += [f"--over {self.over} --weights {self.weights}"]
         if self.time_share is not None:
             parts += [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in _TIMES]
         parts += [f"--seed {self.seed}", f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
@@ -110,14 +161,12 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     dtype = inference.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
     _check_anchors(plan, facts["layers"])
-    files = plan.task.files(plan.data)
-    items = plan.task.items(plan.data, inference.load_tokenizer(plan.model), plan.limit, plan.seed)
-    _check_items(plan, items, facts)
-    prompts = [[*item.prompt_ids, *item.target_ids] for item in items]
+    files = list(dict.fromkeys(file for task in plan.tasks for file in task.files(plan.data)))
+    tokenizer = inference.load_tokenizer(plan.model)
+    items = [item for task in plan.tasks for item in _items(plan, task, tokenizer, facts)]
     mark = {
         "schema": 1,
-        "task": plan.task.name,
-        "task_settings": plan.task.settings(),
+        "tasks": [{"task": task.name, "settings": task.settings()} for task in plan.tasks],
         "limit": plan.limit,
         "seed": plan.seed,
         "keys": plan.keys,
@@ -126,21 +175,25 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         "weights": accounting.model_digest(plan.model),
         "data": data.digest(files),
         "items": items_digest(items),
-        "tokens": [len(prompt) for prompt in prompts],
+        "tokens": [len(item.prompt_ids) + len(item.target_ids) for item in items],
         "dtype": plan.dtype,
         "device": device,
     }
-    chosen_by = {name: getattr(plan, name) for name in ("anchors", "over", "weights", *_TIMES)}
+    if plan.diverges:
+        answers = {"method": plan.method.spec, "answer_tokens": plan.answer_tokens, "batch_size": plan.batch_size}
+        mark["answers"] = answers
+    chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", *_TIMES)}
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
         return _finished(plan.out, mark, chosen_by, say)
     with _open(partial_folder(plan.out), mark):
-        return _calibrated(plan, prompts, mark, chosen_by, progress, say)
+        return _calibrated(plan, items, tokenizer, mark, chosen_by, progress, say)
 
 
 def _calibrated(
     plan: Plan,
-    prompts: list[list[int]],
+    items: list[Item],
+    tokenizer: Any,
     mark: dict[str, Any],
     chosen_by: dict[str, Any],
     progress: Callable[[int, int], None],
@@ -148,10 +201,12 @@ def _calibrated(
 ) -> Calibration:
     """Reads what is missing in the folder of partial results, and makes the artefact of it."""
     folder = partial_folder(plan.out)
-    paths = [folder / _PROMPT.format(number) for number in range(len(prompts))]
-    kept = sum(path.exists() for path in paths)
+    paths = [folder / _PROMPT.format(number) for number in range(len(items))]
+    batches = inference.batches(items, plan.batch_size) if plan.diverges else []
+    answers = [folder / _ANSWERS.format(number) for number in range(len(batches))]
+    kept, of = sum(path.exists() for path in (*paths, *answers)), len(paths) + len(answers)
     if kept:
-        say(f"resuming: {kept} of {len(paths)} prompts are there")
+        say(f"resuming: {kept} of {of} " + ("files of prompts and answers" if answers else "prompts") + " are there")
     model = inference.load_model(plan.model, plan.dtype, plan.device)
     with foveate.attached(model, "dense") as attachment:
         layers = sorted(attachment.policies)
@@ -159,14 +214,25 @@ def _calibrated(
         shape = model_facts(attachment.config, attention_modules(model, layers))
         costs = None if plan.time_share is None else _costs(plan, shape)
         number = plan.anchors if costs is None else _affordable(plan, costs, layers)
-        for done, (path, prompt) in enumerate(zip(paths, prompts)):
-            progress(done, len(paths))
+        steps = len(items) + len(batches) * len(divergence.pairs(layers))
+        for done, (path, item) in enumerate(zip(paths, items)):
+            progress(done, steps)
             if not path.exists():
                 start = time.perf_counter()
-                measured, importance = _studied(plan, model, attachment, prompt)
-                _write(path, measured, importance, time.perf_counter() - start)
-        progress(len(paths), len(paths))
-    artefact = _made(plan, paths, layers, shape, number)
+                measured, importance = _studied(plan, model, attachment, [*item.prompt_ids, *item.target_ids])
+                _write(path, {**measured._asdict(), "importance": importance}, start)
+    if batches:
+        maps = counterparts(_captured(paths))
+        for index, (path, batch) in enumerate(zip(answers, batches)):
+            done = itertools.count(len(items) + index * len(divergence.pairs(layers)))
+            if not path.exists():
+                start = time.perf_counter()
+                found = _compared(
+                    plan, model, tokenizer, batch, layers, maps, lambda done=done: progress(next(done), steps)
+                )
+                _write(path, {"divergence": found * len(batch)}, start)
+    progress(steps, steps)
+    artefact = _made(plan, paths, answers, layers, shape, number)
     about = {
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
         "run": mark,
@@ -190,16 +256,24 @@ def _check_anchors(plan: Plan, layers: int) -> None:
             raise UserError(str(error)) from None
 
 
-def _check_items(plan: Plan, items: list[Item], facts: dict[str, Any]) -> None:
+def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> list[Item]:
+    """A task's prompts; where they are to be answered, as greedily and as far as answers are compared."""
+    items = task.items(plan.data, tokenizer, plan.limit, plan.seed)
     least = least_tokens(plan.keys, plan.tile, facts["heads"] // facts["kv_heads"])
+    answer = plan.answer_tokens if plan.diverges else 0
     for item in items:
         tokens = len(item.prompt_ids) + len(item.target_ids)
+        if plan.diverges and item.target_ids:
+            raise UserError(f"task '{task.name}' has no questions to answer: its anchors are chosen by similarity")
         if tokens < least:
             raise UserError(
-                f"task '{plan.task.name}', item {item.id}: a prompt of {tokens:,} tokens is too short to calibrate on, "
+                f"task '{task.name}', item {item.id}: a prompt of {tokens:,} tokens is too short to calibrate on, "
                 f"which takes at least {least:,} (keys {plan.keys}, tile {plan.tile}); choose longer ones"
             )
-        accounting.check_positions(tokens, facts, f"task '{plan.task.name}', item {item.id} needs")
+        accounting.check_positions(tokens + answer, facts, f"task '{task.name}', item {item.id} needs")
+    if not plan.diverges:
+        return items
+    return [dataclasses.replace(item, max_new_tokens=answer, stop="", sampling=None) for item in items]
 
 
 @torch.inference_mode()
@@ -212,6 +286,21 @@ def _studied(plan: Plan, model: Any, attachment: Any, prompt: list[int]) -> tupl
         raise UserError(str(error)) from None
     finally:
         study.end()
+
+
+def _compared(
+    plan: Plan,
+    model: Any,
+    tokenizer: Any,
+    items: list[Item],
+    layers: list[int],
+    maps: torch.Tensor,
+    step: Callable[[], None],
+) -> torch.Tensor:
+    try:
+        return divergence.measure(model, tokenizer, items, plan.method, layers, maps, step)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: Say) -> Calibration:
@@ -256,11 +345,10 @@ def _open(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
     return file
 
 
-def _write(path: Path, measured: Measured, importance: torch.Tensor, seconds: float) -> None:
-    """One prompt's file, in one step."""
+def _write(path: Path, shown: dict[str, torch.Tensor], start: float) -> None:
+    """A file of partial results, in one step, with the seconds since `start`."""
     scratch = path.with_suffix(".new")
-    shown = {**measured._asdict(), "importance": importance, "seconds": torch.tensor(seconds)}
-    save_file(shown, scratch)
+    save_file({**shown, "seconds": torch.tensor(time.perf_counter() - start)}, scratch)
     scratch.replace(path)
 
 
@@ -273,23 +361,30 @@ def _read(path: Path, *names: str) -> list[torch.Tensor]:
         raise UserError(f"{path}: damaged ({error}); remove it, and the same command reads the prompt again") from None
 
 
-def _made(plan: Plan, paths: list[Path], layers: list[int], shape: dict[str, Any], number: int) -> Calibration:
+def _captured(paths: list[Path]) -> Iterator[torch.Tensor]:
+    for path in paths:
+        yield from _read(path, "captured")
+
+
+def _made(
+    plan: Plan, paths: list[Path], answers: list[Path], layers: list[int], shape: dict[str, Any], number: int
+) -> Calibration:
     shown = zip(*(_read(path, "importance", "coverage", "seconds") for path in paths))
     importance, coverage, seconds = (torch.stack(one) for one in shown)
-    importance = importance.mean(0)
-
-    def captured() -> Iterator[torch.Tensor]:
-        for path in paths:
-            yield from _read(path, "captured")
-
+    importance, diverged = importance.mean(0), None
+    if answers:
+        shown = zip(*(_read(path, "divergence", "seconds") for path in answers))
+        summed, more = (torch.stack(one) for one in shown)
+        diverged, seconds = summed.sum(0) / len(paths), torch.cat([seconds, more])
     try:
-        choice = choose(captured, importance, number, plan.over, plan.weights)
+        choice = choose(lambda: _captured(paths), importance, number, plan.over, plan.weights, diverged)
     except ValueError as error:
         raise UserError(str(error)) from None
     found = {
         "importance": _rounded(importance),
         "similarity": _rounded(choice.similarity),
         "mean_similarity": _rounded(choice.mean_similarity),
+        "divergence": None if diverged is None else _rounded(diverged),
         "layers": layers,
         "by_number": [
             {"anchors": [layers[one] for one in anchors], "objective": _number(value)}

@@ -177,6 +177,14 @@ class Prompt:
         """The model's answers with their distributions; `shared` as above. Raises TypeError for scored texts."""
         raise TypeError("texts whose continuation is given have no answers to trace")
 
+    def divergence(self, model: PreTrainedModel, trace: Trace) -> torch.Tensor:
+        """How far predictions along a trace are from its own: mean KL divergence, nats a token, float64 [B].
+
+        `methods.Together` has read the prompts. The answers are read in one forward pass. Raises TypeError for scored
+        texts.
+        """
+        raise TypeError("texts whose continuation is given have no answers to go along")
+
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
         """Outputs and the number of decode steps; the clock ticks when the first step begins and when the last ends."""
         raise NotImplementedError
@@ -219,6 +227,21 @@ class _Questions(Prompt):
         chooser = self._chooser(keep=True)
         ids = _decode(model, self._paused, self.cache.branch(model) if shared else self.cache, chooser)
         return Trace(ids[:, self._width :], chooser.lengths, chooser.logits)
+
+    @torch.inference_mode()
+    def divergence(self, model: PreTrainedModel, trace: Trace) -> torch.Tensor:
+        steps = trace.tokens.shape[1] - 1  # the first token is the prompt's
+        if not steps:
+            return trace.lengths.double() * 0.0
+        ids, kwargs = torch.cat([self._paused.ids, trace.tokens[:, :steps]], 1), dict(self._paused.kwargs)
+        out = CausalLMOutputWithPast(logits=self._paused.logits, past_key_values=self.cache.branch(model))
+        for _ in range(steps):
+            kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+        kwargs["logits_to_keep"] = steps
+        out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=steps, **kwargs), return_dict=True)
+        divergence = torch.stack([_kl(*pair) for pair in zip(trace.logits[1:], out.logits.unbind(1), strict=True)], 1)
+        outside = torch.arange(1, steps + 1, device=ids.device) >= trace.lengths[:, None]
+        return divergence.masked_fill(outside, 0.0).sum(1) / trace.lengths
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
         chooser = self._chooser()
@@ -335,16 +358,20 @@ class _Along:
         self.agreed = torch.zeros_like(trace.lengths)
 
     def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        inside, theirs = self._step < self._trace.lengths, self._trace.logits[self._step].float().log_softmax(-1)
-        ours = logits.float().log_softmax(-1)
-        self.agreed += (ours.argmax(-1) == theirs.argmax(-1)) & inside
-        divergence = (theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0.0)  # below 0 by rounding alone
-        self.divergence += divergence.masked_fill(~inside, 0.0)
+        inside, theirs = self._step < self._trace.lengths, self._trace.logits[self._step]
+        self.agreed += (logits.argmax(-1) == theirs.argmax(-1)) & inside
+        self.divergence += _kl(theirs, logits).masked_fill(~inside, 0.0)
         self._step += 1
         return self._trace.tokens[:, self._step - 1]
 
     def ended(self, ids: torch.Tensor) -> bool:
         return self._step == self._trace.tokens.shape[1]
+
+
+def _kl(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    """KL divergence (nats) of distributions from others, by their logits [B, vocabulary]: float64 [B]."""
+    theirs, ours = theirs.float().log_softmax(-1), ours.float().log_softmax(-1)
+    return (theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0.0).double()  # below 0 by rounding alone
 
 
 def _decode(

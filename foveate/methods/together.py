@@ -64,12 +64,12 @@ class Together(Method):
         """The channels that hold what a method has learnt: their names here, by its own names.
 
         Raises:
-            ValueError: for a method that is not one of these.
+            ValueError: for a method that is not one of these, unless it learns nothing from a dense prompt.
         """
+        if method.observation is None and not method.sparse_prompt:
+            return {}
         if method not in self.methods:
             raise ValueError(f"{method.spec} is not among the methods that the prompt was read for: {self.spec}")
-        if method.observation is None:
-            return {}
         observers = self.observers
         index = [observer.observation for observer in observers].index(method.observation)
         alike = _learnt(observers[index], geometry).items() & _learnt(method, geometry).items()

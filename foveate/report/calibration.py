@@ -1,6 +1,6 @@
 """What a calibration found, as a picture: similarity of layers, their importance, attention on few keys by head.
 
-After figures 3, 4 and 1 of the Kascade paper.
+After figures 3, 4 and 1 of the Kascade paper. Where anchors were chosen by divergence, it stands for similarity.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import numpy as np
 
 from foveate.calibration import Calibration
 from foveate.evaluation.errors import DataError
+from foveate.report.calibrations import tasks
 from foveate.report.figure import INK, drawing, look, title
 
 _HEIGHT, _WIDTH = 4.2, 13.0
+_LEAST = 1e-4  # of a divergence that is told apart from none
 
 
 def draw(found: Calibration, out: Path) -> None:
@@ -24,33 +26,37 @@ def draw(found: Calibration, out: Path) -> None:
     """
     try:
         layers, run = found.found["layers"], found.found["run"]
-        similarity = np.array(found.found["similarity"], dtype=float)
+        diverges = found.found.get("divergence") is not None
+        pairs = np.array(found.found["divergence" if diverges else "similarity"], dtype=float)
         importance = np.array(found.found["importance"], dtype=float)
         coverage = np.array(found.found["coverage"], dtype=float)
         facts = (
-            f"{run['model']} · {run['task']}, {len(run['tokens'])} prompts of {min(run['tokens']):,} to "
+            f"{run['model']} · {tasks(run)}, {len(run['tokens'])} prompts of {min(run['tokens']):,} to "
             f"{max(run['tokens']):,} tokens · {run['keys']} keys a tile of {run['tile']} queries · {run['dtype']}"
         )
         covered = f"attention on the {found.found['coverage_keys']} heaviest keys of a query"
         anchors = [layers.index(anchor) for anchor in found.anchors]
         number = len(layers)
-        if (similarity.shape, importance.shape, coverage.shape[:-1]) != ((number, number), (number,), (number,)):
+        if (pairs.shape, importance.shape, coverage.shape[:-1]) != ((number, number), (number,), (number,)):
             raise ValueError("its matrices are not of its layers")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the calibration does not tell how it was found ({error})") from None
     ends = [*anchors[1:], len(layers)]
     with drawing(out, _HEIGHT, _WIDTH) as figure:
+        from matplotlib.colors import LogNorm
         from matplotlib.patches import Rectangle
 
         left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 1, 1.1))
-        shown = np.where(np.tri(len(layers), k=-1, dtype=bool), np.nan, similarity)
-        image = left.imshow(shown, cmap="viridis", interpolation="nearest", vmax=1.0)
+        shown = np.where(np.tri(len(layers), k=-1, dtype=bool), np.nan, pairs)
+        scale = {"norm": LogNorm(_LEAST, 1.0, clip=True), "cmap": "viridis_r"} if diverges else {"vmax": 1.0}
+        image = left.imshow(shown, interpolation="nearest", **{"cmap": "viridis", **scale})
         for first, end in zip(anchors, ends):
             left.add_patch(
                 Rectangle((first - 0.5, first - 0.5), end - first, 1, fill=False, edgecolor="#D55E00", lw=1.6)
             )
         figure.colorbar(image, ax=left, fraction=0.046, pad=0.03)
-        left.set_title("similarity of layers (framed: what is reused)")
+        what = "divergence (nats a token) if j alone reads i" if diverges else "similarity of layers"
+        left.set_title(f"{what} (framed: what is reused)")
         left.set_xlabel("layer j, which reads")
         left.set_ylabel("layer i, which chooses")
         colors = ["#D55E00" if index in anchors else look("dense").color for index in range(len(layers))]

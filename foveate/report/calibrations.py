@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from foveate.report.markdown import markdown_table
 def table(found: Sequence[Calibration]) -> str:
     """A line for each calibration: its data, its anchors, and what they reach on the data of each.
 
-    What anchors reach is the sum that the best ones of as many were chosen by, as a share of what those reach.
+    What anchors reach is the sum that the best ones of as many were chosen by, as a share of what those reach; of those
+    chosen by divergence it is what they lose in sum.
 
     Raises:
         UserError: for calibrations of different models, or ones that do not tell how they were found.
@@ -33,15 +35,20 @@ def table(found: Sequence[Calibration]) -> str:
     measured = {(one.found["run"]["keys"], one.found["run"]["tile"], one.found["run"]["dtype"]) for one in found}
     if len(measured) > 1:
         raise UserError("the calibrations differ in their keys, tile or dtype")
-    if len({tuple(one.found["chosen_by"][name] for name in ("over", "weights")) for one in found}) > 1:
-        by = [one.found["chosen_by"] for one in found]
-        data = [f"{name}, {one['over']}, weights {one['weights']}" for name, one in zip(data, by)]
-    head = ["prompts", "anchors", *(f"reached on {name}" for name in data)]
+    ways = [_way(one) for one in found]
+    if len(set(ways)) > 1:
+        data = [f"{name}, {way}" for name, way in zip(data, ways)]
+    verbs = ["lost" if _diverges(one) else "reached" for one in found]
+    head = ["prompts", "anchors", *(f"{verb} on {name}" for verb, name in zip(verbs, data))]
     lines = []
     for one, name in zip(found, data):
         at = [layers.index(anchor) for anchor in one.anchors]
-        shares = [objective(matrix, at) / of[len(at)] for matrix, of in zip(weighted, best)]
-        lines.append([name, ", ".join(map(str, one.anchors)), *(f"{100 * share:.2f} %" for share in shares)])
+        sums = [objective(matrix, at) for matrix in weighted]
+        cells = [
+            f"{-total:.4f} nats" if verb == "lost" else f"{100 * total / of[len(at)]:.2f} %"
+            for verb, total, of in zip(verbs, sums, best)
+        ]
+        lines.append([name, ", ".join(map(str, one.anchors)), *cells])
     facts = f"{run['model']}, {run['dtype']}; {run['keys']} keys a tile of {run['tile']} queries"
     return f"{facts} ({first.found['device']}; commit {commits}):\n\n{markdown_table([head, *lines])}"
 
@@ -49,11 +56,31 @@ def table(found: Sequence[Calibration]) -> str:
 def _worth(one: Calibration) -> torch.Tensor:
     """What the anchors were chosen by, ``[L, L]``."""
     by = one.found["chosen_by"]
+    if _diverges(one):
+        return -torch.tensor(one.found["divergence"])
     similarity = torch.tensor(one.found["similarity" if by["over"] == "least" else "mean_similarity"])
     return similarity * torch.tensor(one.found["importance"]) if by["weights"] == "importance" else similarity
 
 
+def _diverges(one: Calibration) -> bool:
+    return one.found["chosen_by"]["by"] == "divergence"
+
+
+def _way(one: Calibration) -> str:
+    """What the anchors were chosen by, in words."""
+    by = one.found["chosen_by"]
+    return "divergence" if _diverges(one) else f"{by['over']}, weights {by['weights']}"
+
+
 def _data(one: Calibration) -> str:
-    run = one.found["run"]
-    length = run["task_settings"].get("length")
-    return f"{run['task']}{f', {length:,} tokens' if length else ''} ({len(run['tokens'])})"
+    return f"{tasks(one.found['run'])} ({len(one.found['run']['tokens'])})"
+
+
+def tasks(run: Mapping[str, Any]) -> str:
+    """The tasks of a calibration in words."""
+    names = []
+    for task in run["tasks"]:
+        split, length = task["settings"].get("split"), task["settings"].get("length")
+        split = f" {split}" if task["task"] == "ruler" else ""
+        names.append(f"{task['task']}{split}{f', {length:,} tokens' if length else ''}")
+    return " and ".join(names)

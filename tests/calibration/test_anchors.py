@@ -132,10 +132,10 @@ class TestTheChoice:
         torch.testing.assert_close(choice.similarity, sum(least for least, _ in of_prompts) / 2)
         torch.testing.assert_close(choice.mean_similarity, sum(mean for _, mean in of_prompts) / 2)
         for a, b in itertools.product(range(L), repeat=2):
-            assert float(choice.weighted[a, b]) == pytest.approx(float(choice.similarity[a, b] * importance[b]))
-        best = max(([0, other] for other in range(1, L)), key=lambda anchors: worth(choice.weighted, anchors))
+            assert float(choice.worth[a, b]) == pytest.approx(float(choice.similarity[a, b] * importance[b]))
+        best = max(([0, other] for other in range(1, L)), key=lambda anchors: worth(choice.worth, anchors))
         assert choice.anchors == best
-        assert choice.by_number == best_anchors(choice.weighted, L)
+        assert choice.by_number == best_anchors(choice.worth, L)
         assert choice.heads == {
             layer: maps[max(one for one in best if one <= layer), layer].tolist()
             for layer in range(L)
@@ -176,6 +176,6 @@ def test_the_choice_goes_by_what_it_is_told(over, weights):
     chosen = choose(lambda: prompts, importance, 2, over, weights)
     shown = chosen.similarity if over == "least" else chosen.mean_similarity
     expected = shown * importance if weights == "importance" else shown
-    torch.testing.assert_close(chosen.weighted, expected)
+    torch.testing.assert_close(chosen.worth, expected)
     assert chosen.by_number == best_anchors(expected, L)
     assert chosen.anchors == best_anchors(expected, L)[1][0]

@@ -1,6 +1,7 @@
 """Calibrating Kascade on the prompts of a task: what is written, what goes on where it was, what is refused."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, load
-from foveate.evaluation import calibrate, inference, layer_costs, tasks
+from foveate.evaluation import calibrate, divergence, inference, layer_costs, tasks
 from foveate.evaluation.errors import UserError
 from foveate.integrations.transformers.study import Study
+from foveate.methods.h2o import H2O
+from foveate.methods.kascade import Kascade
 from tests.helpers import COMMON, CONFIGS, prepare, tiny_model, tokens
 
 LAYERS = 4
@@ -161,8 +164,8 @@ class TestTheArtefact:
         assert artefact.found["seconds"] > 0
         assert artefact.found["command"] == (
             "foveate calibrate --model tiny-llama --task niah:split=single,length=300,max_new_tokens=16 --data data "
-            "--anchors 2 --limit 3 --keys 16 --tile 24 --over least --weights importance --seed 0 --dtype float32 "
-            "--device cpu --out tiny.json"
+            "--anchors 2 --limit 3 --keys 16 --tile 24 --by similarity --over least --weights importance --seed 0 "
+            "--dtype float32 --device cpu --out tiny.json"
         )
         assert str(plan.model.parent) not in plan.out.read_text(encoding="utf-8")
 
@@ -387,7 +390,7 @@ class TestWhatIsInTheWay:
             ({"seed": 1}, "seed, items"),
             ({"limit": 2}, "limit, items, tokens"),
             ({"dtype": "bfloat16"}, "dtype"),
-            ({"task": tasks.parse("niah", length=400)}, "task_settings, items, tokens"),
+            ({"task": tasks.parse("niah", length=400)}, "tasks, items, tokens"),
         ],
     )
     def test_results_of_another_run_are_kept(self, plan, change, what, monkeypatch):
@@ -441,6 +444,30 @@ class TestBadPlans:
             ({"time_share": float("nan")}, "time-share must be a share"),
             ({"over": "most"}, "unknown over 'most'. Allowed: least, mean"),
             ({"weights": "xy"}, "unknown weights 'xy'. Allowed: importance, none"),
+            ({"by": "luck"}, "unknown by 'luck'. Allowed: similarity, divergence"),
+            ({"answer_tokens": 0}, "answer-tokens must be at least 1"),
+            ({"batch_size": 0}, "batch-size must be at least 1"),
+            ({"answer_tokens": 9}, "answer-tokens has no effect when anchors are chosen by similarity"),
+            ({"batch_size": 2}, "batch-size has no effect when"),
+            ({"method": Kascade(top_k=9)}, "method has no effect when"),
+            ({"by": "divergence", "over": "mean"}, "over has no effect when anchors are chosen by divergence"),
+            ({"by": "divergence", "weights": "none"}, "weights has no effect when anchors are chosen by divergence"),
+            ({"by": "divergence", "method": H2O()}, "method must be kascade with its settings, not h2o"),
+            *(
+                (
+                    {"by": "divergence", "method": Kascade(**chosen)},
+                    "method must leave out anchors, heads and calibration",
+                )
+                for chosen in ({"anchors": 3}, {"anchors": [0, 2], "heads": {"1": [0, 0]}}, {"calibration": "auto"})
+            ),
+            (
+                {"by": "divergence", "task": tasks.parse("perplexity", length=100)},
+                "task 'perplexity' has no questions to answer",
+            ),
+            (
+                {"by": "divergence", "task": tasks.parse("niah", length=2030), "answer_tokens": 30},
+                "item .* needs 2,05. positions, the model has 2,048",
+            ),
             ({"anchors": 5}, "anchors must be a number from 1 to 4, the layers that can be one, not 5"),
             ({"keys": 290}, r"item 0: a prompt of 29\d tokens is too short .* at least 301 \(keys 290, tile 24\)"),
             ({"task": tasks.parse("perplexity", length=2040)}, "item .* needs 2,552 positions, the model has 2,048"),
@@ -460,6 +487,86 @@ class TestBadPlans:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(UserError, match="layer 2: the attention logits of a prompt are not finite"):
             run(dataclasses.replace(plan, model=folder))
+
+
+def brute_force(divergence, number):
+    """The anchors that lose least in sum, of all subsets with the first layer."""
+    worst = {}
+    for more in itertools.combinations(range(1, LAYERS), number - 1):
+        anchors = (0, *more)
+        worst[anchors] = sum(divergence[max(a for a in anchors if a <= layer)][layer] for layer in range(LAYERS))
+    return min(worst, key=worst.get)
+
+
+class TestByDivergence:
+    @pytest.fixture
+    def plan(self, plan):
+        other = tasks.parse("ruler:split=niah_multikey_1", length=360)
+        method = Kascade(top_k=5, pool="layer")
+        return dataclasses.replace(
+            plan, also=(other,), limit=2, by="divergence", method=method, answer_tokens=5, batch_size=3
+        )
+
+    @pytest.fixture
+    def measured(self, monkeypatch):
+        """The batches that are compared."""
+        batches, measure = [], divergence.measure
+
+        def noting(model, tokenizer, items, *more):
+            batches.append([item.id for item in items])
+            return measure(model, tokenizer, items, *more)
+
+        monkeypatch.setattr(divergence, "measure", noting)
+        return batches
+
+    @pytest.mark.parametrize("number", [1, 2, 3])
+    def test_anchors_lose_least(self, plan, measured, number):
+        artefact = run(dataclasses.replace(plan, anchors=number))
+        found = artefact.found["divergence"]
+        assert artefact.anchors == brute_force(found, number)
+        assert [(a, b) for a in range(LAYERS) for b in range(LAYERS) if found[a][b] == 0.0] == [
+            (a, b) for a in range(LAYERS) for b in range(LAYERS) if b == 0 or a > b
+        ]
+        assert artefact.found["by_number"][number - 1]["objective"] == pytest.approx(
+            -sum(found[max(a for a in artefact.anchors if a <= layer)][layer] for layer in range(LAYERS)), rel=1e-3
+        )
+        assert [len(batch) for batch in measured] == [3, 1]
+        assert artefact.heads.keys() | {str(anchor) for anchor in artefact.anchors} == set("0123")
+
+    def test_is_the_mean_over_prompts(self, plan, tmp_path):
+        together = run(plan)
+        singly = run(dataclasses.replace(plan, batch_size=1, out=tmp_path / "singly.json"))
+        torch.testing.assert_close(
+            torch.tensor(together.found["divergence"]), torch.tensor(singly.found["divergence"]), rtol=1e-3, atol=1e-7
+        )
+
+    def test_tells_how_it_was_made(self, plan):
+        found = run(plan).found
+        assert found["command"] == (
+            "foveate calibrate --model tiny-llama --task niah:split=single,length=300,max_new_tokens=16 "
+            "--task ruler:split=niah_multikey_1,length=360,max_new_tokens=0 --data data --anchors 2 --limit 2 "
+            '--keys 16 --tile 24 --by divergence --method "kascade:top_k=5,pool=layer" --answer-tokens 5 '
+            "--batch-size 3 --seed 0 --dtype float32 --device cpu --out tiny.json"
+        )
+        assert [task["task"] for task in found["run"]["tasks"]] == ["niah", "ruler"]
+        assert len(found["run"]["tokens"]) == 4
+
+    @pytest.mark.parametrize("at", [1, 4, 9, 17])
+    def test_goes_on_where_it_was(self, plan, measured, tmp_path, at):
+        whole = run(dataclasses.replace(plan, out=tmp_path / plan.out.name))
+        measured.clear()
+        steps, said = [], []
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, progress=stop_at(at))
+        left = len(list(calibrate.partial_folder(plan.out).glob("*.safetensors")))
+        assert left == min(at, 4) + (at > 13)
+        assert without_time(run(plan, progress=lambda *step: steps.append(step), say=said.append)) == without_time(
+            whole
+        )
+        assert steps[-1] == (22, 22)
+        assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+        assert said == [f"resuming: {left} of 6 files of prompts and answers are there"]
+        assert len(measured) == (2 if at < 4 else 3), "a batch that was interrupted is compared again, and no other"
 
 
 class TestTimeShare:

@@ -13,7 +13,14 @@ from foveate.evaluation.errors import DataError, UserError
 from foveate.report import calibration
 
 LAYERS, HEADS = 12, 4
-RUN = {"model": "tiny", "task": "niah", "tokens": [300, 1234], "keys": 64, "tile": 128, "dtype": "float32"}
+RUN = {
+    "model": "tiny",
+    "tasks": [{"task": "niah", "settings": {}}],
+    "tokens": [300, 1234],
+    "keys": 64,
+    "tile": 128,
+    "dtype": "float32",
+}
 FOUND = {
     "layers": list(range(1, 2 * LAYERS, 2)),  # every other layer of the model has a sliding window
     "run": RUN,
@@ -58,6 +65,16 @@ def test_it_shows_what_was_found(pages, tmp_path):
     title = pages[0].get_suptitle()
     assert "Anchors [1, 7, 15]" in title
     assert "tiny · niah, 2 prompts of 300 to 1,234 tokens · 64 keys a tile of 128 queries · float32" in title
+
+
+def test_divergence_stands_for_similarity(pages, tmp_path):
+    lost = [[10.0 ** (i - j) if i <= j else 0.0 for j in range(LAYERS)] for i in range(LAYERS)]
+    calibration.draw(changed(divergence=lost), tmp_path / "a.png")
+    left, *_ = pages[0].axes
+    shown = left.images[0].get_array()
+    np.testing.assert_allclose(shown.compressed(), np.array(lost)[np.triu_indices(LAYERS)])
+    assert left.get_title(loc="left") == "divergence (nats a token) if j alone reads i (framed: what is reused)"
+    assert left.images[0].norm(1e-2) == pytest.approx(0.5), "from a ten-thousandth of a nat to one, by powers"
 
 
 def test_the_same_calibration_gives_the_same_bytes(tmp_path):

@@ -24,10 +24,9 @@ def calibration(seed, task, anchors=2, over="least", weights="importance", **run
         "importance": importance.tolist(),
         "layers": LAYERS,
         "by_number": [{"anchors": [LAYERS[one] for one in best], "objective": value} for best, value in by_number],
-        "chosen_by": {"over": over, "weights": weights},
+        "chosen_by": {"by": "similarity", "over": over, "weights": weights},
         "run": {
-            "task": task,
-            "task_settings": {"length": 4096} if task == "ruler" else {},
+            "tasks": [{"task": task, "settings": {"length": 4096, "split": "vt"} if task == "ruler" else {}}],
             "tokens": [100] * 7,
             "keys": 64,
             "tile": 128,
@@ -62,7 +61,7 @@ def test_anchors_are_measured_by_what_each_was_chosen_by(over, weights):
 def test_data_and_circumstances_are_told():
     text = table([calibration(0, "ruler")[0], calibration(1, "2wiki")[0]])
     assert text.startswith("some-model, bfloat16; 64 keys a tile of 128 queries (a device; commit 1234567):\n\n")
-    assert [line[0] for line in shares(text)] == ["prompts", "ruler, 4,096 tokens (7)", "2wiki (7)"]
+    assert [line[0] for line in shares(text)] == ["prompts", "ruler vt, 4,096 tokens (7)", "2wiki (7)"]
 
 
 def test_calibrations_of_other_models_do_not_go_side_by_side():
@@ -85,6 +84,36 @@ def test_what_they_were_chosen_by_is_told_where_it_differs():
     both = [calibration(0, "musique")[0], calibration(0, "musique", over="mean", weights="none")[0]]
     names = ["musique (7), least, weights importance", "musique (7), mean, weights none"]
     assert [line[0] for line in shares(table(both))] == ["prompts", *names]
+
+
+def by_divergence(seed, **run):
+    one, _ = calibration(seed, "musique", **run)
+    lost = torch.rand(5, 5, generator=torch.Generator().manual_seed(seed)).triu()
+    by_number = best_anchors(-lost, 5)
+    found = one.found | {
+        "divergence": lost.tolist(),
+        "chosen_by": {"by": "divergence", "over": "least", "weights": "importance"},
+        "by_number": [{"anchors": [LAYERS[one] for one in best], "objective": value} for best, value in by_number],
+    }
+    return dataclasses.replace(one, anchors=tuple(LAYERS[one] for one in by_number[1][0]), found=found), lost
+
+
+def test_what_anchors_lose_is_told_in_nats():
+    (one, lost), (other, other_lost) = by_divergence(0), by_divergence(1)
+    head, first, _ = shares(table([one, other]))
+    assert head == ["prompts", "anchors", "lost on musique (7)", "lost on musique (7)"]
+    at = [LAYERS.index(anchor) for anchor in one.anchors]
+    assert first[2:] == [f"{-objective(-matrix, at):.4f} nats" for matrix in (lost, other_lost)]
+
+
+def test_divergence_and_similarity_go_side_by_side():
+    (one, _), (other, worth) = by_divergence(0), calibration(1, "2wiki")
+    head, first, second = shares(table([one, other]))
+    assert head[2:] == ["lost on musique (7), divergence", "reached on 2wiki (7), least, weights importance"]
+    at = [LAYERS.index(anchor) for anchor in one.anchors]
+    assert first[3] == f"{100 * objective(worth, at) / best_anchors(worth, 2)[1][1]:.2f} %"
+    assert second[2].endswith(" nats")
+    assert second[3] == "100.00 %"
 
 
 @pytest.mark.parametrize("change", [{"keys": 32}, {"tile": 1}, {"dtype": "float32"}])

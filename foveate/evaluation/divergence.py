@@ -1,0 +1,84 @@
+"""How far a model's predictions move when one layer reads the keys that another layer would choose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import foveate
+from foveate.evaluation import inference
+from foveate.evaluation.tasks.base import Item
+from foveate.methods import Together
+from foveate.methods._reuse import Place, TopKByMass
+from foveate.methods.base import setting
+from foveate.methods.kascade import Kascade
+
+
+@dataclass(frozen=True)
+class OneReader(TopKByMass):
+    """Dense attention but in one layer, which reads the keys that another layer, or itself, chooses for each token."""
+
+    chooser: int = setting(0, "the layer that chooses")
+    reader: int = setting(0, "the layer that reads, this or a later one")
+    heads: tuple[int, ...] | None = setting(None, "for each of the reader's KV heads the chooser's")
+
+    @classmethod
+    def of(cls, method: Kascade, chooser: int, reader: int, heads: Sequence[int]) -> OneReader:
+        """What `method` would do in the reader, were the chooser its anchor."""
+        how = {field.name: getattr(method, field.name) for field in dataclasses.fields(TopKByMass)}
+        mapped = tuple(heads) if method.remap and chooser != reader else None
+        return cls(**how | {"decode_only": True}, chooser=chooser, reader=reader, heads=mapped)
+
+    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+        if layer == self.reader:
+            return Place(layer, self.chooser, heads=self.heads)
+        return Place(layer, layer if layer == self.chooser else None, dense=True)
+
+
+def pairs(layers: Sequence[int]) -> list[tuple[int, int]]:
+    """The places of chooser and reader among some layers; layer 0 is dense where it is its own anchor."""
+    return [(a, b) for b in range(len(layers)) for a in range(b + 1) if layers[b] != 0]
+
+
+@torch.inference_mode()
+def measure(
+    model: Any,
+    tokenizer: Any,
+    items: Sequence[Item],
+    method: Kascade,
+    layers: Sequence[int],
+    maps: Tensor,
+    step: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """The divergence from dense attention's predictions, for each pair of a chooser and a reader among L layers.
+
+    The model answers the items with dense attention; then its predictions along these answers are compared, one pair
+    at a time, all layers but the reader dense.
+
+    Args:
+        method: how keys are chosen: its `top_k`, `min_k`, `top_p`, `pool`, `pooling`, `remap`.
+        layers: the L layers' numbers, ascending.
+        maps: int64 ``[L, L, Hkv]``: for each head of the second layer the first one's whose choice it reads.
+        step: called when the items are answered, and after each pair.
+
+    Returns:
+        fp32 ``[L, L]``: KL divergence, nats a token, mean over an answer's tokens and over the items; 0 where the
+        reader comes first.
+    """
+    with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
+        prompt = inference.read_prompt(model, tokenizer, items)
+    with foveate.attached(model, "dense"):
+        trace = prompt.trace(model, shared=True)
+    found = torch.zeros(len(layers), len(layers))
+    step()
+    for a, b in pairs(layers):
+        one = OneReader.of(method, layers[a], layers[b], maps[a, b].tolist())
+        with foveate.attached(model, one):
+            found[a, b] = prompt.divergence(model, trace).mean()
+        step()
+    return found
