@@ -3,9 +3,10 @@
 # mathematics: what each keeps of dense attention's score at 10 % of the keys, and at 2.5 to 20 %.
 #   benchmarks/kascade-accuracy.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
 # MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/ and aime/; TOKENS: of a batch, 1.2 million
-# on 80 GB for half a billion parameters; ITEMS: of each RULER task at each length. Calibrates on MuSiQue's train split
-# first (cell calibrate), as the paper does (paper.json) and with all layers alike and the mean over tiles (mean.json),
-# both in OUT_FOLDER/kascade-accuracy/MODEL. Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh.
+# on 80 GB for half a billion parameters; ITEMS: of each RULER task at each length. Calibrates first (cell calibrate): as
+# the paper does, on MuSiQue's train split (paper.json), and by divergence, on that and on RULER's multikey_2 with
+# another seed than the one reported (divergence.json); both in OUT_FOLDER/kascade-accuracy/MODEL.
+# Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 model=$(realpath "$1") data=$(realpath "$2") tokens=${4:-1200000} items=${5:-67}
@@ -19,11 +20,11 @@ calibrate() { # NAME ARGUMENT...
     [ -e "$1.json" ] || { echo "$PWD/$1.json is missing: CELLS=calibrate makes it" >&2; exit 1; }
     return 0
   fi
-  foveate calibrate --model "$model" --task musique --split train --data "$data" --limit 40 --dtype bfloat16 \
-    --out "$1.json" "${@:2}"
+  foveate calibrate --model "$model" --data "$data" --task musique --split train --dtype bfloat16 --out "$1.json" "${@:2}"
 }
-calibrate paper
-calibrate mean --over mean --weights none
+calibrate paper --limit 40
+calibrate divergence --by divergence --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \
+  --limit 20 --seed 1 --batch-size 20
 
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
   wanted "$1" || return 0
@@ -33,13 +34,14 @@ compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
 }
 
 paper='kascade:calibration="paper.json"'
-ours='kascade:calibration="mean.json"'
+heads='kascade:calibration="divergence.json"' # by KV head, as in the paper
+ours="$heads,pool=layer"
 # At a tenth: the paper's method with dense and with sparse prompts; its variants; what else there is.
 tenth=(
   "$ours,decode_only=true" "$ours" "$paper,decode_only=true" "$paper"
-  "$ours,decode_only=true,pool=layer" "$ours,decode_only=true,remap=false" "$ours,decode_only=true,pooling=pre_softmax"
-  "$ours,pool=layer" "$ours,remap=false" "$ours,pooling=pre_softmax"
-  kascade:decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
+  "$heads,decode_only=true" "$heads,decode_only=true,remap=false" "$ours,decode_only=true,pooling=pre_softmax"
+  "$heads" "$heads,remap=false" "$ours,pooling=pre_softmax"
+  kascade:pool=layer,decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
   oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
 )
 # Other shares for the frontier; a tenth is above.
@@ -56,16 +58,17 @@ for length in 8192 16384 30720; do
       $([ "$length" = 16384 ] && printf '%s\n' "${shares[@]}")
   done
 done
-for task in hotpotqa=200 2wiki=164; do
+for task in hotpotqa=200 2wiki=164; do # at their own length, and padded; 128 keys are more than a twentieth of the former
   for length in 0 8192; do
-    compare "${task%=*}-$length" "${task%=*}:length=$length" dev "${task#*=}" 8192 "${tenth[@]}" "${shares[@]}"
+    compare "${task%=*}-$length" "${task%=*}:length=$length" dev "${task#*=}" 8192 "${tenth[@]}" \
+      $([ "$length" = 8192 ] && printf '%s\n' "${shares[@]}")
   done
 done
 # Figures 2, 5 and 6 of the paper, with a floor that a share of a few thousand tokens does not reach.
 for share in 0.025 0.05 0.1; do
   oracle+=("oracle_topk:top_k=$share,min_k=16" "oracle_topk:top_k=$share,min_k=16,dense_layers=0")
   for variant in "" ,pool=layer ,remap=false; do
-    variants+=("$ours,top_k=$share,min_k=16$variant" "$paper,top_k=$share,min_k=16$variant")
+    variants+=("$heads,top_k=$share,min_k=16$variant" "$paper,top_k=$share,min_k=16$variant")
   done
 done
 for tile in 1 32 64 128 256; do
@@ -77,7 +80,7 @@ compare figure-6 musique dev 200 8192 "${variants[@]}"
 
 # Long answers, at a tenth and at a fifth.
 long=(
-  "$ours,decode_only=true" "$paper,decode_only=true" "$ours,decode_only=true,pool=layer" "$ours" quest:top_k=0.1
+  "$ours,decode_only=true" "$paper,decode_only=true" "$heads,decode_only=true" "$ours" quest:top_k=0.1
   omnikv lessismore:top_k=0.1 streaming:window=0.3
 )
 longer=("$ours,decode_only=true,top_k=0.2" quest:top_k=0.2 omnikv:top_k=0.2 lessismore:top_k=0.2)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Do different prompts lead to the same anchors? Kascade calibrated on three data sets.
+# Do different prompts lead to the same anchors? Kascade calibrated on three data sets, and once more by divergence on
+# others than in kascade-accuracy.sh.
 #   benchmarks/kascade-anchors.sh MODEL DATA [OUT_FOLDER]
 # MODEL: a Hugging Face folder; DATA: a folder with multihop/, ruler/ and books/. Writes a file for each data set into
 # OUT_FOLDER/calibrations/MODEL, and prints them side by side.
@@ -12,4 +13,6 @@ calibrate() { # NAME ARGUMENT...
 calibrate musique --task musique --split train
 calibrate 2wiki --task 2wiki --split train --length 4096
 calibrate needles --task ruler --split niah_multikey_2 --length 4096
+calibrate divergence-2wiki --by divergence --method kascade:pool=layer --task 2wiki --split train --length 4096 \
+  --task ruler:split=niah_multikey_3,length=4096 --limit 20 --seed 2 --batch-size 20
 foveate report "$out"/*.json

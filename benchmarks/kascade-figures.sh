@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 figures=docs/figures results=benchmarks/results
 rows=$results/kascade-accuracy.jsonl
-ours='kascade:calibration="mean.json"' paper='kascade:calibration="paper.json"'
+ours='kascade:calibration="divergence.json",pool=layer' paper='kascade:calibration="paper.json"'
 swept=(streaming:window=0.3)
 for share in 0.025 0.05 0.1 0.2; do
   swept+=("$ours,decode_only=true,top_k=$share" "$ours,top_k=$share" "$paper,decode_only=true,top_k=$share")
@@ -19,4 +19,6 @@ for model in $(grep -oh '"model": "[^"]*"' "$rows" | cut -d'"' -f4 | sort -u); d
     --out "$figures/kascade-frontier-$model.png"
   foveate plot calibration "$results/calibrations/$model/musique.json" \
     --out "$figures/kascade-calibration-$model.png" # figures 1, 3 and 4
+  foveate plot calibration "$results/calibrations/$model/divergence.json" \
+    --out "$figures/kascade-divergence-$model.png"
 done

@@ -1,10 +1,14 @@
 """The references and methods on a GPU against the same on the CPU. Run with `make test-gpu`."""
 
+import dataclasses
+
 import pytest
 import torch
+from evaluation import tiny
 from matrix import DECODED, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, each_variant, padded
 
 from foveate import methods, ops
+from foveate.evaluation import calibrate, tasks
 
 pytestmark = pytest.mark.gpu
 
@@ -114,3 +118,16 @@ def test_topk_equals_the_cpu_ties_and_nothing_included(n):
         assert torch.equal(ops.topk(scores.cuda(), k).cpu(), ops.topk(scores, k))
         counts = torch.tensor([k, max(1, k // 2)])
         assert torch.equal(ops.topk_rows(scores.cuda(), counts.cuda(), k).cpu(), ops.topk_rows(scores, counts, k))
+
+
+def test_a_calibration_by_divergence_equals_the_cpu(tmp_path):
+    folder = tiny.build(tmp_path / "tiny-llama", layers=4)
+    plan = calibrate.Plan(folder, tasks.parse("niah", length=300), tiny.SAMPLE, tmp_path / "cpu.json", limit=3, keys=16)
+    plan = dataclasses.replace(plan, anchors=2, by="divergence", method=methods.parse("kascade:top_k=9"), batch_size=2)
+    found = []
+    for device in ("cpu", "cuda"):
+        one = dataclasses.replace(plan, dtype="float32", device=device, out=tmp_path / f"{device}.json")
+        found.append(calibrate.run(one, say=lambda text: None).found)
+    for name, tolerance in (("divergence", 2e-2), ("similarity", 1e-3), ("importance", 1e-3)):
+        cpu, gpu = (torch.tensor(one[name]) for one in found)
+        torch.testing.assert_close(gpu, cpu, rtol=tolerance, atol=1e-5)
