@@ -5,7 +5,8 @@
 # MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/ and aime/; TOKENS: of a batch, 1.2 million
 # on 80 GB for half a billion parameters; ITEMS: of each RULER task at each length. Calibrates first (cell calibrate): as
 # the paper does, on MuSiQue's train split (paper.json), and by divergence, on that and on RULER's multikey_2 with
-# another seed than the one reported (divergence.json); both in OUT_FOLDER/kascade-accuracy/MODEL.
+# another seed than the one reported (divergence.json); both in OUT_FOLDER/kascade-accuracy/MODEL, and a copy in
+# OUT_FOLDER/calibrations/MODEL. In float32: rounding in bfloat16 is as large as small divergences.
 # Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -20,7 +21,9 @@ calibrate() { # NAME ARGUMENT...
     [ -e "$1.json" ] || { echo "$PWD/$1.json is missing: CELLS=calibrate makes it" >&2; exit 1; }
     return 0
   fi
-  foveate calibrate --model "$model" --data "$data" --task musique --split train --dtype bfloat16 --out "$1.json" "${@:2}"
+  foveate calibrate --model "$model" --data "$data" --task musique --split train --dtype float32 --out "$1.json" "${@:2}"
+  mkdir -p "$out/calibrations/$(basename "$model")"
+  cp "$1.json" "$out/calibrations/$(basename "$model")"
 }
 calibrate paper --limit 40
 calibrate divergence --by divergence --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \

@@ -8,7 +8,7 @@ set -euo pipefail
 model=$1 data=$2 out=${3:-runs}/calibrations/$(basename "$1")
 mkdir -p "$out"
 calibrate() { # NAME ARGUMENT...
-  foveate calibrate --model "$model" --data "$data" --limit 40 --dtype bfloat16 --out "$out/$1.json" "${@:2}"
+  foveate calibrate --model "$model" --data "$data" --limit 40 --dtype float32 --out "$out/$1.json" "${@:2}"
 }
 calibrate musique --task musique --split train
 calibrate 2wiki --task 2wiki --split train --length 4096

@@ -380,8 +380,8 @@ class _Progress:
         self._bar.update(self._task, advance=items, description=method)
 
     def at(self, done: int, of: int) -> None:
-        """So many prompts are read."""
-        self._bar.update(self._task, completed=done, total=of, description="reading prompts")
+        """So many steps are done: prompts read, answers compared."""
+        self._bar.update(self._task, completed=done, total=of, description="calibrating")
 
 
 def main() -> None:

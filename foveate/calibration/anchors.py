@@ -115,6 +115,23 @@ class Choice(NamedTuple):
     divergence, negative."""
     by_number: list[tuple[list[int], float]]
     """The best anchors for every number of them, and the sum that they reach."""
+    maps: Tensor
+    """int64 ``[L, L, H]``: for each head of layer b its counterpart in layer a."""
+
+    def of(self, number: int) -> Choice:
+        """The same with another number of anchors."""
+        anchors = self.by_number[number - 1][0]
+        return self._replace(anchors=anchors, heads=_heads(anchors, self.maps))
+
+
+def _heads(anchors: Sequence[int], maps: Tensor) -> dict[int, list[int]]:
+    """The map of each layer that reads an anchor's choice."""
+    found = {}
+    for layer in range(anchors[0], len(maps)):
+        anchor = max(one for one in anchors if one <= layer)
+        if anchor != layer:
+            found[layer] = maps[anchor, layer].tolist()
+    return found
 
 
 def counterparts(prompts: Iterable[Tensor]) -> Tensor:
@@ -164,9 +181,5 @@ def choose(
     else:
         worth = -divergence
     by_number = best_anchors(worth, len(importance))
-    anchors, heads = by_number[number - 1][0], {}
-    for layer in range(len(importance)):
-        anchor = max(one for one in anchors if one <= layer)
-        if anchor != layer:
-            heads[layer] = maps[anchor, layer].tolist()
-    return Choice(anchors, heads, least, mean, worth, by_number)
+    anchors = by_number[number - 1][0]
+    return Choice(anchors, _heads(anchors, maps), least, mean, worth, by_number, maps)

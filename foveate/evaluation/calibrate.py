@@ -6,6 +6,7 @@ these files, some times over them and one in memory at a time, so that memory do
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -40,12 +41,13 @@ from foveate.evaluation.resultfile import lock
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
+from foveate.methods.base import budget
 from foveate.methods.kascade import Kascade
 
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
 _RUN, _PROMPT, _ANSWERS = "run.json", "prompt-{:04d}.safetensors", "answers-{:04d}.safetensors"
-_FEWEST_PROMPTS = 2
+_FEWEST_PROMPTS, _FEWEST_TOKENS = 2, 2
 
 Say = Callable[[str], None]
 
@@ -92,8 +94,14 @@ class Plan:
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed)
         self._check_effect()
-        if self.limit < _FEWEST_PROMPTS:
-            raise UserError(f"limit must be at least {_FEWEST_PROMPTS}, got {self.limit}: one prompt shows too little")
+        if self.diverges and self.answer_tokens < _FEWEST_TOKENS:
+            raise UserError(
+                f"answer-tokens must be at least {_FEWEST_TOKENS}, got {self.answer_tokens}: the first is predicted by "
+                "the prompt, which is dense"
+            )
+        if self.limit < 1 or self.limit * len(self.tasks) < _FEWEST_PROMPTS:
+            least = 1 if self.also else _FEWEST_PROMPTS
+            raise UserError(f"limit must be at least {least}, got {self.limit}: one prompt shows too little")
         if self.time_share is not None and not 0 < self.time_share <= 1:
             raise UserError(f"time-share must be a share in (0, 1], got {self.time_share}")
 
@@ -111,6 +119,8 @@ class Plan:
             raise UserError(f"method must be kascade with its settings, not {method.spec}")
         if (method.anchors, method.heads, method.calibration) != (Kascade.anchors, None, ""):
             raise UserError(f"method must leave out anchors, heads and calibration, which are chosen: {method.spec}")
+        if method.tile != Kascade.tile:
+            raise UserError(f"tile has no effect on divergence, whose prompts are dense: {method.spec}")
 
     @property
     def diverges(self) -> bool:
@@ -180,14 +190,16 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         "device": device,
     }
     if plan.diverges:
-        answers = {"method": plan.method.spec, "answer_tokens": plan.answer_tokens, "batch_size": plan.batch_size}
-        mark["answers"] = answers
+        about = {"method": plan.method.spec, "answer_tokens": plan.answer_tokens, "batch_size": plan.batch_size}
+        answers = {"answers": about}
+    else:
+        answers = {}
     chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", *_TIMES)}
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
-        return _finished(plan.out, mark, chosen_by, say)
+        return _finished(plan.out, mark | answers, chosen_by, say)
     with _open(partial_folder(plan.out), mark):
-        return _calibrated(plan, items, tokenizer, mark, chosen_by, progress, say)
+        return _calibrated(plan, items, tokenizer, mark | answers, chosen_by, progress, say)
 
 
 def _calibrated(
@@ -204,6 +216,8 @@ def _calibrated(
     paths = [folder / _PROMPT.format(number) for number in range(len(items))]
     batches = inference.batches(items, plan.batch_size) if plan.diverges else []
     answers = [folder / _ANSWERS.format(number) for number in range(len(batches))]
+    how = json.dumps(mark.get("answers"))
+    _drop_others(folder, how)
     kept, of = sum(path.exists() for path in (*paths, *answers)), len(paths) + len(answers)
     if kept:
         say(f"resuming: {kept} of {of} " + ("files of prompts and answers" if answers else "prompts") + " are there")
@@ -230,7 +244,7 @@ def _calibrated(
                 found = _compared(
                     plan, model, tokenizer, batch, layers, maps, lambda done=done: progress(next(done), steps)
                 )
-                _write(path, {"divergence": found * len(batch)}, start)
+                _write(path, {"divergence": found * len(batch)}, start, how)
     progress(steps, steps)
     artefact = _made(plan, paths, answers, layers, shape, number)
     about = {
@@ -265,12 +279,19 @@ def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> lis
         tokens = len(item.prompt_ids) + len(item.target_ids)
         if plan.diverges and item.target_ids:
             raise UserError(f"task '{task.name}' has no questions to answer: its anchors are chosen by similarity")
+        if plan.diverges and budget(plan.method.top_k, tokens, plan.method.min_k) >= tokens:
+            raise UserError(
+                f"task '{task.name}', item {item.id}: all keys of a prompt of {tokens:,} tokens are read under "
+                f"{plan.method.spec} (min_k {plan.method.min_k}); choose longer ones, or fewer keys"
+            )
         if tokens < least:
             raise UserError(
                 f"task '{task.name}', item {item.id}: a prompt of {tokens:,} tokens is too short to calibrate on, "
                 f"which takes at least {least:,} (keys {plan.keys}, tile {plan.tile}); choose longer ones"
             )
         accounting.check_positions(tokens + answer, facts, f"task '{task.name}', item {item.id} needs")
+    distinct = {(item.prompt_ids, item.target_ids): item for item in reversed(items)}
+    items = list(distinct.values())[::-1]  # without the other samples of a question
     if not plan.diverges:
         return items
     return [dataclasses.replace(item, max_new_tokens=answer, stop="", sampling=None) for item in items]
@@ -345,11 +366,21 @@ def _open(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
     return file
 
 
-def _write(path: Path, shown: dict[str, torch.Tensor], start: float) -> None:
-    """A file of partial results, in one step, with the seconds since `start`."""
+def _write(path: Path, shown: dict[str, torch.Tensor], start: float, how: str = "") -> None:
+    """A file of partial results, in one step, with the seconds since `start`, and how it was made."""
     scratch = path.with_suffix(".new")
-    save_file({**shown, "seconds": torch.tensor(time.perf_counter() - start)}, scratch)
+    save_file({**shown, "seconds": torch.tensor(time.perf_counter() - start)}, scratch, {"how": how})
     scratch.replace(path)
+
+
+def _drop_others(folder: Path, how: str) -> None:
+    """Removes answers that were compared under other settings, as after a batch that did not fit into memory."""
+    for path in folder.glob(_ANSWERS.format(0).replace("0000", "*")):
+        theirs = how
+        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
+            theirs = (file.metadata() or {}).get("how")
+        if theirs != how:
+            path.unlink()
 
 
 def _read(path: Path, *names: str) -> list[torch.Tensor]:
@@ -358,7 +389,7 @@ def _read(path: Path, *names: str) -> list[torch.Tensor]:
         with safe_open(path, "pt") as file:
             return [file.get_tensor(name) for name in names]
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: damaged ({error}); remove it, and the same command reads the prompt again") from None
+        raise UserError(f"{path}: damaged ({error}); remove it, and the same command makes it again") from None
 
 
 def _captured(paths: list[Path]) -> Iterator[torch.Tensor]:
@@ -376,8 +407,13 @@ def _made(
         shown = zip(*(_read(path, "divergence", "seconds") for path in answers))
         summed, more = (torch.stack(one) for one in shown)
         diverged, seconds = summed.sum(0) / len(paths), torch.cat([seconds, more])
+        if not bool((diverged > 0).any()):
+            raise UserError("no prediction moves, whichever layer reads another's choice: are all answers one token?")
     try:
         choice = choose(lambda: _captured(paths), importance, number, plan.over, plan.weights, diverged)
+        if plan.time_share is not None:  # the best that time allows: more anchors may lose more
+            worth = [value for _, value in choice.by_number[:number]]
+            choice = choice.of(worth.index(max(worth)) + 1)
     except ValueError as error:
         raise UserError(str(error)) from None
     found = {
@@ -401,6 +437,7 @@ def _made(
 def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:
     try:
         return layer_costs.measure(
+            plan.method,
             heads=shape["heads"],
             kv_heads=shape["kv_heads"],
             head_dim=shape["head_dim"],
@@ -417,7 +454,7 @@ def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:
 
 
 def _affordable(plan: Plan, costs: dict[str, float], layers: list[int]) -> int:
-    """The most anchors within the share of dense attention's time: more are never worse."""
+    """The most anchors within the share of dense attention's time."""
     if layers[0] != 0:  # the first of these is an anchor like the others
         costs = {**costs, "first": costs["anchor"]}
     dense = len(layers) * costs["dense"]

@@ -58,7 +58,7 @@ def measure(
     """The divergence from dense attention's predictions, for each pair of a chooser and a reader among L layers.
 
     The model answers the items with dense attention; then its predictions along these answers are compared, one pair
-    at a time, all layers but the reader dense.
+    at a time, all layers but the reader dense. Prompts are dense throughout.
 
     Args:
         method: how keys are chosen: its `top_k`, `min_k`, `top_p`, `pool`, `pooling`, `remap`.
@@ -69,6 +69,9 @@ def measure(
     Returns:
         fp32 ``[L, L]``: KL divergence, nats a token, mean over an answer's tokens and over the items; 0 where the
         reader comes first.
+
+    Raises:
+        ValueError: where it is not finite.
     """
     with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
         prompt = inference.read_prompt(model, tokenizer, items)
@@ -80,5 +83,10 @@ def measure(
         one = OneReader.of(method, layers[a], layers[b], maps[a, b].tolist())
         with foveate.attached(model, one):
             found[a, b] = prompt.divergence(model, trace).mean()
+        if not bool(torch.isfinite(found[a, b])):
+            raise ValueError(
+                f"layer {layers[b]}: the predictions of the model are not finite (NaN or infinite) when it reads the "
+                f"choice of layer {layers[a]}"
+            )
         step()
     return found

@@ -235,10 +235,12 @@ class _Questions(Prompt):
             return trace.lengths.double() * 0.0
         ids, kwargs = torch.cat([self._paused.ids, trace.tokens[:, :steps]], 1), dict(self._paused.kwargs)
         out = CausalLMOutputWithPast(logits=self._paused.logits, past_key_values=self.cache.branch(model))
-        for _ in range(steps):
-            kwargs = model._update_model_kwargs_for_generation(out, kwargs)
-        kwargs["logits_to_keep"] = steps
-        out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=steps, **kwargs), return_dict=True)
+        kwargs = model._update_model_kwargs_for_generation(out, kwargs, num_new_tokens=steps) | {
+            "logits_to_keep": steps
+        }
+        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=steps, **kwargs)
+        with model._optimize_model_for_decode():
+            out = model(**inputs, return_dict=True)
         divergence = torch.stack([_kl(*pair) for pair in zip(trace.logits[1:], out.logits.unbind(1), strict=True)], 1)
         outside = torch.arange(1, steps + 1, device=ids.device) >= trace.lengths[:, None]
         return divergence.masked_fill(outside, 0.0).sum(1) / trace.lengths

@@ -1,10 +1,11 @@
 """What a layer's attention costs in a decode step, by what Kascade makes of the layer, measured on this device.
 
-Chosen keys are a tenth of the context, Kascade's default: other shares have other costs.
+Keys are chosen as by a given method, by default a tenth of the context for each KV head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -22,14 +23,22 @@ _BEYOND_CACHES = 256 << 20
 
 @torch.inference_mode()
 def measure(
-    *, heads: int, kv_heads: int, head_dim: int, context: int, batch: int, dtype: torch.dtype, device: str
+    method: Kascade,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    context: int,
+    batch: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> dict[str, float]:
     """Milliseconds, median: ``dense`` attention, ``first`` (layer 0, dense and choosing), ``anchor``, ``reuse``.
 
     Random keys; where a cache of the device could hold them, those of up to four layers in turn.
     """
     layers = list(range(4))
-    kascade = Kascade(anchors=[0, 1], decode_only=True)
+    kascade = dataclasses.replace(method, anchors=[0, 1], decode_only=True)
     kinds = {"dense": (make("dense"), 0), "first": (kascade, 0), "anchor": (kascade, 1), "reuse": (kascade, 2)}
     generator = torch.Generator(device).manual_seed(0)
 
@@ -41,8 +50,8 @@ def measure(
     number = min(-(-_BEYOND_CACHES // (2 * math.prod(shape) * dtype.itemsize)), 4)
     caches = [SlotCache.of(random(*shape), random(*shape), heads, forward) for _ in range(number)]
     q = random(batch, heads, 1, head_dim)
-    for name, (method, layer) in kinds.items():
-        methods = [method.for_layer(layer, len(layers), layers)] * len(caches)
+    for name, (kind, layer) in kinds.items():
+        methods = [kind.for_layer(layer, len(layers), layers)] * len(caches)
         _decode(kascade.for_layer(1, len(layers), layers), caches[0], q, head_dim)  # what a reuse layer reads
         found[name] = _median_ms(methods, caches, q, head_dim, device)
     return found

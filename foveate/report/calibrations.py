@@ -25,7 +25,7 @@ def table(found: Sequence[Calibration]) -> str:
     try:
         weighted = [_worth(one) for one in found]
         layers, run = first.found["layers"], first.found["run"]
-        data = [_data(one) for one in found]
+        data, ways = [_data(one) for one in found], [_way(one) for one in found]
         best = [{len(entry["anchors"]): entry["objective"] for entry in one.found["by_number"]} for one in found]
         commits = ", ".join(dict.fromkeys(one.found["commit"] for one in found))
     except (KeyError, TypeError) as error:
@@ -35,7 +35,6 @@ def table(found: Sequence[Calibration]) -> str:
     measured = {(one.found["run"]["keys"], one.found["run"]["tile"], one.found["run"]["dtype"]) for one in found}
     if len(measured) > 1:
         raise UserError("the calibrations differ in their keys, tile or dtype")
-    ways = [_way(one) for one in found]
     if len(set(ways)) > 1:
         data = [f"{name}, {way}" for name, way in zip(data, ways)]
     verbs = ["lost" if _diverges(one) else "reached" for one in found]
@@ -68,8 +67,10 @@ def _diverges(one: Calibration) -> bool:
 
 def _way(one: Calibration) -> str:
     """What the anchors were chosen by, in words."""
-    by = one.found["chosen_by"]
-    return "divergence" if _diverges(one) else f"{by['over']}, weights {by['weights']}"
+    by, answers = one.found["chosen_by"], one.found["run"].get("answers")
+    if _diverges(one):
+        return f"{answers['method']} along {answers['answer_tokens']} tokens"
+    return f"{by['over']}, weights {by['weights']}"
 
 
 def _data(one: Calibration) -> str:

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
-from foveate.calibration import choose, load
+from foveate.calibration import choose, counterparts, load
 from foveate.evaluation import calibrate, divergence, inference, layer_costs, tasks
 from foveate.evaluation.errors import UserError
+from foveate.evaluation.tasks.base import Sampling
 from foveate.integrations.transformers.study import Study
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade
@@ -446,6 +447,14 @@ class TestBadPlans:
             ({"weights": "xy"}, "unknown weights 'xy'. Allowed: importance, none"),
             ({"by": "luck"}, "unknown by 'luck'. Allowed: similarity, divergence"),
             ({"answer_tokens": 0}, "answer-tokens must be at least 1"),
+            ({"by": "divergence", "answer_tokens": 1}, "answer-tokens must be at least 2, got 1: the first is"),
+            ({"also": (tasks.parse("niah", length=310),), "limit": 0}, "limit must be at least 1, got 0"),
+            (
+                {"by": "divergence", "method": Kascade(tile=9)},
+                "tile has no effect on divergence, whose prompts are dense",
+            ),
+            ({"by": "divergence", "method": Kascade(top_k=1.0)}, r"all keys of a prompt of 29\d tokens are read under"),
+            ({"by": "divergence", "method": Kascade(min_k=299)}, r"all keys of a prompt .* under kascade:min_k=299"),
             ({"batch_size": 0}, "batch-size must be at least 1"),
             ({"answer_tokens": 9}, "answer-tokens has no effect when anchors are chosen by similarity"),
             ({"batch_size": 2}, "batch-size has no effect when"),
@@ -533,6 +542,46 @@ class TestByDivergence:
         assert [len(batch) for batch in measured] == [3, 1]
         assert artefact.heads.keys() | {str(anchor) for anchor in artefact.anchors} == set("0123")
 
+    def test_heads_read_their_counterparts(self, plan, monkeypatch):
+        maps, measure = [], divergence.measure
+        monkeypatch.setattr(divergence, "measure", lambda *more: maps.append(more[5]) or measure(*more))
+        plan = dataclasses.replace(plan, also=(), batch_size=2, method=Kascade(top_k=5))
+        artefact = run(plan)
+        expected = counterparts(measured.captured for measured, _ in studied(plan))
+        assert torch.equal(*maps, expected)
+        assert artefact.heads == {
+            str(layer): expected[max(a for a in artefact.anchors if a < layer), layer].tolist()
+            for layer in range(LAYERS)
+            if layer not in artefact.anchors
+        }
+
+    def test_samples_of_a_question_are_one_greedy_answer(self, plan, monkeypatch, tmp_path):
+        plan = dataclasses.replace(plan, also=())
+        once, items = run(plan), type(plan.task).items
+        sampling = Sampling(temperature=5.0, top_p=1.0, seed=3)
+
+        def sampled(self, *more):
+            return [dataclasses.replace(item, sampling=sampling) for item in items(self, *more) for _ in range(3)]
+
+        monkeypatch.setattr(type(plan.task), "items", sampled)
+        thrice = run(dataclasses.replace(plan, out=tmp_path / "thrice.json"))
+        assert thrice.found["divergence"] == once.found["divergence"]
+        assert len(thrice.found["run"]["tokens"]) == 2
+
+    def test_other_answers_go_on_from_the_same_prompts(self, plan, measured, read, tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, progress=stop_at(17))
+        assert (len(read), len(measured)) == (4, 2)
+        plan = dataclasses.replace(plan, batch_size=2, answer_tokens=4)
+        artefact = run(plan)
+        assert (len(read), len(measured)) == (4, 4), "no prompt is read again, and no answer is taken over"
+        assert without_time(artefact) == without_time(run(dataclasses.replace(plan, out=tmp_path / plan.out.name)))
+
+    def test_answers_of_one_token_are_told(self, plan, monkeypatch):
+        monkeypatch.setattr(divergence, "measure", lambda *more: torch.zeros(LAYERS, LAYERS))
+        with pytest.raises(UserError, match="no prediction moves, whichever layer reads another's choice"):
+            run(plan)
+
     def test_is_the_mean_over_prompts(self, plan, tmp_path):
         together = run(plan)
         singly = run(dataclasses.replace(plan, batch_size=1, out=tmp_path / "singly.json"))
@@ -573,7 +622,7 @@ class TestTimeShare:
     @pytest.mark.parametrize(("share", "number"), [(0.53, 1), (0.67, 1), (0.68, 2), (0.83, 3), (1.0, 4)])
     def test_is_kept_by_as_many_anchors_as_fit(self, plan, monkeypatch, share, number):
         asked = []
-        monkeypatch.setattr(layer_costs, "measure", lambda **shape: asked.append(shape) or STUBBED)
+        monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: asked.append(shape) or STUBBED)
         artefact = run(dataclasses.replace(plan, time_share=share, time_context=99, time_batch=3, anchors=9))
         assert len(artefact.anchors) == number
         shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 99, "batch": 3}
@@ -583,7 +632,7 @@ class TestTimeShare:
         assert f"--time-share {share} --time-context 99 --time-batch 3" in artefact.found["command"]
 
     def test_that_no_number_keeps_is_told_before_the_prompts_are_read(self, plan, monkeypatch, read):
-        monkeypatch.setattr(layer_costs, "measure", lambda **shape: STUBBED)
+        monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: STUBBED)
         with pytest.raises(UserError, match=r"time-share 0\.5 cannot be kept: at 32,768 tokens .* takes 0\.53 of"):
             run(dataclasses.replace(plan, time_share=0.5))
         assert not read
@@ -591,7 +640,7 @@ class TestTimeShare:
         assert len(read) == 3
 
     def test_that_does_not_fit_into_memory_is_told(self, plan, monkeypatch):
-        def measure(**shape):
+        def measure(method, **shape):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         monkeypatch.setattr(layer_costs, "measure", measure)
@@ -608,9 +657,35 @@ class TestTimeShare:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_is_of_costs_measured(self, dtype):
-        costs = layer_costs.measure(heads=4, kv_heads=2, head_dim=8, context=200, batch=2, dtype=dtype, device="cpu")
+        shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 200, "batch": 2}
+        costs = layer_costs.measure(Kascade(), **shape, dtype=dtype, device="cpu")
         assert list(costs) == ["dense", "first", "anchor", "reuse"]
         assert all(0 < cost < 1000 for cost in costs.values())
+
+    def test_is_of_costs_of_the_method(self, plan, monkeypatch):
+        asked, method = [], Kascade(top_k=5, pool="layer")
+        monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: asked.append(method) or STUBBED)
+        run(dataclasses.replace(plan, by="divergence", method=method, time_share=0.9))
+        assert asked == [method]
+        chosen = []
+        monkeypatch.undo()
+        monkeypatch.setattr(
+            Kascade, "select", lambda self, *more, select=Kascade.select: chosen.append(self) or select(self, *more)
+        )
+        layer_costs.measure(
+            method, heads=4, kv_heads=2, head_dim=8, context=200, batch=2, dtype=torch.float32, device="cpu"
+        )
+        assert {(one.top_k, one.pool) for one in chosen} == {(5, "layer")}
+
+    def test_takes_fewer_anchors_where_more_lose_more(self, plan, monkeypatch):
+        lost = torch.ones(LAYERS, LAYERS).triu()
+        lost[2, 2:] = 0.1
+        lost[3, 3] = 5.0
+        monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: STUBBED)
+        monkeypatch.setattr(divergence, "measure", lambda *more: lost.index_fill(1, torch.tensor(0), 0.0))
+        artefact = run(dataclasses.replace(plan, by="divergence", method=Kascade(top_k=5), time_share=1.0))
+        assert artefact.anchors == (0, 2)
+        assert list(artefact.heads) == ["1", "3"]
 
     def test_adds_up_over_layers(self):
         assert layer_costs.total(STUBBED, 1, 4) == pytest.approx(1.5 + 3 * 0.2)

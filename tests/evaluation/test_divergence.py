@@ -47,7 +47,7 @@ def answered(model, one):
     return ids
 
 
-def masked(model, ids, prompt, chooser, reader, number, heads, pool):
+def masked(model, ids, prompt, chooser, reader, number, heads, pool, top_p=1.0, pooling="post_softmax"):
     """Logits when the reader's tokens behind the prompt see the chooser's ``number`` heaviest keys alone."""
     chosen = {}
 
@@ -58,12 +58,18 @@ def masked(model, ids, prompt, chooser, reader, number, heads, pool):
         weights = logits.masked_fill(later, float("-inf")).softmax(-1)
         if module.layer_idx == chooser:
             mass = weights[0].unflatten(0, (2, 2)).mean(1)
+            if pooling == "pre_softmax":
+                mean = q[0].unflatten(0, (2, 2)).mean(1) @ k[0].unflatten(0, (2, 2))[:, 0].mT
+                mass = mean.masked_fill(later, float("-inf"))
             mass = mass.mean(0, keepdim=True).expand(2, -1, -1) if pool == "layer" else mass
             for row in range(prompt, q.shape[2]):
-                chosen[row] = mass[:, row].topk(min(number, row + 1), -1).indices
+                held, keys = mass[:, row].sort(-1, descending=True)
+                kept = torch.arange(len(held[0])) < min(number, row + 1)
+                kept = kept & (held.cumsum(-1) - held < top_p) if top_p < 1 else kept.expand_as(held)
+                chosen[row] = torch.zeros_like(kept).scatter(-1, keys, kept)
         if module.layer_idx == reader:
             for row, keys in chosen.items():
-                seen = torch.zeros(2, k.shape[2], dtype=torch.bool).scatter(-1, keys, True)[heads]
+                seen = keys[heads]
                 logits[0, :, row] = logits[0, :, row].masked_fill(~seen.repeat_interleave(2, 0), float("-inf"))
             weights = logits.masked_fill(later, float("-inf")).softmax(-1)
         return (weights @ v).transpose(1, 2), None
@@ -77,10 +83,10 @@ def masked(model, ids, prompt, chooser, reader, number, heads, pool):
 
 
 @torch.no_grad()
-def expected(model, one, chooser, reader, number, heads, pool):
+def expected(model, one, chooser, reader, number, heads, pool, **more):
     ids, start = answered(model, one), len(one.prompt_ids)
     theirs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
-    ours = masked(model, ids, start, chooser, reader, number, heads, pool)[start - 1 : -1].log_softmax(-1)
+    ours = masked(model, ids, start, chooser, reader, number, heads, pool, **more)[start - 1 : -1].log_softmax(-1)
     return float((theirs.exp() * (theirs - ours)).sum(-1).mean())
 
 
@@ -113,6 +119,31 @@ def test_is_that_of_a_model_with_masks(model, tokenizer, spec, number, pool, map
             of_items = [expected(model, one, a, b, number, heads, pool) for one in items]
             assert float(found[a, b]) == pytest.approx(sum(of_items) / 3, rel=2e-3, abs=1e-7), (a, b)
     assert found[found > 0].min() > 1e-6, "every pair changes something"
+
+
+@pytest.mark.parametrize(
+    ("spec", "number", "more"),
+    [
+        ("kascade:top_k=30,top_p=0.5", 30, {"top_p": 0.5}),
+        ("kascade:top_k=7,pooling=pre_softmax", 7, {"pooling": "pre_softmax"}),
+    ],
+)
+def test_is_of_some_layers_under_the_settings_of_the_method(model, tokenizer, spec, number, more):
+    one, layers = item(0, 50), [1, 3]
+    found = divergence.measure(model, tokenizer, [one], foveate.methods.parse(spec), layers, MAPS[:2, :2])
+    for a, b in ((0, 0), (0, 1), (1, 1)):
+        heads = torch.tensor([0, 1] if a == b else [1, 0])
+        value = expected(model, one, layers[a], layers[b], number, heads, "kv_head", **more)
+        assert float(found[a, b]) == pytest.approx(value, rel=2e-3, abs=1e-7)
+    assert found[1, 0] == 0.0
+
+
+def test_predictions_that_are_not_finite_name_the_layers(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        inference._Questions, "divergence", lambda self, model, trace: torch.tensor([float("nan")], dtype=torch.float64)
+    )
+    with pytest.raises(ValueError, match=r"layer 1: the predictions of the model are not finite .* choice of layer 0"):
+        divergence.measure(model, tokenizer, [item(0, 50)], foveate.methods.parse("kascade"), range(LAYERS), MAPS)
 
 
 def test_is_nothing_where_all_keys_are_read(model, tokenizer):

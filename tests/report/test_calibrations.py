@@ -90,7 +90,9 @@ def by_divergence(seed, **run):
     one, _ = calibration(seed, "musique", **run)
     lost = torch.rand(5, 5, generator=torch.Generator().manual_seed(seed)).triu()
     by_number = best_anchors(-lost, 5)
+    answers = {"method": "kascade:pool=layer", "answer_tokens": 16}
     found = one.found | {
+        "run": one.found["run"] | {"answers": answers},
         "divergence": lost.tolist(),
         "chosen_by": {"by": "divergence", "over": "least", "weights": "importance"},
         "by_number": [{"anchors": [LAYERS[one] for one in best], "objective": value} for best, value in by_number],
@@ -109,7 +111,10 @@ def test_what_anchors_lose_is_told_in_nats():
 def test_divergence_and_similarity_go_side_by_side():
     (one, _), (other, worth) = by_divergence(0), calibration(1, "2wiki")
     head, first, second = shares(table([one, other]))
-    assert head[2:] == ["lost on musique (7), divergence", "reached on 2wiki (7), least, weights importance"]
+    assert head[2:] == [
+        "lost on musique (7), kascade:pool=layer along 16 tokens",
+        "reached on 2wiki (7), least, weights importance",
+    ]
     at = [LAYERS.index(anchor) for anchor in one.anchors]
     assert first[3] == f"{100 * objective(worth, at) / best_anchors(worth, 2)[1][1]:.2f} %"
     assert second[2].endswith(" nats")
