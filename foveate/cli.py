@@ -260,7 +260,7 @@ def calibrate(
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
     weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
     method: Annotated[
-        str, typer.Option(help="kascade with the settings that divergence is measured under: pool, top_k, …")
+        str, typer.Option(help="kascade with the settings that divergence and time are measured under: pool, top_k, …")
     ] = "kascade",
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
     batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,

@@ -47,7 +47,7 @@ from foveate.methods.kascade import Kascade
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
 _RUN, _PROMPT, _ANSWERS = "run.json", "prompt-{:04d}.safetensors", "answers-{:04d}.safetensors"
-_FEWEST_PROMPTS, _FEWEST_TOKENS = 2, 2
+_FEWEST_PROMPTS, _FEWEST_TOKENS, _ANSWER_TOKENS = 2, 2, 16
 
 Say = Callable[[str], None]
 
@@ -77,7 +77,7 @@ class Plan:
     over: str = OVER[0]
     weights: str = WEIGHTS[0]
     method: Kascade = dataclasses.field(default_factory=Kascade)
-    answer_tokens: int = 16
+    answer_tokens: int = _ANSWER_TOKENS
     batch_size: int = 1
     time_share: float | None = None
     time_context: int = 32768
@@ -107,11 +107,12 @@ class Plan:
 
     def _check_effect(self) -> None:
         """Refuses settings that would change nothing, and a method whose anchors are chosen already."""
-        fields = {field.name: field for field in dataclasses.fields(self)}
-        others = ("over", "weights") if self.diverges else ("method", "answer_tokens", "batch_size")
-        for name in others:
-            field = fields[name]
-            default = Kascade() if name == "method" else field.default
+        idle: dict[str, Any] = {"over": OVER[0], "weights": WEIGHTS[0]}
+        if not self.diverges:
+            idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": 1}
+            if self.time_share is None:
+                idle["method"] = Kascade()
+        for name, default in idle.items():
             if getattr(self, name) != default:
                 raise UserError(f"{name.replace('_', '-')} has no effect when anchors are chosen by {self.by}")
         method = self.method
@@ -120,7 +121,7 @@ class Plan:
         if (method.anchors, method.heads, method.calibration) != (Kascade.anchors, None, ""):
             raise UserError(f"method must leave out anchors, heads and calibration, which are chosen: {method.spec}")
         if method.tile != Kascade.tile:
-            raise UserError(f"tile has no effect on divergence, whose prompts are dense: {method.spec}")
+            raise UserError(f"tile has no effect: what is measured is decoding behind dense prompts: {method.spec}")
 
     @property
     def diverges(self) -> bool:
@@ -136,8 +137,9 @@ class Plan:
         arguments = [argument for task in self.tasks for argument in task.arguments()]
         parts = ["foveate calibrate", f"--model {self.model.name}", *arguments, f"--data {self.data.name}"]
         parts += [f"--{name} {getattr(self, name)}" for name in ("anchors", "limit", "keys", "tile", "by")]
-        if self.diverges:
+        if self.method != Kascade():
             parts += [f'--method "{self.method.spec}"']
+        if self.diverges:
             parts += [f"--answer-tokens {self.answer_tokens} --batch-size {self.batch_size}"]
         else:
             parts += [f"--over {self.over} --weights {self.weights}"]
@@ -195,6 +197,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     else:
         answers = {}
     chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", *_TIMES)}
+    chosen_by["method"] = plan.method.spec
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
         return _finished(plan.out, mark | answers, chosen_by, say)

@@ -451,7 +451,7 @@ class TestBadPlans:
             ({"also": (tasks.parse("niah", length=310),), "limit": 0}, "limit must be at least 1, got 0"),
             (
                 {"by": "divergence", "method": Kascade(tile=9)},
-                "tile has no effect on divergence, whose prompts are dense",
+                "tile has no effect: what is measured is decoding behind dense prompts",
             ),
             ({"by": "divergence", "method": Kascade(top_k=1.0)}, r"all keys of a prompt of 29\d tokens are read under"),
             ({"by": "divergence", "method": Kascade(min_k=299)}, r"all keys of a prompt .* under kascade:min_k=299"),
@@ -665,7 +665,7 @@ class TestTimeShare:
     def test_is_of_costs_of_the_method(self, plan, monkeypatch):
         asked, method = [], Kascade(top_k=5, pool="layer")
         monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: asked.append(method) or STUBBED)
-        run(dataclasses.replace(plan, by="divergence", method=method, time_share=0.9))
+        run(dataclasses.replace(plan, method=method, time_share=0.9))
         assert asked == [method]
         chosen = []
         monkeypatch.undo()
