@@ -55,7 +55,7 @@ def draw(found: Calibration, out: Path) -> None:
                 Rectangle((first - 0.5, first - 0.5), end - first, 1, fill=False, edgecolor="#D55E00", lw=1.6)
             )
         figure.colorbar(image, ax=left, fraction=0.046, pad=0.03)
-        what = "divergence (nats a token) if j alone reads i" if diverges else "similarity of layers"
+        what = "divergence, nats a token" if diverges else "similarity of layers"
         left.set_title(f"{what} (framed: what is reused)")
         left.set_xlabel("layer j, which reads")
         left.set_ylabel("layer i, which chooses")

@@ -73,7 +73,7 @@ def test_divergence_stands_for_similarity(pages, tmp_path):
     left, *_ = pages[0].axes
     shown = left.images[0].get_array()
     np.testing.assert_allclose(shown.compressed(), np.array(lost)[np.triu_indices(LAYERS)])
-    assert left.get_title(loc="left") == "divergence (nats a token) if j alone reads i (framed: what is reused)"
+    assert left.get_title(loc="left") == "divergence, nats a token (framed: what is reused)"
     assert left.images[0].norm(1e-2) == pytest.approx(0.5), "from a ten-thousandth of a nat to one, by powers"
 
 
