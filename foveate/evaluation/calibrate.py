@@ -6,7 +6,6 @@ these files, some times over them and one in memory at a time, so that memory do
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,11 +14,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 import foveate
 from foveate.calibration import (
@@ -36,8 +33,8 @@ from foveate.calibration import (
 )
 from foveate.calibration.similarity import COVERAGE_KEYS
 from foveate.evaluation import accounting, data, divergence, inference, layer_costs
+from foveate.evaluation.calibration_parts import drop_others, partial_folder, read, take_up, write
 from foveate.evaluation.errors import UserError, unknown
-from foveate.evaluation.resultfile import lock
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
@@ -46,7 +43,7 @@ from foveate.methods.kascade import Kascade
 
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
-_RUN, _PROMPT, _ANSWERS = "run.json", "prompt-{:04d}.safetensors", "answers-{:04d}.safetensors"
+_PROMPT, _ANSWERS = "prompt-{:04d}.safetensors", "answers-{:04d}.safetensors"
 _FEWEST_PROMPTS, _FEWEST_TOKENS, _ANSWER_TOKENS = 2, 2, 16
 
 Say = Callable[[str], None]
@@ -152,21 +149,16 @@ class Plan:
 _TIMES = ("time_share", "time_context", "time_batch")
 
 
-def partial_folder(out: Path) -> Path:
-    """Where what each prompt has shown is kept until the artefact is written."""
-    return out.with_name(out.name + ".partial")
-
-
 def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None, say: Say = print) -> Calibration:
     """Reads the prompts that are missing, chooses the anchors and writes the artefact.
 
     Args:
-        progress: called with the prompts read so far, and all of them.
+        progress: called with the steps done, and all of them: prompts read, and pairs of layers compared.
         say: called with what a user should know.
 
     Raises:
         UserError: for prompts that are too few, too short or beyond the model, more anchors than layers, results of
-            another run in the way, or attention that is not finite.
+            another run in the way, or attention or predictions that are not finite.
     """
     facts = accounting.model_facts(plan.model)
     device = inference.choose_device(plan.device)
@@ -176,6 +168,8 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     files = list(dict.fromkeys(file for task in plan.tasks for file in task.files(plan.data)))
     tokenizer = inference.load_tokenizer(plan.model)
     items = [item for task in plan.tasks for item in _items(plan, task, tokenizer, facts)]
+    if len(items) < _FEWEST_PROMPTS:
+        raise UserError(f"limit {plan.limit} gives one prompt, which shows too little: the others are the same")
     mark = {
         "schema": 1,
         "tasks": [{"task": task.name, "settings": task.settings()} for task in plan.tasks],
@@ -201,7 +195,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
         return _finished(plan.out, mark | answers, chosen_by, say)
-    with _open(partial_folder(plan.out), mark):
+    with take_up(partial_folder(plan.out), mark):
         return _calibrated(plan, items, tokenizer, mark | answers, chosen_by, progress, say)
 
 
@@ -220,7 +214,7 @@ def _calibrated(
     batches = inference.batches(items, plan.batch_size) if plan.diverges else []
     answers = [folder / _ANSWERS.format(number) for number in range(len(batches))]
     how = json.dumps(mark.get("answers"))
-    _drop_others(folder, how)
+    drop_others(folder.glob(_ANSWERS.format(0).replace("0000", "*")), how)
     kept, of = sum(path.exists() for path in (*paths, *answers)), len(paths) + len(answers)
     if kept:
         say(f"resuming: {kept} of {of} " + ("files of prompts and answers" if answers else "prompts") + " are there")
@@ -237,7 +231,7 @@ def _calibrated(
             if not path.exists():
                 start = time.perf_counter()
                 measured, importance = _studied(plan, model, attachment, [*item.prompt_ids, *item.target_ids])
-                _write(path, {**measured._asdict(), "importance": importance}, start)
+                write(path, {**measured._asdict(), "importance": importance}, start)
     if batches:
         maps = counterparts(_captured(paths))
         for index, (path, batch) in enumerate(zip(answers, batches)):
@@ -247,7 +241,7 @@ def _calibrated(
                 found = _compared(
                     plan, model, tokenizer, batch, layers, maps, lambda done=done: progress(next(done), steps)
                 )
-                _write(path, {"divergence": found * len(batch)}, start, how)
+                write(path, {"divergence": found * len(batch)}, start, how)
     progress(steps, steps)
     artefact = _made(plan, paths, answers, layers, shape, number)
     about = {
@@ -340,74 +334,19 @@ def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: S
     return artefact
 
 
-def _open(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
-    """Makes the folder of partial results, or takes up one of the same run; open for as long as it is written to."""
-    path = folder / _RUN
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            if any(folder.iterdir()):
-                raise UserError(f"{folder}: not a folder of partial results; choose another --out")
-            scratch = folder.with_name(f".{folder.name}.{_RUN}")
-            scratch.write_text(json.dumps(mark), encoding="utf-8")
-            scratch.replace(path)
-        file = path.open("rb")
-        content = file.read()
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written to ({error.strerror or error})") from None
-    try:
-        theirs = dict(json.loads(content))
-    except (ValueError, TypeError):  # no JSON, or no object
-        raise UserError(f"{path}: damaged; remove the folder to start anew") from None
-    differing = [key for key in dict.fromkeys([*mark, *theirs]) if mark.get(key) != theirs.get(key)]
-    if differing:
-        raise UserError(
-            f"{folder} belongs to another calibration (it differs in {', '.join(differing)}); choose another --out, or "
-            "remove it to start anew"
-        )
-    lock(file, folder)
-    return file
-
-
-def _write(path: Path, shown: dict[str, torch.Tensor], start: float, how: str = "") -> None:
-    """A file of partial results, in one step, with the seconds since `start`, and how it was made."""
-    scratch = path.with_suffix(".new")
-    save_file({**shown, "seconds": torch.tensor(time.perf_counter() - start)}, scratch, {"how": how})
-    scratch.replace(path)
-
-
-def _drop_others(folder: Path, how: str) -> None:
-    """Removes answers that were compared under other settings, as after a batch that did not fit into memory."""
-    for path in folder.glob(_ANSWERS.format(0).replace("0000", "*")):
-        theirs = how
-        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
-            theirs = (file.metadata() or {}).get("how")
-        if theirs != how:
-            path.unlink()
-
-
-def _read(path: Path, *names: str) -> list[torch.Tensor]:
-    """Some of what one prompt has shown."""
-    try:
-        with safe_open(path, "pt") as file:
-            return [file.get_tensor(name) for name in names]
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: damaged ({error}); remove it, and the same command makes it again") from None
-
-
 def _captured(paths: list[Path]) -> Iterator[torch.Tensor]:
     for path in paths:
-        yield from _read(path, "captured")
+        yield from read(path, "captured")
 
 
 def _made(
     plan: Plan, paths: list[Path], answers: list[Path], layers: list[int], shape: dict[str, Any], number: int
 ) -> Calibration:
-    shown = zip(*(_read(path, "importance", "coverage", "seconds") for path in paths))
+    shown = zip(*(read(path, "importance", "coverage", "seconds") for path in paths))
     importance, coverage, seconds = (torch.stack(one) for one in shown)
     importance, diverged = importance.mean(0), None
     if answers:
-        shown = zip(*(_read(path, "divergence", "seconds") for path in answers))
+        shown = zip(*(read(path, "divergence", "seconds") for path in answers))
         summed, more = (torch.stack(one) for one in shown)
         diverged, seconds = summed.sum(0) / len(paths), torch.cat([seconds, more])
         if not bool((diverged > 0).any()):

@@ -567,15 +567,9 @@ class TestByDivergence:
         thrice = run(dataclasses.replace(plan, out=tmp_path / "thrice.json"))
         assert thrice.found["divergence"] == once.found["divergence"]
         assert len(thrice.found["run"]["tokens"]) == 2
-
-    def test_other_answers_go_on_from_the_same_prompts(self, plan, measured, read, tmp_path):
-        with pytest.raises(KeyboardInterrupt):
-            run(plan, progress=stop_at(17))
-        assert (len(read), len(measured)) == (4, 2)
-        plan = dataclasses.replace(plan, batch_size=2, answer_tokens=4)
-        artefact = run(plan)
-        assert (len(read), len(measured)) == (4, 4), "no prompt is read again, and no answer is taken over"
-        assert without_time(artefact) == without_time(run(dataclasses.replace(plan, out=tmp_path / plan.out.name)))
+        monkeypatch.setattr(type(plan.task), "items", lambda self, *more: sampled(self, *more)[:3])
+        with pytest.raises(UserError, match="limit 2 gives one prompt, which shows too little"):
+            run(dataclasses.replace(plan, out=tmp_path / "once.json"))
 
     def test_answers_of_one_token_are_told(self, plan, monkeypatch):
         monkeypatch.setattr(divergence, "measure", lambda *more: torch.zeros(LAYERS, LAYERS))

@@ -1,0 +1,79 @@
+"""The folder of partial results that a calibration keeps beside its artefact until it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from foveate.evaluation.errors import UserError
+from foveate.evaluation.resultfile import lock
+
+_RUN = "run.json"
+
+
+def partial_folder(out: Path) -> Path:
+    """Where what each prompt has shown is kept until the artefact is written."""
+    return out.with_name(out.name + ".partial")
+
+
+def take_up(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
+    """Makes the folder of partial results, or takes up one of the same run; open for as long as it is written to."""
+    path = folder / _RUN
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            if any(folder.iterdir()):
+                raise UserError(f"{folder}: not a folder of partial results; choose another --out")
+            scratch = folder.with_name(f".{folder.name}.{_RUN}")
+            scratch.write_text(json.dumps(mark), encoding="utf-8")
+            scratch.replace(path)
+        file = path.open("rb")
+        content = file.read()
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror or error})") from None
+    try:
+        theirs = dict(json.loads(content))
+    except (ValueError, TypeError):  # no JSON, or no object
+        raise UserError(f"{path}: damaged; remove the folder to start anew") from None
+    differing = [key for key in dict.fromkeys([*mark, *theirs]) if mark.get(key) != theirs.get(key)]
+    if differing:
+        raise UserError(
+            f"{folder} belongs to another calibration (it differs in {', '.join(differing)}); choose another --out, or "
+            "remove it to start anew"
+        )
+    lock(file, folder)
+    return file
+
+
+def write(path: Path, shown: dict[str, torch.Tensor], start: float, how: str = "") -> None:
+    """A file of partial results, in one step, with the seconds since `start`, and how it was made."""
+    scratch = path.with_suffix(".new")
+    save_file({**shown, "seconds": torch.tensor(time.perf_counter() - start)}, scratch, {"how": how})
+    scratch.replace(path)
+
+
+def drop_others(paths: Iterable[Path], how: str) -> None:
+    """Removes files that were made under other settings, as after a batch that did not fit into memory."""
+    for path in paths:
+        theirs = how
+        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
+            theirs = (file.metadata() or {}).get("how")
+        if theirs != how:
+            path.unlink()
+
+
+def read(path: Path, *names: str) -> list[torch.Tensor]:
+    """Some of what a file holds."""
+    try:
+        with safe_open(path, "pt") as file:
+            return [file.get_tensor(name) for name in names]
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: damaged ({error}); remove it, and the same command makes it again") from None
