@@ -2,8 +2,8 @@
 
 A table stands between `<!-- report: FILE... [KIND] [NAME=VALUE]... -->` and `<!-- end -->`. Kinds that make one table
 of several comparisons: `summary`, `differences` and `least-keys` (see `foveate.report`). Conditions choose rows and
-their order, as `foveate plot --where` does, or cases of benches. Files that end in .json are calibrations, which go
-side by side.
+their order, as `foveate plot --where` does, or cases of benches; `over-splits` makes one comparison of splits whose
+names differ in a last number. Files that end in .json are calibrations, which go side by side.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from foveate.calibration import load
-from foveate.report import calibrations
+from foveate.report import calibrations, pooled
 from foveate.report.beside_dense import differences, least_keys
 from foveate.report.lines import once
 from foveate.report.markdown import tables
@@ -37,6 +37,8 @@ def table(words: list[str]) -> str:
         rows = [row for row in rows if all(str(row["case"][name]) == value for name, value in wanted)]
     else:
         rows, _ = once(chosen([spelled(row) for row in rows], conditions))
+        if "over-splits" in words:
+            rows, _ = pooled.over_splits(rows)
     (kind,) = [KINDS[word] for word in words if word in KINDS] or [tables]
     return kind(rows)
 

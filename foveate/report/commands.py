@@ -32,7 +32,7 @@ def frontier(
     recommended: Annotated[str | None, typer.Option(help="Spec of the point that gets a star.")] = None,
     margin: Annotated[float | None, typer.Option(help="Draw a line so many points below dense.")] = None,
     over_splits: Annotated[
-        bool, typer.Option("--over-splits", help="Show the mean over all splits of a task in one panel.")
+        bool, typer.Option("--over-splits", help="Show splits whose names differ in a last number as one.")
     ] = False,
     where: Where = None,
 ) -> None:

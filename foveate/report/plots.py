@@ -53,7 +53,7 @@ def frontier(
         along: settings beside the budgets that may differ along one line.
         recommended: spec of the point that gets a star.
         margin: points below dense at which to draw a line.
-        over_splits: show the mean over all splits of a task in one panel.
+        over_splits: show splits whose names differ in a last number as one.
 
     Returns:
         What was left out, a line each.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from foveate.evaluation.metrics import Interval, bootstrap, mean, paired_bootstr
 from foveate.report.rows import Row
 
 _AVERAGE = mean("value")
+_NUMBER = re.compile(r"_\d+$")
 
 
 def difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
@@ -24,14 +26,13 @@ def averages(row: Row) -> bool:
 
 
 def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Rows as if all splits of a task, at one length and on one model, were one comparison.
+    """Rows as if splits that differ in a last number, at one length and on one model, were one comparison.
 
     Args:
         rows: of `foveate compare`, one a method on the same items.
 
     Returns:
-        The rows, and a line on each method that was left out because a split lacks it. Tasks of one split stay as they
-        are.
+        The rows, and a line on each method that was left out because a split lacks it. Other splits stay as they are.
 
     Raises:
         UserError: when a split has no row of dense or several comparisons, or a metric that is no mean over items.
@@ -39,9 +40,10 @@ def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     pools: dict[tuple, list[Row]] = {}
     for row in rows:
         length = row["task_settings"].get("length") or row["length"]
-        pools.setdefault((row["model"], row["task"], length, row["dtype"]), []).append(row)
+        family = _NUMBER.sub("", row["split"])
+        pools.setdefault((row["model"], row["task"], family, length, row["dtype"]), []).append(row)
     kept, notes = [], []
-    for (model, task, *_), pool in pools.items():
+    for (model, task, family, *_), pool in pools.items():
         splits = list(dict.fromkeys(row["split"] for row in pool))
         if len(splits) == 1:
             kept += pool
@@ -59,18 +61,18 @@ def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
             if missing := [split for split in splits if split not in found]:
                 notes.append(f"{spec}: not measured on {', '.join(missing)} of {task}, left out")
                 continue
-            kept.append(_pooled([found[split] for split in splits], [dense[split] for split in splits]))
+            kept.append(_pooled(family, [found[split] for split in splits], [dense[split] for split in splits]))
     return kept, notes
 
 
-def _pooled(rows: Sequence[Row], dense: Sequence[Row]) -> Row:
+def _pooled(family: str, rows: Sequence[Row], dense: Sequence[Row]) -> Row:
     first, counts = rows[0], [row["n"] for row in rows]
     own, theirs = (bootstrap(_AVERAGE, {"value": _items(side)}) for side in (rows, dense))
     beside = difference(rows, dense)
     read = [row["keys_read_share"] for row in rows]
     return {
         **first,
-        "split": f"{len(rows)} splits",
+        "split": f"{family} ({len(rows)} splits)",
         "task_settings": {name: value for name, value in first["task_settings"].items() if name != "split"},
         "length": round(np.average([row["length"] for row in rows], weights=counts)),
         "n": sum(counts),

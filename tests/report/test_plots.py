@@ -143,10 +143,10 @@ class TestFrontier:
 
     def test_splits_in_one_panel(self, pages, tmp_path):
         values = {"metrics": {"em": {}}, "item_values": {"em": [1.0, 0.0]}, "n": 2}
-        rows = [row(spec, share=0.2, split=s, **values) for spec in ("dense", "h2o:top_k=0.2") for s in "ab"]
-        plots.frontier([*rows, row("h2o:top_k=0.1", split="a", **values)], tmp_path / "a.png", over_splits=True)
+        rows = [row(spec, share=0.2, split=f"a_{s}", **values) for spec in ("dense", "h2o:top_k=0.2") for s in "12"]
+        plots.frontier([*rows, row("h2o:top_k=0.1", split="a_1", **values)], tmp_path / "a.png", over_splits=True)
         (axis,) = pages[0].axes
-        assert axis.get_title(loc="left") == "niah / 2 splits, 4,096 tokens"
+        assert axis.get_title(loc="left") == "niah / a (2 splits), 4,096 tokens"
         assert drawn(axis)["h2o"] == [[20, 50]]
 
     def test_what_is_left_out_is_said(self, tmp_path):

@@ -26,17 +26,17 @@ def row(spec, split, values, share=0.2, task="ruler", length=8000, **more):
 
 
 ROWS = [
-    row("dense", "a", [1, 1, 1, 0], share=1.0, length=8000),
-    row("quest", "a", [1, 0, 1, 0], share=0.2),
-    row("dense", "b", [1, 1], share=1.0, length=8300),
-    row("quest", "b", [0, 1], share=0.5, length=8300),
+    row("dense", "a_1", [1, 1, 1, 0], share=1.0, length=8000),
+    row("quest", "a_1", [1, 0, 1, 0], share=0.2),
+    row("dense", "a_2", [1, 1], share=1.0, length=8300),
+    row("quest", "a_2", [0, 1], share=0.5, length=8300),
 ]
 
 
 def test_each_item_counts_once_and_differences_are_paired():
     (dense, quest), notes = pooled.over_splits(ROWS)
     assert notes == []
-    assert (quest["split"], quest["n"], quest["length"], dense["length"]) == ("2 splits", 6, 8100, 8100)
+    assert (quest["split"], quest["n"], quest["length"], dense["length"]) == ("a (2 splits)", 6, 8100, 8100)
     assert quest["score"] == pytest.approx(50)
     assert dense["score"] == quest["dense_score"] == dense["dense_score"] == pytest.approx(100 * 5 / 6)
     assert quest["diff_to_dense"] == pytest.approx(-100 / 3)
@@ -47,19 +47,19 @@ def test_each_item_counts_once_and_differences_are_paired():
     assert len(lines.cells([dense, quest])) == 1
 
 
-def test_other_tasks_lengths_and_models_are_not_mixed():
-    other = [row("dense", "dev", [1], task="2wiki"), row("quest", "dev", [1], task="2wiki")]
+def test_other_tasks_lengths_models_and_families_are_not_mixed():
+    other = [row("dense", "b_1", [1]), row("quest", "b_1", [1])]
     longer = [{**one, "task_settings": {**one["task_settings"], "length": 16384}} for one in ROWS]
     named = [{**one, "model": "small"} for one in ROWS]
     found, _ = pooled.over_splits([*ROWS, *other, *longer, *named])
-    assert [one["split"] for one in found] == ["2 splits"] * 2 + ["dev"] * 2 + ["2 splits"] * 4
+    assert [one["split"] for one in found] == ["a (2 splits)"] * 2 + ["b_1"] * 2 + ["a (2 splits)"] * 4
     assert found[2:4] == other
 
 
 def test_a_method_that_a_split_lacks_is_left_out_and_said():
-    found, notes = pooled.over_splits([*ROWS, row("tova", "b", [1, 1])])
+    found, notes = pooled.over_splits([*ROWS, row("tova", "a_2", [1, 1])])
     assert [one["spec"] for one in found] == ["dense", "quest"]
-    assert notes == ["tova: not measured on a of ruler, left out"]
+    assert notes == ["tova: not measured on a_1 of ruler, left out"]
 
 
 def test_a_method_that_took_no_steps_read_nothing():
@@ -70,8 +70,8 @@ def test_a_method_that_took_no_steps_read_nothing():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (ROWS[1:], "no row of dense in ruler a on tiny"),
-        ([*ROWS, {**ROWS[1], "n": 2}], "two comparisons of ruler a on tiny; choose one"),
+        (ROWS[1:], "no row of dense in ruler a_1 on tiny"),
+        ([*ROWS, {**ROWS[1], "n": 2}], "two comparisons of ruler a_1 on tiny; choose one"),
         ([{**one, "item_values": {"nll": [1.0]}} for one in ROWS], "no mean over items"),
     ],
 )
