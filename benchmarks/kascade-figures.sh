@@ -13,6 +13,7 @@ for share in 0.025 0.05 0.1 0.2; do
   swept+=("lessismore:top_k=$share" "streaming:window=$share")
 done
 families=(--where task=ruler --where task=hotpotqa --where task=2wiki)
+for length in 8192 16384 30720; do families+=(--where "length=$length"); done
 for spec in "${swept[@]}"; do families+=(--where "spec=$spec"); done
 for model in $(grep -oh '"model": "[^"]*"' "$rows" | cut -d'"' -f4 | sort -u); do
   foveate plot frontier "$rows" --where "model=$model" "${families[@]}" --over-splits --margin 1 \

@@ -76,6 +76,7 @@ def _pooled(family: str, rows: Sequence[Row], dense: Sequence[Row]) -> Row:
         "task_settings": {name: value for name, value in first["task_settings"].items() if name != "split"},
         "length": round(np.average([row["length"] for row in rows], weights=counts)),
         "n": sum(counts),
+        "item_values": {_main(first): [float(value) for value in _items(rows)]},
         "score": own.value,
         "low": own.low,
         "high": own.high,

@@ -36,6 +36,7 @@ ROWS = [
 def test_each_item_counts_once_and_differences_are_paired():
     (dense, quest), notes = pooled.over_splits(ROWS)
     assert notes == []
+    assert quest["item_values"] == {"recall": [1, 0, 1, 0, 0, 1]}
     assert (quest["split"], quest["n"], quest["length"], dense["length"]) == ("a (2 splits)", 6, 8100, 8100)
     assert quest["score"] == pytest.approx(50)
     assert dense["score"] == quest["dense_score"] == dense["dense_score"] == pytest.approx(100 * 5 / 6)
