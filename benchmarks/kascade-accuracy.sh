@@ -39,9 +39,10 @@ compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
 paper='kascade:calibration="paper.json"'
 heads='kascade:calibration="divergence.json"' # by KV head, as in the paper
 ours="$heads,pool=layer"
+sparse="$ours,rest=mean"
 # At a tenth: the paper's method with dense and with sparse prompts; its variants; what else there is.
 tenth=(
-  "$ours,decode_only=true" "$ours" "$paper,decode_only=true" "$paper"
+  "$ours,decode_only=true" "$sparse" "$sparse,tile=32" "$ours" "$paper,decode_only=true" "$paper"
   "$heads,decode_only=true" "$heads,decode_only=true,remap=false" "$ours,decode_only=true,pooling=pre_softmax"
   "$heads" "$heads,remap=false" "$ours,pooling=pre_softmax"
   kascade:pool=layer,decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
@@ -50,7 +51,8 @@ tenth=(
 # Other shares for the frontier; a tenth is above.
 shares=() oracle=() variants=() pooled=()
 for share in 0.025 0.05 0.2; do
-  shares+=("$ours,decode_only=true,top_k=$share" "$ours,top_k=$share" "$paper,decode_only=true,top_k=$share")
+  shares+=("$ours,decode_only=true,top_k=$share" "$sparse,top_k=$share" "$ours,top_k=$share")
+  shares+=("$paper,decode_only=true,top_k=$share")
   shares+=("oracle_topk:decode_only=true,top_k=$share")
   shares+=("quest:top_k=$share" "omnikv:top_k=$share" "lessismore:top_k=$share" "streaming:window=$share")
 done
@@ -83,7 +85,7 @@ compare figure-6 musique dev 200 8192 "${variants[@]}"
 
 # Long answers, at a tenth and at a fifth.
 long=(
-  "$ours,decode_only=true" "$paper,decode_only=true" "$heads,decode_only=true" "$ours" quest:top_k=0.1
+  "$ours,decode_only=true" "$paper,decode_only=true" "$heads,decode_only=true" "$sparse" quest:top_k=0.1
   omnikv lessismore:top_k=0.1 streaming:window=0.3
 )
 longer=("$ours,decode_only=true,top_k=0.2" quest:top_k=0.2 omnikv:top_k=0.2 lessismore:top_k=0.2)

@@ -8,7 +8,8 @@ rows=$results/kascade-accuracy.jsonl
 ours='kascade:calibration="divergence.json",pool=layer' paper='kascade:calibration="paper.json"'
 swept=(streaming:window=0.3)
 for share in 0.025 0.05 0.1 0.2; do
-  swept+=("$ours,decode_only=true,top_k=$share" "$ours,top_k=$share" "$paper,decode_only=true,top_k=$share")
+  swept+=("$ours,decode_only=true,top_k=$share" "$ours,rest=mean,top_k=$share" "$ours,top_k=$share")
+  swept+=("$paper,decode_only=true,top_k=$share")
   swept+=("oracle_topk:decode_only=true,top_k=$share" "quest:top_k=$share" "omnikv:top_k=$share")
   swept+=("lessismore:top_k=$share" "streaming:window=$share")
 done

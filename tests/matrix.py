@@ -39,6 +39,7 @@ VARIANTS = [
             "pre_softmax": {"anchors": [1], "pooling": "pre_softmax"},
             "layer": {"anchors": [1], "pool": "layer", "tile": 5},
             "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3},
+            "rest": {"anchors": [1], "rest": "mean"},
         }.items()
     ),
     ("quest/kv_head", methods.make("quest", top_k=0.2, min_k=4, page_size=4, pool="kv_head").for_layer(2, 3)),

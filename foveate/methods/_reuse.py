@@ -179,6 +179,9 @@ class TopKByMass(SelectOnce):
     pooling: str = setting("post_softmax", "what is averaged: attention (post_softmax) or queries (pre_softmax)")
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
+    rest: str = setting(
+        "none", "what stands for a prompt's keys that are not chosen: none, or mean, which counts as many"
+    )
 
     def __post_init__(self):
         self._check_budget("top_k")
@@ -190,6 +193,10 @@ class TopKByMass(SelectOnce):
         self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", "1.0 with pre_softmax pooling")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
+        self._check_choice("rest", "none", "mean")
+        self._check(
+            "rest", self.rest == "none" or not self.decode_only, "none with decode_only: prompts are read densely"
+        )
 
     @property
     def causal_granularity(self) -> int:  # type: ignore[override]
@@ -247,9 +254,8 @@ class TopKByMass(SelectOnce):
                 return attended
         else:
             indices, heads = self._handed_on(cache)
-        return ops.attend_tiles(
-            q, cache.keys, cache.values, indices, tile=tile, scaling=scaling, offset=offset, heads=heads
-        )
+        how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
+        return ops.attend_tiles(q, cache.keys, cache.values, indices, **how)
 
     def _select_tiles(self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int) -> Tensor:
         """Keys before each tile of a prompt: int32 ``[B, Hkv, T, K]``, -1 for none."""

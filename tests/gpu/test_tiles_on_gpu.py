@@ -72,13 +72,14 @@ def selection(batch, kv_heads, length, offset, tile, number):
 
 
 def check(q, k, v, chosen, tile, offset):
-    arguments = {"tile": tile, "scaling": q.shape[-1] ** -0.5, "offset": offset}
-    with poisoned_memory("cuda"):
-        out = ops.attend_tiles(q, k, v, chosen, **arguments).out
-        assert torch.equal(out, ops.attend_tiles(q, k, v, chosen, **arguments).out), "repeats are equal bit for bit"
-    assert out.dtype == q.dtype
-    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), chosen, **arguments).out
-    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
+    for rest in (True, False):
+        arguments = {"tile": tile, "scaling": q.shape[-1] ** -0.5, "offset": offset, "rest": rest}
+        with poisoned_memory("cuda"):
+            out = ops.attend_tiles(q, k, v, chosen, **arguments).out
+            assert torch.equal(out, ops.attend_tiles(q, k, v, chosen, **arguments).out), "repeats are equal bit for bit"
+        assert out.dtype == q.dtype
+        exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), chosen, **arguments).out
+        torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
     return out
 
 
@@ -91,7 +92,7 @@ def check(q, k, v, chosen, tile, offset):
 def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
     chosen = selection(2, 2, length, offset, tile, number)
     check(*problem(2, 14, 2, length, offset, 64, dtype, extra=50), chosen, tile, offset)
-    assert launches == ["attend_tiles"] * 2
+    assert launches == ["attend_tiles"] * 4
 
 
 @DTYPES
@@ -178,7 +179,7 @@ def test_heads_of_mass(dtype, heads, kv_heads):
     check_mass(q, in_buffer(k, "tokens_first"), max(1, 128 // (heads // kv_heads)), 131)
 
 
-@pytest.mark.parametrize("spec", ["kascade:anchors=[0,2],top_k=0.1,min_k=16", "kascade:anchors=[0,2],top_p=0.9"])
+@pytest.mark.parametrize("spec", [f"kascade:anchors=[0,2],{x}" for x in ("min_k=16", "top_p=0.9", "rest=mean")])
 @pytest.mark.parametrize("layer", [2, 3])
 def test_a_prompt_of_kascade_takes_the_kernels(spec, layer, launches):
     q, k, v = problem(1, 14, 2, 1613, 0, 64, torch.float32)

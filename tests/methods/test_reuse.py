@@ -52,13 +52,23 @@ def weights(q, k, i):
     return (torch.einsum("hd,hnd->hn", q[:, i].double(), keys) * SCALING).softmax(-1)
 
 
-def read(q, k, v, i, chosen):
-    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``."""
+def read(q, k, v, i, chosen, mean_of=0):
+    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``.
+
+    The others of the first ``mean_of`` count as one position, of their mean key and value, as many times as they are.
+    """
     out = torch.empty(HEADS, DIM, dtype=torch.float64)
     for h in range(HEADS):
-        index = torch.tensor(sorted(chosen[h // GROUP]))
-        logits = k[h // GROUP, index].double() @ q[h, i].double() * SCALING
-        out[h] = logits.softmax(0) @ v[h // GROUP, index].double()
+        index, left = sorted(chosen[h // GROUP]), sorted(set(range(mean_of)) - chosen[h // GROUP])
+        keys, values = (x[h // GROUP, index].double() for x in (k, v))
+        counts = torch.ones(len(index), dtype=torch.float64)
+        if left:
+            keys, values = (
+                torch.cat([x, of[h // GROUP, left].double().mean(0)[None]]) for x, of in ((keys, k), (values, v))
+            )
+            counts = torch.cat([counts, torch.tensor([float(len(left))])])
+        weights = (keys @ q[h, i].double() * SCALING).exp() * counts
+        out[h] = weights / weights.sum() @ values
     return out
 
 
@@ -94,6 +104,7 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax",
         {"anchors": [0, 1], "pooling": "pre_softmax", "tile": 100},
         {"anchors": [1], "decode_only": True, "heads": {"3": [1, 0]}},
         {"anchors": [0, 2], "top_p": 0.5},
+        {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
     ],
     ids=str,
 )
@@ -128,10 +139,11 @@ def test_kascade_written_out(settings, top_k):
             else:
                 heads = settings.get("heads", {}).get(str(layer), range(KV_HEADS))
                 chosen = [selection[h] for h in heads]
+            dense = settings.get("decode_only") or selection is None or chosen is everything
             if not decoded:
-                dense = settings.get("decode_only") or selection is None
                 chosen = everything if dense else [one | set(range(begin, i + 1)) for one in chosen]
-            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen))
+            mean_of = begin if "rest" in settings and not decoded and not dense else 0
+            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen, mean_of))
     assert [layer.counters.indices_reused for layer in stack.layers] == [
         (total - prompt) * (layer not in settings["anchors"] and layer > settings["anchors"][0])
         for layer in range(layers)
@@ -237,6 +249,8 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
         ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
+        ("kascade", {"rest": "median"}, "rest must be 'none' or 'mean', not"),
+        ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
         ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),

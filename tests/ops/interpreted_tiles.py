@@ -50,10 +50,11 @@ def selection(shape, tile, number, seed=0, holes=True):
 
 
 def check(q, k, v, indices, tile, offset):
-    arguments = {"tile": tile, "scaling": 0.3, "offset": offset}
-    out = tiles_kernel.attend_tiles(q, k, v, indices, **arguments).out
-    assert out.dtype == q.dtype
-    assert_close(out, tiles.attend_tiles(q, k, v, indices, **arguments).out, q.dtype)
+    for rest in (True, False):
+        arguments = {"tile": tile, "scaling": 0.3, "offset": offset, "rest": rest}
+        out = tiles_kernel.attend_tiles(q, k, v, indices, **arguments).out
+        assert out.dtype == q.dtype
+        assert_close(out, tiles.attend_tiles(q, k, v, indices, **arguments).out, q.dtype)
     return out
 
 

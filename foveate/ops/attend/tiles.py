@@ -18,6 +18,7 @@ def attend_tiles(
     scaling: float,
     offset: int = 0,
     heads: Tensor | None = None,
+    rest: bool = False,
 ) -> Attended:
     """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
 
@@ -29,6 +30,8 @@ def attend_tiles(
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
         indices: int ``[B, Hkv, T, K]``: for each tile given, keys before its first position; -1 marks an unused place.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
+        rest: whether the keys before a tile that are not chosen for it count as one: their mean key, with the logarithm
+            of their number added to its logit, and their mean value. A key must not be chosen twice then.
 
     Raises:
         ValueError: when there are not as many selections as tiles.
@@ -42,6 +45,7 @@ def attend_tiles(
     own_k, own_v = (
         F.pad(x[:, :, start:end], (0, 0, 0, start + tiles * tile - end)).unflatten(2, (tiles, tile)) for x in (k, v)
     )
+    sums = [sums_before(x, start, tile, tiles) for x in (k, v)] if rest else []
     future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1).repeat(width // tile, 1)
     seen = indices.shape[3] + tile
     step = block_length(4 * batch * num_kv_heads * seen * (width + k.shape[3] + v.shape[3]), tiles)
@@ -51,13 +55,39 @@ def attend_tiles(
         chosen = chosen if heads is None else chosen.index_select(1, heads)
         keys, values = (x.unflatten(2, chosen.shape[2:]) for x in gather_fields([k, v], chosen.flatten(2, 3)))
         unused = (chosen < 0)[..., None]
+        some, chosen_keys, chosen_values = rows[:, :, first : first + step], keys, values.masked_fill(unused, 0)
         keys = torch.cat([keys, own_k[:, :, first : first + step]], 3)
-        values = torch.cat([values.masked_fill(unused, 0), own_v[:, :, first : first + step]], 3)
-        logits = matmul_fp32(rows[:, :, first : first + step], keys.transpose(-1, -2)) * scaling
+        values = torch.cat([chosen_values, own_v[:, :, first : first + step]], 3)
+        logits = matmul_fp32(some, keys.transpose(-1, -2)) * scaling
         hidden = torch.cat(
             [unused.transpose(-1, -2).expand(-1, -1, -1, width, -1), future.expand(*chosen.shape[:3], -1, -1)], -1
         )
-        weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
-        outs.append(matmul_fp32(weights.to(values.dtype), values).to(q.dtype))
+        logits = logits.masked_fill(hidden, float("-inf"))
+        if not rest:
+            outs.append(matmul_fp32(logits.softmax(-1).to(values.dtype), values).to(q.dtype))
+            continue
+        begins = start + tile * torch.arange(first, first + chosen.shape[2], device=q.device)
+        left = (begins - (chosen >= 0).sum(-1))[..., None]
+        chosen_keys = chosen_keys.masked_fill(unused, 0)
+        mean_key, mean_value = (
+            (sums[:, :, first : first + step] - x.sum(3, dtype=sums.dtype)) / left.clamp_min(1)
+            for sums, x in zip(sums, (chosen_keys, chosen_values), strict=True)
+        )
+        of_rest = (some.to(mean_key.dtype) @ mean_key[..., None])[..., 0] * scaling + left.log()
+        weights = torch.cat([logits, of_rest.masked_fill(left <= 0, float("-inf"))[..., None]], -1).softmax(-1)
+        out = matmul_fp32(weights[..., :-1].to(values.dtype), values)
+        outs.append((out + weights[..., -1:] * mean_value[:, :, :, None]).to(q.dtype))
     out = torch.cat(outs, 2).unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return Attended(out[:, :, lead : lead + q.shape[2]])
+
+
+def sums_before(x: Tensor, start: int, tile: int, tiles: int) -> Tensor:
+    """The sum of all keys or values, ``[B, Hkv, Lk, D]``, before each tile: fp32 or fp64 ``[B, Hkv, T, D]``.
+
+    The first tile begins at position ``start``, a multiple of ``tile``.
+    """
+    end = start + (tiles - 1) * tile
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    before = x[:, :, :start].sum(2, keepdim=True, dtype=dtype)
+    of_tiles = x[:, :, start:end].unflatten(2, (tiles - 1, tile)).sum(3, dtype=dtype)
+    return torch.cat([before, of_tiles], 2).cumsum(2)

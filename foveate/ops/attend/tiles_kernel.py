@@ -9,6 +9,7 @@ from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._math import SCRATCH_BYTES
 from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.tiles import sums_before
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -55,6 +56,7 @@ def attend_tiles(
     scaling: float,
     offset: int = 0,
     heads: Tensor | None = None,
+    rest: bool = False,
 ) -> Attended:
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
@@ -80,6 +82,7 @@ def attend_tiles(
     used = places_used(indices)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
+    sums = [sums_before(x, offset - lead, tile, tiles) for x in (k, v)] if rest else [None, None]
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
     _attend_tiles[tiles * parts, batch * num_kv_heads](
         q,
@@ -88,6 +91,7 @@ def attend_tiles(
         indices,
         used,
         heads,
+        *sums,
         out,
         *q.stride(),
         *k.stride(),
@@ -103,6 +107,7 @@ def attend_tiles(
         offset,
         scaling * _LOG2E.value,
         MAPPED=heads is not None,
+        REST=rest,
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -122,6 +127,8 @@ def _attend_tiles(
     index_ptr,
     used_ptr,
     heads_ptr,
+    key_sum_ptr,
+    value_sum_ptr,
     out_ptr,
     q_stride_b,
     q_stride_h,
@@ -151,6 +158,7 @@ def _attend_tiles(
     offset,
     scale,
     MAPPED: tl.constexpr,
+    REST: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -161,7 +169,8 @@ def _attend_tiles(
     """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
 
     Row r of a tile is query ``r % tile`` of the group's head ``r // tile``. The last tiles, which have the most keys,
-    have the lowest numbers and start first.
+    have the lowest numbers and start first. With ``REST`` the logit of the mean of the keys that are left is had from
+    the sum of all keys, ``[B, Hkv, T, D]``, without the sum of the logits of those chosen.
     """
     t, part = tiles - 1 - tl.program_id(0) // parts, tl.program_id(0) % parts
     batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
@@ -185,6 +194,12 @@ def _attend_tiles(
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if REST:
+        of_all = (batch * num_kv_heads + head) * tiles + t
+        key_sum = tl.load(key_sum_ptr + of_all * DIM + dims, mask=dims < DIM, other=0.0)
+        value_sum = tl.load(value_sum_ptr + of_all * VALUE_DIM + value_dims, mask=value_dims < VALUE_DIM, other=0.0)
+        of_rest = tl.sum(q.to(tl.float32) * key_sum[None, :], 1) * scale
+        left = start
     for of_tile in tl.static_range(2):  # first the keys chosen, then those of the tile
         for first in tl.range(0, tl.minimum(tile, end - start) if of_tile else used, BLOCK_N):
             if of_tile:
@@ -198,6 +213,9 @@ def _attend_tiles(
             k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
             k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
             logits = tl.dot(q, k, input_precision="ieee") * scale
+            if REST and not of_tile:
+                of_rest -= tl.sum(logits, 1)
+                left -= tl.sum(stored.to(tl.int32))
             seen = stored[None, :] & (rows >= 0)[:, None]
             if of_tile:
                 seen = seen & (keys[None, :] <= own[:, None])
@@ -207,9 +225,19 @@ def _attend_tiles(
             fade = tl.exp2(top - higher)
             v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
             v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
+            if REST and not of_tile:
+                value_sum -= tl.sum(v.to(tl.float32), 0)
             out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
             weight = weight * fade + tl.sum(p, 1)
             top = higher
+
+    if REST:
+        number = tl.maximum(left, 1).to(tl.float32)
+        logit = tl.where(left > 0, of_rest / number + tl.log2(number), float("-inf"))
+        higher = tl.maximum(top, logit)
+        p, fade = tl.exp2(logit - higher), tl.exp2(top - higher)
+        out = out * fade[:, None] + p[:, None] * (value_sum / number)[None, :]
+        weight = weight * fade + p
 
     out = out / tl.where(weight == 0, 1.0, weight)[:, None]
     out_ptr += batch * out_stride_b + head * group * out_stride_h
