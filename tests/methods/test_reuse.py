@@ -249,7 +249,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
         ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
-        ("kascade", {"rest": "median"}, "rest must be 'none' or 'mean', not"),
+        ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
