@@ -117,8 +117,11 @@ class Plan:
             raise UserError(f"method must be kascade with its settings, not {method.spec}")
         if (method.anchors, method.heads, method.calibration) != (Kascade.anchors, None, ""):
             raise UserError(f"method must leave out anchors, heads and calibration, which are chosen: {method.spec}")
-        if method.tile != Kascade.tile:
-            raise UserError(f"tile has no effect: what is measured is decoding behind dense prompts: {method.spec}")
+        for name in ("tile", "rest"):
+            if getattr(method, name) != getattr(Kascade, name):
+                raise UserError(
+                    f"{name} has no effect: what is measured is decoding behind dense prompts: {method.spec}"
+                )
 
     @property
     def diverges(self) -> bool:

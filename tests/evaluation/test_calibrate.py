@@ -449,9 +449,12 @@ class TestBadPlans:
             ({"answer_tokens": 0}, "answer-tokens must be at least 1"),
             ({"by": "divergence", "answer_tokens": 1}, "answer-tokens must be at least 2, got 1: the first is"),
             ({"also": (tasks.parse("niah", length=310),), "limit": 0}, "limit must be at least 1, got 0"),
-            (
-                {"by": "divergence", "method": Kascade(tile=9)},
-                "tile has no effect: what is measured is decoding behind dense prompts",
+            *(
+                (
+                    {"by": "divergence", "method": Kascade(**idle)},
+                    f"{next(iter(idle))} has no effect: what is measured is decoding behind dense prompts",
+                )
+                for idle in ({"tile": 9}, {"rest": "mean"})
             ),
             ({"by": "divergence", "method": Kascade(top_k=1.0)}, r"all keys of a prompt of 29\d tokens are read under"),
             ({"by": "divergence", "method": Kascade(min_k=299)}, r"all keys of a prompt .* under kascade:min_k=299"),
