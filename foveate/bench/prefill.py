@@ -20,7 +20,18 @@ from foveate.evaluation.errors import UserError
 
 BENCH = "prefill"
 TRANSFORMERS = "transformers-sdpa"
-METHODS = ("dense", "streaming", "kascade", "tova", "snapkv", "h2o", "luka", "luka:compressor=attention", "mixed")
+METHODS = (
+    "dense",
+    "streaming",
+    "kascade",
+    "kascade:rest=mean",
+    "tova",
+    "snapkv",
+    "h2o",
+    "luka",
+    "luka:compressor=attention",
+    "mixed",
+)
 
 
 @torch.inference_mode()
