@@ -38,7 +38,9 @@ def table(words: list[str]) -> str:
     else:
         rows, _ = once(chosen([spelled(row) for row in rows], conditions))
         if "over-splits" in words:
-            rows, _ = pooled.over_splits(rows)
+            rows, notes = pooled.over_splits(rows)
+            for note in notes:
+                print(note, file=sys.stderr)
     (kind,) = [KINDS[word] for word in words if word in KINDS] or [tables]
     return kind(rows)
 

@@ -43,7 +43,7 @@ def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
         family = _NUMBER.sub("", row["split"])
         pools.setdefault((row["model"], row["task"], family, length, row["dtype"]), []).append(row)
     kept, notes = [], []
-    for (model, task, family, *_), pool in pools.items():
+    for (model, task, family, length, _), pool in pools.items():
         splits = list(dict.fromkeys(row["split"] for row in pool))
         if len(splits) == 1:
             kept += pool
@@ -59,7 +59,8 @@ def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
             raise UserError(f"no row of dense in {task} {missing[0]} on {model} to compare with")
         for spec, found in by_spec.items():
             if missing := [split for split in splits if split not in found]:
-                notes.append(f"{spec}: not measured on {', '.join(missing)} of {task}, left out")
+                what = f"{', '.join(missing)} of {task}{f', {length} tokens' if length else ''}"
+                notes.append(f"{spec}: not measured on {what}, left out")
                 continue
             kept.append(_pooled(family, [found[split] for split in splits], [dense[split] for split in splits]))
     return kept, notes
@@ -73,6 +74,8 @@ def _pooled(family: str, rows: Sequence[Row], dense: Sequence[Row]) -> Row:
     return {
         **first,
         "split": f"{family} ({len(rows)} splits)",
+        "commit": ", ".join(dict.fromkeys(part for row in rows for part in row["commit"].split(", "))),
+        "ceiling": float(np.average([row["ceiling"] for row in rows], weights=counts)),
         "task_settings": {name: value for name, value in first["task_settings"].items() if name != "split"},
         "length": round(np.average([row["length"] for row in rows], weights=counts)),
         "n": sum(counts),

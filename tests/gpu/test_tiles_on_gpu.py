@@ -115,9 +115,10 @@ def test_heads_of_attention(dtype, heads, kv_heads):
 def test_heads_that_read_the_choice_of_others(dtype):
     q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
     chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
-    arguments = {"tile": 64, "scaling": 0.125, "offset": 77}
-    mapped = ops.attend_tiles(q, k, v, chosen, heads=heads, **arguments).out
-    assert torch.equal(mapped, ops.attend_tiles(q, k, v, chosen[:, heads], **arguments).out)
+    for rest in (False, True):
+        arguments = {"tile": 64, "scaling": 0.125, "offset": 77, "rest": rest}
+        mapped = ops.attend_tiles(q, k, v, chosen, heads=heads, **arguments).out
+        assert torch.equal(mapped, ops.attend_tiles(q, k, v, chosen[:, heads], **arguments).out)
 
 
 @DTYPES

@@ -116,8 +116,11 @@ def test_heads_that_read_the_choice_of_others(heads):
     chosen, heads = selection(shape, 8, 9), torch.tensor(heads)
     chosen[:, 0, :, 4:], chosen[:, 2, 1:] = -1, -1  # some heads have fewer, or none
     q, k, v = problem(shape)
-    mapped = tiles_kernel.attend_tiles(q, k, v, chosen, tile=8, scaling=0.3, offset=14, heads=heads).out
-    assert torch.equal(mapped, check(q, k, v, chosen[:, heads], 8, 14))
+    check(q, k, v, chosen[:, heads], 8, 14)
+    for rest in (False, True):
+        arguments = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest}
+        mapped = tiles_kernel.attend_tiles(q, k, v, chosen, heads=heads, **arguments).out
+        assert torch.equal(mapped, tiles_kernel.attend_tiles(q, k, v, chosen[:, heads], **arguments).out)
 
 
 def test_keys_that_are_not_chosen_leave_no_trace():

@@ -142,7 +142,7 @@ class TestFrontier:
             plots.frontier(FRONTIER, tmp_path / "a.png", recommended="luka:top_k=0.3")
 
     def test_splits_in_one_panel(self, pages, tmp_path):
-        values = {"metrics": {"em": {}}, "item_values": {"em": [1.0, 0.0]}, "n": 2}
+        values = {"metrics": {"em": {}}, "item_values": {"em": [1.0, 0.0]}, "n": 2, "commit": "abc", "ceiling": 100.0}
         rows = [row(spec, share=0.2, split=f"a_{s}", **values) for spec in ("dense", "h2o:top_k=0.2") for s in "12"]
         plots.frontier([*rows, row("h2o:top_k=0.1", split="a_1", **values)], tmp_path / "a.png", over_splits=True)
         (axis,) = pages[0].axes

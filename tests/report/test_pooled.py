@@ -20,6 +20,8 @@ def row(spec, split, values, share=0.2, task="ruler", length=8000, **more):
         "item_values": {"recall": list(values)},
         "keys_read_share": share,
         "dtype": "float32",
+        "commit": "abc",
+        "ceiling": 100.0,
         "run": {"items": f"{task} {split}"},
         **more,
     }
@@ -28,14 +30,15 @@ def row(spec, split, values, share=0.2, task="ruler", length=8000, **more):
 ROWS = [
     row("dense", "a_1", [1, 1, 1, 0], share=1.0, length=8000),
     row("quest", "a_1", [1, 0, 1, 0], share=0.2),
-    row("dense", "a_2", [1, 1], share=1.0, length=8300),
-    row("quest", "a_2", [0, 1], share=0.5, length=8300),
+    row("dense", "a_2", [1, 1], share=1.0, length=8300, ceiling=40.0, commit="def, abc"),
+    row("quest", "a_2", [0, 1], share=0.5, length=8300, ceiling=40.0, commit="def, abc"),
 ]
 
 
 def test_each_item_counts_once_and_differences_are_paired():
     (dense, quest), notes = pooled.over_splits(ROWS)
     assert notes == []
+    assert (quest["ceiling"], quest["commit"]) == (80.0, "abc, def")
     assert quest["item_values"] == {"recall": [1, 0, 1, 0, 0, 1]}
     assert (quest["split"], quest["n"], quest["length"], dense["length"]) == ("a (2 splits)", 6, 8100, 8100)
     assert quest["score"] == pytest.approx(50)
@@ -60,7 +63,7 @@ def test_other_tasks_lengths_models_and_families_are_not_mixed():
 def test_a_method_that_a_split_lacks_is_left_out_and_said():
     found, notes = pooled.over_splits([*ROWS, row("tova", "a_2", [1, 1])])
     assert [one["spec"] for one in found] == ["dense", "quest"]
-    assert notes == ["tova: not measured on a_1 of ruler, left out"]
+    assert notes == ["tova: not measured on a_1 of ruler, 8192 tokens, left out"]
 
 
 def test_a_method_that_took_no_steps_read_nothing():

@@ -55,9 +55,12 @@ def attend_tiles(
         chosen = chosen if heads is None else chosen.index_select(1, heads)
         keys, values = (x.unflatten(2, chosen.shape[2:]) for x in gather_fields([k, v], chosen.flatten(2, 3)))
         unused = (chosen < 0)[..., None]
-        some, chosen_keys, chosen_values = rows[:, :, first : first + step], keys, values.masked_fill(unused, 0)
+        values = values.masked_fill(unused, 0)
+        some, of_chosen = rows[:, :, first : first + step], []
+        if rest:
+            of_chosen = [x.sum(3, dtype=sums[0].dtype) for x in (keys.masked_fill(unused, 0), values)]
         keys = torch.cat([keys, own_k[:, :, first : first + step]], 3)
-        values = torch.cat([chosen_values, own_v[:, :, first : first + step]], 3)
+        values = torch.cat([values, own_v[:, :, first : first + step]], 3)
         logits = matmul_fp32(some, keys.transpose(-1, -2)) * scaling
         hidden = torch.cat(
             [unused.transpose(-1, -2).expand(-1, -1, -1, width, -1), future.expand(*chosen.shape[:3], -1, -1)], -1
@@ -68,12 +71,11 @@ def attend_tiles(
             continue
         begins = start + tile * torch.arange(first, first + chosen.shape[2], device=q.device)
         left = (begins - (chosen >= 0).sum(-1))[..., None]
-        chosen_keys = chosen_keys.masked_fill(unused, 0)
         mean_key, mean_value = (
-            (sums[:, :, first : first + step] - x.sum(3, dtype=sums.dtype)) / left.clamp_min(1)
-            for sums, x in zip(sums, (chosen_keys, chosen_values), strict=True)
+            (of_all[:, :, first : first + step] - x) / left.clamp_min(1)
+            for of_all, x in zip(sums, of_chosen, strict=True)
         )
-        of_rest = (some.to(mean_key.dtype) @ mean_key[..., None])[..., 0] * scaling + left.log()
+        of_rest = (some.to(mean_key.dtype) @ mean_key[..., None])[..., 0] * scaling + left.to(mean_key.dtype).log()
         weights = torch.cat([logits, of_rest.masked_fill(left <= 0, float("-inf"))[..., None]], -1).softmax(-1)
         out = matmul_fp32(weights[..., :-1].to(values.dtype), values)
         outs.append((out + weights[..., -1:] * mean_value[:, :, :, None]).to(q.dtype))

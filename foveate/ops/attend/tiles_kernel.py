@@ -170,7 +170,7 @@ def _attend_tiles(
 
     Row r of a tile is query ``r % tile`` of the group's head ``r // tile``. The last tiles, which have the most keys,
     have the lowest numbers and start first. With ``REST`` the logit of the mean of the keys that are left is had from
-    the sum of all keys, ``[B, Hkv, T, D]``, without the sum of the logits of those chosen.
+    the sum of all keys, ``[B, Hkv, T, D]``, less the sum of the logits of those chosen.
     """
     t, part = tiles - 1 - tl.program_id(0) // parts, tl.program_id(0) % parts
     batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
