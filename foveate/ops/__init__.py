@@ -37,9 +37,12 @@ from foveate.ops.compress import (
 )
 from foveate.ops.retain import keep_best, weakest
 from foveate.ops.score import (
+    INDEXER_BLOCK,
+    IndexerScores,
     attention_divergence,
     column_mass,
     free_energy,
+    indexer_scores,
     key_logits,
     largest_logit,
     logit_deviation,
@@ -47,11 +50,15 @@ from foveate.ops.score import (
     query_mass,
     tile_logits,
     tile_mass,
+    visible_keys,
+    weighted_relu,
 )
-from foveate.ops.select import StreamingTopK, by_bound, by_mass, first_of, topk, topk_rows
+from foveate.ops.select import StreamingTopK, by_bound, by_mass, first_of, topk, topk_of_blocks, topk_rows
 
 __all__ = [
+    "INDEXER_BLOCK",
     "Attended",
+    "IndexerScores",
     "Nodes",
     "Part",
     "StreamingTopK",
@@ -75,6 +82,7 @@ __all__ = [
     "gather_slots",
     "gaussian_ends",
     "importance_weights",
+    "indexer_scores",
     "keep_best",
     "key_logits",
     "largest_logit",
@@ -91,6 +99,9 @@ __all__ = [
     "tile_logits",
     "tile_mass",
     "topk",
+    "topk_of_blocks",
     "topk_rows",
+    "visible_keys",
     "weakest",
+    "weighted_relu",
 ]

@@ -1,7 +1,9 @@
 """score: how much each key, page or block matters to a query."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.score import reference
+from foveate.ops.score import indexer, reference
+from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
+from foveate.ops.score.indexer import IndexerScores, visible_keys, weighted_relu
 from foveate.ops.score.nodes import (
     attention_divergence,
     free_energy,
@@ -13,11 +15,15 @@ from foveate.ops.score.nodes import (
 from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
+indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel")
 
 __all__ = [
+    "INDEXER_BLOCK",
+    "IndexerScores",
     "attention_divergence",
     "column_mass",
     "free_energy",
+    "indexer_scores",
     "key_logits",
     "largest_logit",
     "logit_deviation",
@@ -25,4 +31,6 @@ __all__ = [
     "query_mass",
     "tile_logits",
     "tile_mass",
+    "visible_keys",
+    "weighted_relu",
 ]

@@ -1,0 +1,129 @@
+"""Which compressed keys each query reads: exact top-k of the lightning indexer's scores, in bounded memory.
+
+Three paths give the same sets, up to how products are rounded. ``materialised`` is the specification, with the tensor
+of products ``[B, S, H, T]`` that public implementations make. ``chunked`` is StreamIndex's algorithm 2: tiles of
+queries and keys, a top-k of each tile merged into a running one. ``fused`` holds the scores of some queries for all
+keys that they see, and the largest of every few of them, so that selection reads little of what scoring wrote.
+"""
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+
+PATHS = ("auto", "materialised", "chunked", "fused")
+SCORES_BYTES = 512 << 20
+"""Scores that the fused path holds at once."""
+QUERY_CHUNK, KEY_CHUNK = 2048, 8192
+"""Tiles of the chunked path, as in StreamIndex, section 6.2."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def lightning_indexer(
+    q: Tensor, k: Tensor, weights: Tensor, top_k: int, *, ratio: int = 1, offset: int = 0, path: str = "auto"
+) -> Tensor:
+    """The ``top_k`` keys with the largest ``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])`` for each query.
+
+    Query i is at position ``offset + i`` and may read the first ``(offset + i + 1) // ratio`` keys, of which each
+    stands for ``ratio`` tokens. The order is total: the larger score first, then the smaller index (StreamIndex,
+    section 4.1).
+
+    Args:
+        q: ``[B, S, H, D]``, bf16, fp16 or fp32.
+        k: ``[B, T, D]``, of the same dtype.
+        weights: ``[B, S, H]``, of any sign, with all scales in them; read as fp32.
+        top_k: keys a query.
+        ratio: tokens a key.
+        offset: tokens before the first query's.
+        path: see above; ``auto`` is ``fused`` on a GPU with kernels, and ``chunked`` elsewhere.
+
+    Returns:
+        int32 ``[B, S, top_k]``: indices, ascending; -1 at the end where a query may read fewer.
+
+    Raises:
+        ValueError: for shapes that do not agree, a dtype that is not supported, ``top_k``, ``ratio`` or ``offset`` out
+            of range, and scores that are NaN (inside a CUDA graph these are not looked for).
+    """
+    _check(q, k, weights, top_k, ratio, offset, path)
+    weights = weights.float()
+    if path == "auto":
+        path = "fused" if q.is_cuda else "chunked"
+    run = {"materialised": _materialised, "chunked": _chunked, "fused": _fused}[path]
+    keys = k[:, : min((offset + q.shape[1]) // ratio, k.shape[1])]
+    if not keys.shape[1] or not q.shape[1]:
+        return torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32, device=q.device)
+    return run(q, keys, weights, top_k, ratio, offset)
+
+
+def _materialised(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int) -> Tensor:
+    products = torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu_()
+    scores = (products * weights[..., None]).sum(2)
+    visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
+    _refuse_nan(scores.masked_fill(_from(visible, 0, k.shape[1]), 0.0).isnan().any())
+    return _padded(ops.topk(scores.masked_fill_(_from(visible, 0, k.shape[1]), float("-inf")), top_k), top_k)
+
+
+def _chunked(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int) -> Tensor:
+    found = q.new_empty(*q.shape[:2], top_k, dtype=torch.int32)
+    visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
+    lost = torch.zeros((), dtype=torch.bool, device=q.device)
+    for first in range(0, q.shape[1], QUERY_CHUNK):
+        queries = slice(first, first + QUERY_CHUNK)
+        number = min((offset + min(first + QUERY_CHUNK, q.shape[1])) // ratio, k.shape[1])
+        best = ops.StreamingTopK(top_k)
+        for start in range(0, max(number, 1), KEY_CHUNK):
+            keys = k[:, start : min(start + KEY_CHUNK, number)]
+            scores = ops.weighted_relu(q[:, queries], keys, weights[:, queries])
+            scores.masked_fill_(_from(visible[queries], start, keys.shape[1]), float("-inf"))
+            lost |= scores.isnan().any()
+            best.update(scores.nan_to_num_(0.0, float("inf"), float("-inf")), start)
+        found[:, queries] = _padded(best.result()[0], top_k)
+    _refuse_nan(lost)
+    return found
+
+
+def _fused(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int) -> Tensor:
+    batch, queries = q.shape[:2]
+    found = q.new_empty(batch, queries, top_k, dtype=torch.int32)
+    lost = torch.zeros(1, dtype=torch.int32, device=q.device)
+    step = max(1, SCORES_BYTES // max(1, 4 * batch * min((offset + queries) // ratio, k.shape[1])))
+    for first in range(0, queries, step):
+        rows, at = min(step, queries - first), offset + first
+        some = slice(first, first + rows)
+        keys = k[:, : min((at + rows) // ratio, k.shape[1])]
+        scores, maxima, nan = ops.indexer_scores(q[:, some], keys, weights[:, some], ratio=ratio, offset=at)
+        visible = ops.visible_keys(rows, keys.shape[1], ratio, at, q.device)
+        found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK)
+        lost |= nan
+    _refuse_nan(lost > 0)
+    return found
+
+
+def _from(visible: Tensor, start: int, number: int) -> Tensor:
+    """bool ``[S, number]``: which of the keys from ``start`` on a query may not read."""
+    return torch.arange(start, start + number, device=visible.device) >= visible[:, None]
+
+
+def _padded(indices: Tensor, top_k: int) -> Tensor:
+    return torch.nn.functional.pad(indices, (0, top_k - indices.shape[-1]), value=-1).to(torch.int32)
+
+
+def _refuse_nan(lost: Tensor) -> None:
+    if lost.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if bool(lost.any()):
+        raise ValueError("scores are NaN: q, k or weights hold NaN or infinities, and no set of keys is right")
+
+
+def _check(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, path: str) -> None:
+    if q.ndim != 4 or k.ndim != 3 or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[3]:
+        raise ValueError(f"q must be [B, S, H, D] and k [B, T, D], not {list(q.shape)} and {list(k.shape)}")
+    if weights.shape != q.shape[:3]:
+        raise ValueError(f"weights must be [B, S, H] = {list(q.shape[:3])}, not {list(weights.shape)}")
+    if q.dtype not in _DTYPES or k.dtype != q.dtype:
+        raise ValueError(f"q and k must both be bf16, fp16 or fp32, not {q.dtype} and {k.dtype}")
+    for name, value, least in (("top_k", top_k, 1), ("ratio", ratio, 1), ("offset", offset, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")

@@ -1,0 +1,60 @@
+"""The lightning indexer's score of compressed keys (DeepSeek-V3.2; StreamIndex, section 3)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foveate.ops._math import block_length, matmul_fp32
+
+BLOCK = 16
+"""Keys whose scores have one maximum."""
+
+
+class IndexerScores(NamedTuple):
+    """Scores of keys for queries, and the largest of every block of :data:`BLOCK` keys."""
+
+    scores: Tensor
+    """fp32 ``[B, S, T]``; what stands at keys that a query may not see is not defined."""
+    maxima: Tensor
+    """fp32 ``[B, S, ceil(T / BLOCK)]``, over keys that a query may see; undefined for blocks of which it sees none."""
+    lost: Tensor
+    """int32 ``[1]``: not 0 if a score that a query may see is NaN."""
+
+
+def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, offset: int = 0) -> IndexerScores:
+    """``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])``, in fp32, for the keys before each query.
+
+    Query i is at position ``offset + i`` and sees the first ``(offset + i + 1) // ratio`` keys, of which each stands
+    for ``ratio`` tokens. There is no tensor of heads by keys by queries.
+
+    Args:
+        q: ``[B, S, H, D]``.
+        k: ``[B, T, D]``.
+        weights: fp32 ``[B, S, H]``, of any sign; scales belong in here.
+    """
+    number = k.shape[1]
+    scores = weighted_relu(q, k, weights)
+    unseen = torch.arange(number, device=q.device) >= visible_keys(q.shape[1], number, ratio, offset, q.device)[:, None]
+    lost = scores.isnan().logical_and_(~unseen).any().to(torch.int32).reshape(1)
+    seen = scores.masked_fill(unseen, float("-inf"))
+    padded = torch.nn.functional.pad(seen, (0, -number % BLOCK), value=float("-inf"))
+    return IndexerScores(scores, padded.unflatten(-1, (-1, BLOCK)).amax(-1), lost)
+
+
+def weighted_relu(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """The scores of all keys, whether a query may see them or not: fp32 ``[B, S, T]``."""
+    batch, queries, heads, _ = q.shape
+    scores = q.new_empty(batch, queries, k.shape[1], dtype=torch.float32)
+    step = block_length(4 * batch * heads * k.shape[1], queries)
+    for first in range(0, queries, step):
+        some = q[:, first : first + step]
+        products = matmul_fp32(some.flatten(1, 2), k.transpose(1, 2)).relu_().unflatten(1, (-1, heads))
+        scores[:, first : first + step] = torch.einsum("bsht,bsh->bst", products, weights[:, first : first + step])
+    return scores
+
+
+def visible_keys(queries: int, number: int, ratio: int, offset: int, device: torch.device) -> Tensor:
+    """How many of ``number`` keys each query sees: int64 ``[S]`` (StreamIndex, section 4.2)."""
+    positions = torch.arange(offset, offset + queries, device=device)
+    return torch.div(positions + 1, ratio, rounding_mode="floor").clamp_max(number)

@@ -1,0 +1,161 @@
+"""The lightning indexer's score: Triton kernel of :func:`indexer_scores`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.score.indexer import BLOCK, IndexerScores
+
+_ROWS = 256
+"""The most queries times heads of a program."""
+_KEYS = 64
+"""Keys of a product."""
+_SPAN = 64
+"""Products that a program makes, so that its queries are loaded once for all of them."""
+
+
+def queries_of(heads: int) -> int:
+    """Queries of a program."""
+    return min(_ROWS // heads, 8)
+
+
+def options(dtype: torch.dtype, dim: int, capability: int) -> dict[str, int]:
+    """What the kernel is compiled with. Two programs share one of Hopper's multiprocessors, so that one multiplies
+    while the other adds up heads; others have shared memory for fewer blocks of keys."""
+    if dtype == torch.float32 or dim > 128:
+        return {"num_warps": 8, "num_stages": 1}
+    return {"num_warps": 4, "num_stages": 3 if capability >= 9 else 2}
+
+
+def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, offset: int = 0) -> IndexerScores:
+    """See :func:`foveate.ops.score.indexer.indexer_scores`.
+
+    Keys stand in the rows of the products and heads in their columns, so that ReLU, weights and the sum over heads are
+    work of one thread and its neighbours. Every score has one owner and one order of summation: repeats are equal bit
+    for bit. Blocks that no query of a program sees are neither read nor written.
+    """
+    batch, queries, heads, dim = q.shape
+    number = k.shape[1]
+    if q.dtype != k.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
+    if heads & (heads - 1) or not 16 <= heads <= _ROWS // 2 or dim > 256:
+        raise UnsupportedError(f"{heads} index heads of {dim} (powers of two from 16 to {_ROWS // 2}, of at most 256)")
+    if weights.dtype != torch.float32 or weights.shape != q.shape[:3] or k.shape != (batch, number, dim):
+        raise ValueError(
+            f"shapes or dtypes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, "
+            f"weights {tuple(weights.shape)} {weights.dtype}"
+        )
+    blocks = triton.cdiv(number, BLOCK)
+    scores = q.new_empty(batch, queries, number, dtype=torch.float32)
+    maxima = q.new_empty(batch, queries, blocks, dtype=torch.float32)
+    lost = torch.zeros(1, dtype=torch.int32, device=q.device)
+    if not number or not queries:
+        return IndexerScores(scores, maxima, lost)
+    each = queries_of(heads)
+    groups = triton.cdiv(queries, each)
+    _indexer_scores[groups * triton.cdiv(number, _KEYS * _SPAN), batch](
+        q,
+        k,
+        weights,
+        scores,
+        maxima,
+        lost,
+        *q.stride(),
+        *k.stride(),
+        *weights.stride(),
+        groups,
+        queries,
+        number,
+        blocks,
+        ratio,
+        offset,
+        HEADS=heads,
+        EACH=each,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_T=_KEYS,
+        BLOCK=BLOCK,
+        SPAN=_SPAN,
+        **options(q.dtype, dim, torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8),
+    )
+    return IndexerScores(scores, maxima, lost)
+
+
+@triton.jit(do_not_specialize=["groups", "queries", "number", "blocks", "ratio", "offset"])
+def _indexer_scores(
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    score_ptr,
+    max_ptr,
+    lost_ptr,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    q_stride_d,
+    k_stride_b,
+    k_stride_t,
+    k_stride_d,
+    w_stride_b,
+    w_stride_s,
+    w_stride_h,
+    groups,
+    queries,
+    number,
+    blocks,
+    ratio,
+    offset,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Writes ``scores [B, S, T]`` and ``maxima [B, S, blocks]``, both contiguous.
+
+    Programs of the same keys and neighbouring queries run side by side, so that the keys come from the cache.
+    """
+    group, walk = tl.program_id(0) % groups, tl.program_id(0) // groups
+    batch = tl.program_id(1).to(tl.int64)
+    first_query = group * EACH
+    last = tl.minimum(first_query + EACH, queries) - 1
+    end = tl.minimum((offset + last + 1) // ratio, number)  # keys that the last of the queries sees
+    begin = walk * SPAN * BLOCK_T
+    if begin >= end:
+        return
+    rows, dims, places = tl.arange(0, EACH * HEADS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
+    blocks_of_product = tl.arange(0, BLOCK_T // BLOCK)
+
+    query, head = first_query + rows // HEADS, rows % HEADS
+    exist = query < queries
+    query = tl.where(exist, query, 0).to(tl.int64)
+    q_tile = (query * q_stride_s + head * q_stride_h)[:, None] + dims[None, :] * q_stride_d
+    q_mask = exist[:, None] & (dims < DIM)[None, :]
+    q = tl.trans(tl.load(q_ptr + batch * q_stride_b + q_tile, mask=q_mask, other=0.0))
+    w_tile = batch * w_stride_b + query * w_stride_s + head * w_stride_h
+    w = tl.load(w_ptr + w_tile, mask=exist, other=0.0)
+
+    own = first_query + tl.arange(0, EACH)
+    own_exist = own < queries
+    visible = tl.where(own_exist, tl.minimum((offset + own + 1) // ratio, number), 0)
+    row = batch * queries + tl.where(own_exist, own, 0).to(tl.int64)
+    lost = tl.zeros([BLOCK_T, EACH], tl.int32)
+    for start in tl.range(begin, tl.minimum(begin + SPAN * BLOCK_T, end), BLOCK_T):
+        keys = start + places
+        k_tile = batch * k_stride_b + keys.to(tl.int64)[:, None] * k_stride_t + dims[None, :] * k_stride_d
+        k = tl.load(k_ptr + k_tile, mask=(keys < number)[:, None] & (dims < DIM)[None, :], other=0.0)
+        products = tl.dot(k, q, input_precision="ieee")
+        weighted = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
+        score = tl.sum(tl.reshape(weighted, [BLOCK_T, EACH, HEADS]), 2)
+        seen = keys[:, None] < visible[None, :]
+        tl.store(score_ptr + row[None, :] * number + keys[:, None], score, mask=seen)
+        lost |= (seen & (score != score)).to(tl.int32)
+        best = tl.reshape(tl.where(seen, score, float("-inf")), [BLOCK_T // BLOCK, BLOCK, EACH])
+        block = start // BLOCK + blocks_of_product
+        written = block[:, None] * BLOCK < visible[None, :]
+        tl.store(max_ptr + row[None, :] * blocks + block[:, None], tl.max(best, 1), mask=written)
+    tl.atomic_max(lost_ptr, tl.max(tl.max(lost, 1), 0))

@@ -1,0 +1,162 @@
+"""The kernels of the lightning indexer against their references, in numbers that Triton's interpreter gets right."""
+
+import pytest
+import torch
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.score import indexer, indexer_kernel
+from foveate.ops.select import blocks, blocks_kernel
+from tests.kernels import poisoned_memory
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_out():
+    with poisoned_memory():
+        yield
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several programs walk over the keys of a query, and look at a row several times."""
+    monkeypatch.setattr(indexer_kernel, "_SPAN", 2)
+    monkeypatch.setattr(blocks_kernel, "_CHUNK", 64)
+
+
+# indexer_scores
+
+
+def problem(batch=2, queries=9, keys=150, heads=64, dim=16, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, queries, heads, dim), (batch, keys, dim), (batch, queries, heads)
+    q, k, weights = (torch.randn(shape, generator=generator) for shape in shapes)
+    return q.to(dtype), k.to(dtype), weights
+
+
+def check(q, k, weights, ratio, offset):
+    found = indexer_kernel.indexer_scores(q, k, weights, ratio=ratio, offset=offset)
+    expected = indexer.indexer_scores(q, k, weights, ratio=ratio, offset=offset)
+    visible = indexer.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)[:, None]
+    for place, (one, other) in enumerate(zip(found[:2], expected[:2], strict=True)):
+        step = indexer.BLOCK if place else 1
+        seen = (torch.arange(one.shape[-1]) * step < visible).expand_as(one)
+        torch.testing.assert_close(one[seen], other[seen], rtol=1e-4, atol=1e-4)
+    assert found.lost.tolist() == expected.lost.tolist() == [0]
+    return found
+
+
+@pytest.mark.parametrize("keys", [1, 15, 64, 150])
+@pytest.mark.parametrize(("ratio", "offset"), [(1, 0), (1, 140), (4, 500), (3, 2)])
+def test_scores(keys, ratio, offset, small_blocks):
+    check(*problem(keys=keys), ratio, offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(16, 24), (32, 128), (128, 16), (64, 256), (64, 5)])
+def test_heads(heads, dim, dtype):
+    check(*problem(1, 7, 70, heads, dim, dtype), 1, 60)
+
+
+def test_strided_inputs():
+    q, k, weights = problem()
+    expected = check(q, k, weights, 1, 100)
+    wide = torch.full((2, 9, 64, 20), float("nan"))
+    wide[..., 2:18] = q
+    keys, swapped = k.transpose(1, 2).contiguous().transpose(1, 2), weights.transpose(1, 2).contiguous().transpose(1, 2)
+    found = check(wide[..., 2:18], keys, swapped, 1, 100)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_nan_is_told_where_a_query_may_see_it(seen):
+    q, k, weights = problem(1, 5, 90)
+    k[:, 40 if seen else 80] = float("nan")
+    assert indexer_kernel.indexer_scores(q, k, weights, offset=60).lost.tolist() == [int(seen)]
+    assert indexer.indexer_scores(q, k, weights, offset=60).lost.tolist() == [int(seen)]
+
+
+def test_what_scores_refuse():
+    q, k, weights = problem()
+    with pytest.raises(UnsupportedError, match="float64"):
+        indexer_kernel.indexer_scores(q.double(), k.double(), weights)
+    for heads in (8, 48, 256):
+        with pytest.raises(UnsupportedError, match=f"{heads} index heads of 16"):
+            indexer_kernel.indexer_scores(*problem(heads=heads))
+    with pytest.raises(ValueError, match="shapes or dtypes do not fit"):
+        indexer_kernel.indexer_scores(q, k, weights.half())
+    with pytest.raises(ValueError, match="shapes or dtypes do not fit"):
+        indexer_kernel.indexer_scores(q, k[..., :8], weights)
+
+
+# topk_of_blocks
+
+
+def rows(name, number, seed=0):
+    """Scores ``[2, 5, number]`` of a kind that has been the end of other people's top-k."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 5, number, generator=generator)
+    few = torch.rand(x.shape, generator=generator) < 0.3
+    return {
+        "normal": x,
+        "tied": torch.ones_like(x),
+        "three values": (x * 1.5).round().clamp(-1, 1),
+        "zeros of both signs": torch.where(few, 0.0, -0.0),
+        "mostly -inf": x.masked_fill(~few, float("-inf")),
+        "some inf": x.masked_fill(few, float("inf")),
+        "only -inf": torch.full_like(x, float("-inf")),
+        "one bin of fp16": 1 + x * 1e-5,
+        "rising": torch.arange(number).float().expand_as(x).contiguous(),
+        "falling": -torch.arange(number).float().expand_as(x).contiguous(),
+        "tiny": x * 1e-42,
+    }[name]
+
+
+def check_choice(scores, visible, k, block=16):
+    unseen = torch.arange(scores.shape[-1]) >= visible[:, None]
+    padded = torch.nn.functional.pad(
+        scores.masked_fill(unseen, float("-inf")), (0, -scores.shape[-1] % block), value=float("-inf")
+    )
+    maxima = padded.unflatten(-1, (-1, block)).amax(-1)
+    poisoned = maxima.masked_fill(torch.arange(maxima.shape[-1]) * block >= visible[:, None], float("nan"))
+    found = blocks_kernel.topk_of_blocks(scores.masked_fill(unseen, float("nan")), poisoned, visible, k, block)
+    assert found.dtype == torch.int32
+    assert torch.equal(found, blocks.topk_of_blocks(scores, maxima, visible, k, block))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "normal",
+        "tied",
+        "three values",
+        "zeros of both signs",
+        "mostly -inf",
+        "some inf",
+        "only -inf",
+        "one bin of fp16",
+        "rising",
+        "falling",
+        "tiny",
+    ],
+)
+@pytest.mark.parametrize("k", [1, 7, 40, 250, 400])
+def test_choice(name, k, small_blocks):
+    check_choice(rows(name, 333), torch.tensor([0, 1, 200, 320, 333]), k)
+
+
+@pytest.mark.parametrize("number", [1, 16, 17, 2048, 2049])
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_any_number_of_scores(number, block):
+    check_choice(rows("three values", number), torch.full((5,), number), 13, block)
+
+
+def test_what_choice_refuses():
+    scores, maxima, visible = torch.zeros(1, 2, 40), torch.zeros(1, 2, 3), torch.tensor([40, 40])
+    with pytest.raises(UnsupportedError, match="float16"):
+        blocks_kernel.topk_of_blocks(scores.half(), maxima, visible, 3, 16)
+    for wrong in (
+        (scores, maxima, visible, 3, 8),
+        (scores, maxima, visible, 3, 12),
+        (scores, maxima, visible[:1], 3, 16),
+    ):
+        with pytest.raises(ValueError, match="do not fit blocks of"):
+            blocks_kernel.topk_of_blocks(*wrong)

@@ -1,0 +1,70 @@
+"""The kernels of the lightning indexer: what they compute (under the interpreter) and what they compile to."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.kernels import compile_for, run_interpreted
+
+
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("ops/interpreted_indexer.py")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128)])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_scores_compile_for_ampere_and_hopper(capability, dtype, dim, heads):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.score.indexer_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._indexer_scores,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in "qk"},
+            **dict.fromkeys(("w_ptr", "score_ptr", "max_ptr"), "*fp32:16"),
+            "lost_ptr": "*i32:16",
+            **{f"{x}_stride_{axis}": "i32:16" for x in "qw" for axis in "bs"},
+            "q_stride_h": "i32:16",
+            **{f"k_stride_{axis}": "i32:16" for axis in "bt"},
+            **dict.fromkeys(("q_stride_d", "k_stride_d", "w_stride_h"), 1),
+            **dict.fromkeys(("groups", "queries", "number", "blocks", "ratio", "offset"), "i32"),
+            "HEADS": heads,
+            "EACH": kernel.queries_of(heads),
+            "DIM": dim,
+            "BLOCK_D": dim,
+            "BLOCK_T": kernel._KEYS,
+            "BLOCK": 16,
+            "SPAN": kernel._SPAN,
+        },
+        **kernel.options({"fp32": torch.float32}.get(dtype, torch.bfloat16), dim, capability // 10),
+    )
+    half, hopper = dtype != "fp32", capability == 90
+    assert ("wgmma.mma_async" in compiled.ptx) == (half and hopper)
+    assert ("mma.sync" in compiled.ptx) == (half and not hopper)
+    assert ("cp.async" in compiled.ptx) == half, "keys are loaded ahead"
+    if half:
+        assert compiled.spilled <= (0 if hopper else 300)
+        assert compiled.shared <= (113 if hopper else 99) << 10, "two programs fit on one of Hopper's multiprocessors"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_choice_compiles_for_ampere_and_hopper(capability):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.blocks_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._topk_of_blocks,
+        {
+            **dict.fromkeys(("score_ptr", "max_ptr"), "*fp32:16"),
+            **dict.fromkeys(("list_ptr", "found_ptr"), "*i32:16"),
+            "visible_ptr": "*i64:16",
+            **dict.fromkeys(("rows", "number", "blocks", "k"), "i32"),
+            "BLOCK": 16,
+            "CHUNK": kernel._CHUNK,
+        },
+        num_warps=8,
+    )
+    assert compiled.spilled == 0
