@@ -51,6 +51,30 @@ def prefill(
     _measure(bench.BENCH, out, lambda say: bench.run(model, contexts, method or bench.METHODS, repeats, dtype, say))
 
 
+@app.command("indexer")
+def indexer(
+    tokens: Annotated[list[int] | None, typer.Option(help="Length of the context; may be given often.")] = None,
+    impl: Annotated[
+        list[str] | None, typer.Option(help="foveate, chunked or materialised; may be given often.")
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Index heads.")] = 64,
+    dim: Annotated[int, typer.Option(help="Dimensions of an index head.")] = 128,
+    top_k: Annotated[int, typer.Option("--top-k", help="Keys a query.")] = 512,
+    ratio: Annotated[int, typer.Option(help="Tokens a compressed key.")] = 4,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Timed runs.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    out: Out = None,
+) -> None:
+    """The lightning indexer of compressed sparse attention: time, arithmetic, memory, exactness."""
+    from foveate.bench import indexer as bench
+
+    lengths, names = tuple(tokens or bench.TOKENS), tuple(impl or bench.IMPLEMENTATIONS)
+    plan = bench.Plan(lengths, names, heads, dim, top_k, ratio, dtype, repeats, seed, device)
+    _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
+
+
 @app.command("page-scores")
 def page_scores(
     model: Model,

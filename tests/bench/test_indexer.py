@@ -1,0 +1,77 @@
+"""The bench of the lightning indexer, on the CPU at a small size."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from foveate.bench import indexer
+from foveate.bench.rows import FIELDS
+from foveate.cli import app
+from foveate.evaluation.errors import UserError
+
+SMALL = {"heads": 16, "dim": 8, "top_k": 20, "ratio": 4, "dtype": "float32", "repeats": 1, "device": "cpu"}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 64, 1001])
+@pytest.mark.parametrize("ratio", [1, 4, 7])
+def test_useful_work_is_that_of_keys_that_may_be_read(tokens, ratio):
+    assert indexer._pairs(tokens, ratio) == sum((t + 1) // ratio for t in range(tokens))
+
+
+def test_a_row_for_each_implementation_and_length():
+    said = []
+    rows = indexer.run(indexer.Plan(tokens=(64, 200), **SMALL), said.append)
+    assert [(row["impl"], row["case"]["tokens"]) for row in rows] == [
+        (name, tokens) for tokens in (64, 200) for name in indexer.IMPLEMENTATIONS
+    ]
+    assert len(said) == 6
+    for row in rows:
+        assert all(field in row for field in FIELDS)
+        assert row["recall_min"] == 1
+        assert row["baseline"] == "materialised"
+        assert row["tflop_per_s"] * row["ms"] * 1e9 == pytest.approx(
+            2 * 16 * 8 * indexer._pairs(row["case"]["tokens"], 4)
+        )
+
+
+def test_what_does_not_fit_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(indexer, "_ROOM", 0.0)
+    rows = indexer.run(indexer.Plan(tokens=(64,), **SMALL), said.append)
+    assert [row["impl"] for row in rows] == ["foveate", "chunked"]
+    assert rows[0]["baseline"] == "chunked"
+    assert any("materialised at 64 tokens" in line and "do not fit" in line for line in said)
+
+
+def test_a_wrong_set_is_seen(monkeypatch):
+    real = indexer.csa.lightning_indexer
+    monkeypatch.setattr(indexer.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).roll(1, 1))
+    (row,) = indexer.run(indexer.Plan(tokens=(200,), implementations=("foveate",), **SMALL), lambda _: None)
+    assert row["recall_min"] < 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 0}, "heads must be at least 1, not 0"),
+        ({"top_k": 0}, "top-k must be at least 1, not 0"),
+        ({"tokens": ()}, r"tokens must be at least the ratio, 4, not \[\]"),
+        ({"tokens": (3,)}, r"not \[3\]"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),
+        ({"implementations": ("fast",)}, "impl must be among foveate, chunked, materialised, not fast"),
+        ({"implementations": ()}, "not none"),
+    ],
+)
+def test_plans_that_cannot_be(change, message):
+    with pytest.raises(UserError, match=message):
+        indexer.run(indexer.Plan(**({"tokens": (64,)} | SMALL | change)))
+
+
+def test_from_the_command_line(tmp_path):
+    arguments = ["--tokens", "64", "--impl", "foveate", "--heads", "16", "--dim", "8", "--top-k", "9", "--repeats", "1"]
+    out = tmp_path / "indexer.jsonl"
+    done = CliRunner().invoke(app, ["bench", "indexer", "--device", "cpu", *arguments, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert (row["impl"], row["case"]["top_k"], row["recall_min"]) == ("foveate", 9, 1)
