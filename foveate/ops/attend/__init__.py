@@ -16,6 +16,7 @@ from foveate.ops.attend.reference import (
     page_slots,
     prompt_path,
 )
+from foveate.ops.attend.selected import attend_selected
 
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
@@ -28,6 +29,7 @@ __all__ = [
     "attend_cover",
     "attend_indices",
     "attend_pages",
+    "attend_selected",
     "attend_tiles",
     "attend_window",
     "gather_fields",

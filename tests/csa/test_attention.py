@@ -1,0 +1,91 @@
+"""Attention over selected keys, a window and sinks, against textbook attention with masks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foveate import csa, ops
+from tests.helpers import LargestTensor, Shape, assert_close, naive, problem, shapes
+
+
+def selection(shape, number, heads, seed):
+    """Indices ``[B, heads, Lq, K]``, -1 behind and among them, and the mask ``[B, Hkv, Lq, Lk]`` that they mean."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.full((shape.batch, heads, shape.queries, number), -1)
+    mask = torch.zeros(shape.batch, heads, shape.queries, shape.keys, dtype=torch.bool)
+    for b in range(shape.batch):
+        for h in range(heads):
+            for i in range(shape.queries):
+                some = torch.randperm(shape.keys, generator=generator)[: max(0, number - i % 3)]
+                indices[b, h, i, : len(some)] = some
+                indices[b, h, i, : i % 2] = -1
+                mask[b, h, i, indices[b, h, i][indices[b, h, i] >= 0]] = True
+    return indices, mask.expand(-1, shape.kv_heads, -1, -1)
+
+
+@given(shapes(), st.integers(0, 1000), st.integers(0, 9), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_each_query_reads_what_is_selected_for_it(shape, seed, number, shared):
+    q, k, v = problem(shape, seed)
+    indices, mask = selection(shape, number, 1 if shared else shape.kv_heads, seed)
+    found = ops.attend_selected(q, k, v, indices[:, 0] if shared else indices, scaling=0.3)
+    expected = naive(q, k, v, 0.3, mask)
+    assert_close(found.out, expected.out)
+    assert torch.equal(found.lse.isneginf(), expected.lse.isneginf())
+    assert_close(found.lse.nan_to_num(neginf=0), expected.lse.nan_to_num(neginf=0))
+
+
+def test_blocks_change_nothing_and_bound_memory(monkeypatch):
+    shape = Shape(1, 1, 4, 64, 200, 32, 32)
+    q, k, v = problem(shape)
+    indices, _ = selection(shape, 50, 1, 0)
+    expected = ops.attend_selected(q, k, v, indices, scaling=0.3)
+    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 14)
+    with LargestTensor() as gauge:
+        found = ops.attend_selected(q, k, v, indices, scaling=0.3)
+    assert_close(found.out, expected.out)
+    assert gauge.bytes <= 1 << 16, gauge.what
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("size", [None, 1, 5, 100])
+@pytest.mark.parametrize("offset", [0, 9])
+def test_compressed_keys_a_window_and_sinks(sinks, size, offset):
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, length, dim, compressed = 2, 6, 12, 16, 5
+    q = torch.randn(batch, heads, length, dim, generator=generator)
+    kv = torch.randn(batch, 1, compressed, dim, generator=generator)
+    raw = torch.randn(batch, 1, offset + length, dim, generator=generator)
+    logits = torch.randn(heads, generator=generator) if sinks else None
+    indices = torch.stack([torch.arange(3).masked_fill(torch.arange(3) > i % 4 - 1, -1) for i in range(length)])
+    window = None if size is None else csa.Window(raw, raw, size)
+    found = csa.sparse_attention(
+        q, kv, kv, indices.expand(batch, -1, -1), scaling=0.3, window=window, offset=offset, sinks=logits
+    )
+    for i in range(length):
+        read = [kv[:, :, indices[i][indices[i] >= 0]]]
+        if size is not None:
+            read.append(raw[:, :, max(0, offset + i + 1 - size) : offset + i + 1])
+        keys = torch.cat(read, 2).double().expand(-1, heads, -1, -1)
+        scores = (q[:, :, i, None].double() @ keys.transpose(-1, -2))[:, :, 0] * 0.3
+        if sinks:
+            scores = torch.cat([scores, logits.double().expand(batch, -1)[..., None]], -1)
+        weights = scores.softmax(-1)[..., : keys.shape[2]]
+        if scores.shape[-1]:
+            assert_close(found.out[:, :, i], (weights[:, :, None] @ keys)[:, :, 0])
+            assert_close(found.lse[:, :, i], scores.logsumexp(-1))
+        else:
+            assert not found.out[:, :, i].any()
+
+
+def test_bad_input_is_named():
+    q, kv, indices = torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 5, 4), torch.zeros(1, 3, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"indices \(1, 1, 2, 2\) do not fit 1 rows of 3 queries"):
+        csa.sparse_attention(q, kv, kv, indices[:, :2], scaling=1.0)
+    with pytest.raises(ValueError, match="window must be of at least 1 token and hold 4 positions, not 2 of 3"):
+        csa.sparse_attention(q, kv, kv, indices, scaling=1.0, window=csa.Window(kv[:, :, :3], kv, 2), offset=1)
+    with pytest.raises(ValueError, match="window must be of at least 1 token"):
+        csa.sparse_attention(q, kv, kv, indices, scaling=1.0, window=csa.Window(kv, kv, 0))
+    with pytest.raises(ValueError, match=r"sinks must be one logit for each of 2 heads, not \(3,\)"):
+        csa.sparse_attention(q, kv, kv, indices, scaling=1.0, sinks=torch.zeros(3))
