@@ -1,6 +1,7 @@
 """Compressed sparse attention (DeepSeek-V3.2, DeepSeek-V4): the lightning indexer in bounded memory (StreamIndex)."""
 
 from foveate.csa.attention import Window, sparse_attention
+from foveate.csa.compressor import Carry, compress_tokens
 from foveate.csa.indexer import lightning_indexer
 
-__all__ = ["Window", "lightning_indexer", "sparse_attention"]
+__all__ = ["Carry", "Window", "compress_tokens", "lightning_indexer", "sparse_attention"]

@@ -1,0 +1,66 @@
+"""What stands for a window of tokens: gated sums, over the window before as well (DeepSeek-V4's compressors)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Carry(NamedTuple):
+    """What the next call needs of this one's tokens."""
+
+    values: Tensor
+    """``[B, n, W]``: tokens of the last window that is not complete."""
+    gates: Tensor
+    """``[B, n, W]``"""
+    before: tuple[Tensor, Tensor] | None
+    """Values and gates ``[B, ratio, D]`` of the last complete window's first series; None without one, or overlap."""
+
+
+def compress_tokens(
+    values: Tensor, gates: Tensor, bias: Tensor, *, overlap: bool, carry: Carry | None = None
+) -> tuple[Tensor, Carry]:
+    """One entry for every ``ratio`` tokens: ``C_w = Σ_j softmax_j(Z_j + B_j) ⊙ V_j``, for each dimension apart.
+
+    Without overlap j runs over the tokens of window w. With overlap a token has two series of D dimensions each, and j
+    runs over the first series of window w - 1 and the second of window w; window 0 has the latter alone.
+
+    Args:
+        values: ``[B, L, W]``: the new tokens; W is D, or 2 D with overlap.
+        gates: ``[B, L, W]``.
+        bias: ``[ratio, W]``: added to the gates by place in the window.
+        overlap: see above.
+        carry: what the call before returned, or None at the first token.
+
+    Returns:
+        ``[B, n, D]`` for the n windows that are complete now, in the dtype of ``values`` (softmax and sum in fp32), and
+        what the next call needs. Calls over any pieces of a sequence give the entries of one call over all of it.
+
+    Raises:
+        ValueError: for shapes that do not agree.
+    """
+    ratio, width = bias.shape
+    if values.shape != gates.shape or values.shape[-1] != width or (overlap and width % 2):
+        raise ValueError(
+            f"values {list(values.shape)}, gates {list(gates.shape)} and bias {list(bias.shape)} do not fit"
+            + (" two series" if overlap else "")
+        )
+    before = None
+    if carry is not None:
+        values, gates = torch.cat([carry.values, values], 1), torch.cat([carry.gates, gates], 1)
+        before = carry.before
+    count = values.shape[1] // ratio
+    left = Carry(values[:, count * ratio :], gates[:, count * ratio :], before)
+    if not count:
+        return values.new_zeros(values.shape[0], 0, width // 2 if overlap else width), left
+    windows = values[:, : count * ratio].unflatten(1, (count, ratio))
+    scores = gates[:, : count * ratio].unflatten(1, (count, ratio)) + bias
+    if overlap:
+        (first, windows), (first_scores, scores) = windows.chunk(2, -1), scores.chunk(2, -1)
+        if before is None:
+            before = first.new_zeros(first[:, 0].shape), first_scores.new_full(first[:, 0].shape, float("-inf"))
+        left = left._replace(before=(first[:, -1], first_scores[:, -1]))
+        windows = torch.cat([torch.cat([before[0][:, None], first[:, :-1]], 1), windows], 2)
+        scores = torch.cat([torch.cat([before[1][:, None], first_scores[:, :-1]], 1), scores], 2)
+    entries = (windows.float() * scores.float().softmax(2)).sum(2)
+    return entries.to(values.dtype), left
