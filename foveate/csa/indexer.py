@@ -20,7 +20,15 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def lightning_indexer(
-    q: Tensor, k: Tensor, weights: Tensor, top_k: int, *, ratio: int = 1, offset: int = 0, path: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int,
+    *,
+    ratio: int = 1,
+    offset: int = 0,
+    starts: Tensor | None = None,
+    path: str = "auto",
 ) -> Tensor:
     """The ``top_k`` keys with the largest ``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])`` for each query.
 
@@ -35,6 +43,7 @@ def lightning_indexer(
         top_k: keys a query.
         ratio: tokens a key.
         offset: tokens before the first query's.
+        starts: int64 ``[B]``: the first key of each row that is not padding, or None. Padding queries get -1.
         path: see above; ``auto`` is ``fused`` on a GPU with kernels, and ``chunked`` elsewhere.
 
     Returns:
@@ -44,7 +53,7 @@ def lightning_indexer(
         ValueError: for shapes that do not agree, a dtype that is not supported, ``top_k``, ``ratio`` or ``offset`` out
             of range, and scores that are NaN (inside a CUDA graph these are not looked for).
     """
-    _check(q, k, weights, top_k, ratio, offset, path)
+    _check(q, k, weights, top_k, ratio, offset, starts, path)
     weights = weights.float()
     if path == "auto":
         path = "fused" if q.is_cuda else "chunked"
@@ -52,18 +61,23 @@ def lightning_indexer(
     keys = k[:, : min((offset + q.shape[1]) // ratio, k.shape[1])]
     if not keys.shape[1] or not q.shape[1]:
         return torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32, device=q.device)
-    return run(q, keys, weights, top_k, ratio, offset)
+    return run(q, keys, weights, top_k, ratio, offset, starts)
 
 
-def _materialised(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int) -> Tensor:
+def _materialised(
+    q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None
+) -> Tensor:
     products = torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu_()
     scores = (products * weights[..., None]).sum(2)
-    visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
-    _refuse_nan(scores.masked_fill(_from(visible, 0, k.shape[1]), 0.0).isnan().any())
-    return _padded(ops.topk(scores.masked_fill_(_from(visible, 0, k.shape[1]), float("-inf")), top_k), top_k)
+    unseen = ops.unseen_keys(ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device), starts, k.shape[1])
+    scores.masked_fill_(unseen, float("-inf"))
+    _refuse_nan(scores.isnan().any())
+    return _padded(ops.topk(scores, top_k), top_k)
 
 
-def _chunked(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int) -> Tensor:
+def _chunked(
+    q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None
+) -> Tensor:
     found = q.new_empty(*q.shape[:2], top_k, dtype=torch.int32)
     visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
     lost = torch.zeros((), dtype=torch.bool, device=q.device)
@@ -74,7 +88,7 @@ def _chunked(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offs
         for start in range(0, max(number, 1), KEY_CHUNK):
             keys = k[:, start : min(start + KEY_CHUNK, number)]
             scores = ops.weighted_relu(q[:, queries], keys, weights[:, queries])
-            scores.masked_fill_(_from(visible[queries], start, keys.shape[1]), float("-inf"))
+            scores.masked_fill_(ops.unseen_keys(visible[queries], starts, keys.shape[1], start), float("-inf"))
             lost |= scores.isnan().any()
             best.update(scores.nan_to_num_(0.0, float("inf"), float("-inf")), start)
         found[:, queries] = _padded(best.result()[0], top_k)
@@ -82,7 +96,7 @@ def _chunked(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offs
     return found
 
 
-def _fused(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int) -> Tensor:
+def _fused(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None) -> Tensor:
     batch, queries = q.shape[:2]
     found = q.new_empty(batch, queries, top_k, dtype=torch.int32)
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
@@ -91,17 +105,13 @@ def _fused(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset
         rows, at = min(step, queries - first), offset + first
         some = slice(first, first + rows)
         keys = k[:, : min((at + rows) // ratio, k.shape[1])]
-        scores, maxima, nan = ops.indexer_scores(q[:, some], keys, weights[:, some], ratio=ratio, offset=at)
+        how = {"ratio": ratio, "offset": at, "starts": starts}
+        scores, maxima, nan = ops.indexer_scores(q[:, some], keys, weights[:, some], **how)
         visible = ops.visible_keys(rows, keys.shape[1], ratio, at, q.device)
-        found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK)
+        found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK, starts)
         lost |= nan
     _refuse_nan(lost > 0)
     return found
-
-
-def _from(visible: Tensor, start: int, number: int) -> Tensor:
-    """bool ``[S, number]``: which of the keys from ``start`` on a query may not read."""
-    return torch.arange(start, start + number, device=visible.device) >= visible[:, None]
 
 
 def _padded(indices: Tensor, top_k: int) -> Tensor:
@@ -115,7 +125,9 @@ def _refuse_nan(lost: Tensor) -> None:
         raise ValueError("scores are NaN: q, k or weights hold NaN or infinities, and no set of keys is right")
 
 
-def _check(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, path: str) -> None:
+def _check(
+    q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None, path: str
+) -> None:
     if q.ndim != 4 or k.ndim != 3 or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[3]:
         raise ValueError(f"q must be [B, S, H, D] and k [B, T, D], not {list(q.shape)} and {list(k.shape)}")
     if weights.shape != q.shape[:3]:
@@ -125,5 +137,7 @@ def _check(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset
     for name, value, least in (("top_k", top_k, 1), ("ratio", ratio, 1), ("offset", offset, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+    if starts is not None and (starts.shape != q.shape[:1] or starts.dtype != torch.int64):
+        raise ValueError(f"starts must be int64 [{q.shape[0]}], not {starts.dtype} {list(starts.shape)}")
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")

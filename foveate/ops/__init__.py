@@ -51,6 +51,7 @@ from foveate.ops.score import (
     query_mass,
     tile_logits,
     tile_mass,
+    unseen_keys,
     visible_keys,
     weighted_relu,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "topk",
     "topk_of_blocks",
     "topk_rows",
+    "unseen_keys",
     "visible_keys",
     "weakest",
     "weighted_relu",

@@ -21,7 +21,7 @@ def problem(batch=2, queries=11, keys=40, heads=4, dim=6, seed=0, whole=True, dt
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def in_order(q, k, weights, top_k, ratio, offset):
+def in_order(q, k, weights, top_k, ratio, offset, starts=None):
     """The keys of each query by score and then by index, as lists; scores in float64."""
     scores = torch.einsum("bshd,btd->bsht", q.double(), k.double()).relu()
     scores = (scores * weights.double()[..., None]).sum(2)
@@ -29,7 +29,8 @@ def in_order(q, k, weights, top_k, ratio, offset):
     for b in range(q.shape[0]):
         for s in range(q.shape[1]):
             visible = min((offset + s + 1) // ratio, k.shape[1])
-            best = sorted(range(visible), key=lambda t, row=scores[b, s]: (-row[t].item(), t))[:top_k]
+            first = 0 if starts is None else int(starts[b])
+            best = sorted(range(first, visible), key=lambda t, row=scores[b, s]: (-row[t].item(), t))[:top_k]
             found[b, s, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
     return found
 
@@ -41,13 +42,15 @@ def in_order(q, k, weights, top_k, ratio, offset):
     st.integers(1, 4),
     st.integers(0, 90),
     st.sampled_from([1, 3, 8, 100]),
+    st.sampled_from([None, (0, 5), (17, 2), (1, 90)]),
 )
-@settings(max_examples=80, deadline=None)
-def test_every_path_finds_the_same_keys(seed, queries, keys, ratio, offset, top_k):
+@settings(max_examples=100, deadline=None)
+def test_every_path_finds_the_same_keys(seed, queries, keys, ratio, offset, top_k, starts):
     q, k, weights = problem(queries=queries, keys=keys, seed=seed)
-    expected = in_order(q, k, weights, top_k, ratio, offset)
+    starts = None if starts is None else torch.tensor(starts)
+    expected = in_order(q, k, weights, top_k, ratio, offset, starts)
     for path in PATHS:
-        found = csa.lightning_indexer(q, k, weights, top_k, ratio=ratio, offset=offset, path=path)
+        found = csa.lightning_indexer(q, k, weights, top_k, ratio=ratio, offset=offset, starts=starts, path=path)
         assert found.dtype == torch.int32
         assert torch.equal(found, expected), path
 
@@ -112,6 +115,10 @@ def test_what_no_query_may_read_does_not_matter(path):
     expected = csa.lightning_indexer(q, k, weights, 4, offset=10, path=path)
     k[:, 15:] = float("nan")
     assert torch.equal(csa.lightning_indexer(q, k, weights, 4, offset=10, path=path), expected)
+    starts = torch.tensor([2, 3])
+    expected = csa.lightning_indexer(q, k, weights, 4, offset=10, starts=starts, path=path)
+    k[:, :2], k[1, 2] = float("nan"), float("inf")
+    assert torch.equal(csa.lightning_indexer(q, k, weights, 4, offset=10, starts=starts, path=path), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,6 +143,8 @@ def test_half_precision_is_summed_in_fp32(dtype):
         ({"top_k": 2.5}, "top_k must be an integer of at least 1, not 2.5"),
         ({"ratio": 0}, "ratio must be an integer of at least 1, not 0"),
         ({"offset": -1}, "offset must be an integer of at least 0, not -1"),
+        ({"starts": torch.zeros(3).long()}, r"starts must be int64 \[2\], not torch.int64 \[3\]"),
+        ({"starts": torch.zeros(2)}, r"starts must be int64 \[2\], not torch.float32 \[2\]"),
         ({"path": "fast"}, "path must be one of auto, materialised, chunked, fused, not 'fast'"),
     ],
 )

@@ -32,13 +32,15 @@ def problem(batch=2, queries=9, keys=150, heads=64, dim=16, dtype=torch.float32,
     return q.to(dtype), k.to(dtype), weights
 
 
-def check(q, k, weights, ratio, offset):
-    found = indexer_kernel.indexer_scores(q, k, weights, ratio=ratio, offset=offset)
-    expected = indexer.indexer_scores(q, k, weights, ratio=ratio, offset=offset)
+def check(q, k, weights, ratio, offset, starts=None):
+    how = {"ratio": ratio, "offset": offset, "starts": starts}
+    found, expected = (run(q, k, weights, **how) for run in (indexer_kernel.indexer_scores, indexer.indexer_scores))
     visible = indexer.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)[:, None]
     for place, (one, other) in enumerate(zip(found[:2], expected[:2], strict=True)):
         step = indexer.BLOCK if place else 1
         seen = (torch.arange(one.shape[-1]) * step < visible).expand_as(one)
+        if starts is not None and not place:
+            seen = seen & (torch.arange(one.shape[-1]) >= starts[:, None, None])
         torch.testing.assert_close(one[seen], other[seen], rtol=1e-4, atol=1e-4)
     assert found.lost.tolist() == expected.lost.tolist() == [0]
     return found
@@ -48,6 +50,12 @@ def check(q, k, weights, ratio, offset):
 @pytest.mark.parametrize(("ratio", "offset"), [(1, 0), (1, 140), (4, 500), (3, 2)])
 def test_scores(keys, ratio, offset, small_blocks):
     check(*problem(keys=keys), ratio, offset)
+
+
+def test_keys_that_are_padding(small_blocks):
+    q, k, weights = problem()
+    k[0, :70], k[1, :5] = float("nan"), float("inf")
+    check(q, k, weights, 1, 140, torch.tensor([70, 5]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -110,16 +118,19 @@ def rows(name, number, seed=0):
     }[name]
 
 
-def check_choice(scores, visible, k, block=16):
+def check_choice(scores, visible, k, block=16, starts=None):
     unseen = torch.arange(scores.shape[-1]) >= visible[:, None]
+    if starts is not None:
+        unseen = unseen | (torch.arange(scores.shape[-1]) < starts[:, None, None])
     padded = torch.nn.functional.pad(
         scores.masked_fill(unseen, float("-inf")), (0, -scores.shape[-1] % block), value=float("-inf")
     )
     maxima = padded.unflatten(-1, (-1, block)).amax(-1)
     poisoned = maxima.masked_fill(torch.arange(maxima.shape[-1]) * block >= visible[:, None], float("nan"))
-    found = blocks_kernel.topk_of_blocks(scores.masked_fill(unseen, float("nan")), poisoned, visible, k, block)
+    scores = scores.masked_fill(unseen, float("nan"))
+    found = blocks_kernel.topk_of_blocks(scores, poisoned, visible, k, block, starts)
     assert found.dtype == torch.int32
-    assert torch.equal(found, blocks.topk_of_blocks(scores, maxima, visible, k, block))
+    assert torch.equal(found, blocks.topk_of_blocks(scores.masked_fill(unseen, 9.0), maxima, visible, k, block, starts))
 
 
 @pytest.mark.parametrize(
@@ -141,6 +152,13 @@ def check_choice(scores, visible, k, block=16):
 @pytest.mark.parametrize("k", [1, 7, 40, 250, 400])
 def test_choice(name, k, small_blocks):
     check_choice(rows(name, 333), torch.tensor([0, 1, 200, 320, 333]), k)
+
+
+@pytest.mark.parametrize("k", [1, 40, 400])
+def test_choice_behind_padding(k, small_blocks):
+    visible = torch.tensor([0, 1, 200, 320, 333])
+    check_choice(rows("normal", 333), visible, k, starts=torch.tensor([100, 7]))
+    check_choice(rows("tied", 333), visible, k, starts=torch.tensor([0, 333]))
 
 
 @pytest.mark.parametrize("number", [1, 16, 17, 2048, 2049])

@@ -26,6 +26,8 @@ def test_scores_compile_for_ampere_and_hopper(capability, dtype, dim, heads):
             **{f"{x}_ptr": f"*{dtype}:16" for x in "qk"},
             **dict.fromkeys(("w_ptr", "score_ptr", "max_ptr"), "*fp32:16"),
             "lost_ptr": "*i32:16",
+            "start_ptr": "*i64:16",
+            "PADDED": True,
             **{f"{x}_stride_{axis}": "i32:16" for x in "qw" for axis in "bs"},
             "q_stride_h": "i32:16",
             **{f"k_stride_{axis}": "i32:16" for axis in "bt"},
@@ -60,7 +62,8 @@ def test_choice_compiles_for_ampere_and_hopper(capability):
         {
             **dict.fromkeys(("score_ptr", "max_ptr"), "*fp32:16"),
             **dict.fromkeys(("list_ptr", "found_ptr"), "*i32:16"),
-            "visible_ptr": "*i64:16",
+            **dict.fromkeys(("visible_ptr", "start_ptr"), "*i64:16"),
+            "PADDED": True,
             **dict.fromkeys(("rows", "number", "blocks", "k"), "i32"),
             "BLOCK": 16,
             "CHUNK": kernel._CHUNK,

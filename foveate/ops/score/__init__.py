@@ -3,7 +3,7 @@
 from foveate.ops._dispatch import dispatch
 from foveate.ops.score import indexer, reference
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
-from foveate.ops.score.indexer import IndexerScores, visible_keys, weighted_relu
+from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys, weighted_relu
 from foveate.ops.score.nodes import (
     attention_divergence,
     free_energy,
@@ -31,6 +31,7 @@ __all__ = [
     "query_mass",
     "tile_logits",
     "tile_mass",
+    "unseen_keys",
     "visible_keys",
     "weighted_relu",
 ]

@@ -22,7 +22,9 @@ class IndexerScores(NamedTuple):
     """int32 ``[1]``: not 0 if a score that a query may see is NaN."""
 
 
-def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, offset: int = 0) -> IndexerScores:
+def indexer_scores(
+    q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, offset: int = 0, starts: Tensor | None = None
+) -> IndexerScores:
     """``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])``, in fp32, for the keys before each query.
 
     Query i is at position ``offset + i`` and sees the first ``(offset + i + 1) // ratio`` keys, of which each stands
@@ -32,10 +34,11 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, off
         q: ``[B, S, H, D]``.
         k: ``[B, T, D]``.
         weights: fp32 ``[B, S, H]``, of any sign; scales belong in here.
+        starts: int64 ``[B]``: the keys before it are padding, which no query sees; None for none.
     """
     number = k.shape[1]
     scores = weighted_relu(q, k, weights)
-    unseen = torch.arange(number, device=q.device) >= visible_keys(q.shape[1], number, ratio, offset, q.device)[:, None]
+    unseen = unseen_keys(visible_keys(q.shape[1], number, ratio, offset, q.device), starts, number)
     lost = scores.isnan().logical_and_(~unseen).any().to(torch.int32).reshape(1)
     seen = scores.masked_fill(unseen, float("-inf"))
     padded = torch.nn.functional.pad(seen, (0, -number % BLOCK), value=float("-inf"))
@@ -52,6 +55,13 @@ def weighted_relu(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         products = matmul_fp32(some.flatten(1, 2), k.transpose(1, 2)).relu_().unflatten(1, (-1, heads))
         scores[:, first : first + step] = torch.einsum("bsht,bsh->bst", products, weights[:, first : first + step])
     return scores
+
+
+def unseen_keys(visible: Tensor, starts: Tensor | None, number: int, first: int = 0) -> Tensor:
+    """Which of ``number`` keys from key ``first`` on a query does not see: bool ``[1 or B, S, number]``."""
+    keys = torch.arange(first, first + number, device=visible.device)
+    unseen = (keys >= visible[:, None])[None]
+    return unseen if starts is None else unseen | (keys < starts[:, None, None])
 
 
 def visible_keys(queries: int, number: int, ratio: int, offset: int, device: torch.device) -> Tensor:

@@ -29,7 +29,9 @@ def options(dtype: torch.dtype, dim: int, capability: int) -> dict[str, int]:
     return {"num_warps": 4, "num_stages": 3 if capability >= 9 else 2}
 
 
-def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, offset: int = 0) -> IndexerScores:
+def indexer_scores(
+    q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, offset: int = 0, starts: Tensor | None = None
+) -> IndexerScores:
     """See :func:`foveate.ops.score.indexer.indexer_scores`.
 
     Keys stand in the rows of the products and heads in their columns, so that ReLU, weights and the sum over heads are
@@ -62,6 +64,7 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, off
         scores,
         maxima,
         lost,
+        starts,
         *q.stride(),
         *k.stride(),
         *weights.stride(),
@@ -78,6 +81,7 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, off
         BLOCK_T=_KEYS,
         BLOCK=BLOCK,
         SPAN=_SPAN,
+        PADDED=starts is not None,
         **options(q.dtype, dim, torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8),
     )
     return IndexerScores(scores, maxima, lost)
@@ -91,6 +95,7 @@ def _indexer_scores(
     score_ptr,
     max_ptr,
     lost_ptr,
+    start_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -114,6 +119,7 @@ def _indexer_scores(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     """Writes ``scores [B, S, T]`` and ``maxima [B, S, blocks]``, both contiguous.
 
@@ -152,6 +158,8 @@ def _indexer_scores(
         weighted = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
         score = tl.sum(tl.reshape(weighted, [BLOCK_T, EACH, HEADS]), 2)
         seen = keys[:, None] < visible[None, :]
+        if PADDED:
+            seen = seen & (keys >= tl.load(start_ptr + batch))[:, None]
         tl.store(score_ptr + row[None, :] * number + keys[:, None], score, mask=seen)
         lost |= (seen & (score != score)).to(tl.int32)
         best = tl.reshape(tl.where(seen, score, float("-inf")), [BLOCK_T // BLOCK, BLOCK, EACH])

@@ -6,7 +6,9 @@ from torch import Tensor
 from foveate.ops.select.reference import topk
 
 
-def topk_of_blocks(scores: Tensor, maxima: Tensor, visible: Tensor, k: int, block: int) -> Tensor:
+def topk_of_blocks(
+    scores: Tensor, maxima: Tensor, visible: Tensor, k: int, block: int, starts: Tensor | None = None
+) -> Tensor:
     """The k largest scores of each row, ties to the smaller index.
 
     Args:
@@ -15,6 +17,8 @@ def topk_of_blocks(scores: Tensor, maxima: Tensor, visible: Tensor, k: int, bloc
         visible: int64 ``[S]``: how many keys, from the first on, a row may choose from.
         k: how many to choose.
         block: scores that have one maximum, a power of two.
+        starts: int64 ``[B]``: the first key that the rows of a batch entry may choose; None for 0. The maxima of blocks
+            before it are -inf.
 
     Returns:
         int32 ``[B, S, k]``: indices, ascending, and -1 where there are fewer.
@@ -26,6 +30,9 @@ def topk_of_blocks(scores: Tensor, maxima: Tensor, visible: Tensor, k: int, bloc
     number = scores.shape[-1]
     if not number:
         return torch.full((*scores.shape[:2], k), -1, dtype=torch.int32, device=scores.device)
-    unseen = torch.arange(number, device=scores.device) >= visible[:, None]
+    keys = torch.arange(number, device=scores.device)
+    unseen = keys >= visible[:, None]
+    if starts is not None:
+        unseen = unseen | (keys < starts[:, None, None])
     found = topk(scores.masked_fill(unseen, float("-inf")), k).to(torch.int32)
     return torch.nn.functional.pad(found, (0, k - found.shape[-1]), value=-1)

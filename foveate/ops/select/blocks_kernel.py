@@ -13,7 +13,9 @@ _LOWEST = tl.constexpr(0x007FFFFF)
 """What :func:`_ordered` makes of -inf."""
 
 
-def topk_of_blocks(scores: Tensor, maxima: Tensor, visible: Tensor, k: int, block: int) -> Tensor:
+def topk_of_blocks(
+    scores: Tensor, maxima: Tensor, visible: Tensor, k: int, block: int, starts: Tensor | None = None
+) -> Tensor:
     """See :func:`foveate.ops.select.blocks.topk_of_blocks`.
 
     A program owns a row. The k-th largest maximum is a bound that at least k scores reach, and few more: only blocks
@@ -33,7 +35,20 @@ def topk_of_blocks(scores: Tensor, maxima: Tensor, visible: Tensor, k: int, bloc
     scores, maxima = scores.contiguous(), maxima.contiguous()
     listed = torch.empty(batch, rows, blocks, dtype=torch.int32, device=scores.device)
     _topk_of_blocks[rows, batch](
-        scores, maxima, visible, listed, found, rows, number, blocks, k, BLOCK=block, CHUNK=_CHUNK, num_warps=8
+        scores,
+        maxima,
+        visible,
+        starts,
+        listed,
+        found,
+        rows,
+        number,
+        blocks,
+        k,
+        BLOCK=block,
+        CHUNK=_CHUNK,
+        PADDED=starts is not None,
+        num_warps=8,
     )
     return found
 
@@ -46,18 +61,18 @@ def _ordered(x):
 
 
 @triton.jit
-def _score(ptr, list_ptr, place, count, limit, LISTED: tl.constexpr, BLOCK: tl.constexpr):
+def _score(ptr, list_ptr, place, count, begin, limit, LISTED: tl.constexpr, BLOCK: tl.constexpr):
     """The scores in some places of the listed blocks, or of the row: indices, :func:`_ordered`, and which count."""
     index = place
     if LISTED:
         index = tl.load(list_ptr + place // BLOCK, mask=place < count, other=0) * BLOCK + place % BLOCK
-    there = (place < count) & (index < limit)
+    there = (place < count) & (index >= begin) & (index < limit)
     x = _ordered(tl.load(ptr + index, mask=there, other=float("-inf")))
     return index, x, there & (x > _LOWEST)
 
 
 @triton.jit
-def _kth(ptr, list_ptr, count, limit, k, LISTED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _kth(ptr, list_ptr, count, begin, limit, k, LISTED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """The k-th largest, and how many equal to it are among the k; 0 and all if there are fewer than k."""
     bins = tl.arange(0, 256)
     prefix, room = tl.zeros([], tl.uint32), k
@@ -66,7 +81,7 @@ def _kth(ptr, list_ptr, count, limit, k, LISTED: tl.constexpr, BLOCK: tl.constex
         shift = tl.zeros([], tl.uint32) + (24 - 8 * part)
         counts = tl.zeros([256], tl.int32)
         for first in tl.range(0, count, CHUNK):
-            _, x, valid = _score(ptr, list_ptr, first + tl.arange(0, CHUNK), count, limit, LISTED, BLOCK)
+            _, x, valid = _score(ptr, list_ptr, first + tl.arange(0, CHUNK), count, begin, limit, LISTED, BLOCK)
             of_prefix = valid & ((x >> shift >> 8) == prefix)
             counts += tl.histogram(((x >> shift) & 255).to(tl.int32), 256, mask=of_prefix)
         at_least = tl.cumsum(counts, 0, reverse=True)
@@ -82,6 +97,7 @@ def _topk_of_blocks(
     score_ptr,
     max_ptr,
     visible_ptr,
+    start_ptr,
     list_ptr,
     found_ptr,
     rows,
@@ -90,6 +106,7 @@ def _topk_of_blocks(
     k,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     """Writes ``found [B, S, k]``; all tensors are contiguous, ``list [B, S, blocks]`` is room to work in."""
     s = tl.program_id(0)
@@ -101,21 +118,24 @@ def _topk_of_blocks(
     visible = tl.minimum(tl.load(visible_ptr + s), number).to(tl.int32)
     some = (visible + BLOCK - 1) // BLOCK
     places = tl.arange(0, CHUNK)
+    begin = 0
+    if PADDED:
+        begin = tl.load(start_ptr + tl.program_id(1)).to(tl.int32)
 
-    bound, _ = _kth(max_ptr, list_ptr, some, some, k, False, BLOCK, CHUNK)
+    bound, _ = _kth(max_ptr, list_ptr, some, 0, some, k, False, BLOCK, CHUNK)
     listed = 0
     for first in tl.range(0, some, CHUNK):
-        block, top, valid = _score(max_ptr, list_ptr, first + places, some, some, False, BLOCK)
+        block, top, valid = _score(max_ptr, list_ptr, first + places, some, 0, some, False, BLOCK)
         reach = valid & (top >= bound)
         tl.store(list_ptr + listed + tl.cumsum(reach.to(tl.int32), 0) - 1, block, mask=reach)
         listed += tl.sum(reach.to(tl.int32), 0)
     tl.debug_barrier()
 
     count = listed * BLOCK
-    kth, room = _kth(score_ptr, list_ptr, count, visible, k, True, BLOCK, CHUNK)
+    kth, room = _kth(score_ptr, list_ptr, count, begin, visible, k, True, BLOCK, CHUNK)
     written, equal = 0, 0
     for first in tl.range(0, count, CHUNK):
-        index, x, valid = _score(score_ptr, list_ptr, first + places, count, visible, True, BLOCK)
+        index, x, valid = _score(score_ptr, list_ptr, first + places, count, begin, visible, True, BLOCK)
         tie = valid & (x == kth)
         chosen = (valid & (x > kth)) | (tie & (equal + tl.cumsum(tie.to(tl.int32), 0) <= room))
         tl.store(found_ptr + written + tl.cumsum(chosen.to(tl.int32), 0) - 1, index, mask=chosen)
