@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from foveate.cache import Counters
-from foveate.integrations.transformers import attention, handover
+from foveate.integrations.transformers import attention, dsa, handover
 from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.facts import model_facts
@@ -91,18 +91,28 @@ class Attachment:
         return twin
 
 
-def attach(model: nn.Module, method: str | Method, **settings: Any) -> Attachment:
+def attach(model: nn.Module, method: str | Method | None = None, **settings: Any) -> Attachment | dsa.SparseAttachment:
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
 
     Args:
         model: a Transformers model (Llama, Qwen2, Qwen3, Mistral, Gemma 3 and others of their kind).
-        method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`.
+        method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`; left
+            out for models with sparse attention of their own (DeepSeek-V3.2, GLM-MoE-DSA), which is then computed in
+            bounded memory, to the same result.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
         ValueError: for an unknown method or setting, a value out of range, or a model whose attention is not supported;
             the model is left as it was.
     """
+    if method is None:
+        if settings:
+            raise ValueError(f"settings need a method: {', '.join(settings)}")
+        decoder = _decoder(model)
+        dsa.check(model, decoder)
+        detach(model)
+        model.foveate = dsa.attach(model, decoder)
+        return model.foveate
     chosen = make(method, **settings)
     decoder = _decoder(model)
     config = decoder.config.get_text_config(decoder=True)
@@ -143,6 +153,10 @@ def detach(model: nn.Module) -> None:
     attachment = model.__dict__.get("foveate")
     if attachment is None:
         return
+    if isinstance(attachment, dsa.SparseAttachment):
+        attachment.undo(model)
+        del model.foveate
+        return
     if attachment.auto is not None:
         attachment.auto.stop()
     decoder = _decoder(model)
@@ -160,7 +174,9 @@ def detach(model: nn.Module) -> None:
 
 
 @contextmanager
-def attached(model: nn.Module, method: str | Method, **settings: Any) -> Iterator[Attachment]:
+def attached(
+    model: nn.Module, method: str | Method | None = None, **settings: Any
+) -> Iterator[Attachment | dsa.SparseAttachment]:
     """:func:`attach` for the length of a ``with`` block."""
     attachment = attach(model, method, **settings)
     try:
@@ -182,6 +198,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     attachment = model.__dict__.get("foveate")
     if attachment is None:
         raise ValueError("the model is not attached: there is nothing to report")
+    if isinstance(attachment, dsa.SparseAttachment):
+        return attachment.stats(reset)
     cache = attachment._cache() if attachment._cache is not None else None
     layers = [
         LayerStats(layer=index, method="unchanged", note=f"{reason} layers stay as they are")

@@ -1,0 +1,144 @@
+"""Models with sparse attention of their own, against what Transformers computes with masks."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import foveate
+from foveate.integrations.transformers import dsa
+from tests.helpers import LargestTensor, tiny_model
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_topk": 9,
+    "index_head_dim": 16,
+    "index_n_heads": 8,
+    "max_position_embeddings": 1024,
+}
+KINDS = {
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", {}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", {}),
+    "layers that read another's": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {"indexer_types": ["full", "shared", "full"]},
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request):
+    *names, more = KINDS[request.param]
+    config, kind = (getattr(transformers, name) for name in names)
+    torch.manual_seed(0)
+    model = kind(config(**SMALL, **more, bos_token_id=1, eos_token_id=None, pad_token_id=0)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def ids(batch=2, length=40, seed=0):
+    return torch.randint(2, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_logits_are_those_of_masks(model):
+    expected = model(ids()).logits
+    with foveate.attached(model):
+        found = model(ids()).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model(ids()).logits, expected), "detached, the model is its own again"
+
+
+@torch.no_grad()
+def test_padded_rows(model):
+    real, mask = ids(), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :13] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    expected = model(real, attention_mask=mask, position_ids=positions).logits
+    with foveate.attached(model):
+        found = model(real, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation(model, padded):
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[0, : 13 * padded] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids(), **how)
+    foveate.attach(model)
+    assert torch.equal(model.generate(ids(), **how), expected)
+    assert torch.equal(model.generate(ids(), prefill_chunk_size=11, **how), expected)
+    total = foveate.stats(model, reset=True)
+    assert len(total.layers) == sum(kind == "full" for kind in getattr(model.config, "indexer_types", ["full"] * 3))
+    assert total.layers[0].method == "csa"
+    assert total.layers[0].keys_read_per_step == 9
+    assert total.layers[0].prompt_tokens == 80
+    assert foveate.stats(model).layers[0].decode_steps == 0
+    foveate.detach(model)
+    assert torch.equal(model.generate(ids(), **how), expected)
+
+
+@torch.no_grad()
+def test_no_tensor_of_queries_by_keys(model, monkeypatch):
+    for name in ("QUERY_CHUNK", "KEY_CHUNK"):
+        monkeypatch.setattr(f"foveate.csa.indexer.{name}", 32)
+    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 14)
+    foveate.attach(model)
+    with LargestTensor() as gauge:
+        model(ids(1, 800), logits_to_keep=1)
+    foveate.detach(model)
+    with LargestTensor() as masks:
+        model(ids(1, 800), logits_to_keep=1)
+    assert masks.bytes >= 4 * 800 * 800 * 8, masks.what
+    assert gauge.bytes < 800 * 800, gauge.what  # not even of bytes
+
+
+def test_a_copy_is_attached_too(model):
+    foveate.attach(model)
+    twin = copy.deepcopy(model)
+    foveate.detach(model)
+    with torch.no_grad():
+        expected = model(ids()).logits
+        torch.testing.assert_close(twin(ids()).logits, expected, rtol=1e-4, atol=1e-4)
+    assert foveate.stats(twin).layers[0].prompt_tokens == 40
+    foveate.detach(twin)
+    assert not any(isinstance(m.__dict__.get("forward"), dsa._Select) for m in twin.modules())
+
+
+def test_what_is_refused(model):
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[:, 20] = 0
+    with foveate.attached(model):
+        with pytest.raises(ValueError, match="gaps between real tokens"):
+            model(ids(), attention_mask=mask)
+        with pytest.raises(ValueError, match="fixed size"):
+            model.generate(ids(), max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match="settings need a method: top_k"):
+        foveate.attach(model, top_k=3)
+
+
+def test_other_models_need_a_method():
+    with pytest.raises(ValueError, match="has no sparse attention of its own that is known: name a method"):
+        foveate.attach(tiny_model())
