@@ -1,9 +1,19 @@
 """Set-up of every test run: one thread, and property tests that draw the same examples every time."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.kernels import poisoned_memory
 
 torch.set_num_threads(1)
 
 settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("foveate")
+
+
+@pytest.fixture
+def poisoned():
+    """Fresh memory holds NaN, so that what a kernel fails to write is seen."""
+    with poisoned_memory():
+        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from foveate.evaluation.errors import UserError
 BENCH = "indexer"
 IMPLEMENTATIONS = {"foveate": "fused", "chunked": "chunked", "materialised": "materialised"}
 TOKENS = (2048, 4096, 8192, 32768, 131072, 262144, 1048576)
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = ("bfloat16", "float16", "float32")
 _CHECKED = 64
 """Queries whose sets are compared with those of the same kernel's scores."""
 _ROOM = 0.8
@@ -118,7 +117,7 @@ def _draw(plan: Plan, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys of variance 1 / dim; weights of a fresh linear map, over sqrt(dim · heads) (section 6)."""
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
     shapes = (1, tokens, plan.heads, plan.dim), (1, tokens // plan.ratio, plan.dim)
-    q, k = (torch.empty(shape, dtype=_DTYPES[plan.dtype], device=plan.device) for shape in shapes)
+    q, k = (torch.empty(shape, dtype=getattr(torch, plan.dtype), device=plan.device) for shape in shapes)
     for x in (q, k):
         x.normal_(std=plan.dim**-0.5, generator=generator)
     weights = torch.empty(1, tokens, plan.heads, device=plan.device).uniform_(-1, 1, generator=generator)
@@ -154,22 +153,8 @@ def _measure(plan: Plan, path: str, q: Tensor, k: Tensor, weights: Tensor) -> tu
     memory.start()
     found = select()
     peak = memory.peak() - before
-    times = [_timed(select, plan.device) for _ in range(plan.repeats)]
+    times = [accounting.milliseconds(select, plan.device) for _ in range(plan.repeats)]
     return statistics.median(times), peak, _recall(plan, found, q, k, weights)
-
-
-def _timed(work: Callable[[], Tensor], device: str) -> float:
-    """Milliseconds."""
-    if not device.startswith("cuda"):
-        begin = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end)
 
 
 def _recall(plan: Plan, found: Tensor, q: Tensor, k: Tensor, weights: Tensor) -> float:
@@ -190,6 +175,6 @@ def _recall(plan: Plan, found: Tensor, q: Tensor, k: Tensor, weights: Tensor) ->
 def _matmul_rate(plan: Plan) -> float:
     """TFLOP/s of a large product of the same dtype, measured here: what this device can do at most."""
     size = 8192 if plan.device.startswith("cuda") else 512
-    a, b = (torch.randn(size, size, device=plan.device).to(_DTYPES[plan.dtype]) for _ in range(2))
-    times = [_timed(lambda: a @ b, plan.device) for _ in range(12)]
+    a, b = (torch.randn(size, size, device=plan.device).to(getattr(torch, plan.dtype)) for _ in range(2))
+    times = [accounting.milliseconds(lambda: a @ b, plan.device) for _ in range(12)]
     return 2 * size**3 / statistics.median(times[2:]) / 1e9

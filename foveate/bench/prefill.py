@@ -6,6 +6,7 @@ accumulate importance may not need much more memory than dense attention does.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,13 +113,11 @@ def _measure(model: torch.nn.Module, spec: str, ids: torch.Tensor, repeats: int)
         cache = transformers.DynamicCache(config=model.config) if spec == TRANSFORMERS else foveate.Cache(model)
         torch.cuda.synchronize()
         memory.start()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        end.record()
-        torch.cuda.synchronize()
+        taken = accounting.milliseconds(
+            functools.partial(model, ids, past_key_values=cache, use_cache=True, logits_to_keep=1), "cuda"
+        )
         if repeat:
-            times.append(start.elapsed_time(end))
+            times.append(taken)
         if spec == TRANSFORMERS:
             resident = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         else:

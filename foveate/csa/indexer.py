@@ -44,14 +44,15 @@ def lightning_indexer(
         ratio: tokens a key.
         offset: tokens before the first query's.
         starts: int64 ``[B]``: the first key of each row that is not padding, or None. Padding queries get -1.
-        path: see above; ``auto`` is ``fused`` on a GPU with kernels, and ``chunked`` elsewhere.
+        path: see above; ``auto`` is ``fused`` on a GPU, and ``chunked`` elsewhere.
 
     Returns:
         int32 ``[B, S, top_k]``: indices, ascending; -1 at the end where a query may read fewer.
 
     Raises:
         ValueError: for shapes that do not agree, a dtype that is not supported, ``top_k``, ``ratio`` or ``offset`` out
-            of range, and scores that are NaN (inside a CUDA graph these are not looked for).
+            of range, and scores that are NaN. A decode step on a GPU (one query, or inside a CUDA graph) does not wait
+            to find that out: its rows select nothing, -1, if a score of the batch is NaN.
     """
     _check(q, k, weights, top_k, ratio, offset, starts, path)
     weights = weights.float()
@@ -71,8 +72,8 @@ def _materialised(
     scores = (products * weights[..., None]).sum(2)
     unseen = ops.unseen_keys(ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device), starts, k.shape[1])
     scores.masked_fill_(unseen, float("-inf"))
-    _refuse_nan(scores.isnan().any())
-    return _padded(ops.topk(scores, top_k), top_k)
+    lost = scores.isnan().any()
+    return _without_nan(_padded(ops.topk(scores.nan_to_num_(0.0, float("inf"), float("-inf")), top_k), top_k), lost)
 
 
 def _chunked(
@@ -92,8 +93,7 @@ def _chunked(
             lost |= scores.isnan().any()
             best.update(scores.nan_to_num_(0.0, float("inf"), float("-inf")), start)
         found[:, queries] = _padded(best.result()[0], top_k)
-    _refuse_nan(lost)
-    return found
+    return _without_nan(found, lost)
 
 
 def _fused(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None) -> Tensor:
@@ -110,19 +110,20 @@ def _fused(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset
         visible = ops.visible_keys(rows, keys.shape[1], ratio, at, q.device)
         found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK, starts)
         lost |= nan
-    _refuse_nan(lost > 0)
-    return found
+    return _without_nan(found, lost > 0)
 
 
 def _padded(indices: Tensor, top_k: int) -> Tensor:
     return torch.nn.functional.pad(indices, (0, top_k - indices.shape[-1]), value=-1).to(torch.int32)
 
 
-def _refuse_nan(lost: Tensor) -> None:
-    if lost.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
+def _without_nan(found: Tensor, lost: Tensor) -> Tensor:
+    """The selection, unless a score is NaN: then no set of keys is right."""
+    if found.is_cuda and (found.shape[1] == 1 or torch.cuda.is_current_stream_capturing()):
+        return found.masked_fill_(lost, -1)
     if bool(lost.any()):
         raise ValueError("scores are NaN: q, k or weights hold NaN or infinities, and no set of keys is right")
+    return found
 
 
 def _check(

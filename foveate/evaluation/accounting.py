@@ -10,7 +10,8 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,21 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip() or "unknown"
+
+
+def milliseconds(work: Callable[[], Any], device: str) -> float:
+    """How long some work takes, on a GPU from event to event; waits for its end."""
+    if not device.startswith("cuda"):
+        begin = time.perf_counter()
+        work()
+        return 1000 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        start.record()
+        work()
+        end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 class PeakMemory:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import time
 
 import torch
 
 from foveate.cache import SlotCache
+from foveate.evaluation import accounting
 from foveate.methods import Method, make
 from foveate.methods.kascade import Kascade
 
@@ -68,19 +68,7 @@ def _median_ms(methods: list[Method], caches: list[SlotCache], q: torch.Tensor, 
 
     for _ in range(_WARM_UP):
         step()
-    times = []
-    for _ in range(_REPEATS):
-        if device == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            step()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            begin = time.perf_counter()
-            step()
-            times.append(1000 * (time.perf_counter() - begin))
+    times = [accounting.milliseconds(step, device) for _ in range(_REPEATS)]
     return statistics.median(times) / len(caches)
 
 

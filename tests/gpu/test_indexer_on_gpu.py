@@ -130,6 +130,12 @@ def test_nan_is_an_error_and_a_graph_can_be_captured():
     k[:, 4000] = float("nan")
     with pytest.raises(ValueError, match="scores are NaN"):
         csa.lightning_indexer(q, k, weights, 512, offset=4999)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step = csa.lightning_indexer(q[:, :1], k, weights[:, :1], 512, offset=4999)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool((step == -1).all())
     q, k, weights = problem(1, 1, 70_000)
     expected = csa.lightning_indexer(q, k, weights, 512, offset=69_999)
     graph = torch.cuda.CUDAGraph()

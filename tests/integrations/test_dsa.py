@@ -128,11 +128,12 @@ def test_a_copy_is_attached_too(model):
 
 
 def test_what_is_refused(model):
-    mask = torch.ones(2, 40, dtype=torch.int64)
-    mask[:, 20] = 0
     with foveate.attached(model):
-        with pytest.raises(ValueError, match="gaps between real tokens"):
-            model(ids(), attention_mask=mask)
+        for padding in (20, 39):
+            mask = torch.ones(2, 40, dtype=torch.int64)
+            mask[1, padding] = 0
+            with pytest.raises(ValueError, match="padding behind real tokens"):
+                model(ids(), attention_mask=mask)
         with pytest.raises(ValueError, match="fixed size"):
             model.generate(ids(), max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="settings need a method: top_k"):

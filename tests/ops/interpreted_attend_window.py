@@ -8,7 +8,6 @@ from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import kernel, reference
 from tests.helpers import LAYOUTS, Shape, assert_close, in_buffer, problem
-from tests.kernels import poisoned_memory
 
 SOME = Shape(batch=1, kv_heads=1, group=1, queries=41, offset=14, dim=16, value_dim=16)
 SMALL = kernel.Tile(16, 16, num_warps=4, num_stages=1)
@@ -25,10 +24,7 @@ LOWER = {  # of each position
 POISON = pytest.mark.parametrize("poison", [1e4, float("nan"), float("inf")])
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_out():
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture

@@ -8,16 +8,12 @@ from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.score import kernel, reference
 from tests.helpers import LAYOUTS, Shape, assert_close, causal_mask, in_buffer, naive, problem
-from tests.kernels import poisoned_memory
 
 SOME = Shape(batch=1, kv_heads=2, group=3, queries=41, offset=14, dim=16, value_dim=16)
 SMALL = kernel.Tile(16, 16, num_warps=4, num_stages=1)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_out():
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture

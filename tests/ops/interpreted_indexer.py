@@ -6,13 +6,8 @@ import torch
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.score import indexer, indexer_kernel
 from foveate.ops.select import blocks, blocks_kernel
-from tests.kernels import poisoned_memory
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_out():
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture

@@ -9,16 +9,12 @@ from foveate.ops.attend import tiles, tiles_kernel
 from foveate.ops.score import reference
 from foveate.ops.score import tiles_kernel as mass_kernel
 from tests.helpers import LAYOUTS, Shape, assert_close, in_buffer, problem
-from tests.kernels import poisoned_memory
 
 SOME = Shape(batch=1, kv_heads=1, group=2, queries=41, offset=14, dim=16, value_dim=16)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_out():
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture

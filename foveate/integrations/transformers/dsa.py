@@ -29,7 +29,7 @@ ROTATIONS = {"deepseek_v32": "apply_rotary_pos_emb", "glm_moe_dsa": "apply_rotar
 
 @dataclass
 class Selection:
-    """What one layer selected since it was attached, or its counters were reset."""
+    """What one layer selected since it was attached, or its counters were reset; a pass over one token is a step."""
 
     prompt_tokens: int = 0
     steps: int = 0
@@ -158,13 +158,23 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def first_positions(batch_size: int, q_length: int, *_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor:
-    """In place of a mask of pairs: the first real position of each row, int64 ``[B, 1, 1, 1]``."""
+def first_positions(
+    batch_size: int,
+    q_length: int,
+    *_: Any,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **__: Any,
+) -> Tensor:
+    """In place of a mask of pairs: the first real position of each row, int64 ``[B, 1, 1, 1]``.
+
+    What is padding behind a real token is refused with the prompt: a decode step does not wait to look for it.
+    """
     if attention_mask is None:
-        return torch.zeros(batch_size, 1, 1, 1, dtype=torch.int64)
+        return torch.zeros(batch_size, 1, 1, 1, dtype=torch.int64, device=device)
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must be [B, T] with sparse attention, not {list(attention_mask.shape)}")
     real = attention_mask.bool()
-    if q_length > 1 and bool((real[:, 1:] & ~real[:, :-1]).sum(-1).add(real[:, 0]).gt(1).any()):
-        raise ValueError("attention_mask has gaps between real tokens, which sparse attention does not support")
+    if q_length > 1 and bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise ValueError("attention_mask has padding behind real tokens; with sparse attention it must be on the left")
     return (~real).cumprod(-1).sum(-1)[:, None, None, None]
