@@ -34,6 +34,11 @@ def test_each_query_reads_what_is_selected_for_it(shape, seed, number, shared):
     assert_close(found.out, expected.out)
     assert torch.equal(found.lse.isneginf(), expected.lse.isneginf())
     assert_close(found.lse.nan_to_num(neginf=0), expected.lse.nan_to_num(neginf=0))
+    unread = ~mask.any(2)[..., None]
+    again = ops.attend_selected(
+        q, k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan), indices, scaling=0.3
+    )
+    assert torch.equal(again.out, found.out)
 
 
 def test_blocks_change_nothing_and_bound_memory(monkeypatch):
