@@ -41,6 +41,8 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **optio
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     types = {name: value for name, value in arguments.items() if isinstance(value, str)}
     source = ASTSource(
         fn=kernel,

@@ -61,7 +61,7 @@ def indexer(
     dim: Annotated[int, typer.Option(help="Dimensions of an index head.")] = 128,
     top_k: Annotated[int, typer.Option("--top-k", help="Keys a query.")] = 512,
     ratio: Annotated[int, typer.Option(help="Tokens a compressed key.")] = 4,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float8_e4m3fn.")] = "bfloat16",
     repeats: Annotated[int, typer.Option(help="Timed runs.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from foveate.evaluation.errors import UserError
 BENCH = "indexer"
 IMPLEMENTATIONS = {"foveate": "fused", "chunked": "chunked", "materialised": "materialised"}
 TOKENS = (2048, 4096, 8192, 32768, 131072, 262144, 1048576)
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 _CHECKED = 64
 """Queries whose sets are compared with those of the same kernel's scores."""
+_TOGETHER = 64
+"""Queries and keys at least that the kernel for many is asked for."""
 _ROOM = 0.8
 """Share of a GPU's free memory that the materialised path may ask for."""
 
@@ -66,14 +69,14 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     ceiling = _matmul_rate(plan)
     rows = []
     for tokens in plan.tokens:
-        q, k, weights = _draw(plan, tokens)
+        inputs = _draw(plan, tokens)
         flops = 2 * plan.heads * plan.dim * _pairs(tokens, plan.ratio)
         found: dict[str, dict[str, Any]] = {}
         for name in plan.implementations:
             if name == "materialised" and not _fits(plan, tokens):
                 say(f"{name} at {tokens:,} tokens: products of {_products(plan, tokens) / 1e9:,.0f} GB do not fit")
                 continue
-            milliseconds, peak, recall = _measure(plan, IMPLEMENTATIONS[name], q, k, weights)
+            milliseconds, peak, recall = _measure(plan, IMPLEMENTATIONS[name], inputs)
             say(f"{name} at {tokens:,} tokens: {milliseconds:,.2f} ms, {flops / milliseconds / 1e9:,.1f} TFLOP/s")
             found[name] = {"ms": milliseconds, "peak_bytes": peak, "recall_min": recall}
         baseline = next((name for name in ("materialised", "chunked", "foveate") if name in found), None)
@@ -113,15 +116,33 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     return rows
 
 
-def _draw(plan: Plan, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+class _Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    key_scales: Tensor | None
+
+
+def _draw(plan: Plan, tokens: int) -> _Inputs:
     """Queries and keys of variance 1 / dim; weights of a fresh linear map, over sqrt(dim · heads) (section 6)."""
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
+    eighths = plan.dtype == "float8_e4m3fn"
     shapes = (1, tokens, plan.heads, plan.dim), (1, tokens // plan.ratio, plan.dim)
-    q, k = (torch.empty(shape, dtype=getattr(torch, plan.dtype), device=plan.device) for shape in shapes)
+    dtype = torch.bfloat16 if eighths else getattr(torch, plan.dtype)
+    q, k = (torch.empty(shape, dtype=dtype, device=plan.device) for shape in shapes)
     for x in (q, k):
         x.normal_(std=plan.dim**-0.5, generator=generator)
     weights = torch.empty(1, tokens, plan.heads, device=plan.device).uniform_(-1, 1, generator=generator)
-    return q, k, weights.mul_((plan.dim * plan.heads) ** -0.5)
+    weights.mul_((plan.dim * plan.heads) ** -0.5)
+    if not eighths:
+        return _Inputs(q, k, weights, None)
+    k8, of_k = csa.to_fp8(k)
+    q8 = torch.empty_like(q, dtype=k8.dtype)
+    for first in range(0, tokens, 16384):  # in parts, which take less memory
+        some = slice(first, first + 16384)
+        q8[:, some], of_q = csa.to_fp8(q[:, some])
+        weights[:, some] *= of_q
+    return _Inputs(q8, k8, weights, of_k)
 
 
 def _pairs(tokens: int, ratio: int) -> int:
@@ -140,11 +161,12 @@ def _fits(plan: Plan, tokens: int) -> bool:
     return 2.2 * _products(plan, tokens) <= _ROOM * room  # the products, and as much again while they are weighted
 
 
-def _measure(plan: Plan, path: str, q: Tensor, k: Tensor, weights: Tensor) -> tuple[float, int, float]:
+def _measure(plan: Plan, path: str, inputs: _Inputs) -> tuple[float, int, float]:
     """Median milliseconds, peak bytes above the inputs, and the least recall of some queries."""
 
     def select() -> Tensor:
-        return csa.lightning_indexer(q, k, weights, plan.top_k, ratio=plan.ratio, path=path)
+        q, k, weights, key_scales = inputs
+        return csa.lightning_indexer(q, k, weights, plan.top_k, ratio=plan.ratio, key_scales=key_scales, path=path)
 
     cuda = plan.device.startswith("cuda")
     memory = accounting.PeakMemory(plan.device)
@@ -154,27 +176,35 @@ def _measure(plan: Plan, path: str, q: Tensor, k: Tensor, weights: Tensor) -> tu
     found = select()
     peak = memory.peak() - before
     times = [accounting.milliseconds(select, plan.device) for _ in range(plan.repeats)]
-    return statistics.median(times), peak, _recall(plan, found, q, k, weights)
+    return statistics.median(times), peak, _recall(plan, found, inputs)
 
 
-def _recall(plan: Plan, found: Tensor, q: Tensor, k: Tensor, weights: Tensor) -> float:
+def _recall(plan: Plan, found: Tensor, inputs: _Inputs) -> float:
     """The least share of a query's set that the order of the scores themselves asks for, over some queries."""
+    q, k, weights, key_scales = inputs
     tokens, least = q.shape[1], 1.0
     count = min(_CHECKED, tokens)
     for place in range(count):
         t = (place + 1) * tokens // count - 1
-        keys = k[:, : max(1, (t + 1) // plan.ratio)]
-        scores = ops.indexer_scores(q[:, t : t + 1], keys, weights[:, t : t + 1], ratio=plan.ratio, offset=t).scores
         visible = (t + 1) // plan.ratio
-        order = scores[0, 0, :visible].sort(descending=True, stable=True).indices[: plan.top_k]
+        some, keys = slice(max(0, t + 1 - _TOGETHER), t + 1), slice(0, max(_TOGETHER, visible))
+        scales = None if key_scales is None else key_scales[:, keys]
+        how = {"ratio": plan.ratio, "offset": some.start, "key_scales": scales}
+        scores = ops.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores
+        order = scores[0, -1, :visible].sort(descending=True, stable=True).indices[: plan.top_k]
         if len(order):
-            least = min(least, torch.isin(order, found[0, t].long()).double().mean().item())
+            least = min(least, int(torch.isin(order, found[0, t].long()).sum()) / len(order))
     return least
 
 
 def _matmul_rate(plan: Plan) -> float:
     """TFLOP/s of a large product of the same dtype, measured here: what this device can do at most."""
-    size = 8192 if plan.device.startswith("cuda") else 512
-    a, b = (torch.randn(size, size, device=plan.device).to(getattr(torch, plan.dtype)) for _ in range(2))
-    times = [accounting.milliseconds(lambda: a @ b, plan.device) for _ in range(12)]
+    size, dtype = 8192 if plan.device.startswith("cuda") else 512, getattr(torch, plan.dtype)
+    a, b = (torch.randn(size, size, device=plan.device).to(dtype) for _ in range(2))
+    if dtype == torch.float8_e4m3fn:
+        one = torch.ones((), device=plan.device)
+        product = functools.partial(torch._scaled_mm, a, b.T, one, one, out_dtype=torch.bfloat16)
+    else:
+        product = functools.partial(torch.mm, a, b)
+    times = [accounting.milliseconds(product, plan.device) for _ in range(12)]
     return 2 * size**3 / statistics.median(times[2:]) / 1e9

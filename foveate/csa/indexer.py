@@ -16,7 +16,8 @@ SCORES_BYTES = 512 << 20
 """Scores that the fused path holds at once."""
 QUERY_CHUNK, KEY_CHUNK = 2048, 8192
 """Tiles of the chunked path, as in StreamIndex, section 6.2."""
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def lightning_indexer(
@@ -28,6 +29,7 @@ def lightning_indexer(
     ratio: int = 1,
     offset: int = 0,
     starts: Tensor | None = None,
+    key_scales: Tensor | None = None,
     path: str = "auto",
 ) -> Tensor:
     """The ``top_k`` keys with the largest ``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])`` for each query.
@@ -37,13 +39,14 @@ def lightning_indexer(
     section 4.1).
 
     Args:
-        q: ``[B, S, H, D]``, bf16, fp16 or fp32.
+        q: ``[B, S, H, D]``, bf16, fp16, fp32 or fp8 (e4m3, :func:`to_fp8`).
         k: ``[B, T, D]``, of the same dtype.
-        weights: ``[B, S, H]``, of any sign, with all scales in them; read as fp32.
+        weights: ``[B, S, H]``, of any sign, with all scales of queries and heads in them; read as fp32.
         top_k: keys a query.
         ratio: tokens a key.
         offset: tokens before the first query's.
         starts: int64 ``[B]``: the first key of each row that is not padding, or None. Padding queries get -1.
+        key_scales: ``[B, T]``: what a key's scores are multiplied by, read as fp32; None for 1.
         path: see above; ``auto`` is ``fused`` on a GPU, and ``chunked`` elsewhere.
 
     Returns:
@@ -54,22 +57,52 @@ def lightning_indexer(
             of range, and scores that are NaN. A decode step on a GPU (one query, or inside a CUDA graph) does not wait
             to find that out: its rows select nothing, -1, if a score of the batch is NaN.
     """
-    _check(q, k, weights, top_k, ratio, offset, starts, path)
-    weights = weights.float()
+    _check(q, k, weights, top_k, ratio, offset, starts, key_scales, path)
+    weights, key_scales = weights.float(), None if key_scales is None else key_scales.float()
     if path == "auto":
         path = "fused" if q.is_cuda else "chunked"
     run = {"materialised": _materialised, "chunked": _chunked, "fused": _fused}[path]
     keys = k[:, : min((offset + q.shape[1]) // ratio, k.shape[1])]
+    key_scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
     if not keys.shape[1] or not q.shape[1]:
         return torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32, device=q.device)
-    return run(q, keys, weights, top_k, ratio, offset, starts)
+    return run(q, keys, weights, top_k, ratio, offset, starts, key_scales)
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors in fp8 and their scales, as DeepSeek-V3.2 has its index queries and keys.
+
+    A scale is the least power of two with which the largest component of a vector is not beyond what e4m3 holds::
+
+        q, of_q = to_fp8(q)
+        k, of_k = to_fp8(k)
+        lightning_indexer(q, k, weights * of_q, top_k, key_scales=of_k)
+
+    Args:
+        x: ``[..., D]``, bf16, fp16 or fp32.
+
+    Returns:
+        e4m3 ``[..., D]``, and fp32 ``[...]``.
+    """
+    largest = x.abs().amax(-1).float().clamp_min(torch.finfo(torch.float32).tiny * _LARGEST)
+    scale = torch.exp2(torch.log2(largest / _LARGEST).ceil())
+    return (x.float() / scale[..., None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale
 
 
 def _materialised(
-    q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int,
+    ratio: int,
+    offset: int,
+    starts: Tensor | None,
+    key_scales: Tensor | None,
 ) -> Tensor:
     products = torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu_()
     scores = (products * weights[..., None]).sum(2)
+    if key_scales is not None:
+        scores *= key_scales[:, None]
     unseen = ops.unseen_keys(ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device), starts, k.shape[1])
     scores.masked_fill_(unseen, float("-inf"))
     lost = scores.isnan().any()
@@ -77,9 +110,16 @@ def _materialised(
 
 
 def _chunked(
-    q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int,
+    ratio: int,
+    offset: int,
+    starts: Tensor | None,
+    key_scales: Tensor | None,
 ) -> Tensor:
-    found = q.new_empty(*q.shape[:2], top_k, dtype=torch.int32)
+    found = torch.empty(*q.shape[:2], top_k, dtype=torch.int32, device=q.device)
     visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
     lost = torch.zeros((), dtype=torch.bool, device=q.device)
     for first in range(0, q.shape[1], QUERY_CHUNK):
@@ -87,8 +127,9 @@ def _chunked(
         number = min((offset + min(first + QUERY_CHUNK, q.shape[1])) // ratio, k.shape[1])
         best = ops.StreamingTopK(top_k)
         for start in range(0, max(number, 1), KEY_CHUNK):
-            keys = k[:, start : min(start + KEY_CHUNK, number)]
-            scores = ops.weighted_relu(q[:, queries], keys, weights[:, queries])
+            some = slice(start, min(start + KEY_CHUNK, number))
+            keys, scales = k[:, some], None if key_scales is None else key_scales[:, some]
+            scores = ops.weighted_relu(q[:, queries], keys, weights[:, queries], scales)
             scores.masked_fill_(ops.unseen_keys(visible[queries], starts, keys.shape[1], start), float("-inf"))
             lost |= scores.isnan().any()
             best.update(scores.nan_to_num_(0.0, float("inf"), float("-inf")), start)
@@ -96,21 +137,41 @@ def _chunked(
     return _without_nan(found, lost)
 
 
-def _fused(q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None) -> Tensor:
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int,
+    ratio: int,
+    offset: int,
+    starts: Tensor | None,
+    key_scales: Tensor | None,
+) -> Tensor:
     batch, queries = q.shape[:2]
-    found = q.new_empty(batch, queries, top_k, dtype=torch.int32)
+    found = torch.empty(batch, queries, top_k, dtype=torch.int32, device=q.device)
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
-    step = max(1, SCORES_BYTES // max(1, 4 * batch * min((offset + queries) // ratio, k.shape[1])))
-    for first in range(0, queries, step):
-        rows, at = min(step, queries - first), offset + first
+    first = 0
+    while first < queries:
+        rows, at = _rows(queries - first, batch, k.shape[1], ratio, offset + first), offset + first
         some = slice(first, first + rows)
         keys = k[:, : min((at + rows) // ratio, k.shape[1])]
-        how = {"ratio": ratio, "offset": at, "starts": starts}
+        scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
+        how = {"ratio": ratio, "offset": at, "starts": starts, "key_scales": scales}
         scores, maxima, nan = ops.indexer_scores(q[:, some], keys, weights[:, some], **how)
         visible = ops.visible_keys(rows, keys.shape[1], ratio, at, q.device)
         found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK, starts)
         lost |= nan
+        first += rows
+        del scores, maxima  # before the next are made
     return _without_nan(found, lost > 0)
+
+
+def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
+    """How many of the queries to hold scores of: as many as there is room for, the later they stand the fewer."""
+    rows = queries
+    while rows > 1 and 4 * batch * rows * min((offset + rows) // ratio, keys) > SCORES_BYTES:
+        rows -= max(1, rows // 8)
+    return rows
 
 
 def _padded(indices: Tensor, top_k: int) -> Tensor:
@@ -127,18 +188,28 @@ def _without_nan(found: Tensor, lost: Tensor) -> Tensor:
 
 
 def _check(
-    q: Tensor, k: Tensor, weights: Tensor, top_k: int, ratio: int, offset: int, starts: Tensor | None, path: str
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int,
+    ratio: int,
+    offset: int,
+    starts: Tensor | None,
+    key_scales: Tensor | None,
+    path: str,
 ) -> None:
     if q.ndim != 4 or k.ndim != 3 or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[3]:
         raise ValueError(f"q must be [B, S, H, D] and k [B, T, D], not {list(q.shape)} and {list(k.shape)}")
     if weights.shape != q.shape[:3]:
         raise ValueError(f"weights must be [B, S, H] = {list(q.shape[:3])}, not {list(weights.shape)}")
     if q.dtype not in _DTYPES or k.dtype != q.dtype:
-        raise ValueError(f"q and k must both be bf16, fp16 or fp32, not {q.dtype} and {k.dtype}")
+        raise ValueError(f"q and k must both be bf16, fp16, fp32 or float8_e4m3fn, not {q.dtype} and {k.dtype}")
     for name, value, least in (("top_k", top_k, 1), ("ratio", ratio, 1), ("offset", offset, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
     if starts is not None and (starts.shape != q.shape[:1] or starts.dtype != torch.int64):
         raise ValueError(f"starts must be int64 [{q.shape[0]}], not {starts.dtype} {list(starts.shape)}")
+    if key_scales is not None and key_scales.shape != k.shape[:2]:
+        raise ValueError(f"key_scales must be [B, T] = {list(k.shape[:2])}, not {list(key_scales.shape)}")
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")

@@ -58,7 +58,7 @@ def test_a_wrong_set_is_seen(monkeypatch):
         ({"top_k": 0}, "top-k must be at least 1, not 0"),
         ({"tokens": ()}, r"tokens must be at least the ratio, 4, not \[\]"),
         ({"tokens": (3,)}, r"not \[3\]"),
-        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, float8_e4m3fn, not 'int8'"),
         ({"implementations": ("fast",)}, "impl must be among foveate, chunked, materialised, not fast"),
         ({"implementations": ()}, "not none"),
     ],

@@ -121,6 +121,34 @@ def test_what_no_query_may_read_does_not_matter(path):
     assert torch.equal(csa.lightning_indexer(q, k, weights, 4, offset=10, starts=starts, path=path), expected)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("starts", [None, (0, 11)])
+def test_fp8_is_what_its_values_are(path, starts):
+    q, k, weights = problem(queries=30, keys=90, heads=8, dim=32, whole=False)
+    starts = None if starts is None else torch.tensor(starts)
+    (q8, of_q), (k8, of_k) = csa.to_fp8(q), csa.to_fp8(k)
+    q, k = q8.double() * of_q[..., None], k8.double() * of_k[..., None]
+    how = {"ratio": 2, "offset": 90, "starts": starts, "path": path}
+    found = csa.lightning_indexer(q8, k8, weights * of_q, 9, key_scales=of_k, **how)
+    assert torch.equal(found, in_order(q, k, weights.double(), 9, 2, 90, starts))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 3e4])
+def test_scales_of_fp8_are_the_least_powers_of_two(size):
+    x = size * torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    found, scales = csa.to_fp8(x)
+    assert torch.equal(torch.exp2(torch.log2(scales).round()), scales)
+    assert bool((x.abs().amax(-1) <= 448 * scales).all())
+    assert bool((x.abs().amax(-1) > 224 * scales).all())
+    torch.testing.assert_close(found.float() * scales[:, None], x, rtol=2**-4, atol=float(2**-10 * scales.max()))
+
+
+def test_fp8_of_nothing_is_nothing():
+    found, scales = csa.to_fp8(torch.zeros(2, 3, 16, dtype=torch.bfloat16))
+    assert not bool(found.float().any())
+    assert bool(torch.isfinite(scales).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_fp32(dtype):
     q, k, weights = problem(queries=30, keys=90, heads=8, dim=32, whole=False, dtype=dtype)
@@ -137,7 +165,7 @@ def test_half_precision_is_summed_in_fp32(dtype):
         ({"k": torch.zeros(2, 40, 5)}, r"not \[2, 11, 4, 6\] and \[2, 40, 5\]"),
         ({"k": torch.zeros(1, 40, 6)}, r"and \[1, 40, 6\]"),
         ({"weights": torch.zeros(2, 11, 3)}, r"weights must be \[B, S, H\] = \[2, 11, 4\], not \[2, 11, 3\]"),
-        ({"k": torch.zeros(2, 40, 6, dtype=torch.float16)}, "bf16, fp16 or fp32, not torch.float32 and torch.float16"),
+        ({"k": torch.zeros(2, 40, 6, dtype=torch.float16)}, "float8_e4m3fn, not torch.float32 and torch.float16"),
         ({"q": torch.zeros(2, 11, 4, 6).long(), "k": torch.zeros(2, 40, 6).long()}, "not torch.int64"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, not 0"),
         ({"top_k": 2.5}, "top_k must be an integer of at least 1, not 2.5"),
@@ -145,6 +173,7 @@ def test_half_precision_is_summed_in_fp32(dtype):
         ({"offset": -1}, "offset must be an integer of at least 0, not -1"),
         ({"starts": torch.zeros(3).long()}, r"starts must be int64 \[2\], not torch.int64 \[3\]"),
         ({"starts": torch.zeros(2)}, r"starts must be int64 \[2\], not torch.float32 \[2\]"),
+        ({"key_scales": torch.ones(2, 39)}, r"key_scales must be \[B, T\] = \[2, 40\], not \[2, 39\]"),
         ({"path": "fast"}, "path must be one of auto, materialised, chunked, fused, not 'fast'"),
     ],
 )

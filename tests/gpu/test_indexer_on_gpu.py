@@ -6,11 +6,14 @@ import torch
 from foveate import csa, ops
 from foveate.csa import indexer
 from foveate.ops import _dispatch
+from foveate.ops.score import indexer_kernel
 from tests.kernels import poisoned_memory
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {torch.bfloat16: 1e-4, torch.float16: 1e-4, torch.float32: 1e-4}
+FP8 = torch.float8_e4m3fn
+TOLERANCE = {torch.bfloat16: 1e-4, torch.float16: 1e-4, torch.float32: 1e-4, FP8: 2e-3}
+"""Relative; the matrix units of Hopper add fp8 products with fewer bits than fp32 has."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +31,8 @@ def problem(batch, queries, keys, heads=64, dim=128, dtype=torch.bfloat16, seed=
         torch.randn(shape, generator=generator, device="cuda")
         for shape in ((batch, queries, heads, dim), (batch, keys, dim), (batch, queries, heads))
     )
-    return (q * dim**-0.5).to(dtype), (k * dim**-0.5).to(dtype), weights * (dim * heads) ** -0.5
+    size = 8.0 if dtype == FP8 else dim**-0.5  # within what fp8 holds, and not too small for it
+    return (q * size).to(dtype), (k * size).to(dtype), weights * (dim * heads) ** -0.5 / (size * size * dim)
 
 
 def in_total_order(scores, visible, k):
@@ -41,20 +45,34 @@ def in_total_order(scores, visible, k):
     return torch.nn.functional.pad(order, (0, k - order.shape[-1]), value=-1)
 
 
+@pytest.fixture(params=[True, False], ids=["hopper", "portable"])
+def hopper(request, monkeypatch):
+    """With and without the kernel for Hopper alone."""
+    monkeypatch.setattr(indexer_kernel, "_HOPPER", request.param)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(64, 128), (64, 64), (16, 128), (32, 40), (128, 128)])
+@pytest.mark.parametrize(("heads", "dim"), [(64, 128), (64, 64), (16, 128), (32, 40), (128, 128), (32, 256)])
+@pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize(
     ("queries", "keys", "ratio", "offset"), [(1, 1, 1, 0), (37, 333, 4, 1300), (300, 4097, 1, 3800)]
 )
-def test_scores(dtype, heads, dim, queries, keys, ratio, offset):
+def test_scores(hopper, dtype, heads, dim, more, queries, keys, ratio, offset):
     q, k, weights = problem(2, queries, keys, heads, dim, dtype)
+    starts = torch.tensor([0, 70], device="cuda") if more else None
+    scales = torch.rand(2, keys, device="cuda") if more else None
+    how = {"ratio": ratio, "offset": offset, "starts": starts, "key_scales": scales}
     with poisoned_memory("cuda"):
-        scores, maxima, lost = ops.indexer_scores(q, k, weights, ratio=ratio, offset=offset)
-        again = ops.indexer_scores(q, k, weights, ratio=ratio, offset=offset)
+        scores, maxima, lost = ops.indexer_scores(q, k, weights, **how)
+        again = ops.indexer_scores(q, k, weights, **how)
     exact = (torch.einsum("bshd,btd->bsht", q.double(), k.double()).relu() * weights.double()[..., None]).sum(2)
+    if more:
+        exact *= scales.double()[:, None]
     visible = ops.visible_keys(queries, keys, ratio, offset, q.device)
     seen = (torch.arange(keys, device="cuda") < visible[:, None]).expand_as(scores)
-    torch.testing.assert_close(scores[seen].double(), exact[seen], rtol=TOLERANCE[dtype], atol=1e-5)
+    if more:
+        seen = seen & (torch.arange(keys, device="cuda") >= starts[:, None, None])
+    torch.testing.assert_close(scores[seen].double(), exact[seen], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 10)
     assert torch.equal(scores[seen], again.scores[seen]), "repeats are equal bit for bit"
     blocks = ops.INDEXER_BLOCK * torch.arange(maxima.shape[-1], device="cuda") < visible[:, None]
     padded = torch.nn.functional.pad(
@@ -98,8 +116,9 @@ def test_choice(name, k, number):
 
 
 @pytest.mark.parametrize(("queries", "ratio", "top_k"), [(2048, 4, 512), (5000, 1, 2048), (9001, 4, 1024)])
-def test_sets_are_those_of_the_kernels_own_scores(monkeypatch, queries, ratio, top_k):
-    q, k, weights = problem(1, queries, queries // ratio, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_sets_are_those_of_the_kernels_own_scores(monkeypatch, hopper, dtype, queries, ratio, top_k):
+    q, k, weights = problem(1, queries, queries // ratio, dtype=dtype)
     monkeypatch.setattr(indexer, "SCORES_BYTES", 8 << 20)
     found = csa.lightning_indexer(q, k, weights, top_k, ratio=ratio)
     scores = ops.indexer_scores(q, k, weights, ratio=ratio).scores
@@ -107,7 +126,9 @@ def test_sets_are_those_of_the_kernels_own_scores(monkeypatch, queries, ratio, t
     assert torch.equal(found, in_total_order(scores, visible, top_k))
     exact = torch.einsum("bshd,btd->bsht", q[:, -50:].double(), k.double()).relu()
     exact = (exact * weights[:, -50:].double()[..., None]).sum(2)
-    chosen = torch.zeros_like(exact, dtype=torch.bool).scatter_(2, found[:, -50:].long(), True)
+    last = k.shape[1]  # a place for those that are missing
+    chosen = torch.zeros(1, 50, last + 1, dtype=torch.bool, device="cuda")
+    chosen = chosen.scatter_(2, found[:, -50:].long().where(found[:, -50:] >= 0, last), True)[..., :last]
     worst = exact.masked_fill(~chosen, torch.inf).amin(-1)
     seen = torch.arange(k.shape[1], device="cuda") < visible[-50:, None]
     best_dropped = exact.masked_fill(chosen | ~seen, -torch.inf).amax(-1)
@@ -115,7 +136,7 @@ def test_sets_are_those_of_the_kernels_own_scores(monkeypatch, queries, ratio, t
     assert bool((best_dropped <= worst + 2 * error).all())
 
 
-def test_planted_keys_among_a_million_are_always_found():
+def test_planted_keys_among_a_million_are_always_found(hopper):
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, weights = problem(1, 8, 1 << 20)
     planted = torch.randperm(1 << 20, generator=generator, device="cuda")[:40].sort().values
@@ -125,7 +146,7 @@ def test_planted_keys_among_a_million_are_always_found():
     assert all(torch.isin(planted.to(torch.int32), row).all() for row in found[0])
 
 
-def test_nan_is_an_error_and_a_graph_can_be_captured():
+def test_nan_is_an_error_and_a_graph_can_be_captured(hopper):
     q, k, weights = problem(1, 4, 5000)
     k[:, 4000] = float("nan")
     with pytest.raises(ValueError, match="scores are NaN"):

@@ -12,9 +12,11 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Several programs walk over the keys of a query, and look at a row several times."""
+    """Several programs walk over the keys of a query, and a row is too long to be kept."""
     monkeypatch.setattr(indexer_kernel, "_SPAN", 2)
     monkeypatch.setattr(blocks_kernel, "_CHUNK", 64)
+    monkeypatch.setattr(blocks_kernel, "_HELD", 64)
+    monkeypatch.setattr(blocks_kernel, "_KEPT", 64)
 
 
 # indexer_scores
@@ -27,8 +29,8 @@ def problem(batch=2, queries=9, keys=150, heads=64, dim=16, dtype=torch.float32,
     return q.to(dtype), k.to(dtype), weights
 
 
-def check(q, k, weights, ratio, offset, starts=None):
-    how = {"ratio": ratio, "offset": offset, "starts": starts}
+def check(q, k, weights, ratio, offset, starts=None, key_scales=None):
+    how = {"ratio": ratio, "offset": offset, "starts": starts, "key_scales": key_scales}
     found, expected = (run(q, k, weights, **how) for run in (indexer_kernel.indexer_scores, indexer.indexer_scores))
     visible = indexer.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)[:, None]
     for place, (one, other) in enumerate(zip(found[:2], expected[:2], strict=True)):
@@ -51,6 +53,13 @@ def test_keys_that_are_padding(small_blocks):
     q, k, weights = problem()
     k[0, :70], k[1, :5] = float("nan"), float("inf")
     check(q, k, weights, 1, 140, torch.tensor([70, 5]))
+
+
+def test_scales_of_keys(small_blocks):
+    scales = torch.rand(300, 2).T[:, 7:157]
+    check(*problem(), 1, 140, key_scales=scales)
+    found = check(*problem(), 1, 140, torch.tensor([70, 5]), key_scales=-scales)
+    assert not bool((found.scores[0, -1, 70:] > 0).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -94,9 +103,9 @@ def test_what_scores_refuse():
 
 
 def rows(name, number, seed=0):
-    """Scores ``[2, 5, number]`` of a kind that has been the end of other people's top-k."""
+    """Scores ``[2, 3, number]`` of a kind that has been the end of other people's top-k."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(2, 5, number, generator=generator)
+    x = torch.randn(2, 3, number, generator=generator)
     few = torch.rand(x.shape, generator=generator) < 0.3
     return {
         "normal": x,
@@ -128,38 +137,50 @@ def check_choice(scores, visible, k, block=16, starts=None):
     assert torch.equal(found, blocks.topk_of_blocks(scores.masked_fill(unseen, 9.0), maxima, visible, k, block, starts))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "normal",
-        "tied",
-        "three values",
-        "zeros of both signs",
-        "mostly -inf",
-        "some inf",
-        "only -inf",
-        "one bin of fp16",
-        "rising",
-        "falling",
-        "tiny",
-    ],
+KINDS = (
+    "normal",
+    "tied",
+    "three values",
+    "zeros of both signs",
+    "mostly -inf",
+    "some inf",
+    "only -inf",
+    "one bin of fp16",
+    "rising",
+    "falling",
+    "tiny",
 )
-@pytest.mark.parametrize("k", [1, 7, 40, 250, 400])
-def test_choice(name, k, small_blocks):
-    check_choice(rows(name, 333), torch.tensor([0, 1, 200, 320, 333]), k)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("k", [7, 40, 400])
+@pytest.mark.parametrize("block", [1, 16])
+def test_choice(name, k, block, small_blocks):
+    """Groups of one block and of several, scores that are kept (k = 7) and that are not."""
+    check_choice(rows(name, 333), torch.tensor([0, 200, 333]), k, block)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("k", [1, 40, 400])
+def test_choice_from_short_rows(name, k):
+    check_choice(rows(name, 333), torch.tensor([0, 200, 333]), k)
 
 
 @pytest.mark.parametrize("k", [1, 40, 400])
-def test_choice_behind_padding(k, small_blocks):
-    visible = torch.tensor([0, 1, 200, 320, 333])
+@pytest.mark.parametrize("held", [64, 16384])
+def test_choice_behind_padding(k, held, small_blocks, monkeypatch):
+    monkeypatch.setattr(blocks_kernel, "_HELD", held)
+    visible = torch.tensor([0, 200, 333])
     check_choice(rows("normal", 333), visible, k, starts=torch.tensor([100, 7]))
     check_choice(rows("tied", 333), visible, k, starts=torch.tensor([0, 333]))
 
 
 @pytest.mark.parametrize("number", [1, 16, 17, 2048, 2049])
 @pytest.mark.parametrize("block", [1, 16, 64])
-def test_any_number_of_scores(number, block):
-    check_choice(rows("three values", number), torch.full((5,), number), 13, block)
+@pytest.mark.parametrize("held", [256, 16384])
+def test_any_number_of_scores(number, block, held, monkeypatch):
+    monkeypatch.setattr(blocks_kernel, "_HELD", held)
+    check_choice(rows("three values", number), torch.full((3,), number), 13, block)
 
 
 def test_what_choice_refuses():

@@ -14,10 +14,14 @@ def test_under_the_interpreter():
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128)])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128), ("fp8e4nv", 128)]
+)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_scores_compile_for_ampere_and_hopper(capability, dtype, dim, heads):
     pytest.importorskip("triton")
+    if dtype == "fp8e4nv" and capability == 80:
+        return  # it has none, and the reference runs
     kernel = importlib.import_module("foveate.ops.score.indexer_kernel")
     compiled = compile_for(
         capability,
@@ -27,19 +31,22 @@ def test_scores_compile_for_ampere_and_hopper(capability, dtype, dim, heads):
             **dict.fromkeys(("w_ptr", "score_ptr", "max_ptr"), "*fp32:16"),
             "lost_ptr": "*i32:16",
             "start_ptr": "*i64:16",
+            "scale_ptr": "*fp32:16",
             "PADDED": True,
+            "SCALED": True,
+            "scale_stride_b": "i32",
+            "scale_stride_t": 1,
             **{f"{x}_stride_{axis}": "i32:16" for x in "qw" for axis in "bs"},
             "q_stride_h": "i32:16",
             **{f"k_stride_{axis}": "i32:16" for axis in "bt"},
             **dict.fromkeys(("q_stride_d", "k_stride_d", "w_stride_h"), 1),
-            **dict.fromkeys(("groups", "queries", "number", "blocks", "ratio", "offset"), "i32"),
+            **dict.fromkeys(("groups", "queries", "number", "blocks", "ratio", "offset", "span"), "i32"),
             "HEADS": heads,
             "EACH": kernel.queries_of(heads),
             "DIM": dim,
             "BLOCK_D": dim,
             "BLOCK_T": kernel._KEYS,
             "BLOCK": 16,
-            "SPAN": kernel._SPAN,
         },
         **kernel.options({"fp32": torch.float32}.get(dtype, torch.bfloat16), dim, capability // 10),
     )
@@ -52,8 +59,47 @@ def test_scores_compile_for_ampere_and_hopper(capability, dtype, dim, heads):
         assert compiled.shared <= (113 if hopper else 99) << 10, "two programs fit on one of Hopper's multiprocessors"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim", "heads"),
+    [("bf16", 128, 64), ("bf16", 64, 128), ("fp16", 128, 32), ("fp8e4nv", 128, 64), ("fp8e4nv", 256, 32)],
+)
+@pytest.mark.parametrize("more", [True, False])
+def test_scores_compile_for_hopper_alone(dtype, dim, heads, more):
+    """Two warpgroups that multiply by turns, and a warp that fetches for them."""
+    gl = pytest.importorskip("triton.experimental.gluon.language")
+    kernel = importlib.import_module("foveate.ops.score.indexer_hopper_kernel")
+    layout = gl.NVMMASharedLayout(128, 8 if dtype == "fp8e4nv" else 16, rank=2)
+    compiled = compile_for(
+        90,
+        kernel._indexer_scores,
+        {
+            "q_desc": f"tensordesc<{dtype}[{kernel._ROWS}, {dim}],{layout!r}>",
+            "k_desc": f"tensordesc<{dtype}[{kernel._KEYS}, {dim}],{layout!r}>",
+            **dict.fromkeys(("w_ptr", "score_ptr", "max_ptr"), "*fp32:16"),
+            "lost_ptr": "*i32:16",
+            "start_ptr": "*i64" if more else None,
+            "scale_ptr": "*fp32:16" if more else None,
+            **dict.fromkeys(("groups", "queries", "number", "blocks", "ratio", "offset", "span"), "i32"),
+            "HEADS": heads,
+            "EACH": kernel._ROWS // heads,
+            "KEYS": kernel._KEYS,
+            "BLOCK": 16,
+            "STAGES": kernel._STAGES,
+            "PADDED": more,
+            "SCALED": more,
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
+    assert compiled.shared <= 227 << 10
+    assert "wgmma.mma_async.sync.aligned.m64n256" in compiled.ptx
+    assert "cp.async.bulk.tensor.2d" in compiled.ptx
+    assert "setmaxnreg" in compiled.ptx
+
+
 @pytest.mark.parametrize("capability", [80, 90])
-def test_choice_compiles_for_ampere_and_hopper(capability):
+@pytest.mark.parametrize(("groups", "room"), [(2048, 2048), (8192, 8192)])
+def test_choice_compiles_for_ampere_and_hopper(capability, groups, room):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.blocks_kernel")
     compiled = compile_for(
@@ -61,13 +107,36 @@ def test_choice_compiles_for_ampere_and_hopper(capability):
         kernel._topk_of_blocks,
         {
             **dict.fromkeys(("score_ptr", "max_ptr"), "*fp32:16"),
-            **dict.fromkeys(("list_ptr", "found_ptr"), "*i32:16"),
+            **dict.fromkeys(("list_ptr", "kept_ptr", "index_ptr", "found_ptr"), "*i32:16"),
             **dict.fromkeys(("visible_ptr", "start_ptr"), "*i64:16"),
             "PADDED": True,
             **dict.fromkeys(("rows", "number", "blocks", "k"), "i32"),
             "BLOCK": 16,
             "CHUNK": kernel._CHUNK,
+            "GROUPS": groups,
+            "ROOM": room,
         },
         num_warps=8,
     )
     assert compiled.spilled == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("held", [256, 8192, 16384])
+def test_choice_from_short_rows_compiles_for_ampere_and_hopper(capability, held):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.blocks_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._topk_of_short_rows,
+        {
+            "score_ptr": "*fp32:16",
+            "found_ptr": "*i32:16",
+            **dict.fromkeys(("visible_ptr", "start_ptr"), "*i64:16"),
+            "PADDED": True,
+            **dict.fromkeys(("rows", "number", "k"), "i32"),
+            "HELD": held,
+        },
+        num_warps=4 if held < 4096 else 8,
+    )
+    assert compiled.spilled <= (0 if capability == 90 else 16)

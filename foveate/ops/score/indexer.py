@@ -23,7 +23,14 @@ class IndexerScores(NamedTuple):
 
 
 def indexer_scores(
-    q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, offset: int = 0, starts: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    *,
+    ratio: int = 1,
+    offset: int = 0,
+    starts: Tensor | None = None,
+    key_scales: Tensor | None = None,
 ) -> IndexerScores:
     """``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])``, in fp32, for the keys before each query.
 
@@ -33,11 +40,12 @@ def indexer_scores(
     Args:
         q: ``[B, S, H, D]``.
         k: ``[B, T, D]``.
-        weights: fp32 ``[B, S, H]``, of any sign; scales belong in here.
+        weights: fp32 ``[B, S, H]``, of any sign; scales of queries belong in here.
         starts: int64 ``[B]``: the keys before it are padding, which no query sees; None for none.
+        key_scales: fp32 ``[B, T]``: what a key's scores are multiplied by, for keys in fp8; None for 1.
     """
     number = k.shape[1]
-    scores = weighted_relu(q, k, weights)
+    scores = weighted_relu(q, k, weights, key_scales)
     unseen = unseen_keys(visible_keys(q.shape[1], number, ratio, offset, q.device), starts, number)
     lost = scores.isnan().logical_and_(~unseen).any().to(torch.int32).reshape(1)
     seen = scores.masked_fill(unseen, float("-inf"))
@@ -45,16 +53,18 @@ def indexer_scores(
     return IndexerScores(scores, padded.unflatten(-1, (-1, BLOCK)).amax(-1), lost)
 
 
-def weighted_relu(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+def weighted_relu(q: Tensor, k: Tensor, weights: Tensor, key_scales: Tensor | None = None) -> Tensor:
     """The scores of all keys, whether a query may see them or not: fp32 ``[B, S, T]``."""
     batch, queries, heads, _ = q.shape
+    if q.dtype == torch.float8_e4m3fn:  # of which bf16 holds all values
+        q, k = q.bfloat16(), k.bfloat16()
     scores = q.new_empty(batch, queries, k.shape[1], dtype=torch.float32)
     step = block_length(4 * batch * heads * k.shape[1], queries)
     for first in range(0, queries, step):
         some = q[:, first : first + step]
         products = matmul_fp32(some.flatten(1, 2), k.transpose(1, 2)).relu_().unflatten(1, (-1, heads))
         scores[:, first : first + step] = torch.einsum("bsht,bsh->bst", products, weights[:, first : first + step])
-    return scores
+    return scores if key_scales is None else scores.mul_(key_scales[:, None])
 
 
 def unseen_keys(visible: Tensor, starts: Tensor | None, number: int, first: int = 0) -> Tensor:

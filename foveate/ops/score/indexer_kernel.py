@@ -1,5 +1,7 @@
 """The lightning indexer's score: Triton kernel of :func:`indexer_scores`."""
 
+import importlib
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,10 @@ _ROWS = 256
 _KEYS = 64
 """Keys of a product."""
 _SPAN = 64
-"""Products that a program makes, so that its queries are loaded once for all of them."""
+"""The most products that a program makes, so that its queries are loaded once for all of them."""
+_HOPPER = False
+"""Whether Hopper gets the kernel written for it: not before that has run on one."""
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 
 def queries_of(heads: int) -> int:
@@ -30,7 +35,14 @@ def options(dtype: torch.dtype, dim: int, capability: int) -> dict[str, int]:
 
 
 def indexer_scores(
-    q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, offset: int = 0, starts: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    *,
+    ratio: int = 1,
+    offset: int = 0,
+    starts: Tensor | None = None,
+    key_scales: Tensor | None = None,
 ) -> IndexerScores:
     """See :func:`foveate.ops.score.indexer.indexer_scores`.
 
@@ -40,7 +52,8 @@ def indexer_scores(
     """
     batch, queries, heads, dim = q.shape
     number = k.shape[1]
-    if q.dtype != k.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+    if q.dtype != k.dtype or q.dtype not in _DTYPES or (q.dtype == torch.float8_e4m3fn and capability < (8, 9)):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
     if heads & (heads - 1) or not 16 <= heads <= _ROWS // 2 or dim > 256:
         raise UnsupportedError(f"{heads} index heads of {dim} (powers of two from 16 to {_ROWS // 2}, of at most 256)")
@@ -49,15 +62,21 @@ def indexer_scores(
             f"shapes or dtypes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, "
             f"weights {tuple(weights.shape)} {weights.dtype}"
         )
+    if _HOPPER and capability == (9, 0):
+        hopper = importlib.import_module("foveate.ops.score.indexer_hopper_kernel")
+        if hopper.fits(q, k):
+            how = {"ratio": ratio, "offset": offset, "starts": starts, "key_scales": key_scales}
+            return hopper.indexer_scores(q, k, weights, **how)
     blocks = triton.cdiv(number, BLOCK)
-    scores = q.new_empty(batch, queries, number, dtype=torch.float32)
-    maxima = q.new_empty(batch, queries, blocks, dtype=torch.float32)
+    scores = torch.empty(batch, queries, number, dtype=torch.float32, device=q.device)
+    maxima = torch.empty(batch, queries, blocks, dtype=torch.float32, device=q.device)
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
     if not number or not queries:
         return IndexerScores(scores, maxima, lost)
     each = queries_of(heads)
-    groups = triton.cdiv(queries, each)
-    _indexer_scores[groups * triton.cdiv(number, _KEYS * _SPAN), batch](
+    groups, tiles = triton.cdiv(queries, each), triton.cdiv(number, _KEYS)
+    span = max(1, min(_SPAN, batch * groups * tiles // _programs(q.device)))
+    _indexer_scores[groups * triton.cdiv(tiles, span), batch](
         q,
         k,
         weights,
@@ -65,29 +84,37 @@ def indexer_scores(
         maxima,
         lost,
         starts,
+        key_scales,
         *q.stride(),
         *k.stride(),
         *weights.stride(),
+        *((0, 0) if key_scales is None else key_scales.stride()),
         groups,
         queries,
         number,
         blocks,
         ratio,
         offset,
+        span,
         HEADS=heads,
         EACH=each,
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_T=_KEYS,
         BLOCK=BLOCK,
-        SPAN=_SPAN,
         PADDED=starts is not None,
-        **options(q.dtype, dim, torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8),
+        SCALED=key_scales is not None,
+        **options(q.dtype, dim, capability[0]),
     )
     return IndexerScores(scores, maxima, lost)
 
 
-@triton.jit(do_not_specialize=["groups", "queries", "number", "blocks", "ratio", "offset"])
+def _programs(device: torch.device) -> int:
+    """How many it takes to keep a GPU busy."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit(do_not_specialize=["groups", "queries", "number", "blocks", "ratio", "offset", "span"])
 def _indexer_scores(
     q_ptr,
     k_ptr,
@@ -96,6 +123,7 @@ def _indexer_scores(
     max_ptr,
     lost_ptr,
     start_ptr,
+    scale_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -106,20 +134,23 @@ def _indexer_scores(
     w_stride_b,
     w_stride_s,
     w_stride_h,
+    scale_stride_b,
+    scale_stride_t,
     groups,
     queries,
     number,
     blocks,
     ratio,
     offset,
+    span,
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
     PADDED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Writes ``scores [B, S, T]`` and ``maxima [B, S, blocks]``, both contiguous.
 
@@ -130,7 +161,7 @@ def _indexer_scores(
     first_query = group * EACH
     last = tl.minimum(first_query + EACH, queries) - 1
     end = tl.minimum((offset + last + 1) // ratio, number)  # keys that the last of the queries sees
-    begin = walk * SPAN * BLOCK_T
+    begin = walk * span * BLOCK_T
     if begin >= end:
         return
     rows, dims, places = tl.arange(0, EACH * HEADS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
@@ -150,13 +181,16 @@ def _indexer_scores(
     visible = tl.where(own_exist, tl.minimum((offset + own + 1) // ratio, number), 0)
     row = batch * queries + tl.where(own_exist, own, 0).to(tl.int64)
     lost = tl.zeros([BLOCK_T, EACH], tl.int32)
-    for start in tl.range(begin, tl.minimum(begin + SPAN * BLOCK_T, end), BLOCK_T):
+    for start in tl.range(begin, tl.minimum(begin + span * BLOCK_T, end), BLOCK_T):
         keys = start + places
         k_tile = batch * k_stride_b + keys.to(tl.int64)[:, None] * k_stride_t + dims[None, :] * k_stride_d
         k = tl.load(k_ptr + k_tile, mask=(keys < number)[:, None] & (dims < DIM)[None, :], other=0.0)
         products = tl.dot(k, q, input_precision="ieee")
         weighted = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
         score = tl.sum(tl.reshape(weighted, [BLOCK_T, EACH, HEADS]), 2)
+        if SCALED:
+            at = batch * scale_stride_b + keys.to(tl.int64) * scale_stride_t
+            score *= tl.load(scale_ptr + at, mask=keys < number, other=0.0)[:, None]
         seen = keys[:, None] < visible[None, :]
         if PADDED:
             seen = seen & (keys >= tl.load(start_ptr + batch))[:, None]

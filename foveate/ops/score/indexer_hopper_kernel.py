@@ -1,0 +1,277 @@
+"""The lightning indexer's score on Hopper: Gluon kernel of :func:`indexer_scores`.
+
+Two warpgroups multiply by turns: while one adds up the heads of its products, the other one's products are made. A
+third warp fetches keys ahead of both.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from foveate.ops.score.indexer import BLOCK, IndexerScores
+
+_ROWS = 256
+"""Queries times heads of a warpgroup: what a product's columns are."""
+_KEYS = 64
+"""Keys of a product."""
+_STAGES = 4
+"""Blocks of keys that are fetched ahead."""
+_SPAN = 128
+"""The most products that a program makes of its queries."""
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+
+
+def fits(q: Tensor, k: Tensor) -> bool:
+    """Whether the kernel does this case: Hopper, enough queries to fill a program, and memory as its copies need it."""
+    _, queries, heads, dim = q.shape
+    width = q.element_size()
+    return (
+        torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.dtype in _DTYPES
+        and heads in (32, 64, 128)
+        and dim * width in (128, 256)
+        and queries * heads >= 2 * _ROWS
+        and k.shape[1] >= _KEYS
+        and (q.stride(3), k.stride(2)) == (1, 1)
+        and q.stride(1) == heads * q.stride(2)
+        and not any(width * x.stride(1) % 16 or width * x.stride(0) % 16 or x.data_ptr() % 16 for x in (q, k))
+        and width * q.stride(2) % 16 == 0
+    )
+
+
+def indexer_scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    *,
+    ratio: int = 1,
+    offset: int = 0,
+    starts: Tensor | None = None,
+    key_scales: Tensor | None = None,
+) -> IndexerScores:
+    """See :func:`foveate.ops.score.indexer.indexer_scores`; only where :func:`fits`.
+
+    Every score has one owner and one order of summation: repeats are equal bit for bit.
+    """
+    batch, queries, heads, dim = q.shape
+    number = k.shape[1]
+    blocks = triton.cdiv(number, BLOCK)
+    scores = torch.empty(batch, queries, number, dtype=torch.float32, device=q.device)
+    maxima = torch.empty(batch, queries, blocks, dtype=torch.float32, device=q.device)
+    lost = torch.zeros(1, dtype=torch.int32, device=q.device)
+    weights = weights.contiguous()
+    scales = None if key_scales is None else key_scales.contiguous()
+    each = _ROWS // heads
+    groups, tiles = triton.cdiv(queries, 2 * each), triton.cdiv(number, _KEYS)
+    programs = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
+    span = max(1, min(_SPAN, groups * tiles // programs))
+    layout = gl.NVMMASharedLayout(128, 8 * q.element_size(), rank=2)
+    for one in range(batch):
+        _indexer_scores[(groups * triton.cdiv(tiles, span),)](
+            TensorDescriptor.from_tensor(q[one].view(queries * heads, dim), [_ROWS, dim], layout),
+            TensorDescriptor.from_tensor(k[one], [_KEYS, dim], layout),
+            weights[one],
+            scores[one],
+            maxima[one],
+            lost,
+            None if starts is None else starts[one:],
+            None if scales is None else scales[one],
+            groups,
+            queries,
+            number,
+            blocks,
+            ratio,
+            offset,
+            span,
+            HEADS=heads,
+            EACH=each,
+            KEYS=_KEYS,
+            BLOCK=BLOCK,
+            STAGES=_STAGES,
+            PADDED=starts is not None,
+            SCALED=scales is not None,
+            num_warps=4,
+        )
+    return IndexerScores(scores, maxima, lost)
+
+
+@gluon.constexpr_function
+def _owners(each):
+    """A score has one thread: of a quad, which holds the sums of all queries of two keys, each takes some."""
+    lanes = [[0, 1], [0, 2]] if each > 2 else [[0, 1], [8, 0]]
+    registers = ([[8, 0]] if each > 2 else []) + [[0, 4 << i] for i in range(each.bit_length() - 3)]
+    return gl.DistributedLinearLayout(registers, [*lanes, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, each])
+
+
+@gluon.jit
+def _fetch(
+    q_desc,
+    k_desc,
+    first_row,
+    begin,
+    end,
+    q_tiles,
+    k_tiles,
+    q_full,
+    full,
+    empty,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    WIDTH: gl.constexpr = q_desc.block_shape[1] * q_desc.dtype.primitive_bitwidth // 8
+    mbarrier.expect(q_full, 2 * ROWS * WIDTH)
+    for which in gl.static_range(2):
+        tma.async_copy_global_to_shared(q_desc, [first_row + which * ROWS, 0], q_full, q_tiles.index(which))
+    turn = 0
+    for start in range(begin, end, KEYS):
+        stage = turn % STAGES
+        mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(stage), KEYS * WIDTH)
+        tma.async_copy_global_to_shared(k_desc, [start, 0], full.index(stage), k_tiles.index(stage))
+        turn += 1
+
+
+@gluon.jit
+def _add_up(
+    which,
+    w_ptr,
+    score_ptr,
+    max_ptr,
+    lost_ptr,
+    start_ptr,
+    scale_ptr,
+    first_query,
+    begin,
+    end,
+    queries,
+    number,
+    blocks,
+    ratio,
+    offset,
+    q_tiles,
+    k_tiles,
+    q_full,
+    full,
+    empty,
+    HEADS: gl.constexpr,
+    EACH: gl.constexpr,
+    KEYS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PADDED: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    ROWS: gl.constexpr = EACH * HEADS
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, ROWS, 256 // k_tiles.dtype.primitive_bitwidth]
+    )
+    OWNERS: gl.constexpr = _owners(EACH)
+    first_query += which * EACH
+    columns = gl.arange(0, ROWS, gl.SliceLayout(0, PRODUCTS))
+    w = gl.load(w_ptr + first_query * HEADS + columns, mask=first_query + columns // HEADS < queries, other=0.0)
+    query = first_query + gl.arange(0, EACH, gl.SliceLayout(0, OWNERS))
+    places = gl.arange(0, KEYS, gl.SliceLayout(1, OWNERS))
+    visible = gl.where(query < queries, gl.minimum((offset + query + 1) // ratio, number), 0)
+    row = gl.where(query < queries, query, 0).to(gl.int64)
+    padding = 0
+    if PADDED:
+        padding = gl.load(start_ptr).to(gl.int32)
+    q = q_tiles.index(which).permute((1, 0))
+    nothing = gl.zeros([KEYS, ROWS], gl.float32, PRODUCTS)
+    lost = gl.zeros([KEYS, EACH], gl.int32, OWNERS)
+    mbarrier.wait(q_full, 0)
+    turn = 0
+    for start in range(begin, end, KEYS):
+        stage = turn % STAGES
+        keys = start + places
+        if SCALED:
+            scale = gl.load(scale_ptr + keys, mask=keys < number, other=0.0)
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        products = warpgroup_mma(k_tiles.index(stage), q, nothing, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(0, deps=(products,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        weighted = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
+        score = gl.convert_layout(gl.sum(gl.reshape(weighted, [KEYS, EACH, HEADS]), 2), OWNERS)
+        if SCALED:
+            score *= scale[:, None]
+        seen = keys[:, None] < visible[None, :]
+        if PADDED:
+            seen = seen & (keys >= padding)[:, None]
+        gl.store(score_ptr + row[None, :] * number + keys[:, None], score, mask=seen)
+        lost |= (seen & (score != score)).to(gl.int32)
+        best = gl.max(gl.reshape(gl.where(seen, score, float("-inf")), [KEYS // BLOCK, BLOCK, EACH]), 1)
+        BEST: gl.constexpr = best.type.layout
+        block = start // BLOCK + gl.arange(0, KEYS // BLOCK, gl.SliceLayout(1, BEST))
+        of_row = gl.convert_layout(row, gl.SliceLayout(0, BEST))
+        limit = gl.convert_layout(visible, gl.SliceLayout(0, BEST))
+        written = (block * BLOCK)[:, None] < limit[None, :]
+        gl.store(max_ptr + of_row[None, :] * blocks + block[:, None], best, mask=written)
+        turn += 1
+    gl.atomic_max(lost_ptr, gl.max(gl.max(lost, 1), 0))
+
+
+@gluon.jit(do_not_specialize=["groups", "queries", "number", "blocks", "ratio", "offset", "span"])
+def _indexer_scores(
+    q_desc,
+    k_desc,
+    w_ptr,
+    score_ptr,
+    max_ptr,
+    lost_ptr,
+    start_ptr,
+    scale_ptr,
+    groups,
+    queries,
+    number,
+    blocks,
+    ratio,
+    offset,
+    span,
+    HEADS: gl.constexpr,
+    EACH: gl.constexpr,
+    KEYS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PADDED: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    """Writes ``scores [S, T]`` and ``maxima [S, blocks]`` of one batch entry, whose weights ``[S, H]`` and scales
+    ``[T]`` are contiguous.
+
+    Programs of the same keys and neighbouring queries run side by side, so that the keys come from the cache.
+    """
+    ROWS: gl.constexpr = EACH * HEADS
+    first_query = gl.program_id(0) % groups * 2 * EACH
+    last = gl.minimum(first_query + 2 * EACH, queries) - 1
+    begin = gl.program_id(0) // groups * span * KEYS
+    end = gl.minimum((offset + last + 1) // ratio, number)  # keys that the last of the queries sees
+    if begin >= end:
+        return
+    end = gl.minimum(begin + span * KEYS, end)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, q_desc.block_shape[1]], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, k_desc.block_shape[1]], k_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    # fmt: off
+    gl.warp_specialize([
+        (_add_up, (0, w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr, first_query, begin, end, queries,
+                   number, blocks, ratio, offset, q_tiles, k_tiles, q_full, full, empty,
+                   HEADS, EACH, KEYS, BLOCK, STAGES, PADDED, SCALED)),
+        (_add_up, (1, w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr, first_query, begin, end, queries,
+                   number, blocks, ratio, offset, q_tiles, k_tiles, q_full, full, empty,
+                   HEADS, EACH, KEYS, BLOCK, STAGES, PADDED, SCALED)),
+        (_fetch, (q_desc, k_desc, first_query * HEADS, begin, end, q_tiles, k_tiles, q_full, full, empty,
+                  ROWS, KEYS, STAGES)),
+    ], [4, 1], [232, 24])
+    # fmt: on
