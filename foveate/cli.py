@@ -264,6 +264,9 @@ def calibrate(
     ] = "kascade",
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
     batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(help="By divergence: how often each anchor is tried in every other place, at most.")
+    ] = 4,
     time_share: Annotated[
         float | None,
         typer.Option(help="Instead of --anchors: share of dense attention's decode time.", show_default=False),
@@ -282,7 +285,7 @@ def calibrate(
     notes = _table().console(stderr=True)
     chosen, *also = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])]
     _quiet()
-    by_what = (by, over, weights, parse_method(method), answer_tokens, batch_size)
+    by_what = (by, over, weights, parse_method(method), answer_tokens, batch_size, rounds)
     times = (time_share, time_context, time_batch)
     plan = Plan(
         model, chosen, data, out, tuple(also), anchors, limit, keys, tile, *by_what, *times, seed, dtype, device

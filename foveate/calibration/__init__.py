@@ -12,6 +12,7 @@ from foveate.calibration.anchors import (
     check_number,
     choose,
     counterparts,
+    improved,
     objective,
 )
 from foveate.calibration.artefact import Calibration, load
@@ -29,6 +30,7 @@ __all__ = [
     "check_number",
     "choose",
     "counterparts",
+    "improved",
     "least_tokens",
     "load",
     "objective",

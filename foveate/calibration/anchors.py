@@ -84,6 +84,41 @@ def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]
     return found
 
 
+def improved(
+    anchors: Sequence[int], layers: int, losses: Callable[[int, list[list[int]]], Sequence[float]], rounds: int
+) -> list[tuple[list[int], float]]:
+    """Better and better anchors among L layers: a round tries each but the first in every other place, and takes the
+    best, unless that wins less than a hundredth.
+
+    Args:
+        anchors: where to begin, ascending.
+        losses: of a round's number and some anchors, how much is lost with each.
+        rounds: the most of them.
+
+    Returns:
+        Anchors and what is lost with them, the first ones first; empty if there is nothing to try.
+    """
+    path: list[tuple[list[int], float]] = []
+    for number in range(rounds):
+        tried = [list(anchors), *_neighbours(anchors, layers)]
+        if len(tried) == 1:
+            break
+        lost = [float(loss) for loss in losses(number, tried)]
+        path = path or [(tried[0], lost[0])]
+        best = min(range(len(tried)), key=lost.__getitem__)
+        if lost[best] >= 0.99 * lost[0]:
+            break
+        anchors = tried[best]
+        path.append((anchors, lost[best]))
+    return path
+
+
+def _neighbours(anchors: Sequence[int], layers: int) -> list[list[int]]:
+    """All ways of moving one anchor other than the first."""
+    free = [layer for layer in range(anchors[0] + 1, layers) if layer not in anchors]
+    return [sorted({*anchors} - {one} | {layer}) for one in anchors[1:] for layer in free]
+
+
 BY, OVER, WEIGHTS = ("similarity", "divergence"), ("least", "mean"), ("importance", "none")
 """What :func:`choose` can go by; the first are the paper's."""
 
@@ -120,7 +155,10 @@ class Choice(NamedTuple):
 
     def of(self, number: int) -> Choice:
         """The same with another number of anchors."""
-        anchors = self.by_number[number - 1][0]
+        return self.at(self.by_number[number - 1][0])
+
+    def at(self, anchors: list[int]) -> Choice:
+        """The same with other anchors."""
         return self._replace(anchors=anchors, heads=_heads(anchors, self.maps))
 
 

@@ -24,10 +24,12 @@ from foveate.calibration import (
     OVER,
     WEIGHTS,
     Calibration,
+    Choice,
     Measured,
     check_number,
     choose,
     counterparts,
+    improved,
     least_tokens,
     load,
 )
@@ -44,7 +46,8 @@ from foveate.methods.kascade import Kascade
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
 _PROMPT, _ANSWERS = "prompt-{:04d}.safetensors", "answers-{:04d}.safetensors"
-_FEWEST_PROMPTS, _FEWEST_TOKENS, _ANSWER_TOKENS = 2, 2, 16
+_TRIED = "tried-{:02d}-{:04d}.safetensors"
+_FEWEST_PROMPTS, _FEWEST_TOKENS, _ANSWER_TOKENS, _ROUNDS = 2, 2, 16, 4
 
 Say = Callable[[str], None]
 
@@ -56,9 +59,10 @@ class Plan:
     `by`, `over` and `weights` are what the choice goes by (:func:`foveate.calibration.choose`): the paper's similarity,
     or the same with the mean over a prompt's tiles, and all layers alike; or the divergence of predictions along dense
     attention's answers of at most `answer_tokens` tokens, `batch_size` prompts at a time, when keys are chosen as by
-    `method`. `time_share`, if given, stands for `anchors`: as many as keep the attention
-    of a decode step at `time_context` tokens and `time_batch` sequences within this share of dense attention's time, by
-    costs measured on the device.
+    `method`. The anchors that lose least in sum are then tried together, up to `rounds` times each in every other
+    place (:func:`foveate.calibration.improved`). `time_share`, if given, stands for `anchors`: as many as keep the
+    attention of a decode step at `time_context` tokens and `time_batch` sequences within this share of dense
+    attention's time, by costs measured on the device.
     """
 
     model: Path
@@ -76,6 +80,7 @@ class Plan:
     method: Kascade = dataclasses.field(default_factory=Kascade)
     answer_tokens: int = _ANSWER_TOKENS
     batch_size: int = 1
+    rounds: int = _ROUNDS
     time_share: float | None = None
     time_context: int = 32768
     time_batch: int = 1
@@ -87,6 +92,8 @@ class Plan:
         for name in ("anchors", "keys", "tile", "answer_tokens", "batch_size", "time_context", "time_batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.rounds < 0:
+            raise UserError(f"rounds must be at least 0, got {self.rounds}")
         for name, allowed in (("by", BY), ("over", OVER), ("weights", WEIGHTS)):
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed)
@@ -106,7 +113,7 @@ class Plan:
         """Refuses settings that would change nothing, and a method whose anchors are chosen already."""
         idle: dict[str, Any] = {"over": OVER[0], "weights": WEIGHTS[0]}
         if not self.diverges:
-            idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": 1}
+            idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": 1, "rounds": _ROUNDS}
             if self.time_share is None:
                 idle["method"] = Kascade()
         for name, default in idle.items():
@@ -140,7 +147,8 @@ class Plan:
         if self.method != Kascade():
             parts += [f'--method "{self.method.spec}"']
         if self.diverges:
-            parts += [f"--answer-tokens {self.answer_tokens} --batch-size {self.batch_size}"]
+            how = ("answer_tokens", "batch_size", "rounds")
+            parts += [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in how]
         else:
             parts += [f"--over {self.over} --weights {self.weights}"]
         if self.time_share is not None:
@@ -156,7 +164,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     """Reads the prompts that are missing, chooses the anchors and writes the artefact.
 
     Args:
-        progress: called with the steps done, and all of them: prompts read, and pairs of layers compared.
+        progress: called with the steps done, and all of them: prompts read, pairs of layers compared, anchors tried.
         say: called with what a user should know.
 
     Raises:
@@ -193,7 +201,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         answers = {"answers": about}
     else:
         answers = {}
-    chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", *_TIMES)}
+    chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", "rounds", *_TIMES)}
     chosen_by["method"] = plan.method.spec
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
@@ -228,7 +236,9 @@ def _calibrated(
         shape = model_facts(attachment.config, attention_modules(model, layers))
         costs = None if plan.time_share is None else _costs(plan, shape)
         number = plan.anchors if costs is None else _affordable(plan, costs, layers)
-        steps = len(items) + len(batches) * len(divergence.pairs(layers))
+        pairs = len(divergence.pairs(layers))
+        tries = 1 + (number - 1) * (len(layers) - number)
+        steps = len(items) + len(batches) * (pairs + plan.rounds * tries)
         for done, (path, item) in enumerate(zip(paths, items)):
             progress(done, steps)
             if not path.exists():
@@ -238,15 +248,35 @@ def _calibrated(
     if batches:
         maps = counterparts(_captured(paths))
         for index, (path, batch) in enumerate(zip(answers, batches)):
-            done = itertools.count(len(items) + index * len(divergence.pairs(layers)))
+            done = itertools.count(len(items) + index * pairs)
             if not path.exists():
                 start = time.perf_counter()
-                found = _compared(
-                    plan, model, tokenizer, batch, layers, maps, lambda done=done: progress(next(done), steps)
+                lost = _told(
+                    divergence.measure,
+                    model,
+                    tokenizer,
+                    batch,
+                    plan.method,
+                    layers,
+                    maps,
+                    lambda done=done: progress(next(done), steps),
                 )
-                write(path, {"divergence": found * len(batch)}, start, how)
+                write(path, {"divergence": lost * len(batch)}, start, how)
+    choice, found = _chosen(plan, paths, answers, layers, number)
+    if batches and plan.rounds:
+        base = len(items) + len(batches) * pairs
+
+        def told(done: int) -> None:
+            progress(base + done, steps)
+
+        tried = _tried(plan, model, tokenizer, batches, layers, choice, how, told)
+        choice = choice.at(tried[-1][0]) if tried else choice
+        found["together"] = [
+            {"anchors": [layers[one] for one in anchors], "divergence": _number(lost)} for anchors, lost in tried
+        ]
     progress(steps, steps)
-    artefact = _made(plan, paths, answers, layers, shape, number)
+    heads = _named(choice, layers)
+    artefact = Calibration(shape, tuple(layers[one] for one in choice.anchors), heads, found)
     about = {
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
         "run": mark,
@@ -309,19 +339,51 @@ def _studied(plan: Plan, model: Any, attachment: Any, prompt: list[int]) -> tupl
         study.end()
 
 
-def _compared(
+def _tried(
     plan: Plan,
     model: Any,
     tokenizer: Any,
-    items: list[Item],
+    batches: list[list[Item]],
     layers: list[int],
-    maps: torch.Tensor,
-    step: Callable[[], None],
-) -> torch.Tensor:
+    choice: Choice,
+    how: str,
+    progress: Callable[[int], None],
+) -> list[tuple[list[int], float]]:
+    """Anchors that lose less and less together, from those of a choice on; what each batch shows is kept in a file."""
+    folder = partial_folder(plan.out)
+
+    def losses(turn: int, tried: list[list[int]]) -> torch.Tensor:
+        methods = [
+            dataclasses.replace(plan.method, anchors=[layers[one] for one in anchors], heads=_named(other, layers))
+            for anchors, other in ((anchors, choice.at(anchors)) for anchors in tried)
+        ]
+        summed = torch.zeros(len(tried))
+        for index, batch in enumerate(batches):
+            path, of = folder / _TRIED.format(turn, index), json.dumps([how, tried])
+            drop_others(filter(Path.exists, [path]), of)
+            if not path.exists():
+                start, done = time.perf_counter(), itertools.count((turn * len(batches) + index) * len(tried))
+                lost = _told(
+                    divergence.together, model, tokenizer, batch, methods, lambda done=done: progress(next(done))
+                )
+                write(path, {"divergence": lost * len(batch)}, start, of)
+            summed += read(path, "divergence")[0]
+        return summed / sum(map(len, batches))
+
+    return improved(choice.anchors, len(layers), losses, plan.rounds)
+
+
+def _told(work: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """What it returns; predictions that are not finite are the user's to know."""
     try:
-        return divergence.measure(model, tokenizer, items, plan.method, layers, maps, step)
+        return work(*arguments)
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def _named(choice: Choice, layers: list[int]) -> dict[str, list[int]]:
+    """The heads' maps by the layers' own numbers."""
+    return {str(layers[layer]): heads for layer, heads in choice.heads.items()}
 
 
 def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: Say) -> Calibration:
@@ -342,9 +404,10 @@ def _captured(paths: list[Path]) -> Iterator[torch.Tensor]:
         yield from read(path, "captured")
 
 
-def _made(
-    plan: Plan, paths: list[Path], answers: list[Path], layers: list[int], shape: dict[str, Any], number: int
-) -> Calibration:
+def _chosen(
+    plan: Plan, paths: list[Path], answers: list[Path], layers: list[int], number: int
+) -> tuple[Choice, dict[str, Any]]:
+    """The best anchors by similarity, or by the sum of divergences, and what that was found by."""
     shown = zip(*(read(path, "importance", "coverage", "seconds") for path in paths))
     importance, coverage, seconds = (torch.stack(one) for one in shown)
     importance, diverged = importance.mean(0), None
@@ -361,7 +424,7 @@ def _made(
             choice = choice.of(worth.index(max(worth)) + 1)
     except ValueError as error:
         raise UserError(str(error)) from None
-    found = {
+    return choice, {
         "importance": _rounded(importance),
         "similarity": _rounded(choice.similarity),
         "mean_similarity": _rounded(choice.mean_similarity),
@@ -375,8 +438,6 @@ def _made(
         "coverage": _rounded(coverage.nanmean(0)),
         "seconds": _number(float(seconds.sum())),
     }
-    heads = {str(layers[layer]): heads for layer, heads in choice.heads.items()}
-    return Calibration(shape, tuple(layers[one] for one in choice.anchors), heads, found)
 
 
 def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:

@@ -73,10 +73,7 @@ def measure(
     Raises:
         ValueError: where it is not finite.
     """
-    with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
-        prompt = inference.read_prompt(model, tokenizer, items)
-    with foveate.attached(model, "dense"):
-        trace = prompt.trace(model, shared=True)
+    prompt, trace = _answered(model, tokenizer, items)
     found = torch.zeros(len(layers), len(layers))
     step()
     for a, b in pairs(layers):
@@ -90,3 +87,41 @@ def measure(
             )
         step()
     return found
+
+
+@torch.inference_mode()
+def together(
+    model: Any,
+    tokenizer: Any,
+    items: Sequence[Item],
+    methods: Sequence[Kascade],
+    step: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """The divergence from dense attention's predictions with each of some methods, all layers reading what they would.
+
+    As :func:`measure`, behind dense prompts; `step` is called when the items are answered, and after each method.
+
+    Returns:
+        fp32 ``[N]``: KL divergence, nats a token, mean over an answer's tokens and over the items.
+
+    Raises:
+        ValueError: where it is not finite.
+    """
+    prompt, trace = _answered(model, tokenizer, items)
+    found = torch.zeros(len(methods))
+    step()
+    for number, method in enumerate(methods):
+        with foveate.attached(model, dataclasses.replace(method, decode_only=True)):
+            found[number] = prompt.divergence(model, trace).mean()
+        if not bool(torch.isfinite(found[number])):
+            raise ValueError(f"the predictions of the model are not finite (NaN or infinite) with {method.spec}")
+        step()
+    return found
+
+
+def _answered(model: Any, tokenizer: Any, items: Sequence[Item]) -> tuple[inference.Prompt, inference.Trace]:
+    """The items' prompts, read densely, and the model's answers to them."""
+    with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
+        prompt = inference.read_prompt(model, tokenizer, items)
+    with foveate.attached(model, "dense"):
+        return prompt, prompt.trace(model, shared=True)

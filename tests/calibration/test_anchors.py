@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveate.calibration import OVER, WEIGHTS, best_anchors, choose, objective
+from foveate.calibration import OVER, WEIGHTS, best_anchors, choose, improved, objective
 from foveate.calibration.anchors import head_map, layer_similarity, pair_similarity
 
 T, L, H = 3, 4, 3
@@ -179,3 +179,41 @@ def test_the_choice_goes_by_what_it_is_told(over, weights):
     torch.testing.assert_close(chosen.worth, expected)
     assert chosen.by_number == best_anchors(expected, L)
     assert chosen.anchors == best_anchors(expected, L)[1][0]
+
+
+class TestImproved:
+    @staticmethod
+    def losses(worst):
+        """What is lost is the distance to the best anchors; the rounds that were asked for."""
+        asked = []
+
+        def of(number, tried):
+            asked.append(number)
+            return [1.0 + sum(abs(a - b) for a, b in zip(anchors, worst, strict=True)) for anchors in tried]
+
+        return of, asked
+
+    def test_one_place_after_the_other(self):
+        losses, asked = self.losses([0, 4, 7])
+        path = improved([0, 1, 2], 9, losses, 10)
+        assert [anchors for anchors, _ in path] == [[0, 1, 2], [0, 2, 7], [0, 4, 7]]
+        assert [lost for _, lost in path] == [9.0, 3.0, 1.0]
+        assert asked == [0, 1, 2], "the last finds nothing better"
+
+    def test_no_more_rounds_than_asked_for(self):
+        losses, asked = self.losses([0, 4, 7])
+        assert improved([0, 1, 2], 9, losses, 1)[-1][0] == [0, 2, 7]
+        assert asked == [0]
+        assert improved([0, 1, 2], 9, losses, 0) == []
+
+    def test_the_first_stays(self):
+        tried = []
+        improved([2, 5], 7, lambda _, some: tried.extend(some) or [1.0] * len(some), 1)
+        assert tried == [[2, 5], [2, 3], [2, 4], [2, 6]]
+
+    @pytest.mark.parametrize(("anchors", "layers"), [([0], 5), ([0, 1, 2], 3)])
+    def test_nothing_to_try(self, anchors, layers):
+        assert improved(anchors, layers, lambda *_: pytest.fail("asked"), 3) == []
+
+    def test_what_wins_next_to_nothing_is_left(self):
+        assert improved([0, 1], 3, lambda *_: [1.0, 0.995], 3) == [([0, 1], 1.0)]
