@@ -119,6 +119,8 @@ def _measure(
         files.check_out(out, bench)
     notes = console(stderr=True)
     rows = run(lambda line: notes.print(line, style="dim", markup=False))
+    if not rows:
+        return  # one of several processes: the first has them
     if out is not None:
         files.write(out, rows)
     if markdown is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from foveate import csa, ops
@@ -62,22 +64,30 @@ class Plan:
 def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Measure every implementation at every length that it has memory for; the baseline is the materialised path.
 
+    Under torchrun the queries are sharded over its ranks, and the keys are on all of them: foveate alone can do that.
+    The slowest rank counts, and the first one returns the rows, the others none.
+
     Raises:
         UserError: for a plan that cannot be.
     """
     plan.check()
+    ranks = _Ranks.of(plan.device)
+    if ranks.world > 1 and list(plan.implementations) != ["foveate"]:
+        raise UserError("several ranks are for --impl foveate alone")
+    plan = dataclasses.replace(plan, device=ranks.device)
     ceiling = _matmul_rate(plan)
     rows = []
     for tokens in plan.tokens:
-        inputs = _draw(plan, tokens)
+        inputs = _draw(plan, tokens, ranks)
         flops = 2 * plan.heads * plan.dim * _pairs(tokens, plan.ratio)
         found: dict[str, dict[str, Any]] = {}
         for name in plan.implementations:
             if name == "materialised" and not _fits(plan, tokens):
                 say(f"{name} at {tokens:,} tokens: products of {_products(plan, tokens) / 1e9:,.0f} GB do not fit")
                 continue
-            milliseconds, peak, recall = _measure(plan, IMPLEMENTATIONS[name], inputs)
-            say(f"{name} at {tokens:,} tokens: {milliseconds:,.2f} ms, {flops / milliseconds / 1e9:,.1f} TFLOP/s")
+            milliseconds, peak, recall = _measure(plan, IMPLEMENTATIONS[name], inputs, ranks)
+            if not ranks.rank:
+                say(f"{name} at {tokens:,} tokens: {milliseconds:,.2f} ms, {flops / milliseconds / 1e9:,.1f} TFLOP/s")
             found[name] = {"ms": milliseconds, "peak_bytes": peak, "recall_min": recall}
         baseline = next((name for name in ("materialised", "chunked", "foveate") if name in found), None)
         for name, measured in found.items():
@@ -93,13 +103,13 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                         "top_k": plan.top_k,
                         "ratio": plan.ratio,
                         "dtype": plan.dtype,
-                        "gpus": int(plan.device.startswith("cuda")),
+                        "gpus": ranks.world * int(plan.device.startswith("cuda")),
                         "repeats": plan.repeats,
                         "seed": plan.seed,
                     },
                     **measured,
-                    "peak_counts": "above the inputs, the result included",
-                    "recall_counts": f"least of {min(_CHECKED, tokens)} queries, by the order of the kernel's scores",
+                    "peak_counts": "above the inputs, the result included; of several ranks the most",
+                    "recall_counts": f"least of {min(_CHECKED, tokens)} queries a rank, by the kernel's own scores",
                     "baseline": baseline,
                     "baseline_ms": found[baseline]["ms"],
                     "speedup": found[baseline]["ms"] / measured["ms"],
@@ -107,13 +117,46 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                     "tflop_per_s": flops / measured["ms"] / 1e9,
                     "tflop_counts": "products with keys that a query may read",
                     "matmul_tflop_per_s": ceiling,
-                    "of_matmul": flops / measured["ms"] / 1e9 / ceiling,
+                    "of_matmul": flops / measured["ms"] / 1e9 / ceiling / ranks.world,
                     "device": accounting.device_name(plan.device),
                     "versions": accounting.versions(),
                     "commit": accounting.commit(),
                 }
             )
-    return rows
+    ranks.end()
+    return [] if ranks.rank else rows
+
+
+class _Ranks(NamedTuple):
+    """The processes of torchrun, or this one alone."""
+
+    rank: int
+    world: int
+    device: str
+
+    @classmethod
+    def of(cls, device: str) -> _Ranks:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        if world == 1:
+            return cls(0, 1, device)
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        return cls(dist.get_rank(), world, device)
+
+    def worst(self, value: float, least: bool = False) -> float:
+        """The largest of all ranks, or the least."""
+        if self.world == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX)
+        return shared.item()
+
+    def end(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
 
 
 class _Inputs(NamedTuple):
@@ -121,28 +164,34 @@ class _Inputs(NamedTuple):
     k: Tensor
     weights: Tensor
     key_scales: Tensor | None
+    pieces: list[tuple[int, int]]
+    """The positions of the queries."""
 
 
-def _draw(plan: Plan, tokens: int) -> _Inputs:
+def _draw(plan: Plan, tokens: int, ranks: _Ranks) -> _Inputs:
     """Queries and keys of variance 1 / dim; weights of a fresh linear map, over sqrt(dim · heads) (section 6)."""
-    generator = torch.Generator(plan.device).manual_seed(plan.seed)
+    pieces = csa.pieces(tokens, ranks.rank, ranks.world) if ranks.world > 1 else [(0, tokens)]
+    number = sum(stop - start for start, stop in pieces)
     eighths = plan.dtype == "float8_e4m3fn"
-    shapes = (1, tokens, plan.heads, plan.dim), (1, tokens // plan.ratio, plan.dim)
     dtype = torch.bfloat16 if eighths else getattr(torch, plan.dtype)
-    q, k = (torch.empty(shape, dtype=dtype, device=plan.device) for shape in shapes)
-    for x in (q, k):
-        x.normal_(std=plan.dim**-0.5, generator=generator)
-    weights = torch.empty(1, tokens, plan.heads, device=plan.device).uniform_(-1, 1, generator=generator)
+    of_keys, of_queries = (
+        torch.Generator(plan.device).manual_seed(seed) for seed in (plan.seed, plan.seed + 1 + ranks.rank)
+    )
+    k = torch.empty(1, tokens // plan.ratio, plan.dim, dtype=dtype, device=plan.device)
+    q = torch.empty(1, number, plan.heads, plan.dim, dtype=dtype, device=plan.device)
+    k.normal_(std=plan.dim**-0.5, generator=of_keys)
+    q.normal_(std=plan.dim**-0.5, generator=of_queries)
+    weights = torch.empty(1, number, plan.heads, device=plan.device).uniform_(-1, 1, generator=of_queries)
     weights.mul_((plan.dim * plan.heads) ** -0.5)
     if not eighths:
-        return _Inputs(q, k, weights, None)
+        return _Inputs(q, k, weights, None, pieces)
     k8, of_k = csa.to_fp8(k)
     q8 = torch.empty_like(q, dtype=k8.dtype)
-    for first in range(0, tokens, 16384):  # in parts, which take less memory
+    for first in range(0, number, 16384):  # in parts, which take less memory
         some = slice(first, first + 16384)
         q8[:, some], of_q = csa.to_fp8(q[:, some])
         weights[:, some] *= of_q
-    return _Inputs(q8, k8, weights, of_k)
+    return _Inputs(q8, k8, weights, of_k, pieces)
 
 
 def _pairs(tokens: int, ratio: int) -> int:
@@ -161,12 +210,15 @@ def _fits(plan: Plan, tokens: int) -> bool:
     return 2.2 * _products(plan, tokens) <= _ROOM * room  # the products, and as much again while they are weighted
 
 
-def _measure(plan: Plan, path: str, inputs: _Inputs) -> tuple[float, int, float]:
+def _measure(plan: Plan, path: str, inputs: _Inputs, ranks: _Ranks) -> tuple[float, int, float]:
     """Median milliseconds, peak bytes above the inputs, and the least recall of some queries."""
+    q, k, weights, key_scales, pieces = inputs
 
     def select() -> Tensor:
-        q, k, weights, key_scales = inputs
-        return csa.lightning_indexer(q, k, weights, plan.top_k, ratio=plan.ratio, key_scales=key_scales, path=path)
+        how = {"ratio": plan.ratio, "key_scales": key_scales}
+        if ranks.world > 1:
+            return csa.sharded_lightning_indexer(q, k, weights, plan.top_k, pieces=pieces, **how)
+        return csa.lightning_indexer(q, k, weights, plan.top_k, path=path, **how)
 
     cuda = plan.device.startswith("cuda")
     memory = accounting.PeakMemory(plan.device)
@@ -175,25 +227,31 @@ def _measure(plan: Plan, path: str, inputs: _Inputs) -> tuple[float, int, float]
     memory.start()
     found = select()
     peak = memory.peak() - before
-    times = [accounting.milliseconds(select, plan.device) for _ in range(plan.repeats)]
-    return statistics.median(times), peak, _recall(plan, found, inputs)
+    times = []
+    for _ in range(plan.repeats):
+        ranks.worst(0.0)  # all begin together
+        times.append(ranks.worst(accounting.milliseconds(select, plan.device)))
+    recall = _recall(plan, found, inputs)
+    return statistics.median(times), int(ranks.worst(peak)), ranks.worst(recall, least=True)
 
 
 def _recall(plan: Plan, found: Tensor, inputs: _Inputs) -> float:
     """The least share of a query's set that the order of the scores themselves asks for, over some queries."""
-    q, k, weights, key_scales = inputs
-    tokens, least = q.shape[1], 1.0
-    count = min(_CHECKED, tokens)
-    for place in range(count):
-        t = (place + 1) * tokens // count - 1
-        visible = (t + 1) // plan.ratio
-        some, keys = slice(max(0, t + 1 - _TOGETHER), t + 1), slice(0, max(_TOGETHER, visible))
-        scales = None if key_scales is None else key_scales[:, keys]
-        how = {"ratio": plan.ratio, "offset": some.start, "key_scales": scales}
-        scores = ops.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores
-        order = scores[0, -1, :visible].sort(descending=True, stable=True).indices[: plan.top_k]
-        if len(order):
-            least = min(least, int(torch.isin(order, found[0, t].long()).sum()) / len(order))
+    q, k, weights, key_scales, pieces = inputs
+    least, before = 1.0, 0
+    for begin, end in pieces:
+        count = min(_CHECKED // len(pieces), end - begin)
+        for place in range(count):
+            t = begin + (place + 1) * (end - begin) // count - 1
+            visible, here = (t + 1) // plan.ratio, before + t - begin
+            some, keys = slice(max(before, here + 1 - _TOGETHER), here + 1), slice(0, max(_TOGETHER, visible))
+            scales = None if key_scales is None else key_scales[:, keys]
+            how = {"ratio": plan.ratio, "offset": t - (here - some.start), "key_scales": scales}
+            scores = ops.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores
+            order = scores[0, -1, :visible].sort(descending=True, stable=True).indices[: plan.top_k]
+            if len(order):
+                least = min(least, int(torch.isin(order, found[0, here].long()).sum()) / len(order))
+        before += end - begin
     return least
 
 

@@ -3,5 +3,15 @@
 from foveate.csa.attention import Window, sparse_attention
 from foveate.csa.compressor import Carry, compress_tokens
 from foveate.csa.indexer import lightning_indexer, to_fp8
+from foveate.csa.sharded import pieces, sharded_lightning_indexer
 
-__all__ = ["Carry", "Window", "compress_tokens", "lightning_indexer", "sparse_attention", "to_fp8"]
+__all__ = [
+    "Carry",
+    "Window",
+    "compress_tokens",
+    "lightning_indexer",
+    "pieces",
+    "sharded_lightning_indexer",
+    "sparse_attention",
+    "to_fp8",
+]

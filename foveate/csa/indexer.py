@@ -57,16 +57,45 @@ def lightning_indexer(
             of range, and scores that are NaN. A decode step on a GPU (one query, or inside a CUDA graph) does not wait
             to find that out: its rows select nothing, -1, if a score of the batch is NaN.
     """
-    _check(q, k, weights, top_k, ratio, offset, starts, key_scales, path)
+    check(q, k, weights, top_k, ratio, offset, starts, key_scales, path)
     weights, key_scales = weights.float(), None if key_scales is None else key_scales.float()
+    found, lost = select(q, k, weights, top_k, ratio, offset, starts, key_scales, path)
+    return _without_nan(found, lost)
+
+
+def select(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int,
+    ratio: int,
+    offset: int,
+    starts: Tensor | None,
+    key_scales: Tensor | None,
+    path: str = "auto",
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`lightning_indexer`, for arguments that are right, and without looking at what is lost.
+
+    Args:
+        weights, key_scales: fp32.
+        scores: fp32 ``[B, S, top_k]`` to write the scores of the selected keys to, -inf for none.
+
+    Returns:
+        The indices, and whether a score is NaN: bool ``[1]``.
+    """
     if path == "auto":
         path = "fused" if q.is_cuda else "chunked"
     run = {"materialised": _materialised, "chunked": _chunked, "fused": _fused}[path]
     keys = k[:, : min((offset + q.shape[1]) // ratio, k.shape[1])]
     key_scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
+    found = torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32, device=q.device)
+    if scores is not None:
+        scores.fill_(float("-inf"))
     if not keys.shape[1] or not q.shape[1]:
-        return torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32, device=q.device)
-    return run(q, keys, weights, top_k, ratio, offset, starts, key_scales)
+        return found, torch.zeros(1, dtype=torch.bool, device=q.device)
+    lost = run(q, keys, weights, top_k, ratio, offset, starts, key_scales, found, scores)
+    return found, lost.reshape(1)
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,6 +127,8 @@ def _materialised(
     offset: int,
     starts: Tensor | None,
     key_scales: Tensor | None,
+    found: Tensor,
+    values: Tensor | None,
 ) -> Tensor:
     products = torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu_()
     scores = (products * weights[..., None]).sum(2)
@@ -106,7 +137,10 @@ def _materialised(
     unseen = ops.unseen_keys(ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device), starts, k.shape[1])
     scores.masked_fill_(unseen, float("-inf"))
     lost = scores.isnan().any()
-    return _without_nan(_padded(ops.topk(scores.nan_to_num_(0.0, float("inf"), float("-inf")), top_k), top_k), lost)
+    chosen = ops.topk(scores.nan_to_num_(0.0, float("inf"), float("-inf")), top_k)
+    found[..., : chosen.shape[-1]] = chosen
+    _look_up(scores, found, values)
+    return lost
 
 
 def _chunked(
@@ -118,8 +152,9 @@ def _chunked(
     offset: int,
     starts: Tensor | None,
     key_scales: Tensor | None,
+    found: Tensor,
+    values: Tensor | None,
 ) -> Tensor:
-    found = torch.empty(*q.shape[:2], top_k, dtype=torch.int32, device=q.device)
     visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
     lost = torch.zeros((), dtype=torch.bool, device=q.device)
     for first in range(0, q.shape[1], QUERY_CHUNK):
@@ -133,8 +168,11 @@ def _chunked(
             scores.masked_fill_(ops.unseen_keys(visible[queries], starts, keys.shape[1], start), float("-inf"))
             lost |= scores.isnan().any()
             best.update(scores.nan_to_num_(0.0, float("inf"), float("-inf")), start)
-        found[:, queries] = _padded(best.result()[0], top_k)
-    return _without_nan(found, lost)
+        chosen, of_chosen = best.result()
+        found[:, queries, : chosen.shape[-1]] = chosen
+        if values is not None:
+            values[:, queries, : chosen.shape[-1]] = of_chosen
+    return lost
 
 
 def _fused(
@@ -146,9 +184,10 @@ def _fused(
     offset: int,
     starts: Tensor | None,
     key_scales: Tensor | None,
+    found: Tensor,
+    values: Tensor | None,
 ) -> Tensor:
     batch, queries = q.shape[:2]
-    found = torch.empty(batch, queries, top_k, dtype=torch.int32, device=q.device)
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
     first = 0
     while first < queries:
@@ -160,10 +199,11 @@ def _fused(
         scores, maxima, nan = ops.indexer_scores(q[:, some], keys, weights[:, some], **how)
         visible = ops.visible_keys(rows, keys.shape[1], ratio, at, q.device)
         found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK, starts)
+        _look_up(scores, found[:, some], None if values is None else values[:, some])
         lost |= nan
         first += rows
         del scores, maxima  # before the next are made
-    return _without_nan(found, lost > 0)
+    return lost > 0
 
 
 def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
@@ -174,8 +214,10 @@ def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
     return rows
 
 
-def _padded(indices: Tensor, top_k: int) -> Tensor:
-    return torch.nn.functional.pad(indices, (0, top_k - indices.shape[-1]), value=-1).to(torch.int32)
+def _look_up(scores: Tensor, found: Tensor, values: Tensor | None) -> None:
+    """The scores ``[B, S, T]`` of what is selected, where they are wanted."""
+    if values is not None:
+        values.copy_(scores.gather(-1, found.clamp_min(0).long()).masked_fill_(found < 0, float("-inf")))
 
 
 def _without_nan(found: Tensor, lost: Tensor) -> Tensor:
@@ -187,7 +229,7 @@ def _without_nan(found: Tensor, lost: Tensor) -> Tensor:
     return found
 
 
-def _check(
+def check(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
@@ -198,6 +240,7 @@ def _check(
     key_scales: Tensor | None,
     path: str,
 ) -> None:
+    """Raises ValueError for arguments of :func:`lightning_indexer` that cannot be."""
     if q.ndim != 4 or k.ndim != 3 or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[3]:
         raise ValueError(f"q must be [B, S, H, D] and k [B, T, D], not {list(q.shape)} and {list(k.shape)}")
     if weights.shape != q.shape[:3]:

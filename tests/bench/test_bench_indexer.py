@@ -1,6 +1,10 @@
 """The bench of the lightning indexer, on the CPU at a small size."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +14,7 @@ from foveate.bench.rows import FIELDS
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"heads": 16, "dim": 8, "top_k": 20, "ratio": 4, "dtype": "float32", "repeats": 1, "device": "cpu"}
 
 
@@ -75,3 +80,26 @@ def test_from_the_command_line(tmp_path):
     assert done.exit_code == 0, done.output
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert (row["impl"], row["case"]["top_k"], row["recall_min"]) == ("foveate", 9, 1)
+
+
+def test_under_torchrun_the_first_rank_writes_the_rows(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    small = "--tokens 401 --heads 4 --dim 8 --top-k 9 --repeats 1 --device cpu --impl foveate"
+    done = subprocess.run(
+        [*command, "-m", "foveate.cli", "bench", "indexer", *small.split(), "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert row["recall_min"] == 1
+    assert row["case"]["tokens"] == 401
+
+
+def test_several_ranks_are_for_foveate_alone(monkeypatch):
+    monkeypatch.setattr(indexer._Ranks, "of", lambda device: indexer._Ranks(0, 2, device))
+    with pytest.raises(UserError, match="several ranks are for --impl foveate alone"):
+        indexer.run(indexer.Plan(tokens=(64,), **SMALL), lambda _: None)

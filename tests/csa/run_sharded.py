@@ -1,0 +1,60 @@
+"""Run by torchrun on each rank: the sharded indexer selects what one rank selects."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from foveate import csa
+from foveate.csa import sharded
+
+
+def problem(queries, number, dtype, ties):
+    generator = torch.Generator().manual_seed(queries)
+    shapes = (2, queries, 4, 8), (2, number, 8), (2, queries, 4)
+    q, k, weights = (torch.randn(shape, generator=generator) for shape in shapes)
+    if ties:
+        q, k, weights = q.round(), k.round(), weights.round()
+    if dtype == torch.float32:
+        return q, k, weights, None
+    (q, of_q), (k, of_k) = csa.to_fp8(q), csa.to_fp8(k)
+    return q, k, weights * of_q, of_k
+
+
+def cut(number, world):
+    """Shares of different sizes, one of them empty where there are ranks enough."""
+    ends = [0, *(number * (i + 1) // (world + 1) for i in range(world - 1)), number]
+    return ends if world < 3 else [*ends[:2], ends[1], *ends[3:]]
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharded._TOGETHER = 7
+    settings = itertools.product(csa.sharded.KEYS, ((50, 1, 5), (97, 4, 6), (30, 3, 100)), (False, True))
+    for keys, (queries, ratio, top_k), ties in settings:
+        for dtype in (torch.float32, torch.float8_e4m3fn):
+            q, k, weights, scales = problem(queries, queries // ratio, dtype, ties)
+            expected = csa.lightning_indexer(q, k, weights, top_k, ratio=ratio, key_scales=scales)
+            mine = csa.pieces(queries, rank, world)
+            of_mine = torch.cat([torch.arange(*piece) for piece in mine])
+            if keys != "replicated":
+                ends = cut(k.shape[1], world)
+                some = slice(ends[rank], ends[rank + 1])
+                k, scales = k[:, some], None if scales is None else scales[:, some]
+            how = {"pieces": mine, "ratio": ratio, "key_scales": scales, "keys": keys}
+            found = csa.sharded_lightning_indexer(q[:, of_mine], k, weights[:, of_mine], top_k, **how)
+            assert torch.equal(found, expected[:, of_mine]), (keys, queries, ratio, top_k, ties, dtype)
+    q, k, weights, _ = problem(40, 40, torch.float32, False)
+    mine = csa.pieces(40, rank, world)
+    of_mine = torch.cat([torch.arange(*piece) for piece in mine])
+    weights[:, 0] = float("nan")  # seen by the first rank alone
+    with pytest.raises(ValueError, match="scores are NaN"):
+        csa.sharded_lightning_indexer(q[:, of_mine], k, weights[:, of_mine], 5, pieces=mine)
+    dist.destroy_process_group()
+    print(f"rank {rank} of {world}: all equal")
+
+
+if __name__ == "__main__":
+    main()
