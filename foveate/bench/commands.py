@@ -75,6 +75,27 @@ def indexer(
     _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
 
 
+@app.command("indexer-study")
+def indexer_study(
+    tokens: Annotated[int, typer.Option(help="Length of the context for the fused path.")] = 262144,
+    small: Annotated[int, typer.Option(help="The same for the chunked path and the ablations.")] = 16384,
+    heads: Annotated[int, typer.Option(help="Index heads.")] = 64,
+    dim: Annotated[int, typer.Option(help="Dimensions of an index head.")] = 128,
+    top_k: Annotated[int, typer.Option("--top-k", help="Keys a query, where they are not what varies.")] = 512,
+    ratio: Annotated[int, typer.Option(help="Tokens a compressed key.")] = 4,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float8_e4m3fn.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Timed runs.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    out: Out = None,
+) -> None:
+    """The indexer's settings and ablations: time, memory and recall (StreamIndex, tables 6 and 7)."""
+    from foveate.bench import indexer_study as bench
+
+    plan = bench.Plan(tokens, small, heads, dim, top_k, ratio, dtype, repeats, seed, device)
+    _measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.tables)
+
+
 @app.command("page-scores")
 def page_scores(
     model: Model,

@@ -156,17 +156,24 @@ def _chunked(
     values: Tensor | None,
 ) -> Tensor:
     visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
-    lost = torch.zeros((), dtype=torch.bool, device=q.device)
+    lost = torch.zeros(1, dtype=torch.bool, device=q.device)
     for first in range(0, q.shape[1], QUERY_CHUNK):
         queries = slice(first, first + QUERY_CHUNK)
         number = min((offset + min(first + QUERY_CHUNK, q.shape[1])) // ratio, k.shape[1])
         best = ops.StreamingTopK(top_k)
         for start in range(0, max(number, 1), KEY_CHUNK):
             some = slice(start, min(start + KEY_CHUNK, number))
-            keys, scales = k[:, some], None if key_scales is None else key_scales[:, some]
-            scores = ops.weighted_relu(q[:, queries], keys, weights[:, queries], scales)
-            scores.masked_fill_(ops.unseen_keys(visible[queries], starts, keys.shape[1], start), float("-inf"))
-            lost |= scores.isnan().any()
+            scores, _, nan = ops.indexer_scores(
+                q[:, queries],
+                k[:, some],
+                weights[:, queries],
+                ratio=ratio,
+                offset=offset + first - start * ratio,
+                starts=None if starts is None else starts - start,
+                key_scales=None if key_scales is None else key_scales[:, some],
+            )
+            scores.masked_fill_(ops.unseen_keys(visible[queries], starts, scores.shape[-1], start), float("-inf"))
+            lost |= nan > 0
             best.update(scores.nan_to_num_(0.0, float("inf"), float("-inf")), start)
         chosen, of_chosen = best.result()
         found[:, queries, : chosen.shape[-1]] = chosen

@@ -53,7 +53,7 @@ def main():
     with pytest.raises(ValueError, match="scores are NaN"):
         csa.sharded_lightning_indexer(q[:, of_mine], k, weights[:, of_mine], 5, pieces=mine)
     dist.destroy_process_group()
-    print(f"rank {rank} of {world}: all equal")
+    print(f"rank {rank} of {world}: all equal\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,226 @@
+"""What the lightning indexer's settings cost, and what goes wrong without its parts (StreamIndex, tables 6 and 7)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate import csa, ops
+from foveate.bench import indexer as bench
+from foveate.csa import indexer
+from foveate.evaluation import accounting
+from foveate.evaluation.errors import UserError
+
+BENCH = "indexer-study"
+TOP_K = (64, 256, 512, 1024, 2048)
+CHUNKS = (1024, 4096, 16384)
+HELD = (64, 256, 512, 1024, 2048)
+"""MB of scores that the fused path holds at once."""
+TILE, SMALL_TILE = 1024, 256
+"""Keys of a tile in the ablations; the smaller ones hold fewer keys than are to be selected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Settings of the fused path at `tokens`; tiles of the chunked one, and ablations, at `small` tokens."""
+
+    tokens: int = 262144
+    small: int = 16384
+    heads: int = 64
+    dim: int = 128
+    top_k: int = 512
+    ratio: int = 4
+    dtype: str = "bfloat16"
+    repeats: int = 3
+    seed: int = 0
+    device: str = "cuda"
+
+    def at(self, tokens: int, top_k: int | None = None) -> bench.Plan:
+        return bench.Plan(
+            (tokens,),
+            ("foveate",),
+            self.heads,
+            self.dim,
+            top_k or self.top_k,
+            self.ratio,
+            self.dtype,
+            self.repeats,
+            self.seed,
+            self.device,
+        )
+
+    def check(self) -> None:
+        """Raises UserError naming what cannot be."""
+        for tokens in (self.tokens, self.small):
+            self.at(tokens).check()
+        if self.small // self.ratio <= TILE:
+            raise UserError(
+                f"small must be more than {TILE * self.ratio} tokens, several tiles of keys, not {self.small}"
+            )
+        if self.top_k <= SMALL_TILE:
+            raise UserError(f"top-k must be more than the {SMALL_TILE} keys of a small tile, not {self.top_k}")
+
+
+@torch.inference_mode()
+def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """A row for each value of each setting, and for each ablation; recall is by the order of the kernel's own scores.
+
+    Raises:
+        UserError: for a plan that cannot be.
+    """
+    plan.check()
+    rows: list[dict[str, Any]] = []
+
+    def add(study: str, value: Any, tokens: int, top_k: int, work: Callable[[], Tensor], recall: _Recall) -> None:
+        ms, peak, found = _timed(plan, work)
+        shares = recall(found)
+        row = {"study": study, "value": value, "tokens": tokens, "top_k": top_k}
+        case = {name: getattr(plan, name) for name in ("heads", "dim", "ratio", "dtype", "repeats", "seed")}
+        first = next((one["ms"] for one in rows if one["case"]["study"] == study), ms)
+        rows.append(
+            {
+                "bench": BENCH,
+                "case": row | case,
+                "ms": ms,
+                "peak_bytes": peak,
+                "recall_mean": shares.mean().item(),
+                "recall_min": shares.min().item(),
+                "recall_whole": (shares == 1).double().mean().item(),
+                "recall_n": len(shares),
+                "baseline": "the study's first",
+                "baseline_ms": first,
+                "speedup": first / ms,
+                "gb_per_s": None,
+                "tflop_per_s": None,
+                "device": accounting.device_name(plan.device),
+                "versions": accounting.versions(),
+                "commit": accounting.commit(),
+            }
+        )
+        say(f"{study} {value}: {ms:,.1f} ms, {peak / 1e9:.2f} GB, recall {rows[-1]['recall_mean']:.4f}")
+
+    def fused(top_k: int) -> Tensor:
+        return _select(plan, large, top_k)
+
+    def chunked() -> Tensor:
+        return _select(plan, small, plan.top_k, "chunked")
+
+    large, small = (bench._draw(plan.at(tokens), tokens, _ALONE) for tokens in (plan.tokens, plan.small))
+    for top_k in TOP_K:
+        add("top_k", top_k, plan.tokens, top_k, lambda top_k=top_k: fused(top_k), _Recall(plan, large, top_k))
+    every = _Recall(plan, large, plan.top_k)
+    for held in HELD:
+        with _set("SCORES_BYTES", held << 20):
+            add("MB of scores held", held, plan.tokens, plan.top_k, lambda: fused(plan.top_k), every)
+    every = _Recall(plan, small, plan.top_k)
+    for name in ("QUERY_CHUNK", "KEY_CHUNK"):
+        for chunk in CHUNKS:
+            with _set(name, chunk):
+                add(name.lower(), chunk, plan.small, plan.top_k, chunked, every)
+    scores = every.scores()
+    for name, work in ABLATIONS.items():
+        add("ablation", name, plan.small, plan.top_k, lambda work=work: work(scores, plan.top_k), every)
+    return rows
+
+
+_ALONE = bench._Ranks(0, 1, "")
+
+
+def _select(plan: Plan, inputs: bench._Inputs, top_k: int, path: str = "fused") -> Tensor:
+    q, k, weights, key_scales, _ = inputs
+    return csa.lightning_indexer(q, k, weights, top_k, ratio=plan.ratio, key_scales=key_scales, path=path)
+
+
+@contextlib.contextmanager
+def _set(name: str, value: int) -> Iterator[None]:
+    """A constant of the indexer with another value."""
+    before = getattr(indexer, name)
+    setattr(indexer, name, value)
+    try:
+        yield
+    finally:
+        setattr(indexer, name, before)
+
+
+def _timed(plan: Plan, work: Callable[[], Tensor]) -> tuple[float, int, Tensor]:
+    memory, cuda = accounting.PeakMemory(plan.device), plan.device.startswith("cuda")
+    work()
+    before = torch.cuda.memory_allocated(plan.device) if cuda else 0
+    memory.start()
+    found = work()
+    peak = memory.peak() - before
+    return statistics.median(accounting.milliseconds(work, plan.device) for _ in range(plan.repeats)), peak, found
+
+
+class _Recall:
+    """The share of a query's set that the kernel's own scores ask for, for some queries or, of short contexts, all."""
+
+    def __init__(self, plan: Plan, inputs: bench._Inputs, top_k: int):
+        self.inputs, self.plan, self.top_k = inputs, plan, top_k
+
+    def scores(self, queries: slice = slice(None)) -> Tensor:
+        """fp32 ``[1, S, T]``, -inf where a query may not look."""
+        q, k, weights, key_scales, _ = self.inputs
+        first = queries.start or 0
+        how = {"ratio": self.plan.ratio, "offset": first, "key_scales": key_scales}
+        scores = ops.indexer_scores(q[:, queries], k, weights[:, queries], **how).scores
+        visible = ops.visible_keys(scores.shape[1], k.shape[1], self.plan.ratio, first, k.device)
+        return scores.masked_fill_(ops.unseen_keys(visible, None, k.shape[1]), float("-inf"))
+
+    def __call__(self, found: Tensor) -> Tensor:
+        total = found.shape[1]
+        block, shares = 512, []
+        starts = range(0, total, block) if total <= 32768 else range(0, total, max(block, total // 64))
+        for start in starts:
+            some = slice(start, min(start + block, total))
+            scores = self.scores(some)
+            values, order = scores.sort(dim=-1, descending=True, stable=True)
+            right = torch.zeros(scores.shape[-1] + 1, dtype=torch.bool, device=found.device).repeat(scores.shape[1], 1)
+            wanted = ~values[0, :, : self.top_k].isneginf()
+            right.scatter_(1, order[0, :, : self.top_k].where(wanted, scores.shape[-1]), True)
+            right[:, -1] = False
+            mine = found[0, some].long()
+            hits = right.gather(1, mine.where(mine >= 0, scores.shape[-1])).sum(1)
+            needed = wanted.sum(1)
+            shares.append((hits.double() / needed)[needed > 0])
+        return torch.cat(shares)
+
+
+def _merged(scores: Tensor, top_k: int, tile: int, skip: bool = False) -> Tensor:
+    """Tile by tile, as the chunked path; `skip`: without tiles that have fewer keys than are to be selected."""
+    best = ops.StreamingTopK(top_k)
+    best.update(torch.full_like(scores[..., :1], float("-inf")), 0)
+    for start in range(0, scores.shape[-1], tile):
+        part = scores[..., start : start + tile]
+        if not (skip and part.shape[-1] < top_k):
+            best.update(part, start)
+    return best.result()[0]
+
+
+ABLATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "none": lambda scores, top_k: _merged(scores, top_k, TILE),
+    "A1: tiles are not merged": lambda scores, top_k: ops.topk(scores[..., :TILE].contiguous(), top_k),
+    "A2: small tiles are skipped": lambda scores, top_k: _merged(scores, top_k, SMALL_TILE, skip=True),
+    "A2, control: they are not": lambda scores, top_k: _merged(scores, top_k, SMALL_TILE),
+    "A3: scores in fp16": lambda scores, top_k: _merged(scores.half(), top_k, TILE),
+}
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown, a table for each study."""
+    lines = []
+    for study in dict.fromkeys(row["case"]["study"] for row in rows):
+        some = [row for row in rows if row["case"]["study"] == study]
+        case = some[0]["case"]
+        lines += ["", f"| {study}, {case['tokens']:,} tokens | ms | GB | recall, mean | least | queries with all |"]
+        lines += ["|---|--:|--:|--:|--:|--:|"]
+        for row in some:
+            recall = f"{row['recall_mean']:.4f} | {row['recall_min']:.4f} | {100 * row['recall_whole']:.2f} %"
+            lines.append(f"| {row['case']['value']} | {row['ms']:,.1f} | {row['peak_bytes'] / 1e9:.2f} | {recall} |")
+    return "\n".join(lines[1:])
