@@ -26,7 +26,7 @@ calibrate() { # NAME ARGUMENT...
   cp "$1.json" "$out/calibrations/$(basename "$model")"
 }
 calibrate paper --limit 40
-calibrate divergence --by divergence --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \
+calibrate divergence --by divergence --rounds 0 --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \
   --limit 20 --seed 1 --batch-size 20
 
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...

@@ -3,11 +3,15 @@
 #   benchmarks/spread.sh FOLDER [JOBS_PER_GPU]
 # Takes FOLDER/todo/*.sh in the order of their names, and those that are put there meanwhile; moves each to
 # FOLDER/running, then to FOLDER/done or FOLDER/failed; what it prints is in FOLDER/logs. NAME.alone.sh gets a GPU for
-# itself, for timings. Ends when nothing is left to do, or with FOLDER/wait present when that is gone, too. Exits with 1
-# if a job failed.
+# itself, for timings, as soon as no other one runs there: put it first. Ends when nothing is left to do, or with
+# FOLDER/wait present when that is gone, too. Jobs that an earlier run has left in running or failed are taken again.
+# Exits with 1 if a job failed.
 set -uo pipefail
+: "${1:?a folder of jobs, see above}"
 folder=$(realpath "$1") slots=${2:-1}
+gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader) || { echo "no GPU here" >&2; exit 1; }
 mkdir -p "$folder"/{todo,running,done,failed,logs}
+find "$folder/running" "$folder/failed" -name '*.sh' -exec mv -t "$folder/todo" {} +
 
 work() { # GPU
   local job name lock
@@ -33,7 +37,7 @@ work() { # GPU
 }
 
 for ((slot = 0; slot < slots; slot++)); do
-  for gpu in $(nvidia-smi --query-gpu=index --format=csv,noheader); do
+  for gpu in $gpus; do
     work "$gpu" &
   done
 done

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,13 +40,13 @@ class Plan:
     seed: int = 0
     device: str = "cuda"
 
-    def at(self, tokens: int, top_k: int | None = None) -> bench.Plan:
+    def at(self, tokens: int) -> bench.Plan:
         return bench.Plan(
             (tokens,),
             ("foveate",),
             self.heads,
             self.dim,
-            top_k or self.top_k,
+            self.top_k,
             self.ratio,
             self.dtype,
             self.repeats,
@@ -61,7 +60,7 @@ class Plan:
             self.at(tokens).check()
         if self.small // self.ratio <= TILE:
             raise UserError(
-                f"small must be more than {TILE * self.ratio} tokens, several tiles of keys, not {self.small}"
+                f"small must be at least {(TILE + 1) * self.ratio} tokens, several tiles of keys, not {self.small}"
             )
         if self.top_k <= SMALL_TILE:
             raise UserError(f"top-k must be more than the {SMALL_TILE} keys of a small tile, not {self.top_k}")
@@ -78,7 +77,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def add(study: str, value: Any, tokens: int, top_k: int, work: Callable[[], Tensor], recall: _Recall) -> None:
-        ms, peak, found = _timed(plan, work)
+        ms, peak, found = bench.timed(plan, work, _ALONE)
         shares = recall(found)
         row = {"study": study, "value": value, "tokens": tokens, "top_k": top_k}
         case = {name: getattr(plan, name) for name in ("heads", "dim", "ratio", "dtype", "repeats", "seed")}
@@ -148,18 +147,11 @@ def _set(name: str, value: int) -> Iterator[None]:
         setattr(indexer, name, before)
 
 
-def _timed(plan: Plan, work: Callable[[], Tensor]) -> tuple[float, int, Tensor]:
-    memory, cuda = accounting.PeakMemory(plan.device), plan.device.startswith("cuda")
-    work()
-    before = torch.cuda.memory_allocated(plan.device) if cuda else 0
-    memory.start()
-    found = work()
-    peak = memory.peak() - before
-    return statistics.median(accounting.milliseconds(work, plan.device) for _ in range(plan.repeats)), peak, found
-
-
 class _Recall:
-    """The share of a query's set that the kernel's own scores ask for, for some queries or, of short contexts, all."""
+    """The share of a query's set that the kernel's own scores ask for, for some queries or, of short contexts, all.
+
+    What is selected beside it counts against it.
+    """
 
     def __init__(self, plan: Plan, inputs: bench._Inputs, top_k: int):
         self.inputs, self.plan, self.top_k = inputs, plan, top_k
@@ -186,20 +178,19 @@ class _Recall:
             right.scatter_(1, order[0, :, : self.top_k].where(wanted, scores.shape[-1]), True)
             right[:, -1] = False
             mine = found[0, some].long()
-            hits = right.gather(1, mine.where(mine >= 0, scores.shape[-1])).sum(1)
-            needed = wanted.sum(1)
-            shares.append((hits.double() / needed)[needed > 0])
+            taken = torch.zeros_like(right).scatter_(1, mine.where(mine >= 0, scores.shape[-1]), True)
+            hits, needed = (right & taken).sum(1), wanted.sum(1)
+            shares.append((hits.double() / needed.maximum((mine >= 0).sum(1)))[needed > 0])
         return torch.cat(shares)
 
 
 def _merged(scores: Tensor, top_k: int, tile: int, skip: bool = False) -> Tensor:
     """Tile by tile, as the chunked path; `skip`: without tiles that have fewer keys than are to be selected."""
+    if skip and tile < top_k:
+        return torch.full((*scores.shape[:2], top_k), -1, device=scores.device)
     best = ops.StreamingTopK(top_k)
-    best.update(torch.full_like(scores[..., :1], float("-inf")), 0)
     for start in range(0, scores.shape[-1], tile):
-        part = scores[..., start : start + tile]
-        if not (skip and part.shape[-1] < top_k):
-            best.update(part, start)
+        best.update(scores[..., start : start + tile], start)
     return best.result()[0]
 
 

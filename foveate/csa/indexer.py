@@ -14,6 +14,7 @@ from foveate import ops
 PATHS = ("auto", "materialised", "chunked", "fused")
 SCORES_BYTES = 512 << 20
 """Scores that the fused path holds at once."""
+_FEWEST = 16
 QUERY_CHUNK, KEY_CHUNK = 2048, 8192
 """Tiles of the chunked path, as in StreamIndex, section 6.2."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -89,6 +90,7 @@ def select(
     run = {"materialised": _materialised, "chunked": _chunked, "fused": _fused}[path]
     keys = k[:, : min((offset + q.shape[1]) // ratio, k.shape[1])]
     key_scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
+    starts = None if starts is None else starts.contiguous()
     found = torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32, device=q.device)
     if scores is not None:
         scores.fill_(float("-inf"))
@@ -115,6 +117,7 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest = x.abs().amax(-1).float().clamp_min(torch.finfo(torch.float32).tiny * _LARGEST)
     scale = torch.exp2(torch.log2(largest / _LARGEST).ceil())
+    scale = torch.where(largest > _LARGEST * scale, 2 * scale, scale)  # where that was rounded
     return (x.float() / scale[..., None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale
 
 
@@ -218,13 +221,16 @@ def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
     rows = queries
     while rows > 1 and 4 * batch * rows * min((offset + rows) // ratio, keys) > SCORES_BYTES:
         rows -= max(1, rows // 8)
+    if 0 < queries - rows < _FEWEST < rows:
+        rows -= _FEWEST  # or the last few would be scored by another kernel, with other roundings
     return rows
 
 
 def _look_up(scores: Tensor, found: Tensor, values: Tensor | None) -> None:
     """The scores ``[B, S, T]`` of what is selected, where they are wanted."""
     if values is not None:
-        values.copy_(scores.gather(-1, found.clamp_min(0).long()).masked_fill_(found < 0, float("-inf")))
+        chosen = scores.gather(-1, found.clamp_min(0).long()).nan_to_num_(0.0, float("inf"), float("-inf"))
+        values.copy_(chosen.masked_fill_(found < 0, float("-inf")))
 
 
 def _without_nan(found: Tensor, lost: Tensor) -> Tensor:

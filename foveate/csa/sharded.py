@@ -51,11 +51,12 @@ def sharded_lightning_indexer(
         pieces: the positions ``(start, stop)`` of this rank's queries, as :func:`pieces` gives them.
         key_scales: ``[B, T]``, of the same keys as k.
         keys: ``replicated``: k has all keys; ``gather``: each rank has a share, and gathers the others'; ``ring``:
-            shares are passed around, and no rank ever has more than two of them.
+            shares are passed around, and a rank has three of them at most: its own, one that it selects from, and one
+            that is coming.
         group: ranks; None for all.
 
     Returns:
-        int32 ``[B, S, top_k]``: the same as on one rank.
+        int32 ``[B, S, top_k]``: the same as on one rank, up to how products are rounded.
 
     Raises:
         ValueError: as :func:`lightning_indexer`; for pieces that are not the queries'; scores that are NaN on any rank

@@ -201,8 +201,10 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         answers = {"answers": about}
     else:
         answers = {}
-    chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", "rounds", *_TIMES)}
+    chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", *_TIMES)}
     chosen_by["method"] = plan.method.spec
+    if plan.diverges:
+        chosen_by["rounds"] = plan.rounds
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
         return _finished(plan.out, mark | answers, chosen_by, say)
@@ -267,9 +269,11 @@ def _calibrated(
         base = len(items) + len(batches) * pairs
 
         def told(done: int) -> None:
-            progress(base + done, steps)
+            progress(min(base + done, steps), steps)
 
         tried = _tried(plan, model, tokenizer, batches, layers, choice, how, told)
+        spent = (read(path, "seconds")[0] for path in folder.glob(_TRIED.format(0, 0).replace("00-0000", "*")))
+        found["seconds"] = _number(found["seconds"] + float(sum(spent)))
         choice = choice.at(tried[-1][0]) if tried else choice
         found["together"] = [
             {"anchors": [layers[one] for one in anchors], "divergence": _number(lost)} for anchors, lost in tried
@@ -392,7 +396,10 @@ def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: S
         artefact = load(out)
     except ValueError:
         raise UserError(f"{out} is another file; choose another --out, or move it away") from None
-    if artefact.found.get("run") != mark or artefact.found.get("chosen_by") != chosen_by:
+    theirs = dict(artefact.found.get("chosen_by") or {})
+    if "rounds" in chosen_by:
+        theirs.setdefault("rounds", 0)  # as of files from before anchors were tried together
+    if artefact.found.get("run") != mark or theirs != chosen_by:
         raise UserError(f"{out} is another calibration; choose another --out, or move it away")
     shutil.rmtree(partial_folder(out), ignore_errors=True)  # a run that was killed while it tidied up
     say(f"{out} is complete; nothing to run")

@@ -56,6 +56,18 @@ def test_a_wrong_set_is_seen(monkeypatch):
     assert row["recall_min"] < 1
 
 
+def test_keys_of_the_future_are_seen(monkeypatch):
+    real = indexer.csa.lightning_indexer
+
+    def leaking(*arguments, **more):
+        found = real(*arguments, **more)
+        return found.where(found >= 0, 40)
+
+    monkeypatch.setattr(indexer.csa, "lightning_indexer", leaking)
+    (row,) = indexer.run(indexer.Plan(tokens=(200,), implementations=("foveate",), **SMALL), lambda _: None)
+    assert row["recall_min"] < 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -92,11 +104,13 @@ def test_under_torchrun_the_first_rank_writes_the_rows(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("foveate at 401 tokens") == 1
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["recall_min"] == 1
-    assert row["case"]["tokens"] == 401
+    assert (row["case"]["tokens"], row["case"]["ranks"]) == (401, 2)
 
 
 def test_several_ranks_are_for_foveate_alone(monkeypatch):

@@ -60,7 +60,7 @@ def test_the_command_writes_rows_and_tables(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"small": 100}, "small must be more than 100 tokens, several tiles of keys, not 100"),
+        ({"small": 100}, "small must be at least 101 tokens, several tiles of keys, not 100"),
         ({"top_k": 30}, "top-k must be more than the 30 keys of a small tile, not 30"),
         ({"heads": 0}, "heads must be at least 1, not 0"),
         ({"tokens": 0}, "tokens must be at least the ratio"),
@@ -78,3 +78,4 @@ def test_recall_counts_a_key_once():
     right = study._select(plan, inputs, 60)
     assert bool((recall(right) == 1).all())
     assert recall(torch.full_like(right, -1)).max() == 0
+    assert recall(right[..., :1].expand_as(right)).tolist() == [1 / 60] * 150

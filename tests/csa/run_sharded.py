@@ -50,8 +50,11 @@ def main():
     mine = csa.pieces(40, rank, world)
     of_mine = torch.cat([torch.arange(*piece) for piece in mine])
     weights[:, 0] = float("nan")  # seen by the first rank alone
-    with pytest.raises(ValueError, match="scores are NaN"):
-        csa.sharded_lightning_indexer(q[:, of_mine], k, weights[:, of_mine], 5, pieces=mine)
+    ends = cut(40, world)
+    for keys in csa.sharded.KEYS:
+        share = k if keys == "replicated" else k[:, ends[rank] : ends[rank + 1]]
+        with pytest.raises(ValueError, match="scores are NaN"):
+            csa.sharded_lightning_indexer(q[:, of_mine], share, weights[:, of_mine], 5, pieces=mine, keys=keys)
     dist.destroy_process_group()
     print(f"rank {rank} of {world}: all equal\n", end="", flush=True)
 

@@ -19,7 +19,12 @@ def test_ranks_select_what_one_would(ranks):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, str(ROOT / "tests/csa/run_sharded.py")], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*command, str(ROOT / "tests/csa/run_sharded.py")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank} of {ranks}: all equal" in done.stdout for rank in range(ranks))

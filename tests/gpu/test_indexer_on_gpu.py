@@ -6,7 +6,7 @@ import torch
 from foveate import csa, ops
 from foveate.csa import indexer
 from foveate.ops import _dispatch
-from foveate.ops.score import indexer_kernel
+from foveate.ops.score import indexer_hopper_kernel, indexer_kernel
 from tests.kernels import poisoned_memory
 
 pytestmark = pytest.mark.gpu
@@ -47,8 +47,11 @@ def in_total_order(scores, visible, k):
 
 @pytest.fixture(params=[True, False], ids=["hopper", "portable"])
 def hopper(request, monkeypatch):
-    """With and without the kernel for Hopper alone."""
+    """With and without the kernel for Hopper alone; whether it ran is noted."""
     monkeypatch.setattr(indexer_kernel, "_HOPPER", request.param)
+    ran, real = [], indexer_hopper_kernel.indexer_scores
+    monkeypatch.setattr(indexer_hopper_kernel, "indexer_scores", lambda *a, **k: ran.append(True) or real(*a, **k))
+    return ran if request.param and torch.cuda.get_device_capability() == (9, 0) else None
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -65,6 +68,7 @@ def test_scores(hopper, dtype, heads, dim, more, queries, keys, ratio, offset):
     with poisoned_memory("cuda"):
         scores, maxima, lost = ops.indexer_scores(q, k, weights, **how)
         again = ops.indexer_scores(q, k, weights, **how)
+    assert hopper is None or bool(hopper) == indexer_hopper_kernel.fits(q, k)
     exact = (torch.einsum("bshd,btd->bsht", q.double(), k.double()).relu() * weights.double()[..., None]).sum(2)
     if more:
         exact *= scales.double()[:, None]
@@ -147,10 +151,11 @@ def test_planted_keys_among_a_million_are_always_found(hopper):
 
 
 def test_nan_is_an_error_and_a_graph_can_be_captured(hopper):
-    q, k, weights = problem(1, 4, 5000)
+    q, k, weights = problem(1, 8, 5000)
     k[:, 4000] = float("nan")
     with pytest.raises(ValueError, match="scores are NaN"):
         csa.lightning_indexer(q, k, weights, 512, offset=4999)
+    assert hopper is None or hopper
     torch.cuda.set_sync_debug_mode("error")
     try:
         step = csa.lightning_indexer(q[:, :1], k, weights[:, :1], 512, offset=4999)

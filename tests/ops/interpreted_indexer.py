@@ -175,6 +175,24 @@ def test_choice_behind_padding(k, held, small_blocks, monkeypatch):
     check_choice(rows("tied", 333), visible, k, starts=torch.tensor([0, 333]))
 
 
+@pytest.mark.parametrize("held", [64, 16384])
+@pytest.mark.parametrize("name", ["normal", "tied"])
+@pytest.mark.parametrize("where", [slice(3, 4), slice(16, 32), slice(0, None, 5)])
+def test_nan_writes_nothing_beyond_its_row(name, held, where, small_blocks, monkeypatch):
+    """No set is right; the row behind it, which is made before, must stay as it is."""
+    monkeypatch.setattr(blocks_kernel, "_HELD", held)
+    scores = rows(name, 333)
+    scores[0, 2, where] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # as GPUs spell it
+    maxima = torch.nn.functional.pad(scores, (0, 3), value=float("-inf")).unflatten(-1, (-1, 16)).nan_to_num(-3.0)
+    visible = torch.full((3,), 333)
+    found = blocks_kernel.topk_of_blocks(scores, maxima.amax(-1), visible, 7, 16)
+    clean = rows(name, 333)
+    padded = torch.nn.functional.pad(clean, (0, 3), value=float("-inf")).unflatten(-1, (-1, 16))
+    expected = blocks_kernel.topk_of_blocks(clean, padded.amax(-1), visible, 7, 16)
+    assert torch.equal(found.flatten(0, 1)[[0, 1, 3, 4, 5]], expected.flatten(0, 1)[[0, 1, 3, 4, 5]])
+    assert bool(((found >= -1) & (found < 333)).all())
+
+
 @pytest.mark.parametrize("number", [1, 16, 17, 2048, 2049])
 @pytest.mark.parametrize("block", [1, 16, 64])
 @pytest.mark.parametrize("held", [256, 16384])

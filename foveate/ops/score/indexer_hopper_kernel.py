@@ -64,7 +64,7 @@ def indexer_scores(
     scores = torch.empty(batch, queries, number, dtype=torch.float32, device=q.device)
     maxima = torch.empty(batch, queries, blocks, dtype=torch.float32, device=q.device)
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
-    weights = weights.contiguous()
+    weights, starts = weights.contiguous(), None if starts is None else starts.contiguous()
     scales = None if key_scales is None else key_scales.contiguous()
     each = _ROWS // heads
     groups, tiles = triton.cdiv(queries, 2 * each), triton.cdiv(number, _KEYS)

@@ -71,6 +71,7 @@ def indexer_scores(
     scores = torch.empty(batch, queries, number, dtype=torch.float32, device=q.device)
     maxima = torch.empty(batch, queries, blocks, dtype=torch.float32, device=q.device)
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
+    starts = None if starts is None else starts.contiguous()
     if not number or not queries:
         return IndexerScores(scores, maxima, lost)
     each = queries_of(heads)

@@ -24,7 +24,7 @@ def topk_of_blocks(
         int32 ``[B, S, k]``: indices, ascending, and -1 where there are fewer.
 
     Raises:
-        ValueError: when scores that may be chosen are NaN (on a GPU the caller looks at the maxima).
+        ValueError: when scores that may be chosen are NaN (on a GPU the caller knows, from what scored them).
     """
     del maxima, block  # what can be known of a block without reading it is of use to the kernel alone
     number = scores.shape[-1]

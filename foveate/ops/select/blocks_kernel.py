@@ -15,7 +15,8 @@ _CHUNK = 2048
 """Values that it looks at at once where it cannot keep them all."""
 _NONE = tl.constexpr(-2147483648)
 _LOWEST = tl.constexpr(-2139095041)
-"""What :func:`_ordered` makes of -inf."""
+_HIGHEST = tl.constexpr(0x7F800000)
+"""What :func:`_ordered` makes of -inf and of inf."""
 
 
 def topk_of_blocks(
@@ -37,6 +38,7 @@ def topk_of_blocks(
         shapes = f"scores {tuple(scores.shape)}, maxima {tuple(maxima.shape)}, visible {tuple(visible.shape)}"
         raise ValueError(f"shapes do not fit blocks of {block}, a power of two: {shapes}")
     found = torch.empty(batch, rows, k, dtype=torch.int32, device=scores.device)
+    visible, starts = visible.contiguous(), None if starts is None else starts.contiguous()
     if not number or not rows:
         return found.fill_(-1)
     scores, padded = scores.contiguous(), starts is not None
@@ -93,12 +95,13 @@ def _between(low, high, reach_low, reach_high, k, turn):
 
 @triton.jit
 def _score(ptr, list_ptr, place, count, begin, limit, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The scores in some places of the listed blocks, or of the row: indices, and :func:`_ordered` or none."""
+    """The scores in some places of the listed blocks, or of the row: indices, and :func:`_ordered` or none. NaN, of
+    which no selection comes (the caller sees to that), counts as inf."""
     index = place
     if LISTED:
         index = tl.load(list_ptr + place // BLOCK, mask=place < count, other=0) * BLOCK + place % BLOCK
     there = (place < count) & (index >= begin) & (index < limit)
-    x = _ordered(tl.load(ptr + index, mask=there, other=float("-inf")))
+    x = tl.minimum(_ordered(tl.load(ptr + index, mask=there, other=float("-inf"))), _HIGHEST)
     return index, tl.where(there & (x > _LOWEST), x, _NONE)
 
 
@@ -153,6 +156,13 @@ def _chosen(x, kth, room, crowded, equal):
 
 
 @triton.jit
+def _put(found_ptr, written, index, chosen, k):
+    """Writes what is chosen behind what is written, and nothing behind the k-th place."""
+    place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(found_ptr + place, index, mask=chosen & (place < k))
+
+
+@triton.jit
 def _end(found_ptr, written, k, CHUNK: tl.constexpr):
     for first in tl.range(written, k, CHUNK):
         places = first + tl.arange(0, CHUNK)
@@ -178,7 +188,7 @@ def _topk_of_short_rows(
         x, score_ptr, score_ptr, 0, 0, 0, k, low, valid, tl.max(x, 0) + 1, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
     )
     chosen, _ = _chosen(x, kth, room, crowded, 0)
-    tl.store(found_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, index, mask=chosen)
+    _put(found_ptr, 0, index, chosen, k)
     _end(found_ptr, tl.minimum(valid, k), k, 1024)
 
 
@@ -244,6 +254,7 @@ def _topk_of_blocks(
         tl.store(kept_ptr + at, x, mask=reach & (at < ROOM))
         tl.store(index_ptr + at, index, mask=reach & (at < ROOM))
         kept += tl.sum(reach.to(tl.int32), 0)
+        most = tl.maximum(most, tl.max(x, 0))  # maxima may have missed a NaN
     tl.debug_barrier()
 
     # 3. The k-th of them, and the k first.
@@ -268,7 +279,7 @@ def _topk_of_blocks(
         )
         chosen, equal = _chosen(x, kth, room, crowded, 0)
         index = tl.load(index_ptr + slots, mask=chosen, other=0)
-        tl.store(found_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, index, mask=chosen)
+        _put(found_ptr, nothing, index, chosen, k)
     else:
         kth, room, crowded = _kth(
             places, score_ptr, list_ptr, count, begin, visible, k, bound, kept, most + 1, False, True, BLOCK, CHUNK
@@ -277,6 +288,6 @@ def _topk_of_blocks(
         for first in tl.range(0, count, CHUNK):
             index, x = _score(score_ptr, list_ptr, first + places, count, begin, visible, True, BLOCK)
             chosen, equal = _chosen(x, kth, room, crowded, equal)
-            tl.store(found_ptr + written + tl.cumsum(chosen.to(tl.int32), 0) - 1, index, mask=chosen)
+            _put(found_ptr, written, index, chosen, k)
             written += tl.sum(chosen.to(tl.int32), 0)
     _end(found_ptr, tl.minimum(kept, k), k, CHUNK)
