@@ -6,6 +6,8 @@ queries and keys, a top-k of each tile merged into a running one. ``fused`` hold
 keys that they see, and the largest of every few of them, so that selection reads little of what scoring wrote.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -96,8 +98,8 @@ def select(
         scores.fill_(float("-inf"))
     if not keys.shape[1] or not q.shape[1]:
         return found, torch.zeros(1, dtype=torch.bool, device=q.device)
-    lost = run(q, keys, weights, top_k, ratio, offset, starts, key_scales, found, scores)
-    return found, lost.reshape(1)
+    asked = _Asked(q, keys, weights, top_k, ratio, offset, starts, key_scales)
+    return found, run(asked, found, scores).reshape(1)
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,18 +123,21 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale[..., None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale
 
 
-def _materialised(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    top_k: int,
-    ratio: int,
-    offset: int,
-    starts: Tensor | None,
-    key_scales: Tensor | None,
-    found: Tensor,
-    values: Tensor | None,
-) -> Tensor:
+class _Asked(NamedTuple):
+    """What is selected from: the arguments of :func:`select`, with the keys that some query may read."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    top_k: int
+    ratio: int
+    offset: int
+    starts: Tensor | None
+    key_scales: Tensor | None
+
+
+def _materialised(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
+    q, k, weights, top_k, ratio, offset, starts, key_scales = asked
     products = torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu_()
     scores = (products * weights[..., None]).sum(2)
     if key_scales is not None:
@@ -146,18 +151,8 @@ def _materialised(
     return lost
 
 
-def _chunked(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    top_k: int,
-    ratio: int,
-    offset: int,
-    starts: Tensor | None,
-    key_scales: Tensor | None,
-    found: Tensor,
-    values: Tensor | None,
-) -> Tensor:
+def _chunked(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
+    q, k, weights, top_k, ratio, offset, starts, key_scales = asked
     visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
     lost = torch.zeros(1, dtype=torch.bool, device=q.device)
     for first in range(0, q.shape[1], QUERY_CHUNK):
@@ -185,18 +180,8 @@ def _chunked(
     return lost
 
 
-def _fused(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    top_k: int,
-    ratio: int,
-    offset: int,
-    starts: Tensor | None,
-    key_scales: Tensor | None,
-    found: Tensor,
-    values: Tensor | None,
-) -> Tensor:
+def _fused(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
+    q, k, weights, top_k, ratio, offset, starts, key_scales = asked
     batch, queries = q.shape[:2]
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
     first = 0

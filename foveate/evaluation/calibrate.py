@@ -237,7 +237,9 @@ def _calibrated(
         _check_anchors(plan, len(layers))
         shape = model_facts(attachment.config, attention_modules(model, layers))
         costs = None if plan.time_share is None else _costs(plan, shape)
-        number = plan.anchors if costs is None else _affordable(plan, costs, layers)
+        number = (
+            plan.anchors if costs is None else layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
+        )
         pairs = len(divergence.pairs(layers))
         tries = 1 + (number - 1) * (len(layers) - number)
         steps = len(items) + len(batches) * (pairs + plan.rounds * tries)
@@ -464,21 +466,6 @@ def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:
             f"out of memory: the keys of {plan.time_batch:,} sequences of {plan.time_context:,} tokens, which "
             "time-share is measured on, do not fit beside the model; choose a smaller time-batch or time-context"
         ) from None
-
-
-def _affordable(plan: Plan, costs: dict[str, float], layers: list[int]) -> int:
-    """The most anchors within the share of dense attention's time."""
-    if layers[0] != 0:  # the first of these is an anchor like the others
-        costs = {**costs, "first": costs["anchor"]}
-    dense = len(layers) * costs["dense"]
-    totals = [layer_costs.total(costs, number, len(layers)) for number in range(1, len(layers) + 1)]
-    fitting = [number for number, total in enumerate(totals, 1) if total <= plan.time_share * dense]
-    if not fitting:
-        raise UserError(
-            f"time-share {plan.time_share} cannot be kept: at {plan.time_context:,} tokens attention with one anchor "
-            f"takes {totals[0] / dense:.2f} of dense attention's time on this device"
-        )
-    return fitting[-1]
 
 
 def _rounded(values: torch.Tensor) -> Any:

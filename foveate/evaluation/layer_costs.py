@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 
 import torch
 
 from foveate.cache import SlotCache
 from foveate.evaluation import accounting
+from foveate.evaluation.errors import UserError
 from foveate.methods import Method, make
 from foveate.methods.kascade import Kascade
 
@@ -75,3 +77,22 @@ def _median_ms(methods: list[Method], caches: list[SlotCache], q: torch.Tensor, 
 def total(costs: dict[str, float], anchors: int, layers: int) -> float:
     """Milliseconds of the attention of all layers with so many anchors, layer 0 among them."""
     return costs["first"] + (anchors - 1) * costs["anchor"] + (layers - anchors) * costs["reuse"]
+
+
+def affordable(costs: dict[str, float], share: float, layers: Sequence[int], context: int) -> int:
+    """The most anchors among some layers within a share of dense attention's time.
+
+    Raises:
+        UserError: if one anchor takes longer; `context` is where the costs were measured.
+    """
+    if layers[0] != 0:  # the first of these is an anchor like the others
+        costs = {**costs, "first": costs["anchor"]}
+    dense = len(layers) * costs["dense"]
+    totals = [total(costs, number, len(layers)) for number in range(1, len(layers) + 1)]
+    fitting = [number for number, one in enumerate(totals, 1) if one <= share * dense]
+    if not fitting:
+        raise UserError(
+            f"time-share {share} cannot be kept: at {context:,} tokens attention with one anchor "
+            f"takes {totals[0] / dense:.2f} of dense attention's time on this device"
+        )
+    return fitting[-1]

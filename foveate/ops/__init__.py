@@ -53,7 +53,6 @@ from foveate.ops.score import (
     tile_mass,
     unseen_keys,
     visible_keys,
-    weighted_relu,
 )
 from foveate.ops.select import StreamingTopK, by_bound, by_mass, first_of, topk, topk_of_blocks, topk_rows
 
@@ -107,5 +106,4 @@ __all__ = [
     "unseen_keys",
     "visible_keys",
     "weakest",
-    "weighted_relu",
 ]

@@ -692,11 +692,11 @@ class TestTimeShare:
         ):
             run(dataclasses.replace(plan, time_share=0.5))
 
-    def test_knows_models_whose_layer_0_is_not_one_of_the_layers(self, plan):
-        plan = dataclasses.replace(plan, time_share=0.36)  # 1.4 of 4, which the dense layer 0 would exceed
-        assert calibrate._affordable(plan, STUBBED, [5, 11, 17, 23]) == 1
-        with pytest.raises(UserError, match="cannot be kept"):
-            calibrate._affordable(plan, STUBBED, [0, 1, 2, 3])
+    def test_knows_models_whose_layer_0_is_not_one_of_the_layers(self):
+        share = 0.36  # 1.4 of 4, which the dense layer 0 would exceed
+        assert layer_costs.affordable(STUBBED, share, [5, 11, 17, 23], 900) == 1
+        with pytest.raises(UserError, match=r"time-share 0\.36 cannot be kept: at 900 tokens"):
+            layer_costs.affordable(STUBBED, share, [0, 1, 2, 3], 900)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_is_of_costs_measured(self, dtype):

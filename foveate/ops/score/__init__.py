@@ -3,7 +3,7 @@
 from foveate.ops._dispatch import dispatch
 from foveate.ops.score import indexer, reference
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
-from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys, weighted_relu
+from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
 from foveate.ops.score.nodes import (
     attention_divergence,
     free_energy,
@@ -33,5 +33,4 @@ __all__ = [
     "tile_mass",
     "unseen_keys",
     "visible_keys",
-    "weighted_relu",
 ]
