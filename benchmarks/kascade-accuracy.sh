@@ -5,9 +5,11 @@
 # MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/ and aime/; TOKENS: of a batch, 1.2 million
 # on 80 GB for half a billion parameters; ITEMS: of each RULER task at each length. Calibrates first (cell calibrate): as
 # the paper does, on MuSiQue's train split (paper.json), and by divergence, on that and on RULER's multikey_2 with
-# another seed than the one reported (divergence.json); both in OUT_FOLDER/kascade-accuracy/MODEL, and a copy in
+# another seed than the one reported (divergence.json); also with anchors tried together at 8,192 tokens, five of them
+# and ten (together-5.json, together-10.json); all in OUT_FOLDER/kascade-accuracy/MODEL, and a copy in
 # OUT_FOLDER/calibrations/MODEL. In float32: rounding in bfloat16 is as large as small divergences.
-# Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh.
+# Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh, and calibrate or one of the calibrations' names.
+# LESS=yes, for a larger model: at 16,384 and 30,720 tokens of RULER neither variants nor shares other than a tenth.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 model=$(realpath "$1") data=$(realpath "$2") tokens=${4:-1200000} items=${5:-67}
@@ -17,10 +19,7 @@ source "$here/luka-methods.sh"
 cd "$out/kascade-accuracy/$(basename "$model")" # specs name the calibrations as they are called here
 
 calibrate() { # NAME ARGUMENT...
-  if ! wanted calibrate; then
-    [ -e "$1.json" ] || { echo "$PWD/$1.json is missing: CELLS=calibrate makes it" >&2; exit 1; }
-    return 0
-  fi
+  wanted calibrate || wanted "$1" || return 0
   foveate calibrate --model "$model" --data "$data" --task musique --split train --dtype float32 --out "$1.json" "${@:2}"
   mkdir -p "$out/calibrations/$(basename "$model")"
   cp "$1.json" "$out/calibrations/$(basename "$model")"
@@ -28,9 +27,18 @@ calibrate() { # NAME ARGUMENT...
 calibrate paper --limit 40
 calibrate divergence --by divergence --rounds 0 --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \
   --limit 20 --seed 1 --batch-size 20
+for anchors in 5 10; do
+  calibrate "together-$anchors" --by divergence --rounds 3 --anchors "$anchors" --method kascade:pool=layer,pooling=sqrt \
+    --task ruler:split=niah_multikey_2,length=8192 --task ruler:split=niah_multikey_3,length=8192 \
+    --limit 15 --seed 1 --batch-size 45
+done
 
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
+  local file
   wanted "$1" || return 0
+  for file in $(printf '%s\n' "${@:6}" | grep -o '"[^"]*.json"' | tr -d '"' | sort -u); do
+    [ -e "$file" ] || { echo "$PWD/$file is missing: CELLS=calibrate makes it" >&2; exit 1; }
+  done
   mapfile -t chosen < <(methods dense "${@:6}")
   foveate compare --model "$model" --data "$data" --task "$2" --split "$3" --limit "$4" \
     --batch-size "$(batch "$tokens" "$5")" --dtype bfloat16 --out "$1.jsonl" "${chosen[@]}"
@@ -40,16 +48,21 @@ paper='kascade:calibration="paper.json"'
 heads='kascade:calibration="divergence.json"' # by KV head, as in the paper
 ours="$heads,pool=layer"
 sparse="$ours,rest=mean"
-# At a tenth: the paper's method with dense and with sparse prompts; its variants; what else there is.
+five='kascade:calibration="together-5.json",pool=layer,pooling=sqrt'
+ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
+# At a tenth: the method with dense and with sparse prompts; what else there is; variants of it.
 tenth=(
-  "$ours,decode_only=true" "$sparse" "$sparse,tile=32" "$ours" "$paper,decode_only=true" "$paper"
-  "$heads,decode_only=true" "$heads,decode_only=true,remap=false" "$ours,decode_only=true,pooling=pre_softmax"
-  "$heads" "$heads,remap=false" "$ours,pooling=pre_softmax"
-  kascade:pool=layer,decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
+  "$five,decode_only=true" "$ten,decode_only=true" "$ten" "$ten,rest=mean"
+  "$ours,decode_only=true" "$sparse" "$ours" "$paper,decode_only=true" "$paper"
   oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
 )
+variants=(
+  "$sparse,tile=32" "$heads,decode_only=true" "$heads,decode_only=true,remap=false"
+  "$ours,decode_only=true,pooling=pre_softmax" "$heads" "$heads,remap=false" "$ours,pooling=pre_softmax"
+  kascade:pool=layer,decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
+)
 # Other shares for the frontier; a tenth is above.
-shares=() oracle=() variants=() pooled=()
+shares=() oracle=() choices=() pooled=()
 for share in 0.025 0.05 0.2; do
   shares+=("$ours,decode_only=true,top_k=$share" "$sparse,top_k=$share" "$ours,top_k=$share")
   shares+=("$paper,decode_only=true,top_k=$share")
@@ -58,14 +71,16 @@ for share in 0.025 0.05 0.2; do
 done
 
 for length in 8192 16384 30720; do
+  more=("${variants[@]}")
+  [ "$length" != 16384 ] || more+=("${shares[@]}")
+  [ "$length" = 8192 ] || [ "${LESS:-}" != yes ] || more=()
   for task in single_1 single_2 single_3 multikey_1 multikey_2 multikey_3; do
-    compare "ruler-$task-$length" "ruler:length=$length" "niah_$task" "$items" "$length" "${tenth[@]}" \
-      $([ "$length" = 16384 ] && printf '%s\n' "${shares[@]}")
+    compare "ruler-$task-$length" "ruler:length=$length" "niah_$task" "$items" "$length" "${tenth[@]}" "${more[@]}"
   done
 done
 for task in hotpotqa=200 2wiki=164; do # at their own length, and padded; 128 keys are more than a twentieth of the former
   for length in 0 8192; do
-    compare "${task%=*}-$length" "${task%=*}:length=$length" dev "${task#*=}" 8192 "${tenth[@]}" \
+    compare "${task%=*}-$length" "${task%=*}:length=$length" dev "${task#*=}" 8192 "${tenth[@]}" "${variants[@]}" \
       $([ "$length" = 8192 ] && printf '%s\n' "${shares[@]}")
   done
 done
@@ -73,7 +88,7 @@ done
 for share in 0.025 0.05 0.1; do
   oracle+=("oracle_topk:top_k=$share,min_k=16" "oracle_topk:top_k=$share,min_k=16,dense_layers=0")
   for variant in "" ,pool=layer ,remap=false; do
-    variants+=("$heads,top_k=$share,min_k=16$variant" "$paper,top_k=$share,min_k=16$variant")
+    choices+=("$heads,top_k=$share,min_k=16$variant" "$paper,top_k=$share,min_k=16$variant")
   done
 done
 for tile in 1 32 64 128 256; do
@@ -81,14 +96,14 @@ for tile in 1 32 64 128 256; do
 done
 compare figure-2 2wiki dev 164 8192 "${oracle[@]}"
 compare figure-5 musique dev 200 8192 "${pooled[@]}"
-compare figure-6 musique dev 200 8192 "${variants[@]}"
+compare figure-6 musique dev 200 8192 "${choices[@]}"
 
 # Long answers, at a tenth and at a fifth.
 long=(
-  "$ours,decode_only=true" "$paper,decode_only=true" "$heads,decode_only=true" "$sparse" quest:top_k=0.1
+  "$ten,decode_only=true" "$five,decode_only=true" "$ours,decode_only=true" "$paper,decode_only=true" "$heads,decode_only=true" "$sparse" quest:top_k=0.1
   omnikv lessismore:top_k=0.1 streaming:window=0.3
 )
-longer=("$ours,decode_only=true,top_k=0.2" quest:top_k=0.2 omnikv:top_k=0.2 lessismore:top_k=0.2)
+longer=("$ten,decode_only=true,top_k=0.2" "$ours,decode_only=true,top_k=0.2" quest:top_k=0.2 omnikv:top_k=0.2 lessismore:top_k=0.2)
 compare math500 math:max_new_tokens=1024 math500 100 4096 "${long[@]}"
 compare math500-fifth math:max_new_tokens=1024 math500 100 4096 "${longer[@]}"
 rows=("$out"/kascade-accuracy/*/*.jsonl)

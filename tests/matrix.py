@@ -38,6 +38,7 @@ VARIANTS = [
             "decode_only": {"anchors": [1], "decode_only": True},
             "pre_softmax": {"anchors": [1], "pooling": "pre_softmax"},
             "layer": {"anchors": [1], "pool": "layer", "tile": 5},
+            "sqrt": {"anchors": [1], "pooling": "sqrt"},
             "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3},
             "rest": {"anchors": [1], "rest": "mean"},
         }.items()

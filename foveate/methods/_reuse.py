@@ -170,13 +170,19 @@ def whole_layer_scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
 
 @dataclass(frozen=True)
 class TopKByMass(SelectOnce):
-    """Keys by their attention mass, which is computed exactly, pooled over the queries that share them."""
+    """Keys by their attention mass, which is computed exactly, pooled over the queries that share them.
+
+    The mean of attention goes to the queries that attend to few keys; that of its square root lets each of them have
+    keys of its own, as many as it attends to.
+    """
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")
     top_p: float = setting(1.0, "attention mass after which no more keys are chosen, however many top_k allows")
     pool: str = setting("kv_head", "whose attention is averaged: the heads of each kv_head, or of the whole layer")
-    pooling: str = setting("post_softmax", "what is averaged: attention (post_softmax) or queries (pre_softmax)")
+    pooling: str = setting(
+        "post_softmax", "what is averaged: attention (post_softmax), its square root (sqrt) or queries (pre_softmax)"
+    )
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
     rest: str = setting(
@@ -189,8 +195,8 @@ class TopKByMass(SelectOnce):
         top_p = isinstance(self.top_p, float) and 0 < self.top_p <= 1
         self._check("top_p", top_p, "a float in (0, 1]")
         self._check_choice("pool", "kv_head", "layer")
-        self._check_choice("pooling", "post_softmax", "pre_softmax")
-        self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", "1.0 with pre_softmax pooling")
+        self._check_choice("pooling", "post_softmax", "sqrt", "pre_softmax")
+        self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", f"1.0 with {self.pooling} pooling")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
         self._check_choice("rest", "none", "mean")
@@ -213,7 +219,8 @@ class TopKByMass(SelectOnce):
             logits = ops.key_logits(rows, cache.keys, scaling)
             if holes is not None:
                 logits.masked_fill_(~holes[:, :, None], float("-inf"))
-            scores = logits.softmax(-1).mean(2)
+            mass = logits.softmax(-1)
+            scores = (mass.sqrt() if self.pooling == "sqrt" else mass).mean(2)
         if holes is not None:
             scores = scores.masked_fill(~holes, float("-inf"))
         return self._best(scores, cache.lengths).expand(-1, cache.geometry.num_kv_heads, -1)
@@ -262,7 +269,8 @@ class TopKByMass(SelectOnce):
         if self.pooling == "pre_softmax":
             blocks = ops.tile_logits(q, cache.keys, tile=tile, scaling=scaling, offset=offset)
         else:
-            blocks = ops.tile_mass(q, cache.keys, lse, tile=tile, scaling=scaling, offset=offset)
+            power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
+            blocks = ops.tile_mass(q, cache.keys, power * lse, tile=tile, scaling=power * scaling, offset=offset)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         most = self._counts([tile * (end - 1)])[0]
         heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads

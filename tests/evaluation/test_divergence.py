@@ -57,7 +57,7 @@ def masked(model, ids, prompt, chooser, reader, number, heads, pool, top_p=1.0, 
         later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
         weights = logits.masked_fill(later, float("-inf")).softmax(-1)
         if module.layer_idx == chooser:
-            mass = weights[0].unflatten(0, (2, 2)).mean(1)
+            mass = (weights[0].sqrt() if pooling == "sqrt" else weights[0]).unflatten(0, (2, 2)).mean(1)
             if pooling == "pre_softmax":
                 mean = q[0].unflatten(0, (2, 2)).mean(1) @ k[0].unflatten(0, (2, 2))[:, 0].mT
                 mass = mean.masked_fill(later, float("-inf"))
@@ -126,6 +126,7 @@ def test_is_that_of_a_model_with_masks(model, tokenizer, spec, number, pool, map
     [
         ("kascade:top_k=30,top_p=0.5", 30, {"top_p": 0.5}),
         ("kascade:top_k=7,pooling=pre_softmax", 7, {"pooling": "pre_softmax"}),
+        ("kascade:top_k=7,pooling=sqrt", 7, {"pooling": "sqrt"}),
     ],
 )
 def test_is_of_some_layers_under_the_settings_of_the_method(model, tokenizer, spec, number, more):

@@ -83,7 +83,8 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax",
         mean = q[:, list(queries)].double().unflatten(0, (KV_HEADS, GROUP)).mean((1, 2))
         scores = torch.einsum("hd,hnd->hn", mean, k[:, :before].double())
     else:
-        mass = torch.stack([weights(q, k, i)[:, :before] for i in queries]).mean(0)
+        power = 0.5 if pooling == "sqrt" else 1.0
+        mass = torch.stack([weights(q, k, i)[:, :before] ** power for i in queries]).mean(0)
         scores = mass.unflatten(0, (KV_HEADS, GROUP)).mean(1)
     if pool == "layer":
         scores = scores.mean(0, keepdim=True).expand(KV_HEADS, -1)
@@ -102,6 +103,7 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax",
         {"anchors": [0, 2], "heads": {"1": [1, 0], "3": [1, 1]}},
         {"anchors": [0, 1, 3], "pool": "layer", "tile": 9},
         {"anchors": [0, 1], "pooling": "pre_softmax", "tile": 100},
+        {"anchors": [0, 2], "pooling": "sqrt", "pool": "layer"},
         {"anchors": [1], "decode_only": True, "heads": {"3": [1, 0]}},
         {"anchors": [0, 2], "top_p": 0.5},
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
@@ -244,6 +246,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [0, 4]}, "anchors must be among the layers that it is applied to, .* not 4"),
         ("kascade", {"anchors": 5}, "anchors must be at most 4, the layers that it is applied to, not 5"),
         ("kascade", {"top_p": 0.5, "pooling": "pre_softmax"}, "top_p must be 1.0 with pre_softmax"),
+        ("kascade", {"top_p": 0.5, "pooling": "sqrt"}, "top_p must be 1.0 with sqrt"),
         ("kascade", {"heads": [0, 1]}, "heads must be lists of KV heads by layer"),
         ("kascade", {"heads": {"1": [True, False]}}, "heads must be lists of KV heads by layer"),
         ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
@@ -306,7 +309,7 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
 def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
     tokens = [tuple(x.half() for x in layer) for layer in draw(2, 1, 40)]
     tokens = [(q * 600, k, v) for q, k, v in tokens]
-    for pooling in ("pre_softmax", "post_softmax"):
+    for pooling in ("pre_softmax", "post_softmax", "sqrt"):
         stack = Stack(methods.make("kascade", anchors=[1], top_k=5, tile=24, pooling=pooling), 2, 39)
         assert stack.feed(part(tokens, 39)).isfinite().all()
         assert stack.feed(part(tokens, 39, 40)).isfinite().all()
