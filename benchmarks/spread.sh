@@ -11,11 +11,16 @@ set -uo pipefail
 folder=$(realpath "$1") slots=${2:-1}
 gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader) || { echo "no GPU here" >&2; exit 1; }
 mkdir -p "$folder"/{todo,running,done,failed,logs}
+rm -f "$folder"/gpu*.taken
 find "$folder/running" "$folder/failed" -name '*.sh' -exec mv -t "$folder/todo" {} +
 
 work() { # GPU
   local job name lock
   while :; do
+    if [ -e "$folder/gpu$1.taken" ]; then # by a job that wants it for itself, or waits for that
+      sleep 1
+      continue
+    fi
     for job in "$folder"/todo/*.sh; do
       name=$(basename "$job")
       mv "$job" "$folder/running/" 2> /dev/null && break # another may have taken it
@@ -27,12 +32,16 @@ work() { # GPU
       continue
     fi
     lock=--shared
-    [[ $name == *.alone.sh ]] && lock=--exclusive
+    if [[ $name == *.alone.sh ]]; then
+      lock=--exclusive
+      touch "$folder/gpu$1.taken"
+    fi
     if CUDA_VISIBLE_DEVICES=$1 flock "$lock" "$folder/gpu$1" bash "$folder/running/$name" &> "$folder/logs/$name.log"; then
       mv "$folder/running/$name" "$folder/done/"
     else
       mv "$folder/running/$name" "$folder/failed/"
     fi
+    [ $lock = --shared ] || rm -f "$folder/gpu$1.taken"
   done
 }
 

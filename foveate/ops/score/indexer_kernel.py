@@ -16,8 +16,8 @@ _KEYS = 64
 """Keys of a product."""
 _SPAN = 64
 """The most products that a program makes, so that its queries are loaded once for all of them."""
-_HOPPER = False
-"""Whether Hopper gets the kernel written for it: not before that has run on one."""
+_HOPPER = True
+"""Whether Hopper gets the kernel written for it."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 
