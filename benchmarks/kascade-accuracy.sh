@@ -7,7 +7,7 @@
 # the paper does, on MuSiQue's train split (paper.json), and by divergence, on that and on RULER's multikey_2 with
 # another seed than the one reported (divergence.json); also with anchors tried together at 8,192 tokens, five of them
 # and ten (together-5.json, together-10.json); all in OUT_FOLDER/kascade-accuracy/MODEL, and a copy in
-# OUT_FOLDER/calibrations/MODEL. In float32: rounding in bfloat16 is as large as small divergences.
+# OUT_FOLDER/calibrations/MODEL. The first two in float32: rounding in bfloat16 is as large as small divergences.
 # Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh, and calibrate or one of the calibrations' names.
 # LESS=yes, for a larger model: at 16,384 and 30,720 tokens of RULER neither variants nor shares other than a tenth.
 set -euo pipefail
@@ -20,17 +20,17 @@ cd "$out/kascade-accuracy/$(basename "$model")" # specs name the calibrations as
 
 calibrate() { # NAME ARGUMENT...
   wanted calibrate || wanted "$1" || return 0
-  foveate calibrate --model "$model" --data "$data" --task musique --split train --dtype float32 --out "$1.json" "${@:2}"
+  foveate calibrate --model "$model" --data "$data" --task musique --split train --out "$1.json" "${@:2}"
   mkdir -p "$out/calibrations/$(basename "$model")"
   cp "$1.json" "$out/calibrations/$(basename "$model")"
 }
-calibrate paper --limit 40
-calibrate divergence --by divergence --rounds 0 --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \
-  --limit 20 --seed 1 --batch-size 20
+calibrate paper --limit 40 --dtype float32
+calibrate divergence --by divergence --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \
+  --limit 20 --seed 1 --batch-size 20 --dtype float32
 for anchors in 5 10; do
-  calibrate "together-$anchors" --by divergence --rounds 3 --anchors "$anchors" --method kascade:pool=layer,pooling=sqrt \
+  calibrate "together-$anchors" --by together --anchors "$anchors" --method kascade:pool=layer,pooling=sqrt \
     --task ruler:split=niah_multikey_2,length=8192 --task ruler:split=niah_multikey_3,length=8192 \
-    --limit 15 --seed 1 --batch-size 45
+    --limit 15 --seed 1 --batch-size 45 --dtype bfloat16
 done
 
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...

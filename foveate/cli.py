@@ -255,7 +255,11 @@ def calibrate(
     keys: Annotated[int, typer.Option(help="Keys compared: the heaviest of each tile.")] = 64,
     tile: Annotated[int, typer.Option(help="Queries that share keys, the heads of a group counted.")] = 128,
     by: Annotated[
-        str, typer.Option(help="Choose by similarity of layers (the paper), or by divergence of predictions.")
+        str,
+        typer.Option(
+            help="Choose by similarity of layers (the paper), or by divergence of predictions: of pairs of layers, or "
+            "with all layers together."
+        ),
     ] = "similarity",
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
     weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
@@ -265,8 +269,8 @@ def calibrate(
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
     batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
     rounds: Annotated[
-        int, typer.Option(help="By divergence: how often each anchor is tried in every other place, at most.")
-    ] = 4,
+        int, typer.Option(help="Together: how often each anchor is tried in every other place, at most.")
+    ] = 1,
     time_share: Annotated[
         float | None,
         typer.Option(help="Instead of --anchors: share of dense attention's decode time.", show_default=False),

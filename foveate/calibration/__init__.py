@@ -12,6 +12,7 @@ from foveate.calibration.anchors import (
     check_number,
     choose,
     counterparts,
+    grown,
     improved,
     objective,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "check_number",
     "choose",
     "counterparts",
+    "grown",
     "improved",
     "least_tokens",
     "load",

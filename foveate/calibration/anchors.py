@@ -84,15 +84,37 @@ def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]
     return found
 
 
-def improved(
-    anchors: Sequence[int], layers: int, losses: Callable[[int, list[list[int]]], Sequence[float]], rounds: int
-) -> list[tuple[list[int], float]]:
+Losses = Callable[[int, list[list[int]]], Sequence[float]]
+"""Of a turn's number and some anchors, how much is lost with each."""
+
+
+def grown(layers: int, losses: Losses, most: int) -> list[tuple[list[int], float]]:
+    """Anchors among L layers one after another: the first layer, and then the one with which least is lost.
+
+    Returns:
+        For one anchor, two, … up to ``most`` their indices, ascending, and what is lost with them.
+
+    Raises:
+        ValueError: unless ``1 <= most <= L``.
+    """
+    check_number(most, layers)
+    path: list[tuple[list[int], float]] = []
+    for turn in range(most):
+        before = path[-1][0] if path else []
+        free = [layer for layer in range(layers) if layer not in before] if path else [0]
+        tried = [sorted([*before, layer]) for layer in free]
+        lost = [float(loss) for loss in losses(turn, tried)]
+        best = min(range(len(tried)), key=lost.__getitem__)
+        path.append((tried[best], lost[best]))
+    return path
+
+
+def improved(anchors: Sequence[int], layers: int, losses: Losses, rounds: int) -> list[tuple[list[int], float]]:
     """Better and better anchors among L layers: a round tries each but the first in every other place, and takes the
     best, unless that wins less than a hundredth.
 
     Args:
         anchors: where to begin, ascending.
-        losses: of a round's number and some anchors, how much is lost with each.
         rounds: the most of them.
 
     Returns:
@@ -119,8 +141,8 @@ def _neighbours(anchors: Sequence[int], layers: int) -> list[list[int]]:
     return [sorted({*anchors} - {one} | {layer}) for one in anchors[1:] for layer in free]
 
 
-BY, OVER, WEIGHTS = ("similarity", "divergence"), ("least", "mean"), ("importance", "none")
-"""What :func:`choose` can go by; the first are the paper's."""
+BY, OVER, WEIGHTS = ("similarity", "divergence", "together"), ("least", "mean"), ("importance", "none")
+"""What anchors can be chosen by; the first are the paper's."""
 
 
 def check_number(number: int, layers: int) -> None:

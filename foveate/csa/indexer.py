@@ -16,6 +16,8 @@ from foveate import ops
 PATHS = ("auto", "materialised", "chunked", "fused")
 SCORES_BYTES = 512 << 20
 """Scores that the fused path holds at once."""
+_SHORT = 2048
+"""Keys up to which rows are not told apart."""
 _FEWEST = 16
 QUERY_CHUNK, KEY_CHUNK = 2048, 8192
 """Tiles of the chunked path, as in StreamIndex, section 6.2."""
@@ -202,8 +204,12 @@ def _fused(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
 
 
 def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
-    """How many of the queries to hold scores of: as many as there is room for, the later they stand the fewer."""
-    rows = queries
+    """How many of the queries to hold scores of: as many as there is room for, the later they stand the fewer; and no
+    more than have at most twice the keys of the first, because what selection does is by the longest row."""
+    room = _SHORT
+    while room * ratio <= offset:
+        room *= 2
+    rows = min(queries, room * ratio - offset)
     while rows > 1 and 4 * batch * rows * min((offset + rows) // ratio, keys) > SCORES_BYTES:
         rows -= max(1, rows // 8)
     if 0 < queries - rows < _FEWEST < rows:

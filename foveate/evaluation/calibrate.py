@@ -29,6 +29,7 @@ from foveate.calibration import (
     check_number,
     choose,
     counterparts,
+    grown,
     improved,
     least_tokens,
     load,
@@ -47,7 +48,8 @@ KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
 _PROMPT, _ANSWERS = "prompt-{:04d}.safetensors", "answers-{:04d}.safetensors"
 _TRIED = "tried-{:02d}-{:04d}.safetensors"
-_FEWEST_PROMPTS, _FEWEST_TOKENS, _ANSWER_TOKENS, _ROUNDS = 2, 2, 16, 4
+_FEWEST_PROMPTS, _FEWEST_TOKENS, _ANSWER_TOKENS, _ROUNDS = 2, 2, 16, 1
+_UNMOVED = "no prediction moves, whichever layer reads another's choice: are all answers one token?"
 
 Say = Callable[[str], None]
 
@@ -59,10 +61,11 @@ class Plan:
     `by`, `over` and `weights` are what the choice goes by (:func:`foveate.calibration.choose`): the paper's similarity,
     or the same with the mean over a prompt's tiles, and all layers alike; or the divergence of predictions along dense
     attention's answers of at most `answer_tokens` tokens, `batch_size` prompts at a time, when keys are chosen as by
-    `method`. The anchors that lose least in sum are then tried together, up to `rounds` times each in every other
-    place (:func:`foveate.calibration.improved`). `time_share`, if given, stands for `anchors`: as many as keep the
-    attention of a decode step at `time_context` tokens and `time_batch` sequences within this share of dense
-    attention's time, by costs measured on the device.
+    `method`: with `divergence` the sum of what each layer loses that alone reads another's choice, with `together` what
+    is lost when all layers read theirs, for anchors added one by one (:func:`foveate.calibration.grown`) and then, up
+    to `rounds` times, each tried in every other place (:func:`foveate.calibration.improved`). `time_share`, if given,
+    stands for `anchors`: as many as keep the attention of a decode step at `time_context` tokens and `time_batch`
+    sequences within this share of dense attention's time, by costs measured on the device.
     """
 
     model: Path
@@ -112,6 +115,8 @@ class Plan:
     def _check_effect(self) -> None:
         """Refuses settings that would change nothing, and a method whose anchors are chosen already."""
         idle: dict[str, Any] = {"over": OVER[0], "weights": WEIGHTS[0]}
+        if self.by != "together":
+            idle["rounds"] = _ROUNDS
         if not self.diverges:
             idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": 1, "rounds": _ROUNDS}
             if self.time_share is None:
@@ -133,7 +138,7 @@ class Plan:
     @property
     def diverges(self) -> bool:
         """Whether predictions are compared."""
-        return self.by == "divergence"
+        return self.by != "similarity"
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -147,7 +152,7 @@ class Plan:
         if self.method != Kascade():
             parts += [f'--method "{self.method.spec}"']
         if self.diverges:
-            how = ("answer_tokens", "batch_size", "rounds")
+            how = ("answer_tokens", "batch_size", *(("rounds",) if self.by == "together" else ()))
             parts += [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in how]
         else:
             parts += [f"--over {self.over} --weights {self.weights}"]
@@ -203,7 +208,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         answers = {}
     chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", *_TIMES)}
     chosen_by["method"] = plan.method.spec
-    if plan.diverges:
+    if plan.by == "together":
         chosen_by["rounds"] = plan.rounds
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
@@ -225,7 +230,7 @@ def _calibrated(
     folder = partial_folder(plan.out)
     paths = [folder / _PROMPT.format(number) for number in range(len(items))]
     batches = inference.batches(items, plan.batch_size) if plan.diverges else []
-    answers = [folder / _ANSWERS.format(number) for number in range(len(batches))]
+    answers = [folder / _ANSWERS.format(number) for number in range(len(batches))] if plan.by == "divergence" else []
     how = json.dumps(mark.get("answers"))
     drop_others(folder.glob(_ANSWERS.format(0).replace("0000", "*")), how)
     kept, of = sum(path.exists() for path in (*paths, *answers)), len(paths) + len(answers)
@@ -241,15 +246,15 @@ def _calibrated(
             plan.anchors if costs is None else layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
         )
         pairs = len(divergence.pairs(layers))
-        tries = 1 + (number - 1) * (len(layers) - number)
-        steps = len(items) + len(batches) * (pairs + plan.rounds * tries)
+        each = pairs if answers else _tries(len(layers), number, plan.rounds)
+        steps = len(items) + len(batches) * each
         for done, (path, item) in enumerate(zip(paths, items)):
             progress(done, steps)
             if not path.exists():
                 start = time.perf_counter()
                 measured, importance = _studied(plan, model, attachment, [*item.prompt_ids, *item.target_ids])
                 write(path, {**measured._asdict(), "importance": importance}, start)
-    if batches:
+    if answers:
         maps = counterparts(_captured(paths))
         for index, (path, batch) in enumerate(zip(answers, batches)):
             done = itertools.count(len(items) + index * pairs)
@@ -267,19 +272,21 @@ def _calibrated(
                 )
                 write(path, {"divergence": lost * len(batch)}, start, how)
     choice, found = _chosen(plan, paths, answers, layers, number)
-    if batches and plan.rounds:
-        base = len(items) + len(batches) * pairs
+    if plan.by == "together":
 
         def told(done: int) -> None:
-            progress(min(base + done, steps), steps)
+            progress(min(len(items) + done, steps), steps)
 
-        tried = _tried(plan, model, tokenizer, batches, layers, choice, how, told)
+        alone, better = _tried(plan, model, tokenizer, batches, layers, choice, number, how, told)
         spent = (read(path, "seconds")[0] for path in folder.glob(_TRIED.format(0, 0).replace("00-0000", "*")))
         found["seconds"] = _number(found["seconds"] + float(sum(spent)))
-        choice = choice.at(tried[-1][0]) if tried else choice
-        found["together"] = [
-            {"anchors": [layers[one] for one in anchors], "divergence": _number(lost)} for anchors, lost in tried
+        found["by_number"] = [
+            {"anchors": [layers[one] for one in anchors], "objective": _number(-lost)} for anchors, lost in alone
         ]
+        found["together"] = [
+            {"anchors": [layers[one] for one in anchors], "divergence": _number(lost)} for anchors, lost in better
+        ]
+        choice = choice.at(better[-1][0])
     progress(steps, steps)
     heads = _named(choice, layers)
     artefact = Calibration(shape, tuple(layers[one] for one in choice.anchors), heads, found)
@@ -345,6 +352,11 @@ def _studied(plan: Plan, model: Any, attachment: Any, prompt: list[int]) -> tupl
         study.end()
 
 
+def _tries(layers: int, number: int, rounds: int) -> int:
+    """How many anchors are tried together, at most."""
+    return 1 + sum(layers - count for count in range(1, number)) + rounds * (1 + (number - 1) * (layers - number))
+
+
 def _tried(
     plan: Plan,
     model: Any,
@@ -352,11 +364,20 @@ def _tried(
     batches: list[list[Item]],
     layers: list[int],
     choice: Choice,
+    number: int,
     how: str,
     progress: Callable[[int], None],
-) -> list[tuple[list[int], float]]:
-    """Anchors that lose less and less together, from those of a choice on; what each batch shows is kept in a file."""
-    folder = partial_folder(plan.out)
+) -> tuple[list[tuple[list[int], float]], list[tuple[list[int], float]]]:
+    """Anchors added one by one, and what they come to when they are moved; each with what is lost. What a batch shows
+    is kept in a file."""
+    folder, begun = partial_folder(plan.out), itertools.count()
+    held: dict[int, divergence.Answered] = {}  # of one batch, so that memory does not grow with their number
+
+    def compared(index: int, methods: list[Kascade]) -> torch.Tensor:
+        if index not in held:
+            held.clear()
+            held[index] = divergence.answer(model, tokenizer, batches[index])
+        return _told(divergence.together, model, held[index], methods, lambda: progress(next(begun)))
 
     def losses(turn: int, tried: list[list[int]]) -> torch.Tensor:
         methods = [
@@ -367,16 +388,21 @@ def _tried(
         for index, batch in enumerate(batches):
             path, of = folder / _TRIED.format(turn, index), json.dumps([how, tried])
             drop_others(filter(Path.exists, [path]), of)
-            if not path.exists():
-                start, done = time.perf_counter(), itertools.count((turn * len(batches) + index) * len(tried))
-                lost = _told(
-                    divergence.together, model, tokenizer, batch, methods, lambda done=done: progress(next(done))
-                )
-                write(path, {"divergence": lost * len(batch)}, start, of)
+            if path.exists():
+                progress([next(begun) for _ in tried][-1])
+            else:
+                start = time.perf_counter()
+                write(path, {"divergence": compared(index, methods) * len(batch)}, start, of)
             summed += read(path, "divergence")[0]
         return summed / sum(map(len, batches))
 
-    return improved(choice.anchors, len(layers), losses, plan.rounds)
+    alone = grown(len(layers), losses, number)
+    if not alone[0][1] > 0:
+        raise UserError(_UNMOVED)
+    if plan.time_share is not None:  # the best that time allows: more anchors may lose more
+        alone = alone[: 1 + min(range(len(alone)), key=lambda index: alone[index][1])]
+    moved = improved(alone[-1][0], len(layers), lambda turn, tried: losses(number + turn, tried), plan.rounds)
+    return alone, moved or alone[-1:]
 
 
 def _told(work: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -398,10 +424,7 @@ def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: S
         artefact = load(out)
     except ValueError:
         raise UserError(f"{out} is another file; choose another --out, or move it away") from None
-    theirs = dict(artefact.found.get("chosen_by") or {})
-    if "rounds" in chosen_by:
-        theirs.setdefault("rounds", 0)  # as of files from before anchors were tried together
-    if artefact.found.get("run") != mark or theirs != chosen_by:
+    if artefact.found.get("run") != mark or artefact.found.get("chosen_by") != chosen_by:
         raise UserError(f"{out} is another calibration; choose another --out, or move it away")
     shutil.rmtree(partial_folder(out), ignore_errors=True)  # a run that was killed while it tidied up
     say(f"{out} is complete; nothing to run")
@@ -425,7 +448,7 @@ def _chosen(
         summed, more = (torch.stack(one) for one in shown)
         diverged, seconds = summed.sum(0) / len(paths), torch.cat([seconds, more])
         if not bool((diverged > 0).any()):
-            raise UserError("no prediction moves, whichever layer reads another's choice: are all answers one token?")
+            raise UserError(_UNMOVED)
     try:
         choice = choose(lambda: _captured(paths), importance, number, plan.over, plan.weights, diverged)
         if plan.time_share is not None:  # the best that time allows: more anchors may lose more

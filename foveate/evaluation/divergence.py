@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from foveate.methods import Together
 from foveate.methods._reuse import Place, TopKByMass
 from foveate.methods.base import setting
 from foveate.methods.kascade import Kascade
+
+
+class Answered(NamedTuple):
+    """Prompts that were read, and dense attention's answers."""
+
+    prompt: inference.Prompt
+    trace: inference.Trace
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def measure(
     Raises:
         ValueError: where it is not finite.
     """
-    prompt, trace = _answered(model, tokenizer, items)
+    prompt, trace = answer(model, tokenizer, items)
     found = torch.zeros(len(layers), len(layers))
     step()
     for a, b in pairs(layers):
@@ -92,14 +99,13 @@ def measure(
 @torch.inference_mode()
 def together(
     model: Any,
-    tokenizer: Any,
-    items: Sequence[Item],
+    answered: Answered,
     methods: Sequence[Kascade],
     step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """The divergence from dense attention's predictions with each of some methods, all layers reading what they would.
 
-    As :func:`measure`, behind dense prompts; `step` is called when the items are answered, and after each method.
+    As :func:`measure`, behind dense prompts; `step` is called after each method.
 
     Returns:
         fp32 ``[N]``: KL divergence, nats a token, mean over an answer's tokens and over the items.
@@ -107,9 +113,8 @@ def together(
     Raises:
         ValueError: where it is not finite.
     """
-    prompt, trace = _answered(model, tokenizer, items)
+    prompt, trace = answered
     found = torch.zeros(len(methods))
-    step()
     for number, method in enumerate(methods):
         with foveate.attached(model, dataclasses.replace(method, decode_only=True)):
             found[number] = prompt.divergence(model, trace).mean()
@@ -119,9 +124,10 @@ def together(
     return found
 
 
-def _answered(model: Any, tokenizer: Any, items: Sequence[Item]) -> tuple[inference.Prompt, inference.Trace]:
+@torch.inference_mode()
+def answer(model: Any, tokenizer: Any, items: Sequence[Item]) -> Answered:
     """The items' prompts, read densely, and the model's answers to them."""
     with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
         prompt = inference.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):
-        return prompt, prompt.trace(model, shared=True)
+        return Answered(prompt, prompt.trace(model, shared=True))

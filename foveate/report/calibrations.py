@@ -16,29 +16,35 @@ def table(found: Sequence[Calibration]) -> str:
     """A line for each calibration: its data, its anchors, and what they reach on the data of each.
 
     What anchors reach is the sum that the best ones of as many were chosen by, as a share of what those reach; of those
-    chosen by divergence it is what they lose in sum.
+    chosen by divergence it is what they lose in sum. Anchors tried together have no such sum, and a line alone.
 
     Raises:
-        UserError: for calibrations of different models, or ones that do not tell how they were found.
+        UserError: for calibrations of different models, ones that do not tell how they were found, or none with a sum.
     """
     first = found[0]
     try:
-        weighted = [_worth(one) for one in found]
+        summed = [one for one in found if one.found["chosen_by"]["by"] != "together"]
+        weighted = [_worth(one) for one in summed]
         layers, run = first.found["layers"], first.found["run"]
         data, ways = [_data(one) for one in found], [_way(one) for one in found]
-        best = [{len(entry["anchors"]): entry["objective"] for entry in one.found["by_number"]} for one in found]
+        best = [{len(entry["anchors"]): entry["objective"] for entry in one.found["by_number"]} for one in summed]
         commits = ", ".join(dict.fromkeys(one.found["commit"] for one in found))
     except (KeyError, TypeError) as error:
         raise UserError(f"a calibration does not tell how it was found ({error})") from None
+    if not summed:
+        raise UserError(
+            "anchors that were tried together have no sums to compare; name another calibration beside them"
+        )
     if any(one.found["run"]["weights"] != run["weights"] for one in found):
         raise UserError("the calibrations are of different models")
-    measured = {(one.found["run"]["keys"], one.found["run"]["tile"], one.found["run"]["dtype"]) for one in found}
+    measured = {(one.found["run"]["keys"], one.found["run"]["tile"], one.found["run"]["dtype"]) for one in summed}
     if len(measured) > 1:
         raise UserError("the calibrations differ in their keys, tile or dtype")
     if len(set(ways)) > 1:
         data = [f"{name}, {way}" for name, way in zip(data, ways)]
-    verbs = ["lost" if _diverges(one) else "reached" for one in found]
-    head = ["prompts", "anchors", *(f"{verb} on {name}" for verb, name in zip(verbs, data))]
+    verbs = ["lost" if _diverges(one) else "reached" for one in summed]
+    on = [name for one, name in zip(found, data) if one in summed]
+    head = ["prompts", "anchors", *(f"{verb} on {name}" for verb, name in zip(verbs, on))]
     lines = []
     for one, name in zip(found, data):
         at = [layers.index(anchor) for anchor in one.anchors]
@@ -48,6 +54,7 @@ def table(found: Sequence[Calibration]) -> str:
             for verb, total, of in zip(verbs, sums, best)
         ]
         lines.append([name, ", ".join(map(str, one.anchors)), *cells])
+    run = summed[0].found["run"]
     facts = f"{run['model']}, {run['dtype']}; {run['keys']} keys a tile of {run['tile']} queries"
     return f"{facts} ({first.found['device']}; commit {commits}):\n\n{markdown_table([head, *lines])}"
 
@@ -68,8 +75,9 @@ def _diverges(one: Calibration) -> bool:
 def _way(one: Calibration) -> str:
     """What the anchors were chosen by, in words."""
     by, answers = one.found["chosen_by"], one.found["run"].get("answers")
-    if _diverges(one):
-        return f"{answers['method']} along {answers['answer_tokens']} tokens"
+    if answers:
+        together = "together, " if by["by"] == "together" else ""
+        return f"{together}{answers['method']} along {answers['answer_tokens']} tokens"
     return f"{by['over']}, weights {by['weights']}"
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveate.calibration import OVER, WEIGHTS, best_anchors, choose, improved, objective
+from foveate.calibration import OVER, WEIGHTS, best_anchors, choose, grown, improved, objective
 from foveate.calibration.anchors import head_map, layer_similarity, pair_similarity
 
 T, L, H = 3, 4, 3
@@ -179,6 +179,26 @@ def test_the_choice_goes_by_what_it_is_told(over, weights):
     torch.testing.assert_close(chosen.worth, expected)
     assert chosen.by_number == best_anchors(expected, L)
     assert chosen.anchors == best_anchors(expected, L)[1][0]
+
+
+class TestGrown:
+    def test_takes_the_best_each_time(self):
+        asked = []
+
+        def losses(turn, tried):
+            asked.append((turn, tried))
+            return [9.0 - sum(layer in (0, 2, 3) for layer in anchors) + 0.1 * (4 in anchors) for anchors in tried]
+
+        path = grown(5, losses, 3)
+        assert path == [([0], 8.0), ([0, 2], 7.0), ([0, 2, 3], 6.0)]
+        assert asked[0] == (0, [[0]])
+        assert asked[1] == (1, [[0, 1], [0, 2], [0, 3], [0, 4]])
+        assert asked[2] == (2, [[0, 1, 2], [0, 2, 3], [0, 2, 4]])
+
+    def test_up_to_all_layers(self):
+        assert [anchors for anchors, _ in grown(3, lambda _, tried: [0.0] * len(tried), 3)] == [[0], [0, 1], [0, 1, 2]]
+        with pytest.raises(ValueError, match="anchors must be a number from 1 to 3"):
+            grown(3, lambda *_: pytest.fail("asked"), 4)
 
 
 class TestImproved:

@@ -447,6 +447,7 @@ class TestBadPlans:
             ({"weights": "xy"}, "unknown weights 'xy'. Allowed: importance, none"),
             ({"rounds": -1}, "rounds must be at least 0, got -1"),
             ({"rounds": 2}, "rounds has no effect when anchors are chosen by similarity"),
+            ({"by": "divergence", "rounds": 2}, "rounds has no effect when anchors are chosen by divergence"),
             ({"by": "luck"}, "unknown by 'luck'. Allowed: similarity, divergence"),
             ({"answer_tokens": 0}, "answer-tokens must be at least 1"),
             ({"by": "divergence", "answer_tokens": 1}, "answer-tokens must be at least 2, got 1: the first is"),
@@ -518,7 +519,7 @@ class TestByDivergence:
         other = tasks.parse("ruler:split=niah_multikey_1", length=360)
         method = Kascade(top_k=5, pool="layer")
         return dataclasses.replace(
-            plan, also=(other,), limit=2, by="divergence", method=method, answer_tokens=5, batch_size=3, rounds=0
+            plan, also=(other,), limit=2, by="divergence", method=method, answer_tokens=5, batch_size=3
         )
 
     @pytest.fixture
@@ -594,7 +595,7 @@ class TestByDivergence:
             "foveate calibrate --model tiny-llama --task niah:split=single,length=300,max_new_tokens=16 "
             "--task ruler:split=niah_multikey_1,length=360,max_new_tokens=0 --data data --anchors 2 --limit 2 "
             '--keys 16 --tile 24 --by divergence --method "kascade:top_k=5,pool=layer" --answer-tokens 5 '
-            "--batch-size 3 --rounds 0 --seed 0 --dtype float32 --device cpu --out tiny.json"
+            "--batch-size 3 --seed 0 --dtype float32 --device cpu --out tiny.json"
         )
         assert [task["task"] for task in found["run"]["tasks"]] == ["niah", "ruler"]
         assert len(found["run"]["tokens"]) == 4
@@ -616,41 +617,74 @@ class TestByDivergence:
         assert said == [f"resuming: {left} of 6 files of prompts and answers are there"]
         assert len(measured) == (2 if at < 4 else 3), "a batch that was interrupted is compared again, and no other"
 
-    @pytest.mark.parametrize("number", [2, 3])
+
+class TestTogether:
+    @pytest.fixture
+    def plan(self, plan):
+        other = tasks.parse("ruler:split=niah_multikey_1", length=360)
+        how = {"by": "together", "method": Kascade(top_k=5, pool="layer"), "answer_tokens": 5, "batch_size": 3}
+        return dataclasses.replace(plan, also=(other,), limit=2, **how)
+
+    @pytest.mark.parametrize("number", [1, 2, 3])
     @pytest.mark.parametrize("pool", ["layer", "kv_head"])
-    def test_anchors_are_tried_together(self, plan, monkeypatch, number, pool):
+    def test_anchors_are_added_and_moved(self, plan, monkeypatch, number, pool):
         lost, together = {}, divergence.together
 
-        def noting(model, tokenizer, items, methods, step):
-            found = together(model, tokenizer, items, methods, step)
+        def noting(model, answered, methods, step):
+            found = together(model, answered, methods, step)
             for method, one in zip(methods, found, strict=True):
                 assert sorted(method.heads) == sorted({"0", "1", "2", "3"} - {str(layer) for layer in method.anchors})
-                lost.setdefault(tuple(method.anchors), {})[tuple(item.id for item in items)] = one * len(items) / 4
+                share = len(answered.trace.tokens) / 4
+                lost.setdefault(tuple(method.anchors), {})[share] = one * share
             return found
 
         monkeypatch.setattr(divergence, "together", noting)
-        artefact = run(dataclasses.replace(plan, anchors=number, rounds=4, method=Kascade(top_k=5, pool=pool)))
+        plan = dataclasses.replace(plan, anchors=number, rounds=4, method=Kascade(top_k=5, pool=pool))
+        artefact = run(plan)
         lost = {anchors: float(sum(batches.values())) for anchors, batches in lost.items()}
-        assert set(lost) == {(0, *more) for more in itertools.combinations(range(1, LAYERS), number - 1)}
-        first, last = artefact.found["together"][0], artefact.found["together"][-1]
-        assert tuple(first["anchors"]) == brute_force(artefact.found["divergence"], number)
-        assert artefact.anchors == tuple(last["anchors"])
-        for step in (first, last):
-            assert step["divergence"] == pytest.approx(lost[tuple(step["anchors"])], rel=1e-3)
-        assert last["divergence"] <= min(lost.values()) / 0.98
+        path, moved = artefact.found["by_number"], artefact.found["together"]
+        assert [len(step["anchors"]) for step in path] == list(range(1, number + 1))
+        for before, step in itertools.pairwise(path):
+            more = {(*sorted({*before["anchors"], layer}),) for layer in range(LAYERS)} - {tuple(before["anchors"])}
+            assert lost[tuple(step["anchors"])] == min(lost[anchors] for anchors in more)
+        assert [step["objective"] for step in path] == pytest.approx(
+            [-lost[tuple(step["anchors"])] for step in path], rel=1e-3
+        )
+        assert moved[0]["anchors"] == path[-1]["anchors"]
+        assert artefact.anchors == tuple(moved[-1]["anchors"])
+        assert moved[-1]["divergence"] == pytest.approx(lost[artefact.anchors], rel=1e-3)
+        of_number = {anchors for anchors in lost if len(anchors) == number}
+        assert moved[-1]["divergence"] <= min(lost[anchors] for anchors in of_number) / 0.98
+        assert artefact.found["divergence"] is None
 
-    def test_a_search_goes_on_where_it_was(self, plan, monkeypatch, tmp_path):
-        plan = dataclasses.replace(plan, rounds=1)
+    def test_goes_on_where_it_was(self, plan, monkeypatch, tmp_path):
         whole = run(dataclasses.replace(plan, out=tmp_path / plan.out.name))
         tried, together = [], divergence.together
-        monkeypatch.setattr(divergence, "together", lambda *more: tried.append(more[2]) or together(*more))
+        monkeypatch.setattr(divergence, "together", lambda *more: tried.append(len(more[2])) or together(*more))
         with pytest.raises(KeyboardInterrupt):
-            run(plan, progress=stop_at(28))
-        assert [len(items) for items in tried] == [3, 1]
+            run(plan, progress=stop_at(9))
+        assert tried == [1, 1, 3, 3]
         steps = []
         assert without_time(run(plan, progress=lambda *step: steps.append(step))) == without_time(whole)
-        assert [len(items) for items in tried] == [3, 1, 1]
-        assert steps[-1] == (22 + 2 * 3, 22 + 2 * 3)
+        assert tried == [1, 1, 3, 3, 3, 3, 3], "the last of four again, and the second anchor in every other place"
+        assert steps[-1] == (4 + 2 * (1 + 3 + 3),) * 2
+        assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+
+    def test_as_many_as_time_allows_and_no_more_than_help(self, plan, monkeypatch):
+        monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: STUBBED)
+        losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0}
+        monkeypatch.setattr(
+            divergence,
+            "together",
+            lambda model, answered, methods, step: torch.tensor([losses[len(m.anchors)] for m in methods]),
+        )
+        assert run(dataclasses.replace(plan, time_share=1.0)).anchors == (0, 1)
+
+    def test_tells_how_it_was_made(self, plan):
+        assert (
+            '--by together --method "kascade:top_k=5,pool=layer" --answer-tokens 5 --batch-size 3 --rounds 1 '
+            in (run(plan).found["command"])
+        )
 
     def test_predictions_that_are_not_finite_are_told(self, plan, monkeypatch):
         def broken(*more):
@@ -658,7 +692,12 @@ class TestByDivergence:
 
         monkeypatch.setattr(divergence, "together", broken)
         with pytest.raises(UserError, match=r"not finite .* with kascade"):
-            run(dataclasses.replace(plan, rounds=1))
+            run(plan)
+
+    def test_answers_of_one_token_are_told(self, plan, monkeypatch):
+        monkeypatch.setattr(divergence, "together", lambda model, answered, methods, step: torch.zeros(len(methods)))
+        with pytest.raises(UserError, match="no prediction moves, whichever layer reads another's choice"):
+            run(plan)
 
 
 class TestTimeShare:
@@ -726,7 +765,7 @@ class TestTimeShare:
         lost[3, 3] = 5.0
         monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: STUBBED)
         monkeypatch.setattr(divergence, "measure", lambda *more: lost.index_fill(1, torch.tensor(0), 0.0))
-        artefact = run(dataclasses.replace(plan, by="divergence", method=Kascade(top_k=5), rounds=0, time_share=1.0))
+        artefact = run(dataclasses.replace(plan, by="divergence", method=Kascade(top_k=5), time_share=1.0))
         assert artefact.anchors == (0, 2)
         assert list(artefact.heads) == ["1", "3"]
 

@@ -125,3 +125,21 @@ def test_divergence_and_similarity_go_side_by_side():
 def test_calibrations_that_measured_something_else_do_not_go_side_by_side(change):
     with pytest.raises(UserError, match="differ in their keys, tile or dtype"):
         table([calibration(0, "musique")[0], calibration(1, "musique", **change)[0]])
+
+
+def test_anchors_tried_together_have_a_line_and_no_sum():
+    (one, worth), (other, _) = calibration(0, "2wiki"), calibration(1, "musique", 3, dtype="float32")
+    answers = {"method": "kascade:pool=layer", "answer_tokens": 16}
+    found = {**other.found, "chosen_by": {"by": "together"}, "run": {**other.found["run"], "answers": answers}}
+    other = dataclasses.replace(other, found=found)
+    head, first, second = shares(table([other, one]))
+    assert head[2:] == ["reached on 2wiki (7), least, weights importance"]
+    assert first[:2] == [
+        "musique (7), together, kascade:pool=layer along 16 tokens",
+        ", ".join(map(str, other.anchors)),
+    ]
+    at = [LAYERS.index(anchor) for anchor in other.anchors]
+    assert first[2:] == [f"{100 * objective(worth, at) / best_anchors(worth, 3)[2][1]:.2f} %"]
+    assert second[2:] == ["100.00 %"]
+    with pytest.raises(UserError, match="tried together have no sums to compare"):
+        table([other])

@@ -21,9 +21,9 @@ _HOPPER = True
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 
-def queries_of(heads: int) -> int:
-    """Queries of a program."""
-    return min(_ROWS // heads, 8)
+def queries_of(heads: int, width: int) -> int:
+    """Queries of a program, of heads of so many bytes, which its shared memory holds."""
+    return min(_ROWS // heads, 8) if width <= 512 else _ROWS // 2 // heads
 
 
 def options(dtype: torch.dtype, dim: int, capability: int) -> dict[str, int]:
@@ -74,7 +74,8 @@ def indexer_scores(
     starts = None if starts is None else starts.contiguous()
     if not number or not queries:
         return IndexerScores(scores, maxima, lost)
-    each = queries_of(heads)
+    width = max(16, triton.next_power_of_2(dim))
+    each = queries_of(heads, width * q.element_size())
     groups, tiles = triton.cdiv(queries, each), triton.cdiv(number, _KEYS)
     span = max(1, min(_SPAN, batch * groups * tiles // _programs(q.device)))
     _indexer_scores[groups * triton.cdiv(tiles, span), batch](
@@ -100,7 +101,7 @@ def indexer_scores(
         HEADS=heads,
         EACH=each,
         DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=width,
         BLOCK_T=_KEYS,
         BLOCK=BLOCK,
         PADDED=starts is not None,
