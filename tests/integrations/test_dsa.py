@@ -124,7 +124,7 @@ def test_a_copy_is_attached_too(model):
         torch.testing.assert_close(twin(ids()).logits, expected, rtol=1e-4, atol=1e-4)
     assert foveate.stats(twin).layers[0].prompt_tokens == 40
     foveate.detach(twin)
-    assert not any(isinstance(m.__dict__.get("forward"), dsa._Select) for m in twin.modules())
+    assert not any(isinstance(m.__dict__.get("forward"), dsa.tokens.Select) for m in twin.modules())
 
 
 def test_what_is_refused(model):
