@@ -41,15 +41,39 @@ KINDS = {
         "GlmMoeDsaForCausalLM",
         {"indexer_types": ["full", "shared", "full"]},
     ),
+    "axk2": ("AXK2Config", "AXK2ForCausalLM", {}),
+    "dots3_note": (
+        "Dots3NoteTextConfig",
+        "Dots3NoteForCausalLM",
+        {"layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "sliding_window": 7}
+        | {f"swa_{name}": value for name, value in (("num_attention_heads", 2), ("num_key_value_heads", 2))}
+        | {f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim")}
+        | {f"swa_{name}": 8 for name in ("qk_nope_head_dim", "v_head_dim")}
+        | {"shared_experts_intermediate_size": 16},
+    ),
+    "hy_v4": ("HYV4Config", "HYV4ForCausalLM", {"indexer_types": ["full", "shared", "full"], "hc_mult": 2}),
+    "mistral_large4": (
+        "MistralLarge4TextConfig",
+        "MistralLarge4ForConditionalGeneration",
+        {"no_rope_layers": [1, 0, 1], "kv_source_layers": [0, 1, 0], "indexer_types": ["full", "shared", "full"]},
+    ),
 }
 
 
 @pytest.fixture(params=KINDS)
 def model(request):
     *names, more = KINDS[request.param]
+    if not all(hasattr(transformers, name) for name in names):
+        pytest.skip(f"this version of Transformers has no {names[1]}")
     config, kind = (getattr(transformers, name) for name in names)
+    config = config(**SMALL, **more, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    if kind.__name__ == "MistralLarge4ForConditionalGeneration":  # it reads images, too
+        vision = transformers.PixtralVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+        config = transformers.MistralLarge4Config(text_config=config, vision_config=vision, image_token_id=1)
     torch.manual_seed(0)
-    model = kind(config(**SMALL, **more, bos_token_id=1, eos_token_id=None, pad_token_id=0)).eval()
+    model = kind(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -91,7 +115,8 @@ def test_generation(model, padded):
     assert torch.equal(model.generate(ids(), **how), expected)
     assert torch.equal(model.generate(ids(), prefill_chunk_size=11, **how), expected)
     total = foveate.stats(model, reset=True)
-    assert len(total.layers) == sum(kind == "full" for kind in getattr(model.config, "indexer_types", ["full"] * 3))
+    assert len(total.layers) == sum(isinstance(m.__dict__.get("forward"), dsa.tokens.Select) for m in model.modules())
+    assert len(total.layers) >= 2
     assert total.layers[0].method == "csa"
     assert total.layers[0].keys_read_per_step == 9
     assert total.layers[0].prompt_tokens == 80

@@ -211,21 +211,22 @@ def test_what_is_counted():
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [0, 5])
 def test_no_tensor_of_queries_by_keys(monkeypatch, padding):
-    model = build(index_head_dim=8, hc_mult=1)
+    model, length = build(max_position_embeddings=4096, index_head_dim=8), 2400
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
-        monkeypatch.setattr(f"foveate.csa.indexer.{name}", 32)
-    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 14)
-    monkeypatch.setattr(sys.modules["foveate.ops.attend.ranges"], "_FEWEST", 8)
-    mask = torch.ones(1, 1000, dtype=torch.int64)
+        monkeypatch.setattr(f"foveate.csa.indexer.{name}", 64)
+    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 17)
+    monkeypatch.setattr(sys.modules["foveate.ops.attend.ranges"], "_FEWEST", 32)
+    mask = torch.ones(1, length, dtype=torch.int64)
     mask[:, :padding] = 0
     foveate.attach(model)
     with LargestTensor() as gauge:
-        model(ids(1, 1000), attention_mask=mask, logits_to_keep=1)
+        model(ids(1, length), attention_mask=mask, logits_to_keep=1)
     foveate.detach(model)
     with LargestTensor() as masks:
-        model(ids(1, 1000), attention_mask=mask, logits_to_keep=1)
-    assert masks.bytes >= 4 * 1000 * 1000, masks.what
-    assert gauge.bytes < 1000 * 1000 // 4 * 2, gauge.what  # queries by entries, not even of two bytes
+        model(ids(1, length), attention_mask=mask, logits_to_keep=1)
+    assert masks.bytes >= 4 * length * length, masks.what
+    assert gauge.bytes <= 4 * length * 64, gauge.what  # hidden states; not even bytes of queries by the fewest entries
+    assert 4 * 64 < length // 8
 
 
 def test_a_copy_is_attached_too(model):

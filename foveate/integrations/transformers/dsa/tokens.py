@@ -56,9 +56,9 @@ class Select:
             q, k = self.rotated(q, k, *position_embeddings)
         k = k[:, :, 0]
         if past_key_values is not None:
-            k = past_key_values.update_indexer(k, own.layer_idx)
-            if int(past_key_values.get_seq_length(own.layer_idx)) != k.shape[1]:
+            if past_key_values.layers[own.layer_idx].is_compileable:
                 raise ValueError("a cache of fixed size is not supported with sparse attention; use a dynamic one")
+            k = past_key_values.update_indexer(k, own.layer_idx)
         weights = own.weights_proj(hidden_states.to(own.weights_proj.weight.dtype)).float()
         weights = weights * (own.n_heads * own.head_dim) ** -0.5
         queries, keys = q.shape[1], k.shape[1]
