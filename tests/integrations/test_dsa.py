@@ -159,6 +159,8 @@ def test_what_is_refused(model):
             mask[1, padding] = 0
             with pytest.raises(ValueError, match="padding behind real tokens"):
                 model(ids(), attention_mask=mask)
+        with pytest.raises(ValueError, match="output_attentions=True is not possible"):
+            model(ids(), output_attentions=True)
         with pytest.raises(ValueError, match="fixed size"):
             model.generate(ids(), max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="settings need a method: top_k"):

@@ -244,6 +244,28 @@ def test_a_copy_is_attached_too(model):
         assert torch.equal(twin(ids()).logits, expected)
 
 
+@torch.no_grad()
+def test_padded_rows_must_be_compressed_from_the_beginning(model):
+    mask, cache = torch.ones(2, 40, dtype=torch.int64), transformers.DynamicCache(config=model.config)
+    mask[0, :5] = 0
+    model(ids()[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    with foveate.attached(model), pytest.raises(ValueError, match="padded rows that were compressed without foveate"):
+        model(ids()[:, 20:], attention_mask=mask, past_key_values=cache)
+
+
+def test_gradients_are_those_of_masks():
+    model, found = build(), []
+    for attached in (False, True):
+        if attached:
+            foveate.attach(model)
+        model.zero_grad()
+        model(ids(), labels=ids(), use_cache=False).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4)
+
+
 def test_what_is_refused(model):
     mask = torch.ones(2, 40, dtype=torch.int64)
     with foveate.attached(model):
@@ -262,6 +284,8 @@ def test_what_is_refused(model):
             model(ids(), position_ids=torch.arange(40).remainder(20)[None])
         with pytest.raises(ValueError, match=r"past_key_values has a DynamicLayer for layer \d, which compresses"):
             model(ids(), past_key_values=transformers.DynamicCache())
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            model.model()
         with pytest.raises(ValueError, match="output_attentions=True is not possible"):
             model(ids(), output_attentions=True)
         model.train()

@@ -57,12 +57,15 @@ def attention(
     taken = _take(module)
     if sliding_window is None:
         raise ValueError("sparse attention needs the indexer's selection, or a sliding window")
-    entries, selected, ratio = (key[:, 0, :0], None, 1) if taken is None else taken
-    length, entries = query.shape[2], entries[:, None]
+    entries, values, selected, ratio = key[:, :, :0], value[:, :, :0], None, 1
+    if taken is not None:
+        entries, selected, ratio = taken
+        entries = values = entries[:, None]
+    length = query.shape[2]
     found = csa.sparse_attention(
         query,
-        entries.expand(-1, key.shape[1], -1, -1),
-        entries.expand(-1, key.shape[1], -1, -1)[..., : value.shape[3]],
+        entries,
+        values,
         selected,
         scaling=scaling,
         window=csa.Window(key, value, sliding_window),

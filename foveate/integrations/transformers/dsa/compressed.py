@@ -83,16 +83,15 @@ class Compress:
 
     def _rows(self, layer: Any, position_ids: Tensor) -> list[tuple[Any, int]] | None:
         """The state of each row and its real tokens in this call; None without padding: then the layer is the state."""
-        batch, length = position_ids.shape
-        if layer is not None and layer.compressed_kv.get(_ROWS) is None and _tokens(layer):
+        (batch, length), real = position_ids.shape, getattr(_forward, "real", None)
+        rows = None if layer is None else layer.compressed_kv.get(_ROWS)
+        if rows is None and real is None:
             return None
-        real = getattr(_forward, "real", None)
         if layer is None:
-            return None if real is None else [(None, number) for number in real]
-        rows = layer.compressed_kv.get(_ROWS)
+            return [(None, number) for number in real]
         if rows is None:
-            if real is None:
-                return None
+            if _tokens(layer):
+                raise ValueError("past_key_values holds padded rows that were compressed without foveate: begin anew")
             config = self.own.rotary_emb.config
             rows = layer.compressed_kv[_ROWS] = Rows([type(layer)(config) for _ in range(batch)])
         if real is None:
@@ -180,6 +179,8 @@ def before_forward(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
     """Pre-hook of a decoder with compressors: positions are counted from the first real token of each row."""
     kwargs = dict(zip(_ARGUMENTS, args)) | kwargs
     inputs = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    if inputs is None:
+        return (), kwargs  # which the model refuses
     cache, mask, given = (kwargs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
     past, (batch, length) = 0 if cache is None else int(cache.get_seq_length()), inputs.shape[:2]
     positions = torch.arange(past, past + length, device=inputs.device).expand(batch, -1)
