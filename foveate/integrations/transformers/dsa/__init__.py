@@ -14,23 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from foveate.integrations.transformers.dsa import compressed, tokens
+from foveate.integrations.transformers.dsa import compressed, pooled, tokens
 from foveate.integrations.transformers.dsa.attention import IMPLEMENTATION, attention, key_positions
 from foveate.integrations.transformers.stats import LayerStats, Stats
 
-MODELS: dict[str, type[tokens.Select | compressed.Compress]] = {
+MODELS: dict[str, type[tokens.Select | pooled.SelectPools | compressed.Compress]] = {
     "axk2": tokens.Select,
     "deepseek_v32": tokens.Select,
     "deepseek_v4": compressed.Compress,
     "dots3_note_text": tokens.Interleaved,
+    "glm5_next_text": pooled.SelectPools,
     "glm_moe_dsa": tokens.Interleaved,
     "hy_v4": tokens.RotatedLast,
     "mistral_large4_text": tokens.FromHidden,
 }
 """By the model type of the decoder, what replaces a forward in each of its layers that has one like it."""
+_MASK_OF_INDICES = "build_attention_mask_from_topk"
 
 
 @dataclass
@@ -79,10 +81,11 @@ class SparseAttachment:
         for module, config in self._undo:
             module.config = config
         for module in model.modules():
-            if isinstance(module.__dict__.get("forward"), (tokens.Select, compressed.Compress)):
+            if isinstance(module.__dict__.get("forward"), tuple(MODELS.values())):
                 del module.forward
+            module.__dict__.pop(_MASK_OF_INDICES, None)
             for key, hook in list(module._forward_pre_hooks.items()):
-                if hook in (_check_outputs, compressed.before_forward):
+                if hook in (_check_inputs, compressed.before_forward):
                     del module._forward_pre_hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -110,7 +113,9 @@ def attach(model: nn.Module, decoder: nn.Module) -> SparseAttachment:
         if isinstance(own, nn.Module) and layer_idx is not None:
             attachment.layers[layer_idx] = Selection()
             own.forward = kind(own, layer_idx, attachment.layers, modeling)
-    decoder.register_forward_pre_hook(_check_outputs, with_kwargs=True)
+        if hasattr(module, _MASK_OF_INDICES):
+            setattr(module, _MASK_OF_INDICES, pooled.as_selected)
+    decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True)
     if kind is compressed.Compress:
         decoder.register_forward_pre_hook(compressed.before_forward, with_kwargs=True)
     return attachment
@@ -120,7 +125,10 @@ def _kind(decoder: nn.Module) -> str:
     return decoder.config.get_text_config(decoder=True).model_type
 
 
-def _check_outputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check_inputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of the decoder: nothing can be asked for that is not computed."""
     if kwargs.get("output_attentions", decoder.config.output_attentions):
         raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() != 2:
+        raise ValueError(f"attention_mask must be [B, T] with sparse attention, not {list(mask.shape)}")

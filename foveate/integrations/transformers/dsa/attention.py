@@ -43,7 +43,7 @@ def attention(
     ``[B, S, H, Dv]``.
 
     Args:
-        attention_mask: what :func:`key_positions` gave.
+        attention_mask: what :func:`key_positions` gave, or indices.
         indices: int32 ``[B, S, K]``: what an indexer of tokens selected.
         s_aux: ``[H]``: sink logits.
         sliding_window: tokens that a query reads, itself included, in layers without such an indexer.
@@ -51,6 +51,8 @@ def attention(
     if dropout > 0:
         raise ValueError(f"dropout must be 0 with sparse attention, not {dropout}: set the model to eval()")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is not None and attention_mask.dim() == 3:
+        indices = attention_mask
     if indices is not None:
         out = csa.sparse_attention(query, key, value, indices, scaling=scaling, sinks=s_aux).out
         return out.transpose(1, 2).contiguous(), None
