@@ -229,6 +229,20 @@ def test_no_tensor_of_queries_by_keys(monkeypatch, padding):
     assert length // 8 > 4 * 64
 
 
+@torch.no_grad()
+def test_a_cache_keeps_no_more_than_it_must(model):
+    cache = transformers.DynamicCache(config=model.config)
+    with foveate.attached(model):
+        model(ids(2, 203), past_key_values=cache)
+    layers = [layer for layer in cache.layers if hasattr(layer, "compress_rate")]
+    assert layers
+    for layer in layers:
+        for buffer in (layer.buffer_kv, layer.buffer_gate):
+            for held in buffer.values():
+                assert held.shape[1] == 203 % layer.compress_rate
+                assert held.untyped_storage().nbytes() == held.nbytes
+
+
 def test_a_copy_is_attached_too(model):
     foveate.attach(model)
     twin = copy.deepcopy(model)

@@ -134,15 +134,11 @@ class Compress:
         with torch.no_grad():
             q = own.q_b_proj(q_residual).unflatten(-1, (own.num_heads, own.head_dim))
             cos, sin = own.rotary_emb(hidden_states, position_ids=position_ids, layer_type=own.rope_layer_type)
-            q = self.rotate(q, cos, sin, unsqueeze_dim=2)
-            scorer = own.scorer
+            q, scorer = self.rotate(q, cos, sin, unsqueeze_dim=2), own.scorer
             weights = scorer.weights_proj(hidden_states).float() * (scorer.weights_scaling * scorer.softmax_scale)
             top_k = min(own.index_topk, keys.shape[1])
-            return (
-                entries,
-                csa.lightning_indexer(q, keys, weights, top_k, ratio=own.compress_rate, offset=before),
-                before,
-            )
+            indices = csa.lightning_indexer(q, keys, weights, top_k, ratio=own.compress_rate, offset=before)
+        return entries, indices, before
 
     def _entries(self, own: nn.Module, name: str, hidden_states: Tensor, layer: Any, overlap: bool) -> Tensor:
         """All entries ``[B, T, D]`` up to these tokens, through the states of Transformers' cache layer."""
@@ -153,6 +149,8 @@ class Compress:
             kv, gate = kv[:, :usable], gate[:, :usable]
         else:
             kv, gate, first = layer.store_compression_weights(name, kv, gate)
+            for buffer in (layer.buffer_kv, layer.buffer_gate):
+                buffer[name] = buffer[name].clone()  # or the few tokens left would keep all of the call's alive
         carry, count = None, kv.shape[1] // ratio
         if overlap and layer is not None and count:
             last = kv[:, None, -ratio:], gate[:, None, -ratio:] + own.position_bias
