@@ -96,6 +96,51 @@ def indexer_study(
     _measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.tables)
 
 
+@app.command("dsa")
+def dsa(
+    tokens: Annotated[list[int] | None, typer.Option(help="Prompt tokens; may be given often.")] = None,
+    small: Annotated[int, typer.Option(help="Prompt tokens for both implementations; 0 for none.")] = 8192,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens of one forward.")] = 4096,
+    layers: Annotated[int, typer.Option(help="Layers.")] = 43,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 1024,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 16,
+    head_dim: Annotated[int, typer.Option(help="Dimensions of an attention head.")] = 512,
+    experts: Annotated[int, typer.Option(help="Experts of a layer.")] = 16,
+    index_heads: Annotated[int, typer.Option(help="Index heads.")] = 64,
+    index_dim: Annotated[int, typer.Option(help="Dimensions of an index head.")] = 128,
+    top_k: Annotated[int, typer.Option("--top-k", help="Entries a query.")] = 512,
+    window: Annotated[int, typer.Option(help="Tokens of the window.")] = 128,
+    steps: Annotated[int, typer.Option(help="Timed decode steps.")] = 16,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the prompt.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    out: Out = None,
+) -> None:
+    """DeepSeek-V4 with random weights and less width: long prompts in bounded memory, beside Transformers' own path."""
+    from foveate.bench import dsa as bench
+
+    lengths = bench.TOKENS if tokens is None else tuple(tokens)
+    plan = bench.Plan(
+        tokens=lengths,
+        small=small,
+        chunk=chunk,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_dim=head_dim,
+        experts=experts,
+        index_heads=index_heads,
+        index_dim=index_dim,
+        top_k=top_k,
+        window=window,
+        steps=steps,
+        dtype=dtype,
+        seed=seed,
+        device=device,
+    )
+    _measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.table)
+
+
 @app.command("page-scores")
 def page_scores(
     model: Model,

@@ -12,7 +12,7 @@ class Window(NamedTuple):
     """The raw tokens at the end of what each query may read."""
 
     k: Tensor
-    """``[B, Hkv, L, D]``: those of all positions, the queries' own included."""
+    """``[B, Hkv, L, D]``: those before the queries that a query sees, or more, and the queries' own."""
     v: Tensor
     """``[B, Hkv, L, Dv]``; the same tensor as ``k`` where keys are the values."""
     size: int
@@ -23,42 +23,56 @@ def sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     *,
     scaling: float,
     window: Window | None = None,
     offset: int = 0,
+    positions: Tensor | None = None,
+    ratio: int = 1,
     sinks: Tensor | None = None,
 ) -> ops.Attended:
     """Softmax attention over ``TopK(t) ∪ Window(t)``, computed in two parts that are merged exactly.
 
     Args:
-        q: ``[B, Hq, S, D]``; query i is at position ``offset + i``.
+        q: ``[B, Hq, S, D]``; query i is number ``offset + i`` of the window's tokens.
         k, v: ``[B, Hkv, T, D(v)]``: the compressed keys; one tensor may be both.
-        indices: int ``[B, S, K]`` of :func:`foveate.csa.lightning_indexer`, -1 for none.
+        indices: int ``[B, S, K]`` of :func:`foveate.csa.lightning_indexer`, -1 for none. None: a query at position t
+            reads all of the first ``⌊(t + 1) / ratio⌋`` keys (heavily compressed attention).
         scaling: factor of the logits.
         window: raw tokens beside them, or None.
-        offset: tokens before the first query's.
+        offset: tokens of the window before the first query's.
+        positions: int ``[B, S]``: those of the queries in their rows, which no window reaches beyond; negative for
+            padding, which reads nothing. None for ``offset + i``.
+        ratio: tokens a key, where ``indices`` is None.
         sinks: ``[Hq]``: a logit for each head that takes its share of the softmax and has no value, or None.
 
     Returns:
         Output ``[B, Hq, S, Dv]`` in the dtype of q, and the log-sum-exp ``[B, Hq, S]``, the sink's included.
 
     Raises:
-        ValueError: for a window without the queries' positions or of no size, and sinks of other heads.
+        ValueError: for a window without the queries' tokens or of no size, and sinks of other heads.
     """
-    parts = [ops.attend_selected(q, k, v, indices, scaling=scaling)]
+    end = offset + q.shape[2]
+    if positions is None:
+        positions = torch.arange(offset, end, device=q.device)[None]
+    parts = []
+    if indices is not None:
+        parts.append(ops.attend_selected(q, k, v, indices, scaling=scaling))
+    elif k.shape[2]:
+        parts.append(ops.attend_prefix(q, k, v, (positions + 1) // ratio, scaling=scaling))
     if window is not None:
-        end = offset + q.shape[2]
         if window.size < 1 or window.k.shape[2] < end:
             raise ValueError(
                 f"window must be of at least 1 token and hold {end} positions, not {window.size} of {window.k.shape[2]}"
             )
-        positions = torch.arange(offset, end, device=q.device)[:, None]
-        recent = positions + torch.arange(1 - window.size, 1, device=q.device)
-        recent = recent.clamp_min(-1).expand(len(q), -1, -1)
-        parts.append(ops.attend_selected(q, window.k, window.v, recent, scaling=scaling))
-    out, lse, _ = ops.merge(parts)
+        raw = (x[:, :, :end] for x in (window.k, window.v))
+        parts.append(ops.attend_recent(q, *raw, positions + 1, size=window.size, scaling=scaling))
+    if not parts:
+        parts.append(
+            ops.Attended(q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], float("-inf")).float())
+        )
+    out, lse, _ = ops.merge(parts) if len(parts) > 1 else parts[0]
     if sinks is None:
         return ops.Attended(out, lse)
     if sinks.shape != (q.shape[1],):

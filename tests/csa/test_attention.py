@@ -84,6 +84,38 @@ def test_compressed_keys_a_window_and_sinks(sinks, size, offset):
             assert not found.out[:, :, i].any()
 
 
+@pytest.mark.parametrize("ratio", [1, 3, 50])
+@pytest.mark.parametrize("size", [None, 4])
+def test_all_entries_up_to_the_bound_and_rows_that_begin_later(ratio, size):
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, length, before, dim, compressed = 3, 4, 7, 3, 8, 4
+    q = torch.randn(batch, heads, length, dim, generator=generator)
+    kv = torch.randn(batch, 1, compressed, dim, generator=generator)
+    raw = torch.randn(batch, 1, before + length, dim, generator=generator)
+    positions = torch.arange(length) + torch.tensor([[20], [before], [-2]])
+    window = None if size is None else csa.Window(raw, raw, size)
+    sinks = torch.randn(heads, generator=generator)
+    how = {"scaling": 0.3, "window": window, "offset": before, "positions": positions, "ratio": ratio, "sinks": sinks}
+    found = csa.sparse_attention(q, kv, kv, None, **how)
+    for b in range(batch):
+        for i in range(length):
+            t = int(positions[b, i])
+            read = [kv[b, 0, : max(0, t + 1) // ratio]]
+            if size is not None:
+                read.append(raw[b, 0, before + i + 1 - min(size, max(0, t + 1)) : before + i + 1])
+            keys = torch.cat(read).double()
+            scores = torch.cat([q[b, :, i].double() @ keys.T * 0.3, sinks[:, None].double()], -1)
+            assert_close(found.out[b, :, i], scores.softmax(-1)[:, :-1] @ keys)
+            assert_close(found.lse[b, :, i], scores.logsumexp(-1))
+
+
+def test_without_any_keys_there_is_nothing():
+    q, none = torch.randn(2, 3, 4, 8), torch.zeros(2, 1, 0, 8)
+    found = csa.sparse_attention(q, none, none, None, scaling=0.3)
+    assert not found.out.any()
+    assert found.lse.isneginf().all()
+
+
 def test_bad_input_is_named():
     q, kv, indices = torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 5, 4), torch.zeros(1, 3, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"indices \(1, 1, 2, 2\) do not fit 1 rows of 3 queries"):

@@ -97,8 +97,9 @@ def attach(model: nn.Module, method: str | Method | None = None, **settings: Any
     Args:
         model: a Transformers model (Llama, Qwen2, Qwen3, Mistral, Gemma 3 and others of their kind).
         method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`; left
-            out for models with sparse attention of their own (DeepSeek-V3.2, GLM-MoE-DSA), which is then computed in
-            bounded memory, to the same result.
+            out for models with sparse attention of their own (DeepSeek-V4, DeepSeek-V3.2, GLM-MoE-DSA and kin), which
+            is then computed in bounded memory, to the same result. Of DeepSeek-V4 a row with padding on the left gives
+            what it gives alone, which it does not do in Transformers.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:

@@ -3,6 +3,7 @@
 from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import reference, tiles
 from foveate.ops.attend.cover import Part, attend_cover, refine
+from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
     Attended,
     attend,
@@ -29,6 +30,8 @@ __all__ = [
     "attend_cover",
     "attend_indices",
     "attend_pages",
+    "attend_prefix",
+    "attend_recent",
     "attend_selected",
     "attend_tiles",
     "attend_window",

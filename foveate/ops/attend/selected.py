@@ -12,7 +12,7 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, scaling
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        k, v: ``[B, Hkv, Lk, D(v)]``.
+        k, v: ``[B, Hkv, Lk, D(v)]``; read once where they are one tensor.
         indices: int ``[B, Lq, K]``, or ``[B, Hkv, Lq, K]`` where KV heads have selections of their own; -1 marks an
             unused place. A query without any gets 0, and -inf as its log-sum-exp.
 
@@ -31,7 +31,8 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, scaling
     for first in range(0, length, step):
         chosen = indices[:, :, first : first + step].expand(-1, num_kv_heads, -1, -1)
         unused = chosen < 0
-        keys, values = (x.unflatten(2, chosen.shape[2:]) for x in gather_fields([k, v], chosen.flatten(2, 3)))
+        gathered = gather_fields([k] if v is k else [k, v], chosen.flatten(2, 3))
+        keys, values = (x.unflatten(2, chosen.shape[2:]) for x in (gathered[0], gathered[-1]))
         logits = matmul_fp32(rows[:, :, first : first + step], keys.transpose(-1, -2)) * scaling
         logits = logits.masked_fill(unused[:, :, :, None], float("-inf"))
         lse = logits.logsumexp(-1)

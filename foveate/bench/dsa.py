@@ -1,0 +1,238 @@
+"""DeepSeek-V4 from end to end: a long prompt in bounded memory, and a short one beside Transformers' own path.
+
+The weights are random, and the width is less than that of DeepSeek-V4-Flash; depth, order of the layers, window,
+ratios, heads of the indexer and the number of entries selected are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import foveate
+from foveate.evaluation import accounting
+from foveate.evaluation.errors import UserError
+
+BENCH = "dsa"
+TOKENS, SMALL = (262144,), 8192
+_DTYPES = ("bfloat16", "float16", "float32")
+_KEPT = 64
+"""Positions at the end of each piece of a prompt whose logits are compared."""
+_ROOM = 0.8
+"""Share of a GPU's free memory that Transformers' products may ask for."""
+_SPARSE, _HEAVY, _WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure; widths that have no option are in proportion to those that have one."""
+
+    tokens: Sequence[int] = TOKENS
+    small: int = SMALL
+    """Tokens of the prompt that Transformers' own path is given as well; 0 for none."""
+    chunk: int = 4096
+    layers: int = 43
+    hidden: int = 1024
+    heads: int = 16
+    head_dim: int = 512
+    experts: int = 16
+    index_heads: int = 64
+    index_dim: int = 128
+    top_k: int = 512
+    window: int = 128
+    ratios: tuple[int, int] = (4, 128)
+    steps: int = 16
+    dtype: str = "bfloat16"
+    seed: int = 0
+    device: str = "cuda"
+
+    def check(self) -> None:
+        """Raises UserError naming what cannot be."""
+        least = {"chunk": 1, "layers": 1, "hidden": 8, "heads": 1, "experts": 2, "steps": 1, "small": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise UserError(f"{name} must be at least {value}, not {getattr(self, name)}")
+        if min(self.tokens, default=1) < 1 or not (self.tokens or self.small):
+            raise UserError(f"tokens must be at least 1, not {list(self.tokens)}")
+        if self.dtype not in _DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
+        if not hasattr(transformers, "DeepseekV4Config"):
+            raise UserError(f"Transformers {transformers.__version__} has no DeepSeek-V4; a later one has")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError("no CUDA device is here; --device cpu runs small sizes")
+
+
+@torch.inference_mode()
+def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Measure foveate at every length, and both at the small one; the baseline there is Transformers.
+
+    Raises:
+        UserError: for a plan that cannot be.
+    """
+    plan.check()
+    model = build(plan)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    say(f"{plan.layers} layers, {weights / 1e9:.2f} GB of weights")
+    rows = []
+    for tokens in dict.fromkeys([*([plan.small] if plan.small else []), *plan.tokens]):
+        found, kept = {}, {}
+        if tokens == plan.small:
+            if _fits(plan, tokens):
+                found["transformers"], kept["transformers"] = _measure(plan, model, tokens)
+            else:
+                say(
+                    f"transformers at {tokens:,} tokens: products of {_products(plan, tokens) / 1e9:,.0f} GB do not fit"
+                )
+        with foveate.attached(model):
+            found["foveate"], kept["foveate"] = _measure(plan, model, tokens)
+        if len(kept) == 2:
+            found["foveate"] |= _compared(kept["foveate"], kept["transformers"])
+        baseline = next(iter(found))
+        for name, measured in found.items():
+            say(
+                f"{name} at {tokens:,} tokens: {measured['ms'] / 1e3:,.2f} s, "
+                f"{measured['tokens_per_s']:,.0f} tokens/s, peak {measured['peak_bytes'] / 1e9:.2f} GB"
+            )
+            rows.append(
+                {
+                    "bench": BENCH,
+                    "impl": name,
+                    "case": {"impl": name, "tokens": tokens, **_case(plan)},
+                    **measured,
+                    "weight_bytes": weights,
+                    "baseline": baseline,
+                    "baseline_ms": found[baseline]["ms"],
+                    "speedup": found[baseline]["ms"] / measured["ms"],
+                    "gb_per_s": None,
+                    "tflop_per_s": None,
+                    "device": accounting.device_name(plan.device),
+                    "versions": accounting.versions(),
+                    "commit": accounting.commit(),
+                }
+            )
+    return rows
+
+
+def build(plan: Plan) -> nn.Module:
+    """A DeepSeek-V4 with random weights: layers as in V4-Flash (two windows alone, then selected and all entries)."""
+    torch.manual_seed(plan.seed)
+    between = [_HEAVY if place % 2 else _SPARSE for place in range(plan.layers)]
+    config = transformers.DeepseekV4Config(
+        vocab_size=8192,
+        hidden_size=plan.hidden,
+        moe_intermediate_size=plan.hidden // 2,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=plan.heads,
+        head_dim=plan.head_dim,
+        q_lora_rank=plan.hidden // 4,
+        o_groups=1 if plan.heads % 8 else 8,
+        o_lora_rank=plan.hidden // 4,
+        n_routed_experts=plan.experts,
+        num_experts_per_tok=min(6, plan.experts),
+        index_n_heads=plan.index_heads,
+        index_head_dim=plan.index_dim,
+        index_topk=plan.top_k,
+        sliding_window=plan.window,
+        layer_types=[_WINDOW, _WINDOW, *between][: plan.layers] if plan.layers > 2 else between,
+        compress_rates=dict(zip((_SPARSE, _HEAVY), plan.ratios)),
+        qk_rope_head_dim=min(64, plan.head_dim // 2, plan.index_dim),
+        eos_token_id=None,
+    )
+    with torch.device(plan.device):
+        model = transformers.DeepseekV4ForCausalLM._from_config(config, dtype=getattr(torch, plan.dtype)).eval()
+        for module in model.modules():
+            if hasattr(module, "tid2eid"):  # experts by token: different ones
+                module.tid2eid.copy_(torch.rand(config.vocab_size, plan.experts).topk(module.tid2eid.shape[1]).indices)
+    return model
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| | tokens | prompt, s | tokens/s | decode, ms | peak, GB | cache, GB | largest logit difference |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        apart = "–"
+        if "max_logit_difference" in row:
+            apart = f"{row['max_logit_difference']:.2g} (of std {row['logit_std']:.2g})"
+        lines.append(
+            f"| {row['impl']} | {row['case']['tokens']:,} | {row['ms'] / 1e3:,.2f} | {row['tokens_per_s']:,.0f} "
+            f"| {row['decode_ms_per_token']:,.1f} | {row['peak_bytes'] / 1e9:.2f} | {row['cache_bytes'] / 1e9:.2f} "
+            f"| {apart} |"
+        )
+    return "\n".join(lines)
+
+
+def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any], Tensor]:
+    """Time, memory and rates of a prompt in pieces and of the steps after it, and some of its logits."""
+    generator = torch.Generator().manual_seed(plan.seed + 1)
+    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(plan.device)
+    model(ids[:, : min(tokens, plan.chunk)], use_cache=False, logits_to_keep=1)  # what is compiled or tuned once
+    cuda, memory = plan.device.startswith("cuda"), accounting.PeakMemory(plan.device)
+    before = torch.cuda.memory_allocated(plan.device) if cuda else 0
+    memory.start()
+    cache, kept = transformers.DynamicCache(config=model.config), []
+
+    def feed(*pieces: Tensor) -> None:
+        for piece in pieces:
+            kept.append(model(piece, past_key_values=cache, logits_to_keep=_KEPT).logits[0].float())
+
+    milliseconds = accounting.milliseconds(functools.partial(feed, *ids.split(plan.chunk, 1)), plan.device)
+    logits, times = torch.cat(kept), []
+    for _ in range(plan.steps):
+        token = kept[-1][-1:].argmax(-1)[None]
+        times.append(accounting.milliseconds(functools.partial(feed, token), plan.device))
+    measured = {
+        "ms": milliseconds,
+        "tokens_per_s": 1e3 * tokens / milliseconds,
+        "decode_ms_per_token": statistics.median(times),
+        "peak_bytes": memory.peak() - before,
+        "peak_counts": f"{memory.kind}; less the weights" if cuda else memory.kind,
+        "cache_bytes": _bytes(cache),
+    }
+    return measured, logits
+
+
+def _compared(found: Tensor, expected: Tensor) -> dict[str, float]:
+    """How far logits ``[n, V]`` of the prompt are apart; in half precision another expert or entry may be chosen."""
+    return {
+        "max_logit_difference": float((found - expected).abs().max()),
+        "mean_logit_difference": float((found - expected).abs().mean()),
+        "logit_std": float(expected.std()),
+        "same_top_1": float((found.argmax(-1) == expected.argmax(-1)).float().mean()),
+        "positions_compared": len(found),
+    }
+
+
+def _bytes(cache: transformers.DynamicCache) -> int:
+    """What the layers hold; keys that are the values count once."""
+    held = {}
+    for layer in cache.layers:
+        states = [value for states in vars(layer).values() if isinstance(states, dict) for value in states.values()]
+        for tensor in [layer.keys, layer.values, *states]:
+            if isinstance(tensor, Tensor):
+                held[tensor.data_ptr(), tensor.shape] = tensor.nbytes
+    return sum(held.values())
+
+
+def _products(plan: Plan, tokens: int) -> int:
+    """Bytes of the largest tensor that Transformers' indexer makes."""
+    return 4 * min(plan.chunk, tokens) * plan.index_heads * (tokens // plan.ratios[0])
+
+
+def _fits(plan: Plan, tokens: int) -> bool:
+    room = torch.cuda.mem_get_info(plan.device)[0] if plan.device.startswith("cuda") else 8 << 30
+    return 3.2 * _products(plan, tokens) <= _ROOM * room  # the products, what ReLU leaves of them, and that weighted
+
+
+def _case(plan: Plan) -> dict[str, Any]:
+    settings = dataclasses.asdict(plan)
+    return {name: value for name, value in settings.items() if name not in ("tokens", "small", "device")}

@@ -1,0 +1,134 @@
+"""Sparse attention as models were trained with it (DeepSeek-V3.2, DeepSeek-V4, and kin), in bounded memory.
+
+Transformers scores all keys at once, ``[B, S, H, T]``, and turns the selection into masks ``[B, S, T]``. Here the
+forward of an indexer or compressor is replaced by one with the same projections that selects in bounded memory; the
+attention reads what it selected; and instead of a mask the layers are handed the positions of the keys. This is the
+one place where a forward of a model is replaced. A model of a known kind is added to :data:`MODELS`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from foveate.integrations.transformers.dsa import compressed, pooled, tokens
+from foveate.integrations.transformers.dsa.attention import IMPLEMENTATION, attention, key_positions
+from foveate.integrations.transformers.stats import LayerStats, Stats
+
+MODELS: dict[str, type[tokens.Select | pooled.SelectPools | compressed.Compress]] = {
+    "axk2": tokens.Select,
+    "deepseek_v32": tokens.Select,
+    "deepseek_v4": compressed.Compress,
+    "dots3_note_text": tokens.Interleaved,
+    "glm5_next_text": pooled.SelectPools,
+    "glm_moe_dsa": tokens.Interleaved,
+    "hy_v4": tokens.RotatedLast,
+    "mistral_large4_text": tokens.FromHidden,
+}
+"""By the model type of the decoder, what replaces a forward in each of its layers that has one like it."""
+_MASK_OF_INDICES = "build_attention_mask_from_topk"
+
+
+@dataclass
+class Selection:
+    """What one layer selected since it was attached, or its counters were reset; a pass over one token is a step."""
+
+    prompt_tokens: int = 0
+    steps: int = 0
+    read: int = 0
+    available: int = 0
+
+    def count(self, queries: int, read: int, available: int) -> None:
+        """One forward over ``queries`` tokens, each of which reads at most ``read`` keys of ``available``."""
+        if queries == 1 and available > 1:
+            self.steps, self.read, self.available = self.steps + 1, self.read + read, self.available + available
+        else:
+            self.prompt_tokens += queries
+
+
+@dataclass
+class SparseAttachment:
+    """What :func:`attach` put on a model with sparse attention of its own."""
+
+    layers: dict[int, Selection] = field(default_factory=dict)
+    _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
+
+    def stats(self, reset: bool) -> Stats:
+        """See :func:`foveate.stats`; bytes are not counted."""
+        rows = [
+            LayerStats(
+                layer=index,
+                method="csa",
+                prompt_tokens=seen.prompt_tokens,
+                decode_steps=seen.steps,
+                keys_read_per_step=seen.read / max(seen.steps, 1),
+                keys_available_per_step=seen.available / max(seen.steps, 1),
+            )
+            for index, seen in sorted(self.layers.items())
+        ]
+        if reset:
+            self.layers.update((index, Selection()) for index in self.layers)
+        return Stats(rows, 0)
+
+    def undo(self, model: nn.Module) -> None:
+        """Give the model back what was replaced."""
+        for module, config in self._undo:
+            module.config = config
+        for module in model.modules():
+            if isinstance(module.__dict__.get("forward"), tuple(MODELS.values())):
+                del module.forward
+            module.__dict__.pop(_MASK_OF_INDICES, None)
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook in (_check_inputs, compressed.before_forward):
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def check(model: nn.Module, decoder: nn.Module) -> None:
+    """Raises ValueError for models without sparse attention that is known."""
+    if _kind(decoder) not in MODELS:
+        raise ValueError(f"{type(model).__name__} has no sparse attention of its own that is known: name a method")
+
+
+def attach(model: nn.Module, decoder: nn.Module) -> SparseAttachment:
+    """Replace what the indexers or compressors and the attention of a model compute with; the weights stay."""
+    kind, modeling = MODELS[_kind(decoder)], importlib.import_module(type(decoder).__module__)
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, key_positions)
+    attachment, memo = SparseAttachment(), {}
+    for module in {id(m): m for m in (model, *decoder.modules())}.values():
+        own = module.__dict__.get("config")
+        if isinstance(own, transformers.PreTrainedConfig):
+            attachment._undo.append((module, own))
+            module.config = copy.deepcopy(own, memo)
+            module.config._attn_implementation_internal = IMPLEMENTATION
+    for module in decoder.modules():
+        own, layer_idx = getattr(module, kind.replaces, None), getattr(module, "layer_idx", None)
+        if isinstance(own, nn.Module) and layer_idx is not None:
+            attachment.layers[layer_idx] = Selection()
+            own.forward = kind(own, layer_idx, attachment.layers, modeling)
+        if hasattr(module, _MASK_OF_INDICES):
+            setattr(module, _MASK_OF_INDICES, pooled.as_selected)
+    decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    if kind is compressed.Compress:
+        decoder.register_forward_pre_hook(compressed.before_forward, with_kwargs=True)
+    return attachment
+
+
+def _kind(decoder: nn.Module) -> str:
+    return decoder.config.get_text_config(decoder=True).model_type
+
+
+def _check_inputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Pre-hook of the decoder: nothing can be asked for that is not computed."""
+    if kwargs.get("output_attentions", decoder.config.output_attentions):
+        raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() != 2:
+        raise ValueError(f"attention_mask must be [B, T] with sparse attention, not {list(mask.shape)}")

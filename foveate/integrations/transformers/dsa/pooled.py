@@ -1,0 +1,86 @@
+"""Indexers of pools of tokens (GLM-5.3): the tokens of the best pools, and of the one that is not complete yet."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foveate import csa
+from foveate.integrations.transformers.dsa.attention import first_real
+
+if TYPE_CHECKING:
+    from foveate.integrations.transformers.dsa import Selection
+
+
+class SelectPools:
+    """The forward of the indexer. Pools begin at each row's first real token, so that rows with padding are computed
+    one after the other, and a decode step of such a batch waits to learn where they begin.
+
+    A query that has no complete pool, and is given no incomplete one, reads nothing; in Transformers it reads all keys.
+    """
+
+    replaces = "indexer"
+
+    def __init__(self, own: nn.Module, layer_idx: int, seen: dict[int, Selection], modeling: ModuleType):
+        self.own, self.layer_idx, self.seen = own, layer_idx, seen
+
+    @torch.no_grad()
+    def __call__(
+        self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any = None
+    ) -> Tensor:
+        own, length = self.own, hidden_states.shape[1]
+        q = own.wq_b(q_resid).unflatten(-1, (own.n_heads, own.head_dim))
+        gates = F.linear(hidden_states, own.index_kpool_compress_gate)
+        states = torch.cat([own.k_norm(own.wk(hidden_states)), gates, attention_mask.to(gates.dtype)[..., None]], -1)
+        layer = None if past_key_values is None else past_key_values.layers[own.layer_idx]
+        if layer is not None:
+            if layer.is_compileable:
+                raise ValueError("a cache of fixed size is not supported with sparse attention; use a dynamic one")
+            states = past_key_values.update_indexer(states, own.layer_idx)
+        weights = own.weights_proj(hidden_states.to(own.weights_proj.weight.dtype)).float()
+        weights = weights * (own.n_heads * own.head_dim) ** -0.5
+        starts = self._starts(states[..., -1] > 0, length, layer)
+        if starts is None:
+            selected = self._selected(q, states, weights, 0)
+        else:
+            rows = [slice(b, b + 1) for b in range(len(q))]
+            selected = torch.cat([self._selected(q[b], states[b], weights[b], s) for b, s in zip(rows, starts)])
+        self.seen[self.layer_idx].count(length, selected.shape[2], states.shape[1])
+        return selected
+
+    def _starts(self, real: Tensor, length: int, layer: Any) -> list[int] | None:
+        """Where rows begin; None for all at once. With the prompt a cache layer learns whether it has padding."""
+        if length == 1 and layer is not None and not getattr(layer, "foveate_padded", True):
+            return None
+        starts = first_real(real, check=length > 1).tolist()
+        if layer is not None:
+            layer.foveate_padded = any(starts)
+        return starts if any(starts) else None
+
+    def _selected(self, q: Tensor, states: Tensor, weights: Tensor, start: int) -> Tensor:
+        """int32 ``[B, S, K]``: what queries ``[B, S, H, D]`` select of rows that begin at ``start``."""
+        own, size = self.own, self.own.index_kpool
+        before, padding = states.shape[1] - q.shape[1] - start, 0
+        if before < 0:  # some of these queries are padding
+            before, padding = 0, min(-before, q.shape[1])
+        keys, gates, _ = states[:, start:].split((own.head_dim, own.head_dim, 1), -1)
+        pools, _ = csa.compress_tokens(keys, gates.float(), own.index_kpool_compress_ape.float(), overlap=False)
+        top_k = own.index_topk // size
+        found = csa.lightning_indexer(q[:, padding:], pools, weights[:, padding:], top_k, ratio=size, offset=before)
+        places = torch.arange(size, dtype=torch.int32, device=q.device)
+        chosen = (found[..., None] * size + places + start).masked_fill(found[..., None] < 0, -1).flatten(-2)
+        if own.index_kpool_always_select_tail:
+            ends = torch.arange(before + 1, before + 1 + chosen.shape[1], dtype=torch.int32, device=q.device)[:, None]
+            tail = ends - ends % size + places[:-1]
+            tail = (tail + start).masked_fill(tail >= ends, -1)
+            chosen = torch.cat([chosen, tail.expand(len(chosen), -1, -1)], -1)
+        return F.pad(chosen, (0, 0, padding, 0), value=-1)
+
+
+def as_selected(topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
+    """In place of the attention's ``build_attention_mask_from_topk``: the indices, which are what attention reads."""
+    return topk_indices

@@ -1,0 +1,98 @@
+"""The bench of DeepSeek-V4, on the CPU at a small size."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from foveate.bench import dsa
+from foveate.bench.rows import FIELDS
+from foveate.cli import app
+from foveate.evaluation.errors import UserError
+
+pytest.importorskip("transformers.models.deepseek_v4")
+SMALL = {
+    "tokens": (150,),
+    "small": 90,
+    "chunk": 40,
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "head_dim": 16,
+    "experts": 4,
+    "index_heads": 8,
+    "index_dim": 16,
+    "top_k": 5,
+    "window": 8,
+    "ratios": (4, 16),
+    "steps": 2,
+    "dtype": "float32",
+    "device": "cpu",
+}
+
+
+def test_the_short_prompt_is_compared_and_the_long_one_measured():
+    said = []
+    rows = dsa.run(dsa.Plan(**SMALL), said.append)
+    found = [(row["impl"], row["case"]["tokens"], row["baseline"]) for row in rows]
+    assert found == [("transformers", 90, "transformers"), ("foveate", 90, "transformers"), ("foveate", 150, "foveate")]
+    assert all(field in row for row in rows for field in FIELDS)
+    assert rows[1]["positions_compared"] == 90
+    assert rows[1]["max_logit_difference"] < 1e-4 < rows[1]["logit_std"]
+    assert rows[1]["same_top_1"] == 1
+    assert rows[0]["cache_bytes"] == rows[1]["cache_bytes"] < rows[2]["cache_bytes"]
+    assert all(row["ms"] > 0 and row["decode_ms_per_token"] > 0 for row in rows)
+    assert len(said) == 4
+    lines = dsa.table(rows).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| transformers", "| foveate", "| foveate"]
+
+
+def test_a_wrong_result_is_seen(monkeypatch):
+    import foveate.csa
+
+    real = foveate.csa.lightning_indexer
+    monkeypatch.setattr(foveate.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).clamp(-1, 3))
+    row = dsa.run(dsa.Plan(**(SMALL | {"tokens": ()})), lambda _: None)[1]
+    assert row["max_logit_difference"] > 1e-3
+
+
+def test_layers_are_those_of_flash():
+    model = dsa.build(dsa.Plan(**(SMALL | {"layers": 7})))
+    kinds = [kind.split("_")[0] for kind in model.config.layer_types]
+    assert kinds == ["sliding", "sliding", "compressed", "heavily", "compressed", "heavily", "compressed"]
+
+
+def test_what_does_not_fit_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(dsa, "_ROOM", 0.0)
+    rows = dsa.run(dsa.Plan(**(SMALL | {"tokens": ()})), said.append)
+    assert [row["impl"] for row in rows] == ["foveate"]
+    assert any("transformers at 90 tokens" in line and "do not fit" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "chunk must be at least 1, not 0"),
+        ({"small": -1}, "small must be at least 0, not -1"),
+        ({"tokens": (0,)}, r"tokens must be at least 1, not \[0\]"),
+        ({"tokens": (), "small": 0}, r"tokens must be at least 1, not \[\]"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),
+    ],
+)
+def test_plans_that_cannot_be(change, message):
+    with pytest.raises(UserError, match=message):
+        dsa.run(dsa.Plan(**(SMALL | change)))
+
+
+def test_from_the_command_line(tmp_path):
+    sizes = (
+        "--tokens 70 --small 0 --chunk 32 --layers 3 --hidden 32 --heads 4 --head-dim 16 --experts 4 --index-heads 8"
+    )
+    more = "--index-dim 16 --top-k 5 --window 8 --steps 1 --dtype bfloat16 --device cpu"
+    out = tmp_path / "dsa.jsonl"
+    done = CliRunner().invoke(app, ["bench", "dsa", *sizes.split(), *more.split(), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "| foveate | 70 |" in done.output
+    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert (row["impl"], row["case"]["tokens"], row["case"]["layers"]) == ("foveate", 70, 3)
