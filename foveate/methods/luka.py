@@ -65,7 +65,7 @@ class LuKA(Method):
     max_refined: int | float = setting(
         1.0, "most nodes of a level refined under top_p and missed_mass: a number, or a share"
     )
-    first: int = setting(0, "first pages that are always refined, within the number under refine=top_k")
+    first: int = setting(0, "first pages that are always refined; under refine=top_k among the number, which is at least theirs")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
         "spread", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
@@ -373,7 +373,7 @@ class LuKA(Method):
 class LuKAPaper(LuKA):
     """Clustered attention as the paper describes and sets it: equation 3, attention-weighted, top-3 of the layer.
 
-    It stays as it is when the defaults of :class:`LuKA` change.
+    What it sets here stays as it is when the defaults of :class:`LuKA` change.
     """
 
     name: ClassVar[str] = "luka_paper"
