@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from foveate import ops
@@ -30,7 +29,7 @@ def sparse_attention(
     offset: int = 0,
     sinks: Tensor | None = None,
 ) -> ops.Attended:
-    """Softmax attention over ``TopK(t) ∪ Window(t)``, computed in two parts that are merged exactly.
+    """Softmax attention over ``TopK(t) ∪ Window(t)``.
 
     Args:
         q: ``[B, Hq, S, D]``; query i is at position ``offset + i``.
@@ -47,21 +46,17 @@ def sparse_attention(
     Raises:
         ValueError: for a window without the queries' positions or of no size, and sinks of other heads.
     """
-    parts = [ops.attend_selected(q, k, v, indices, scaling=scaling)]
-    if window is not None:
-        end = offset + q.shape[2]
-        if window.size < 1 or window.k.shape[2] < end:
-            raise ValueError(
-                f"window must be of at least 1 token and hold {end} positions, not {window.size} of {window.k.shape[2]}"
-            )
-        positions = torch.arange(offset, end, device=q.device)[:, None]
-        recent = positions + torch.arange(1 - window.size, 1, device=q.device)
-        recent = recent.clamp_min(-1).expand(len(q), -1, -1)
-        parts.append(ops.attend_selected(q, window.k, window.v, recent, scaling=scaling))
-    out, lse, _ = ops.merge(parts)
-    if sinks is None:
-        return ops.Attended(out, lse)
-    if sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must be one logit for each of {q.shape[1]} heads, not {tuple(sinks.shape)}")
-    logits = sinks.float()[:, None]
-    return ops.Attended((out.float() * (lse - logits).sigmoid()[..., None]).to(q.dtype), torch.logaddexp(lse, logits))
+    if window is None:
+        return ops.attend_selected(q, k, v, indices, scaling=scaling, sinks=sinks)
+    return ops.attend_selected(
+        q,
+        k,
+        v,
+        indices,
+        scaling=scaling,
+        recent_k=window.k,
+        recent_v=window.v,
+        window=window.size,
+        offset=offset,
+        sinks=sinks,
+    )
