@@ -1,6 +1,8 @@
 """Attention of queries with selections of their own, and a window, in one launch: Triton kernel of
 :func:`attend_selected`."""
 
+import importlib
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,8 @@ _LARGEST = 576
 """The largest head dim."""
 _HEADS = 64
 """The most heads of a program."""
+_HOPPER = False
+"""Whether Hopper gets the kernel written for it: not before that has run on one."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, value_dim: int, heads: int, capability: int, shared: bool) -> Tile:
@@ -72,17 +76,24 @@ def attend_selected(
     if max(dim, value_dim) > (_LARGEST if q.dtype != torch.float32 else 256):
         raise UnsupportedError(f"head dims {dim} and {value_dim} in {q.dtype}")
 
+    block_d = max(16, 1 << dim.bit_length() - 1)
+    rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
+    block_dv = max(16, triton.next_power_of_2(value_dim))
+    shared = block_dv == block_d and same_memory(k, v) and same_memory(*of_window)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+    if _HOPPER and capability == (9, 0):
+        hopper = importlib.import_module("foveate.ops.attend.selected_hopper_kernel")
+        if hopper.fits(q, k, of_window[0], value_dim, shared, indices.shape[3] + window):
+            return hopper.attend_selected(
+                q, k, of_window[0], indices, scaling=scaling, window=window, offset=offset, sinks=sinks
+            )
+
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
     lse = q.new_empty(batch, num_heads, length, dtype=torch.float32)
     if not out.numel():
         return Attended(out, lse)
     group = num_heads // num_kv_heads
-    block_d = max(16, 1 << dim.bit_length() - 1)
-    rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
-    block_dv = max(16, triton.next_power_of_2(value_dim))
-    shared = block_dv == block_d and same_memory(k, v) and same_memory(*of_window)
-    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-    tile = tile_for(q.dtype, dim, block_dv, group, capability, shared)
+    tile = tile_for(q.dtype, dim, block_dv, group, capability[0], shared)
     parts = triton.cdiv(group, tile.block_m)
     blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
     programs = batch * length * num_kv_heads * parts
