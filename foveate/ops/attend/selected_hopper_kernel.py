@@ -201,7 +201,7 @@ def _gather(
                 place = block * KEYS + first + rows
                 key = gl.load(index_base + place * index_stride_k, mask=place < places, other=-1).to(gl.int32)
                 recent = (block - of_selection) * KEYS + first + rows
-                keys = keys + (gl.where(chosen, key, gl.where(recent < window, oldest + recent, -1)),)
+                keys += (gl.where(chosen, key, gl.where(recent < window, oldest + recent, -1)),)
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
             for piece in gl.static_range(KEYS // ROWS):
                 slots = gl.where(keys[piece] >= 0, keys[piece], 0).to(gl.int64) * step
