@@ -139,7 +139,7 @@ def test_head_dims(dtype, length, dim, value_dim):
     check(q, k, v, selection(2, 2, length, 333, 130), **more, sinks=draw(12))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("length", [1, 3, 150])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latent_attention(dtype, length, heads):

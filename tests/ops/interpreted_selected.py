@@ -11,7 +11,7 @@ from tests.helpers import in_buffer
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def problem(batch=2, heads=6, kv_heads=2, length=5, number=60, dim=16, value_dim=None, dtype=torch.float32, seed=0):
+def problem(batch=2, heads=6, kv_heads=2, length=3, number=60, dim=16, value_dim=None, dtype=torch.float32, seed=0):
     """``q, k, v``; without ``value_dim`` values are keys."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads, length, dim, generator=generator).to(dtype)
@@ -47,31 +47,29 @@ def splits(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("value_dim", [None, 16, 5])
-@pytest.mark.parametrize("places", [1, 33, 100])
+@pytest.mark.parametrize("value_dim", [None, 5])
+@pytest.mark.parametrize("places", [1, 33])
 @pytest.mark.parametrize("own", [False, True])
 def test_selections(dtype, value_dim, places, own, splits):
     q, k, v = problem(value_dim=value_dim, dtype=dtype)
-    indices = selection(2, 2 if own else 1, 5, 60, places)
+    indices = selection(2, 2 if own else 1, 3, 60, places)
     found = check(q, k, v, indices if own else indices[:, 0])
     assert not found.out[:, :, 1].any()
     assert found.lse[:, :, 1].isneginf().all()
     check(q, k, v, indices.long())
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("size", [1, 5, 100])
-@pytest.mark.parametrize("offset", [0, 31])
-@pytest.mark.parametrize("value_dim", [None, 24])
-def test_windows_and_sinks(sinks, size, offset, value_dim, splits):
+@pytest.mark.parametrize(("sinks", "value_dim"), [(False, None), (True, 24), (True, None)])
+@pytest.mark.parametrize(("size", "offset"), [(1, 0), (5, 31), (40, 2)])
+def test_windows_and_sinks(sinks, value_dim, size, offset, splits):
     q, k, v = problem(value_dim=value_dim)
     _, recent_k, recent_v = problem(number=40, value_dim=value_dim, seed=1)
-    recent_k[:, :, offset + 5 :], recent_v[:, :, offset + 5 :] = torch.nan, torch.nan
+    recent_k[:, :, offset + 3 :], recent_v[:, :, offset + 3 :] = torch.nan, torch.nan
     recent_k[:, :, : max(0, offset + 1 - size)], recent_v[:, :, : max(0, offset + 1 - size)] = torch.nan, torch.nan
     logits = torch.tensor([0.0, 3.0, -2.0, -torch.inf, 40.0, 1.0]) if sinks else None
     arguments = {"recent_k": recent_k, "recent_v": recent_v, "window": size, "offset": offset, "sinks": logits}
-    check(q, k, v, selection(2, 1, 5, 60, 20), **arguments)
-    nothing = torch.full((2, 5, 7), -1, dtype=torch.int32)
+    check(q, k, v, selection(2, 1, 3, 60, 20), **arguments)
+    nothing = torch.full((2, 3, 7), -1, dtype=torch.int32)
     check(q, k, v, nothing, **arguments)
     check(q, k, v, nothing[..., :0], **arguments)
     check(q, k, v, nothing, sinks=logits)
@@ -97,7 +95,7 @@ def test_groups(heads, kv_heads, splits):
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
 def test_strides_among_nan(layout, splits):
     q, k, v = (in_buffer(x, layout) for x in problem(value_dim=24))
-    indices = torch.stack([selection(2, 2, 5, 60, 20), torch.full((2, 2, 5, 20), 5)], -1)[..., 0]
+    indices = torch.stack([selection(2, 2, 3, 60, 20), torch.full((2, 2, 3, 20), 5)], -1)[..., 0]
     recent = in_buffer(k.clone(), "own"), in_buffer(v.clone(), layout)
     logits = torch.stack([torch.ones(6), torch.full((6,), torch.nan)], 1)[:, 0]
     check(q, k, v, indices, recent_k=recent[0], recent_v=recent[1], window=7, offset=9, sinks=logits)
@@ -106,7 +104,7 @@ def test_strides_among_nan(layout, splits):
 @pytest.mark.parametrize("value_dim", [None, 24])
 def test_keys_that_are_not_selected_may_be_nan(value_dim, splits):
     q, k, v = problem(value_dim=value_dim)
-    indices = selection(2, 1, 5, 60, 8)[:, 0]
+    indices = selection(2, 1, 3, 60, 8)[:, 0]
     expected = check(q, k, v, indices)
     for b in range(2):
         unread = ~torch.isin(torch.arange(60), indices[b])
@@ -118,7 +116,7 @@ def test_keys_that_are_not_selected_may_be_nan(value_dim, splits):
 
 def test_blocks_larger_than_what_is_selected(monkeypatch):
     monkeypatch.setattr(selected_kernel, "tile_for", lambda *_: Tile(64, 64, num_warps=8, num_stages=2))
-    check(*problem(), selection(2, 1, 5, 60, 3), window=3, recent_k=problem()[1], recent_v=problem()[1])
+    check(*problem(), selection(2, 1, 3, 60, 3), window=3, recent_k=problem()[1], recent_v=problem()[1])
 
 
 def test_nothing_to_do():
@@ -128,13 +126,13 @@ def test_nothing_to_do():
 
 def test_what_it_refuses():
     q, k, v = problem()
-    indices = selection(2, 1, 5, 60, 8)
+    indices = selection(2, 1, 3, 60, 8)
     with pytest.raises(UnsupportedError, match="float64"):
         selected_kernel.attend_selected(q.double(), k.double(), v.double(), indices, scaling=1.0)
     wide = problem(dim=577, dtype=torch.float16)
-    with pytest.raises(UnsupportedError, match="head dims 577 and 577"):
+    with pytest.raises(UnsupportedError, match="head dims above 576"):
         selected_kernel.attend_selected(*wide, indices, scaling=1.0)
-    with pytest.raises(ValueError, match="do not fit 2 rows of 5 queries"):
+    with pytest.raises(ValueError, match="do not fit 2 rows of 3 queries"):
         selected_kernel.attend_selected(q, k, v, indices[:1], scaling=1.0)
     with pytest.raises(ValueError, match="shapes do not fit"):
         selected_kernel.attend_selected(q, k[..., :8], v, indices, scaling=1.0)

@@ -25,22 +25,24 @@ _HOPPER = False
 """Whether Hopper gets the kernel written for it: not before that has run on one."""
 
 
-def tile_for(dtype: torch.dtype, dim: int, value_dim: int, heads: int, capability: int, shared: bool) -> Tile:
-    """Heads and keys of a program for head dims, of which ``value_dim`` is padded, when so many heads share keys.
+def tile_for(dtype: torch.dtype, dim: int, heads: int, capability: int, shared: bool) -> Tile:
+    """Heads and keys of a program for head dims of which ``dim`` is the larger, when so many heads share keys.
 
-    Hopper holds two blocks of keys beside 64 heads of 512 in shared memory; others have it for less.
+    Hopper holds two blocks of keys beside 64 heads of 512 in shared memory; others have 99 KB for less. ``shared``:
+    values are keys.
     """
     rows = min(_HEADS, max(16, triton.next_power_of_2(heads)))
-    if dtype == torch.float32:
-        return Tile(16, 16, num_warps=8 if max(dim, value_dim) > 128 else 4, num_stages=1)
-    wide = max(dim, value_dim) > 256
-    if capability >= 9:
-        if wide:
-            return Tile(rows, 64 if shared else 32, num_warps=8 if rows > 32 else 4, num_stages=2)
-        return Tile(rows, 64, num_warps=4, num_stages=3 if max(dim, value_dim) <= 128 else 2)
-    if wide:
-        return Tile(min(rows, 32), 16 if dim > 512 or not shared else 32, num_warps=8, num_stages=2)
-    return Tile(rows, 32, num_warps=4, num_stages=2)
+    if dtype == torch.float32:  # multiplied without tensor cores
+        return Tile(16, 16, num_warps=8 if dim > 128 else 4, num_stages=1)
+    if capability < 9:
+        if dim > 256:
+            return Tile(min(rows, 32), 32 if shared and dim == 512 else 16, num_warps=8, num_stages=2)
+        return Tile(rows, 32, num_warps=4, num_stages=2)
+    if dim > 256:
+        return Tile(rows, 64 if shared else 32, num_warps=8 if rows > 32 else 4, num_stages=2)
+    if dim > 128:
+        return Tile(rows, 32, num_warps=4, num_stages=2)
+    return Tile(rows, 64, num_warps=4, num_stages=3)
 
 
 def attend_selected(
@@ -73,8 +75,8 @@ def attend_selected(
         torch.float32,
     ):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
-    if max(dim, value_dim) > (_LARGEST if q.dtype != torch.float32 else 256):
-        raise UnsupportedError(f"head dims {dim} and {value_dim} in {q.dtype}")
+    if max(dim, value_dim) > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
 
     block_d = max(16, 1 << dim.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
@@ -93,7 +95,7 @@ def attend_selected(
     if not out.numel():
         return Attended(out, lse)
     group = num_heads // num_kv_heads
-    tile = tile_for(q.dtype, dim, block_dv, group, capability[0], shared)
+    tile = tile_for(q.dtype, max(dim, value_dim), group, capability[0], shared)
     parts = triton.cdiv(group, tile.block_m)
     blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
     programs = batch * length * num_kv_heads * parts
