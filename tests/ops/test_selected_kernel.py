@@ -72,6 +72,30 @@ def test_it_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, he
     assert compiled.spilled <= (272 if dim > 256 else 96)  # of 64 heads of 512, addresses
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("block", [1, 16])
+def test_the_merge_compiles_for_ampere_and_hopper(capability, block):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend.selected_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._merge_splits,
+        {
+            **dict.fromkeys(("found_ptr", "found_lse_ptr", "sink_ptr", "lse_ptr"), "*fp32:16"),
+            "out_ptr": "*bf16:16",
+            **{f"{x}_stride_{axis}": "i32:16" for x in ("found", "out") for axis in "bhl"},
+            "sink_stride": 1,
+            **dict.fromkeys(("batches", "num_heads", "length", "splits"), "i32"),
+            "SINKS": True,
+            "VALUE_DIM": 512,
+            "BLOCK_DV": 512,
+            "BLOCK": block,
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("sinks", [True, False])
 def test_hoppers_own_compiles(dtype, sinks):

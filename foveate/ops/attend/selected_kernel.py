@@ -96,10 +96,13 @@ def attend_selected(
         return Attended(out, lse)
     group = num_heads // num_kv_heads
     tile = tile_for(q.dtype, max(dim, value_dim), group, capability[0], shared)
-    parts = triton.cdiv(group, tile.block_m)
+    programs, room = batch * length * num_kv_heads, _multiprocessors(q.device)
     blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
-    programs = batch * length * num_kv_heads * parts
-    each = max(1, triton.cdiv(blocks, max(1, _multiprocessors(q.device) // programs)))
+    if programs * blocks * triton.cdiv(group, tile.block_m) < room:  # so that more of it is in use
+        tile = tile_for(q.dtype, max(dim, value_dim), 1, capability[0], shared)
+        blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
+    parts = triton.cdiv(group, tile.block_m)
+    each = max(1, triton.cdiv(blocks, max(1, room // (programs * parts))))
     splits = max(1, triton.cdiv(blocks, each))
     found = (out, lse)
     if splits > 1:
@@ -163,6 +166,7 @@ def attend_selected(
             SINKS=sinks is not None,
             VALUE_DIM=value_dim,
             BLOCK_DV=block_dv,
+            BLOCK=min(16, triton.next_power_of_2(splits)),
             num_warps=4,
         )
     return Attended(out, lse)
@@ -353,6 +357,7 @@ def _merge_splits(
     SINKS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Merges the splits of one head of one query by their log-sum-exps, in their order."""
     query, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
@@ -362,15 +367,18 @@ def _merge_splits(
     if SINKS:
         top = tl.maximum(tl.load(sink_ptr + head * sink_stride).to(tl.float32) * _LOG2E, _LOWEST)
         weight = tl.where(top > _LOWEST, 1.0, 0.0)
-    for split in tl.range(splits):
-        row = split * batches + batch
-        lse = tl.load(found_lse_ptr + (row * num_heads + head) * length + query) * _LOG2E
+    for first in tl.range(0, splits, BLOCK):
+        some = first + tl.arange(0, BLOCK)
+        exist = some < splits
+        row = some.to(tl.int64) * batches + batch
+        lse = tl.load(found_lse_ptr + (row * num_heads + head) * length + query, mask=exist, other=float("-inf"))
         found = found_ptr + row * found_stride_b + head * found_stride_h + query * found_stride_l
-        part = tl.load(found + dims, mask=dims < VALUE_DIM, other=0.0)
-        higher = tl.maximum(top, lse)
-        fade, mine = tl.exp2(top - higher), tl.exp2(lse - higher)
-        out = out * fade + part * mine
-        weight = weight * fade + mine
+        some_mask = exist[:, None] & (dims < VALUE_DIM)[None, :]
+        parts = tl.load(found[:, None] + dims[None, :], mask=some_mask, other=0.0)
+        higher = tl.maximum(top, tl.max(lse, 0) * _LOG2E)
+        fade, mine = tl.exp2(top - higher), tl.exp2(lse * _LOG2E - higher)
+        out = out * fade + tl.sum(parts * mine[:, None], 0)
+        weight = weight * fade + tl.sum(mine, 0)
         top = higher
     out = out / tl.where(weight == 0, 1.0, weight)
     lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
