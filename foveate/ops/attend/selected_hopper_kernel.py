@@ -32,7 +32,7 @@ _STAGES = 2
 """Blocks that shared memory holds."""
 _ROWS = 8
 """Keys that are gathered at a time."""
-_REGISTERS = (224, 56)
+_REGISTERS = (216, 72)
 """Of a thread that multiplies, and of one that gathers."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -238,7 +238,7 @@ def _attend(
     window,
     offset,
     scale,
-    q_tile,
+    q_tiles,
     k_tiles,
     q_full,
     q_empty,
@@ -274,10 +274,11 @@ def _attend(
         for block in range(blocks):
             stage = turn % STAGES
             chosen = block < of_selection
-            k = k_tiles.index(stage)
+            # an address that seems to change, or what is made of it fills registers that are short
+            q, k = q_tiles.index(turn >> 30), k_tiles.index(stage)
             mbarrier.wait(full.index(stage), turn // STAGES & 1)
             fence_async_shared()
-            products = warpgroup_mma(q_tile, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            products = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
             place = block * KEYS + columns
             key = gl.load(index_base + place * index_stride_k, mask=place < places, other=-1).to(gl.int32)
             recent = (block - of_selection) * KEYS + columns
@@ -378,7 +379,7 @@ def _attend_selected(
     log2(e). A program takes every so many-th of the items: queries, with 64 heads at most."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q_tile = gl.allocate_shared_memory(dtype, [HEADS, DIM], LAYOUT)
+    q_tiles = gl.allocate_shared_memory(dtype, [1, HEADS, DIM], LAYOUT)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -393,15 +394,15 @@ def _attend_selected(
     gl.warp_specialize([
         (_attend, (index_ptr, sink_ptr, out_ptr, lse_ptr, index_stride_b, index_stride_h, index_stride_l,
                    index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
-                   parts, length, places, window, offset, scale, q_tile, k_tiles, q_full, q_empty, full, empty,
+                   parts, length, places, window, offset, scale, q_tiles, k_tiles, q_full, q_empty, full, empty,
                    0, SINKS, HEADS, DIM, KEYS, STAGES)),
         (_attend, (index_ptr, sink_ptr, out_ptr, lse_ptr, index_stride_b, index_stride_h, index_stride_l,
                    index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
-                   parts, length, places, window, offset, scale, q_tile, k_tiles, q_full, q_empty, full, empty,
+                   parts, length, places, window, offset, scale, q_tiles, k_tiles, q_full, q_empty, full, empty,
                    1, SINKS, HEADS, DIM, KEYS, STAGES)),
         (_gather, (q_ptr, k_ptr, recent_ptr, index_ptr, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h,
                    k_stride_l, recent_stride_b, recent_stride_h, recent_stride_l, index_stride_b, index_stride_h,
                    index_stride_l, index_stride_k, items, num_kv_heads, group, parts, length, places, window, offset,
-                   q_tile, k_tiles, q_full, q_empty, full, empty, HEADS, DIM, KEYS, ROWS, STAGES)),
+                   q_tiles.index(0), k_tiles, q_full, q_empty, full, empty, HEADS, DIM, KEYS, ROWS, STAGES)),
     ], [4, 4], [REGISTERS[0], REGISTERS[1]])
     # fmt: on
