@@ -49,6 +49,16 @@ def test_a_chunk_that_is_computed_for_another_place_is_seen(monkeypatch):
     assert row["speedup"] == 1
 
 
+def test_the_reference_is_left_out_where_it_takes_too_long(monkeypatch):
+    monkeypatch.setattr(csa_layer, "_LONGEST", 50)
+    said = []
+    rows = csa_layer.run(csa_layer.Plan(tokens=(40, 130), **SMALL), said.append)
+    assert [row["impl"] for row in rows] == ["foveate", "reference", "foveate"]
+    assert any("reference at 130 tokens: left out" in line for line in said)
+    with pytest.raises(UserError, match="nothing was measured"):
+        csa_layer.run(csa_layer.Plan(tokens=(130,), implementations=("reference",), **SMALL), said.append)
+
+
 def test_the_command(tmp_path):
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     out = tmp_path / "rows.jsonl"
