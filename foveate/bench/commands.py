@@ -141,6 +141,33 @@ def dsa(
     _measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.table)
 
 
+@app.command("csa")
+def csa(
+    tokens: Annotated[list[int] | None, typer.Option(help="Length of the context; may be given often.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="foveate or reference; may be given often.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads, which share one key head.")] = 64,
+    dim: Annotated[int, typer.Option(help="Dimensions of a head.")] = 512,
+    index_heads: Annotated[int, typer.Option(help="Index heads.")] = 64,
+    index_dim: Annotated[int, typer.Option(help="Dimensions of an index head.")] = 128,
+    top_k: Annotated[int, typer.Option("--top-k", help="Compressed keys a query.")] = 512,
+    window: Annotated[int, typer.Option(help="Raw tokens a query sees, itself included.")] = 128,
+    ratio: Annotated[int, typer.Option(help="Tokens a compressed key.")] = 4,
+    chunk: Annotated[int, typer.Option(help="Queries at a time.")] = 16384,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Timed runs.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    out: Out = None,
+) -> None:
+    """A layer of compressed sparse attention: the indexer and the attention over what it selects."""
+    from foveate.bench import csa_layer as bench
+
+    lengths, names = tuple(tokens or bench.TOKENS), tuple(impl or bench.IMPLEMENTATIONS)
+    settings = heads, dim, index_heads, index_dim, top_k, window, ratio, chunk, dtype, repeats, seed, device
+    plan = bench.Plan(lengths, names, *settings)
+    _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
+
+
 @app.command("page-scores")
 def page_scores(
     model: Model,

@@ -75,11 +75,11 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     if ranks.world > 1 and list(plan.implementations) != ["foveate"]:
         raise UserError("several ranks are for --impl foveate alone")
     plan = dataclasses.replace(plan, device=ranks.device)
-    ceiling = _matmul_rate(plan)
+    ceiling = matmul_rate(plan)
     rows = []
     for tokens in plan.tokens:
         inputs = _draw(plan, tokens, ranks)
-        flops = 2 * plan.heads * plan.dim * _pairs(tokens, plan.ratio)
+        flops = 2 * plan.heads * plan.dim * pairs(tokens, plan.ratio)
         found: dict[str, dict[str, Any]] = {}
         for name in plan.implementations:
             if name == "materialised" and not _fits(plan, tokens):
@@ -166,6 +166,9 @@ class _Ranks(NamedTuple):
             dist.destroy_process_group()
 
 
+ALONE = _Ranks(0, 1, "")
+
+
 class _Inputs(NamedTuple):
     q: Tensor
     k: Tensor
@@ -201,7 +204,7 @@ def _draw(plan: Plan, tokens: int, ranks: _Ranks) -> _Inputs:
     return _Inputs(q8, k8, weights, of_k, pieces)
 
 
-def _pairs(tokens: int, ratio: int) -> int:
+def pairs(tokens: int, ratio: int) -> int:
     """Queries times the keys that each may read."""
     whole, rest = divmod(tokens + 1, ratio)  # query t reads (t + 1) // ratio keys, t + 1 = 1 .. tokens
     return ratio * whole * (whole - 1) // 2 + rest * whole
@@ -269,7 +272,7 @@ def _recall(plan: Plan, found: Tensor, inputs: _Inputs) -> float:
     return least
 
 
-def _matmul_rate(plan: Plan) -> float:
+def matmul_rate(plan: Plan) -> float:
     """TFLOP/s of a large product of the same dtype, measured here: what this device can do at most."""
     size, dtype = 8192 if plan.device.startswith("cuda") else 512, getattr(torch, plan.dtype)
     a, b = (torch.randn(size, size, device=plan.device).to(dtype) for _ in range(2))

@@ -77,7 +77,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def add(study: str, value: Any, tokens: int, top_k: int, work: Callable[[], Tensor], recall: _Recall) -> None:
-        ms, peak, found = bench.timed(plan, work, _ALONE)
+        ms, peak, found = bench.timed(plan, work, bench.ALONE)
         shares = recall(found)
         row = {"study": study, "value": value, "tokens": tokens, "top_k": top_k}
         case = {name: getattr(plan, name) for name in ("heads", "dim", "ratio", "dtype", "repeats", "seed")}
@@ -110,7 +110,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     def chunked() -> Tensor:
         return _select(plan, small, plan.top_k, "chunked")
 
-    large, small = (bench._draw(plan.at(tokens), tokens, _ALONE) for tokens in (plan.tokens, plan.small))
+    large, small = (bench._draw(plan.at(tokens), tokens, bench.ALONE) for tokens in (plan.tokens, plan.small))
     for top_k in TOP_K:
         add("top_k", top_k, plan.tokens, top_k, lambda top_k=top_k: fused(top_k), _Recall(plan, large, top_k))
     every = _Recall(plan, large, plan.top_k)
@@ -126,9 +126,6 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     for name, work in ABLATIONS.items():
         add("ablation", name, plan.small, plan.top_k, lambda work=work: work(scores, plan.top_k), every)
     return rows
-
-
-_ALONE = bench._Ranks(0, 1, "")
 
 
 def _select(plan: Plan, inputs: bench._Inputs, top_k: int, path: str = "fused") -> Tensor:

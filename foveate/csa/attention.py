@@ -32,7 +32,7 @@ def sparse_attention(
     ratio: int = 1,
     sinks: Tensor | None = None,
 ) -> ops.Attended:
-    """Softmax attention over ``TopK(t) ∪ Window(t)``, computed in two parts that are merged exactly.
+    """Softmax attention over ``TopK(t) ∪ Window(t)``.
 
     Args:
         q: ``[B, Hq, S, D]``; query i is number ``offset + i`` of the window's tokens.
@@ -53,6 +53,9 @@ def sparse_attention(
     Raises:
         ValueError: for a window without the queries' tokens or of no size, and sinks of other heads.
     """
+    if indices is not None and positions is None:
+        recent = {} if window is None else {"recent_k": window.k, "recent_v": window.v, "window": window.size}
+        return ops.attend_selected(q, k, v, indices, scaling=scaling, offset=offset, sinks=sinks, **recent)
     end = offset + q.shape[2]
     if positions is None:
         positions = torch.arange(offset, end, device=q.device)[None]
@@ -72,10 +75,4 @@ def sparse_attention(
         parts.append(
             ops.Attended(q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], float("-inf")).float())
         )
-    out, lse, _ = ops.merge(parts) if len(parts) > 1 else parts[0]
-    if sinks is None:
-        return ops.Attended(out, lse)
-    if sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must be one logit for each of {q.shape[1]} heads, not {tuple(sinks.shape)}")
-    logits = sinks.float()[:, None]
-    return ops.Attended((out.float() * (lse - logits).sigmoid()[..., None]).to(q.dtype), torch.logaddexp(lse, logits))
+    return ops.with_sinks(ops.merge(parts) if len(parts) > 1 else parts[0], sinks)

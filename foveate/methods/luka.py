@@ -65,7 +65,9 @@ class LuKA(Method):
     max_refined: int | float = setting(
         1.0, "most nodes of a level refined under top_p and missed_mass: a number, or a share"
     )
-    first: int = setting(0, "first pages that are always refined; under refine=top_k among the number, which is at least theirs")
+    first: int = setting(
+        0, "first pages that are always refined; under refine=top_k among the number, which is at least theirs"
+    )
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
         "spread", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"

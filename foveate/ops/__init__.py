@@ -28,6 +28,7 @@ from foveate.ops.attend import (
     page_slots,
     prompt_path,
     refine,
+    with_sinks,
 )
 from foveate.ops.compress import (
     Nodes,
@@ -110,4 +111,5 @@ __all__ = [
     "unseen_keys",
     "visible_keys",
     "weakest",
+    "with_sinks",
 ]

@@ -21,7 +21,7 @@ SMALL = {"heads": 16, "dim": 8, "top_k": 20, "ratio": 4, "dtype": "float32", "re
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 64, 1001])
 @pytest.mark.parametrize("ratio", [1, 4, 7])
 def test_useful_work_is_that_of_keys_that_may_be_read(tokens, ratio):
-    assert indexer._pairs(tokens, ratio) == sum((t + 1) // ratio for t in range(tokens))
+    assert indexer.pairs(tokens, ratio) == sum((t + 1) // ratio for t in range(tokens))
 
 
 def test_a_row_for_each_implementation_and_length():
@@ -36,7 +36,7 @@ def test_a_row_for_each_implementation_and_length():
         assert row["recall_min"] == 1
         assert row["baseline"] == "materialised"
         assert row["tflop_per_s"] * row["ms"] * 1e9 == pytest.approx(
-            2 * 16 * 8 * indexer._pairs(row["case"]["tokens"], 4)
+            2 * 16 * 8 * indexer.pairs(row["case"]["tokens"], 4)
         )
 
 

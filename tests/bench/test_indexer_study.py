@@ -73,7 +73,7 @@ def test_bad_input_is_named(change, message):
 
 def test_recall_counts_a_key_once():
     plan = study.Plan(tokens=200, small=150, **SMALL)
-    inputs = study.bench._draw(plan.at(150), 150, study._ALONE)
+    inputs = study.bench._draw(plan.at(150), 150, study.bench.ALONE)
     recall = study._Recall(plan, inputs, 60)
     right = study._select(plan, inputs, 60)
     assert bool((recall(right) == 1).all())

@@ -1,7 +1,7 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.attend import reference, tiles
+from foveate.ops.attend import reference, selected, tiles
 from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
@@ -17,8 +17,9 @@ from foveate.ops.attend.reference import (
     page_slots,
     prompt_path,
 )
-from foveate.ops.attend.selected import attend_selected
+from foveate.ops.attend.selected import with_sinks
 
+attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
 
@@ -42,4 +43,5 @@ __all__ = [
     "page_slots",
     "prompt_path",
     "refine",
+    "with_sinks",
 ]

@@ -4,26 +4,106 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length, matmul_fp32
-from foveate.ops.attend.reference import Attended, gather_fields
+from foveate.ops.attend.ranges import attend_recent
+from foveate.ops.attend.reference import Attended, gather_fields, merge
 
 
-def attend_selected(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, scaling: float) -> Attended:
-    """Attention of every query over the keys that are selected for it, with the log-sum-exp.
+def attend_selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scaling: float,
+    recent_k: Tensor | None = None,
+    recent_v: Tensor | None = None,
+    window: int = 0,
+    offset: int = 0,
+    sinks: Tensor | None = None,
+) -> Attended:
+    """Attention of every query over the keys that are selected for it and over a window of others, with the
+    log-sum-exp.
 
     Args:
-        q: ``[B, Hq, Lq, D]``.
+        q: ``[B, Hq, Lq, D]``; query i is at position ``offset + i``.
         k, v: ``[B, Hkv, Lk, D(v)]``; read once where they are one tensor.
         indices: int ``[B, Lq, K]``, or ``[B, Hkv, Lq, K]`` where KV heads have selections of their own; -1 marks an
-            unused place. A query without any gets 0, and -inf as its log-sum-exp.
+            unused place. A query without any key gets 0, and -inf as its log-sum-exp.
+        scaling: factor of the logits.
+        recent_k, recent_v: ``[B, Hkv, L, D(v)]``: keys of all positions, of which a query sees the last ``window`` up
+            to its own; None without a window.
+        window: positions that a query sees, its own included; 0 for none.
+        offset: positions before the first query's.
+        sinks: ``[Hq]``: a logit for each head that takes its share of the softmax and has no value, or None.
+
+    Returns:
+        Output ``[B, Hq, Lq, Dv]`` in the dtype of q, and the log-sum-exp, fp32 ``[B, Hq, Lq]``, the sink's included.
 
     Raises:
-        ValueError: when the selections are not those of the queries.
+        ValueError: when the selections are not those of the queries, a window has not their positions, or sinks are
+            those of other heads.
     """
-    batch, num_kv_heads = k.shape[:2]
-    length, group = q.shape[2], q.shape[1] // num_kv_heads
+    indices = check(q, k, v, indices, recent_k, recent_v, window, offset, sinks)
+    parts = [_attend(q, k, v, indices, scaling)]
+    if window:
+        end = offset + q.shape[2]
+        counts = torch.arange(offset + 1, end + 1, device=q.device)[None]
+        parts.append(attend_recent(q, recent_k[:, :, :end], recent_v[:, :, :end], counts, size=window, scaling=scaling))
+    return with_sinks(merge(parts), sinks)
+
+
+def with_sinks(attended: Attended, sinks: Tensor | None) -> Attended:
+    """Attention ``[B, Hq, Lq, Dv]`` of which a logit of each head, ``[Hq]``, takes its share, and has no value.
+
+    Raises:
+        ValueError: for sinks of other heads.
+    """
+    out, lse, heads = attended.out, attended.lse, attended.out.shape[1]
+    if sinks is None:
+        return Attended(out, lse)
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
+    total = torch.logaddexp(lse, sinks.float()[:, None])
+    share = (lse - total.masked_fill(total.isneginf(), 0.0)).exp()
+    return Attended((out.float() * share[..., None]).to(out.dtype), total)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    recent_k: Tensor | None,
+    recent_v: Tensor | None,
+    window: int,
+    offset: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The indices as ``[B, Hkv or 1, Lq, K]``; raises ValueError for arguments of :func:`attend_selected` that cannot
+    be."""
+    batch, num_heads, length, dim = q.shape
+    num_kv_heads = k.shape[1]
     indices = indices[:, None] if indices.dim() == 3 else indices
     if indices.shape[0] != batch or indices.shape[1] not in (1, num_kv_heads) or indices.shape[2] != length:
         raise ValueError(f"indices {tuple(indices.shape)} do not fit {batch} rows of {length} queries")
+    if num_heads % num_kv_heads or k.shape[0] != batch or k.shape[3] != dim or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if window or recent_k is not None or recent_v is not None:
+        end, number = offset + length, 0 if recent_k is None or recent_v is None else recent_k.shape[2]
+        if window < 1 or number < end:
+            raise ValueError(f"window must be of at least 1 token and hold {end} positions, not {window} of {number}")
+        shapes = (batch, num_kv_heads, number, dim), (batch, num_kv_heads, number, v.shape[3])
+        if (recent_k.shape, recent_v.shape) != shapes:
+            raise ValueError(f"shapes do not fit: window {tuple(recent_k.shape)} and {tuple(recent_v.shape)}")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks must be one logit for each of {num_heads} heads, not {tuple(sinks.shape)}")
+    return indices
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float) -> Attended:
+    """Attention over the selected keys alone; ``indices [B, Hkv or 1, Lq, K]``."""
+    batch, num_kv_heads = k.shape[:2]
+    length, group = q.shape[2], q.shape[1] // num_kv_heads
     rows = q.unflatten(1, (num_kv_heads, group)).transpose(2, 3)  # [B, Hkv, Lq, G, D]
     width = k.shape[3] + v.shape[3] + 2 * group
     step = block_length(4 * batch * num_kv_heads * max(1, indices.shape[3]) * width, length)

@@ -14,12 +14,13 @@ IMPLEMENTATION = "foveate-dsa"
 _slot = threading.local()
 
 
-def post(compressor: nn.Module, entries: Tensor, indices: Tensor | None, ratio: int) -> None:
-    """Leave for the attention of a layer what its compressor made: entries ``[B, T, D]`` and the selection of them."""
-    _slot.posted = (compressor, entries, indices, ratio)
+def post(compressor: nn.Module, entries: Tensor, indices: Tensor | None, ratio: int, padded: bool) -> None:
+    """Leave for the attention of a layer what its compressor made: entries ``[B, T, D]`` and the selection of them, and
+    whether some rows have padding."""
+    _slot.posted = (compressor, entries, indices, ratio, padded)
 
 
-def _take(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
+def _take(module: nn.Module) -> tuple[Tensor, Tensor | None, int, bool] | None:
     """What the compressor of this very layer has left; the slot is empty afterwards."""
     compressor, *posted = getattr(_slot, "posted", None) or (None,)
     _slot.posted = None
@@ -60,10 +61,12 @@ def attention(
     if sliding_window is None:
         raise ValueError("sparse attention needs the indexer's selection, or a sliding window")
     entries, values, selected, ratio = key[:, :, :0], value[:, :, :0], None, 1
-    if taken is not None:
-        entries, selected, ratio = taken
-        entries = values = entries[:, None]
     length = query.shape[2]
+    positions = attention_mask[:, 0, 0, -length:]
+    if taken is not None:
+        entries, selected, ratio, padded = taken
+        entries = values = entries[:, None]
+        positions = positions if padded or selected is None else None
     found = csa.sparse_attention(
         query,
         entries,
@@ -72,7 +75,7 @@ def attention(
         scaling=scaling,
         window=csa.Window(key, value, sliding_window),
         offset=key.shape[2] - length,
-        positions=attention_mask[:, 0, 0, -length:],
+        positions=positions,
         ratio=ratio,
         sinks=s_aux,
     )

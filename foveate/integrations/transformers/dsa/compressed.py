@@ -76,7 +76,7 @@ class Compress:
         else:
             entries, indices, before = self._by_row(given, rows)
         own, length = self.own, hidden_states.shape[1]
-        post(own, entries, indices, own.compress_rate)
+        post(own, entries, indices, own.compress_rate, padded=rows is not None)
         tokens, read = before + length, entries.shape[1] if indices is None else indices.shape[2]
         self.seen[self.layer_idx].count(length, read + min(own.rotary_emb.config.sliding_window, tokens), tokens)
         return entries[:, None, :0], None

@@ -1,0 +1,237 @@
+"""A layer of compressed sparse attention: the indexer, and attention over what it selects, a window and sinks.
+
+Queries come in chunks, as a model's projections make them: those of one chunk are drawn, and stand for all others; a
+chunk's output is dropped before the next one's is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foveate import csa, ops
+from foveate.bench import indexer as bench
+from foveate.evaluation import accounting
+from foveate.evaluation.errors import UserError
+from foveate.ops._dispatch import reference_only
+
+BENCH = "csa"
+IMPLEMENTATIONS = ("foveate", "reference")
+TOKENS = (8192, 65536, 262144)
+_DTYPES = ("bfloat16", "float16", "float32")
+_LONGEST = 65536
+"""Tokens up to which the reference is measured: it takes seconds for them."""
+_CHECKED = 16
+"""Queries at the end whose outputs are compared with those in fp64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure; the defaults are those of DeepSeek-V4's sparse layers."""
+
+    tokens: Sequence[int] = TOKENS
+    implementations: Sequence[str] = IMPLEMENTATIONS
+    heads: int = 64
+    dim: int = 512
+    index_heads: int = 64
+    index_dim: int = 128
+    top_k: int = 512
+    window: int = 128
+    ratio: int = 4
+    chunk: int = 16384
+    dtype: str = "bfloat16"
+    repeats: int = 5
+    seed: int = 0
+    device: str = "cuda"
+
+    def check(self) -> None:
+        """Raises UserError naming what cannot be."""
+        for name in ("heads", "dim", "window", "chunk"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.dtype not in _DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
+        strange = [name for name in self.implementations if name not in IMPLEMENTATIONS]
+        if strange or not self.implementations:
+            raise UserError(f"impl must be among {', '.join(IMPLEMENTATIONS)}, not {', '.join(strange) or 'none'}")
+        self.of_indexer().check()
+
+    def of_indexer(self) -> bench.Plan:
+        return bench.Plan(
+            tokens=self.tokens,
+            implementations=("foveate",),
+            heads=self.index_heads,
+            dim=self.index_dim,
+            top_k=self.top_k,
+            ratio=self.ratio,
+            dtype=self.dtype,
+            repeats=self.repeats,
+            seed=self.seed,
+            device=self.device,
+        )
+
+
+@torch.inference_mode()
+def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Measure a layer at every length. The baseline has the same indexer, and attention without a kernel.
+
+    Raises:
+        UserError: for a plan that cannot be.
+    """
+    plan.check()
+    ceiling = bench.matmul_rate(plan.of_indexer())
+    rows: list[dict[str, Any]] = []
+    for tokens in plan.tokens:
+        inputs = _draw(plan, tokens)
+        flops = 4 * plan.heads * plan.dim * _keys_read(plan, tokens)
+        flops_of_indexer = 2 * plan.index_heads * plan.index_dim * bench.pairs(tokens, plan.ratio)
+        found = {}
+        for name in plan.implementations:
+            if name == "reference" and tokens > _LONGEST:
+                say(f"{name} at {tokens:,} tokens: left out, it takes too long")
+                continue
+            found[name] = _measure(plan, name, tokens, inputs)
+        baseline = "reference" if "reference" in found else "foveate"
+        for name, measured in found.items():
+            rate = flops / measured["attention_ms"] / 1e9
+            of_attention = f"attention {measured['attention_ms']:,.2f} ms at {rate:,.1f} TFLOP/s"
+            say(f"{name} at {tokens:,} tokens: {measured['ms']:,.2f} ms, {of_attention}")
+            own = ("heads", "dim", "index_heads", "index_dim", "top_k", "window", "ratio", "chunk", "dtype")
+            rows.append(
+                {
+                    "bench": BENCH,
+                    "impl": name,
+                    "case": {
+                        "impl": name,
+                        "tokens": tokens,
+                        **{setting: getattr(plan, setting) for setting in (*own, "repeats", "seed")},
+                    },
+                    **measured,
+                    "peak_counts": "above the inputs, selections and a chunk's output included; queries of one chunk "
+                    "are inputs and stand for all others",
+                    "error_counts": f"norm of the difference to fp64 over its norm, the last {_CHECKED} queries",
+                    "baseline": baseline,
+                    "baseline_ms": found[baseline]["ms"],
+                    "speedup": found[baseline]["ms"] / measured["ms"],
+                    "gb_per_s": None,
+                    "tflop_per_s": (flops + flops_of_indexer) / measured["ms"] / 1e9,
+                    "tflop_counts": "products with keys that a query may read, and with those that it attends to",
+                    "attention_tflop_per_s": rate,
+                    "matmul_tflop_per_s": ceiling,
+                    "attention_of_matmul": rate / ceiling,
+                    "device": accounting.device_name(plan.device),
+                    "versions": accounting.versions(),
+                    "commit": accounting.commit(),
+                }
+            )
+    if not rows:
+        raise UserError(f"nothing was measured: the reference is for at most {_LONGEST:,} tokens")
+    return rows
+
+
+class _Inputs(NamedTuple):
+    """Queries of one chunk, keys of all tokens."""
+
+    q: Tensor
+    compressed: Tensor
+    raw: Tensor
+    sinks: Tensor
+    index_q: Tensor
+    index_k: Tensor
+    index_weights: Tensor
+
+
+def _draw(plan: Plan, tokens: int) -> _Inputs:
+    """Normal numbers; the indexer's as in its own bench."""
+    dtype, generator = getattr(torch, plan.dtype), torch.Generator(plan.device).manual_seed(plan.seed)
+
+    def draw(*shape: int, std: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=plan.device).normal_(std=std, generator=generator)
+
+    chunk, number, small = min(plan.chunk, tokens), tokens // plan.ratio, plan.index_dim**-0.5
+    weights = torch.empty(1, chunk, plan.index_heads, device=plan.device).uniform_(-1, 1, generator=generator)
+    return _Inputs(
+        q=draw(1, chunk, plan.heads, plan.dim).transpose(1, 2),
+        compressed=draw(1, 1, number, plan.dim),
+        raw=draw(1, 1, tokens, plan.dim),
+        sinks=draw(plan.heads).float(),
+        index_q=draw(1, chunk, plan.index_heads, plan.index_dim, std=small),
+        index_k=draw(1, number, plan.index_dim, std=small),
+        index_weights=weights.mul_((plan.index_dim * plan.index_heads) ** -0.5),
+    )
+
+
+def _keys_read(plan: Plan, tokens: int) -> int:
+    """Selected keys and those of windows, over all queries."""
+    seen = torch.arange(1, tokens + 1)
+    return int(((seen // plan.ratio).clamp_max(plan.top_k) + seen.clamp_max(plan.window)).sum())
+
+
+def _measure(plan: Plan, name: str, tokens: int, inputs: _Inputs) -> dict[str, Any]:
+    """Median milliseconds of the layer and its parts, peak bytes above the inputs, and the error at the end."""
+    starts = range(0, tokens, plan.chunk)
+
+    def select(first: int) -> Tensor:
+        length = min(plan.chunk, tokens - first)
+        q, weights = inputs.index_q[:, :length], inputs.index_weights[:, :length]
+        return csa.lightning_indexer(q, inputs.index_k, weights, plan.top_k, ratio=plan.ratio, offset=first)
+
+    def attend(first: int, indices: Tensor) -> ops.Attended:
+        with contextlib.nullcontext() if name == "foveate" else reference_only():
+            return csa.sparse_attention(
+                inputs.q[:, :, : indices.shape[1]],
+                inputs.compressed,
+                inputs.compressed,
+                indices,
+                scaling=plan.dim**-0.5,
+                window=csa.Window(inputs.raw, inputs.raw, plan.window),
+                offset=first,
+                sinks=inputs.sinks,
+            )
+
+    def layer() -> Tensor:
+        out = None
+        for first in starts:
+            indices = select(first)
+            del out  # before the next is made
+            out = attend(first, indices).out
+        return out
+
+    ms, peak, out = bench.timed(plan, layer, bench.ALONE)
+    error = _error(plan, inputs, out, starts[-1], select(starts[-1]))
+    del out
+    indexer_ms, _, selected = bench.timed(plan, lambda: [select(first) for first in starts], bench.ALONE)
+    attention_ms, _, _ = bench.timed(
+        plan, lambda: [attend(*chunk).lse for chunk in zip(starts, selected, strict=True)], bench.ALONE
+    )
+    return {
+        "ms": ms,
+        "indexer_ms": indexer_ms,
+        "attention_ms": attention_ms,
+        "peak_bytes": peak,
+        "error": error,
+    }
+
+
+def _error(plan: Plan, inputs: _Inputs, out: Tensor, first: int, indices: Tensor) -> float:
+    """Of the last queries, relative to attention in fp64 over the same keys."""
+    count = min(_CHECKED, out.shape[2])
+    begin = out.shape[2] - count
+    compressed, raw = inputs.compressed.double(), inputs.raw[:, :, : first + out.shape[2]].double()
+    with reference_only():
+        exact = csa.sparse_attention(
+            inputs.q[:, :, begin : out.shape[2]].double(),
+            compressed,
+            compressed,
+            indices[:, begin:],
+            scaling=plan.dim**-0.5,
+            window=csa.Window(raw, raw, plan.window),
+            offset=first + begin,
+            sinks=inputs.sinks,
+        )
+    return ((out[:, :, begin:].double() - exact.out).norm() / exact.out.norm()).item()

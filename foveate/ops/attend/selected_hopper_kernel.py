@@ -1,0 +1,408 @@
+"""Attention of queries with selections of their own on Hopper: Gluon kernel of :func:`attend_selected`.
+
+For 64 heads of 512 dimensions that share keys, which are the values too. Two warpgroups each have half of the output's
+dimensions in registers, so that one multiplies while the other takes exponentials; a third one gathers keys ahead of
+both, those of the next query included.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from foveate.ops.attend.reference import Attended
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LOWEST = gl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+
+HEADS, DIM = 64, 512
+"""What the kernel is for."""
+_KEYS = 64
+"""Keys of a block."""
+_STAGES = 2
+"""Blocks that shared memory holds."""
+_ROWS = 8
+"""Keys that are gathered at a time."""
+_REGISTERS = (216, 72)
+"""Of a thread that multiplies, and of one that gathers."""
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fits(q: Tensor, k: Tensor, recent_k: Tensor, value_dim: int, shared: bool, places: int) -> bool:
+    """Whether the kernel does this case: Hopper, queries that fill it, and memory that can be read 16 bytes at a time.
+
+    Args:
+        q, k: as for :func:`attend_selected`.
+        recent_k: the window's keys, or ``k`` again.
+        value_dim: dimensions of values.
+        shared: whether values are keys.
+        places: selected keys and those of the window.
+    """
+    items = q.shape[0] * q.shape[2] * k.shape[1]
+    return (
+        shared
+        and places > 0
+        and q.dtype in _DTYPES
+        and q.shape[3] == value_dim == DIM
+        and q.shape[1] // k.shape[1] > HEADS // 2
+        and items >= torch.cuda.get_device_properties(q.device).multi_processor_count
+        and all(x.stride(3) == 1 and not x.data_ptr() % 16 for x in (q, k, recent_k))
+        and not any(step % 16 for x in (q, k, recent_k) for step in x.stride()[:3])
+    )
+
+
+def attend_selected(
+    q: Tensor,
+    k: Tensor,
+    recent_k: Tensor,
+    indices: Tensor,
+    *,
+    scaling: float,
+    window: int = 0,
+    offset: int = 0,
+    sinks: Tensor | None = None,
+) -> Attended:
+    """See :func:`foveate.ops.attend.selected.attend_selected`; only where :func:`fits`.
+
+    Keys are values; ``recent_k`` are those of the window, or ``k`` again; ``indices [B, Hkv or 1, Lq, K]``. Repeats are
+    equal bit for bit. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    """
+    batch, num_heads, length, _ = q.shape
+    num_kv_heads, places = k.shape[1], indices.shape[3]
+    group = num_heads // num_kv_heads
+    out = q.new_empty(batch, length, num_heads, DIM).transpose(1, 2)
+    lse = q.new_empty(batch, num_heads, length, dtype=torch.float32)
+    parts = triton.cdiv(group, HEADS)
+    items = batch * num_kv_heads * length * parts
+    _attend_selected[(min(items, torch.cuda.get_device_properties(q.device).multi_processor_count),)](
+        q,
+        k,
+        recent_k,
+        indices,
+        sinks,
+        out,
+        lse,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *recent_k.stride()[:3],
+        indices.stride(0),
+        indices.stride(1) if indices.shape[1] > 1 else 0,
+        indices.stride(2),
+        indices.stride(3),
+        *out.stride()[:3],
+        0 if sinks is None else sinks.stride(0),
+        items,
+        num_kv_heads,
+        group,
+        parts,
+        length,
+        places,
+        window,
+        offset,
+        scaling * _LOG2E.value,
+        SINKS=sinks is not None,
+        HEADS=HEADS,
+        DIM=DIM,
+        KEYS=_KEYS,
+        ROWS=_ROWS,
+        STAGES=_STAGES,
+        REGISTERS=_REGISTERS,
+        num_warps=4,
+    )
+    return Attended(out, lse)
+
+
+@gluon.jit
+def _place(item, num_kv_heads, parts, length):
+    """Batch entry, KV head, part of its heads and query of an item; neighbouring items are neighbouring queries."""
+    part, query = item % parts, item // parts % length
+    row = item // (parts * length)
+    return (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64), part, query.to(gl.int64)
+
+
+@gluon.jit
+def _gather(
+    q_ptr,
+    k_ptr,
+    recent_ptr,
+    index_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    recent_stride_b,
+    recent_stride_h,
+    recent_stride_l,
+    index_stride_b,
+    index_stride_h,
+    index_stride_l,
+    index_stride_k,
+    items,
+    num_kv_heads,
+    group,
+    parts,
+    length,
+    places,
+    window,
+    offset,
+    q_tile,
+    k_tiles,
+    q_full,
+    q_empty,
+    full,
+    empty,
+    HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    KEYS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Fills ``q_tile [HEADS, D]`` for every query, and ``k_tiles [STAGES, KEYS, D]`` by turns; unused keys are 0."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    dims = gl.arange(0, DIM, gl.SliceLayout(0, COPY))
+    of_selection = gl.cdiv(places, KEYS)
+    blocks = of_selection + gl.cdiv(window, KEYS)
+    turn, lap = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch, head, part, query = _place(item, num_kv_heads, parts, length)
+        mbarrier.wait(q_empty, (lap & 1) ^ 1)
+        q_base = q_ptr + batch * q_stride_b + query * q_stride_l
+        for first in gl.static_range(0, HEADS, ROWS):
+            member = part * HEADS + first + rows
+            exist = member < group
+            of_head = (head * group + gl.where(exist, member, 0)) * q_stride_h
+            async_copy.async_copy_global_to_shared(
+                q_tile.slice(first, ROWS, dim=0), q_base + of_head[:, None] + dims[None, :], mask=exist[:, None]
+            )
+        async_copy.mbarrier_arrive(q_full, increment_count=False)
+        index_base = index_ptr + batch * index_stride_b + head * index_stride_h + query * index_stride_l
+        k_base = k_ptr + batch * k_stride_b + head * k_stride_h
+        recent_base = recent_ptr + batch * recent_stride_b + head * recent_stride_h
+        oldest = offset + query.to(gl.int32) + 1 - window
+        for block in range(blocks):
+            stage = turn % STAGES
+            chosen = block < of_selection
+            base = gl.where(chosen, k_base, recent_base)
+            step = gl.where(chosen, k_stride_l, recent_stride_l)
+            keys = ()
+            for first in gl.static_range(0, KEYS, ROWS):
+                place = block * KEYS + first + rows
+                key = gl.load(index_base + place * index_stride_k, mask=place < places, other=-1).to(gl.int32)
+                recent = (block - of_selection) * KEYS + first + rows
+                keys += (gl.where(chosen, key, gl.where(recent < window, oldest + recent, -1)),)
+            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+            for piece in gl.static_range(KEYS // ROWS):
+                slots = gl.where(keys[piece] >= 0, keys[piece], 0).to(gl.int64) * step
+                async_copy.async_copy_global_to_shared(
+                    k_tiles.index(stage).slice(piece * ROWS, ROWS, dim=0),
+                    base + slots[:, None] + dims[None, :],
+                    mask=(keys[piece] >= 0)[:, None],
+                )
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            turn += 1
+        lap += 1
+
+
+@gluon.jit
+def _attend(
+    index_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    index_stride_b,
+    index_stride_h,
+    index_stride_l,
+    index_stride_k,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    sink_stride,
+    items,
+    num_kv_heads,
+    group,
+    parts,
+    length,
+    places,
+    window,
+    offset,
+    scale,
+    q_tiles,
+    k_tiles,
+    q_full,
+    q_empty,
+    full,
+    empty,
+    WHICH: gl.constexpr,
+    SINKS: gl.constexpr,
+    HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Attention over all keys, for half of the output's dimensions."""
+    HALF: gl.constexpr = DIM // 2
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    OF_HEAD: gl.constexpr = gl.SliceLayout(1, OUT)
+    STORED: gl.constexpr = _eight_together()
+    columns = gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
+    nothing = gl.zeros([HEADS, KEYS], gl.float32, LOGITS)
+    of_selection = gl.cdiv(places, KEYS)
+    blocks = of_selection + gl.cdiv(window, KEYS)
+    turn, lap = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch, head, part, query = _place(item, num_kv_heads, parts, length)
+        index_base = index_ptr + batch * index_stride_b + head * index_stride_h + query * index_stride_l
+        oldest = offset + query.to(gl.int32) + 1 - window
+        top = gl.full([HEADS], _LOWEST, gl.float32, gl.SliceLayout(1, LOGITS))
+        weight = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, LOGITS))
+        out = gl.zeros([HEADS, HALF], gl.float32, OUT)
+        mbarrier.wait(q_full, lap & 1)
+        for block in range(blocks):
+            stage = turn % STAGES
+            chosen = block < of_selection
+            # an address that seems to change, or what is made of it fills registers that are short
+            q, k = q_tiles.index(turn >> 30), k_tiles.index(stage)
+            mbarrier.wait(full.index(stage), turn // STAGES & 1)
+            fence_async_shared()
+            products = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            place = block * KEYS + columns
+            key = gl.load(index_base + place * index_stride_k, mask=place < places, other=-1).to(gl.int32)
+            recent = (block - of_selection) * KEYS + columns
+            key = gl.where(chosen, key, gl.where(recent < window, oldest + recent, -1))
+            products = warpgroup_mma_wait(0, deps=(products,))
+            mbarrier.arrive(q_empty, count=1, pred=block == blocks - 1)
+            logits = gl.where((key >= 0)[None, :], products * scale, float("-inf"))
+            higher = gl.maximum(top, gl.max(logits, 1))
+            p = gl.exp2(logits - higher[:, None])
+            fade = gl.exp2(top - higher)
+            weight = weight * fade + gl.sum(p, 1)
+            top = higher
+            out = out * gl.convert_layout(fade, OF_HEAD)[:, None]
+            p = gl.convert_layout(p.to(k_tiles.dtype), WEIGHTS)
+            out = warpgroup_mma(p, k.slice(WHICH * HALF, HALF, dim=1), out, is_async=True)
+            out = warpgroup_mma_wait(0, deps=(out,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            turn += 1
+        lap += 1
+
+        member = part * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, LOGITS))
+        exist = member < group
+        of_head = head * group + gl.where(exist, member, 0)
+        if SINKS:
+            sink = gl.load(sink_ptr + of_head * sink_stride).to(gl.float32) * _LOG2E
+            higher = gl.maximum(top, sink)
+            fade = gl.exp2(top - higher)
+            weight = weight * fade + gl.exp2(sink - higher)
+            top = higher
+            share = fade / gl.where(weight == 0, 1.0, weight)
+        else:
+            share = 1 / gl.where(weight == 0, 1.0, weight)
+        if WHICH == 0:
+            lse = gl.where(weight == 0, float("-inf"), (top + gl.log2(weight)) / _LOG2E)
+            gl.store(lse_ptr + (batch * num_kv_heads * group + of_head) * length + query, lse, mask=exist)
+        out = out * gl.convert_layout(share, OF_HEAD)[:, None]
+        out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), STORED)
+        member = part * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, STORED))
+        exist = member < group
+        of_head = (head * group + gl.where(exist, member, 0)) * out_stride_h
+        dims = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(0, STORED))
+        out_base = out_ptr + batch * out_stride_b + query * out_stride_l
+        gl.store(out_base + of_head[:, None] + dims[None, :], out, mask=exist[:, None])
+
+
+@gluon.constexpr_function
+def _eight_together():
+    """The accumulator's rows and warps, but 16 bytes of a row in one thread: stored without shared memory."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 256])
+
+
+@gluon.jit(do_not_specialize=["items", "num_kv_heads", "parts", "length", "places", "window", "offset"])
+def _attend_selected(
+    q_ptr,
+    k_ptr,
+    recent_ptr,
+    index_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    recent_stride_b,
+    recent_stride_h,
+    recent_stride_l,
+    index_stride_b,
+    index_stride_h,
+    index_stride_l,
+    index_stride_k,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    sink_stride,
+    items,
+    num_kv_heads,
+    group,
+    parts,
+    length,
+    places,
+    window,
+    offset,
+    scale,
+    SINKS: gl.constexpr,
+    HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    KEYS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Writes ``out [B, Hq, Lq, D]``, whose last stride is 1, and ``lse [B, Hq, Lq]``, contiguous; ``scale`` includes
+    log2(e). A program takes every so many-th of the items: queries, with 64 heads at most."""
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_tiles = gl.allocate_shared_memory(dtype, [1, HEADS, DIM], LAYOUT)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=128)  # the threads that gather
+    mbarrier.init(q_empty, count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=2)
+    # fmt: off
+    gl.warp_specialize([
+        (_attend, (index_ptr, sink_ptr, out_ptr, lse_ptr, index_stride_b, index_stride_h, index_stride_l,
+                   index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
+                   parts, length, places, window, offset, scale, q_tiles, k_tiles, q_full, q_empty, full, empty,
+                   0, SINKS, HEADS, DIM, KEYS, STAGES)),
+        (_attend, (index_ptr, sink_ptr, out_ptr, lse_ptr, index_stride_b, index_stride_h, index_stride_l,
+                   index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
+                   parts, length, places, window, offset, scale, q_tiles, k_tiles, q_full, q_empty, full, empty,
+                   1, SINKS, HEADS, DIM, KEYS, STAGES)),
+        (_gather, (q_ptr, k_ptr, recent_ptr, index_ptr, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h,
+                   k_stride_l, recent_stride_b, recent_stride_h, recent_stride_l, index_stride_b, index_stride_h,
+                   index_stride_l, index_stride_k, items, num_kv_heads, group, parts, length, places, window, offset,
+                   q_tiles.index(0), k_tiles, q_full, q_empty, full, empty, HEADS, DIM, KEYS, ROWS, STAGES)),
+    ], [4, 4], [REGISTERS[0], REGISTERS[1]])
+    # fmt: on

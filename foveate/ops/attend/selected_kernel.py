@@ -1,0 +1,387 @@
+"""Attention of queries with selections of their own, and a window, in one launch: Triton kernel of
+:func:`attend_selected`."""
+
+import importlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile
+from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.selected import check
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+
+_LARGEST = 576
+"""The largest head dim."""
+_HEADS = 64
+"""The most heads of a program."""
+_HOPPER = False
+"""Whether Hopper gets the kernel written for it: not before that has run on one."""
+
+
+def tile_for(dtype: torch.dtype, dim: int, heads: int, capability: int, shared: bool) -> Tile:
+    """Heads and keys of a program for head dims of which ``dim`` is the larger, when so many heads share keys.
+
+    Hopper holds two blocks of keys beside 64 heads of 512 in shared memory; others have 99 KB for less. ``shared``:
+    values are keys.
+    """
+    rows = min(_HEADS, max(16, triton.next_power_of_2(heads)))
+    if dtype == torch.float32:  # multiplied without tensor cores
+        return Tile(16, 16, num_warps=8 if dim > 128 else 4, num_stages=1)
+    if capability < 9:
+        if dim > 256:
+            return Tile(min(rows, 32), 32 if shared and dim == 512 else 16, num_warps=8, num_stages=2)
+        return Tile(rows, 32, num_warps=4, num_stages=2)
+    if dim > 256:
+        return Tile(rows, 64 if shared else 32, num_warps=8 if rows > 32 else 4, num_stages=2)
+    if dim > 128:
+        return Tile(rows, 32, num_warps=4, num_stages=2)
+    return Tile(rows, 64, num_warps=4, num_stages=3)
+
+
+def attend_selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scaling: float,
+    recent_k: Tensor | None = None,
+    recent_v: Tensor | None = None,
+    window: int = 0,
+    offset: int = 0,
+    sinks: Tensor | None = None,
+) -> Attended:
+    """See :func:`foveate.ops.attend.selected.attend_selected`.
+
+    A program owns heads of one query that share a KV head, and walks over the selected keys and then over the window,
+    with an online softmax (FlashAttention, Dao 2023, arXiv:2307.08691). Where values are keys, a key is read once. With
+    few queries the keys are split among programs, and a second launch merges what they have found. Repeats are equal
+    bit for bit, and fp32 is multiplied in full precision. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    """
+    indices = check(q, k, v, indices, recent_k, recent_v, window, offset, sinks)
+    batch, num_heads, length, dim = q.shape
+    num_kv_heads, _, value_dim = v.shape[1:]
+    of_window = (recent_k, recent_v) if window else (k, v)
+    if any(x.dtype != q.dtype for x in (k, v, *of_window)) or q.dtype not in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if max(dim, value_dim) > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
+
+    block_d = max(16, 1 << dim.bit_length() - 1)
+    rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
+    block_dv = max(16, triton.next_power_of_2(value_dim))
+    shared = block_dv == block_d and same_memory(k, v) and same_memory(*of_window)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+    if _HOPPER and capability == (9, 0):
+        hopper = importlib.import_module("foveate.ops.attend.selected_hopper_kernel")
+        if hopper.fits(q, k, of_window[0], value_dim, shared, indices.shape[3] + window):
+            return hopper.attend_selected(
+                q, k, of_window[0], indices, scaling=scaling, window=window, offset=offset, sinks=sinks
+            )
+
+    out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
+    lse = q.new_empty(batch, num_heads, length, dtype=torch.float32)
+    if not out.numel():
+        return Attended(out, lse)
+    group = num_heads // num_kv_heads
+    tile = tile_for(q.dtype, max(dim, value_dim), group, capability[0], shared)
+    programs, room = batch * length * num_kv_heads, _multiprocessors(q.device)
+    blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
+    if programs * blocks * triton.cdiv(group, tile.block_m) < room:  # so that more of it is in use
+        tile = tile_for(q.dtype, max(dim, value_dim), 1, capability[0], shared)
+        blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
+    parts = triton.cdiv(group, tile.block_m)
+    each = max(1, triton.cdiv(blocks, max(1, room // (programs * parts))))
+    splits = max(1, triton.cdiv(blocks, each))
+    found = (out, lse)
+    if splits > 1:
+        found = (
+            q.new_empty(splits * batch, length, num_heads, value_dim, dtype=torch.float32).transpose(1, 2),
+            q.new_empty(splits * batch, num_heads, length, dtype=torch.float32),
+        )
+    _attend_selected[length * parts, batch * num_kv_heads, splits](
+        q,
+        k,
+        v,
+        *of_window,
+        indices,
+        sinks if splits == 1 else None,
+        *found,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *of_window[0].stride(),
+        *of_window[1].stride(),
+        indices.stride(0),
+        indices.stride(1) if indices.shape[1] > 1 else 0,
+        indices.stride(2),
+        indices.stride(3),
+        *found[0].stride()[:3],
+        0 if sinks is None else sinks.stride(0),
+        batch,
+        num_kv_heads,
+        group,
+        parts,
+        length,
+        indices.shape[3],
+        window,
+        offset,
+        each,
+        scaling * _LOG2E.value,
+        SINKS=sinks is not None and splits == 1,
+        SHARED=shared,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=block_d,
+        BLOCK_REST=rest,
+        BLOCK_DV=block_dv,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        **tile.options,
+    )
+    if splits > 1:
+        _merge_splits[length * num_heads, batch](
+            *found,
+            sinks,
+            out,
+            lse,
+            *found[0].stride()[:3],
+            *out.stride()[:3],
+            0 if sinks is None else sinks.stride(0),
+            batch,
+            num_heads,
+            length,
+            splits,
+            SINKS=sinks is not None,
+            VALUE_DIM=value_dim,
+            BLOCK_DV=block_dv,
+            BLOCK=min(16, triton.next_power_of_2(splits)),
+            num_warps=4,
+        )
+    return Attended(out, lse)
+
+
+def same_memory(k: Tensor, v: Tensor) -> bool:
+    """Whether values are the first dimensions of their keys, where these lie."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and v.shape[3] <= k.shape[3]
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit(do_not_specialize=["batches", "num_kv_heads", "parts", "length", "selected", "window", "offset", "each"])
+def _attend_selected(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    recent_k_ptr,
+    recent_v_ptr,
+    index_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    q_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    v_stride_d,
+    recent_k_stride_b,
+    recent_k_stride_h,
+    recent_k_stride_l,
+    recent_k_stride_d,
+    recent_v_stride_b,
+    recent_v_stride_h,
+    recent_v_stride_l,
+    recent_v_stride_d,
+    index_stride_b,
+    index_stride_h,
+    index_stride_l,
+    index_stride_k,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    sink_stride,
+    batches,
+    num_kv_heads,
+    group,
+    parts,
+    length,
+    selected,
+    window,
+    offset,
+    each,
+    scale,
+    SINKS: tl.constexpr,
+    SHARED: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``out [splits * B, Hq, Lq, Dv]``, whose last stride is 1, and ``lse [splits * B, Hq, Lq]``, contiguous;
+    ``scale`` includes log2(e).
+
+    Blocks of keys are counted over the selection, ``[B, Hkv or 1, Lq, K]``, and then over the window. A split has
+    ``each`` of them. A head's dimensions are multiplied as a power of two and what is left.
+    """
+    query, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
+    split = tl.program_id(2)
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    exist = member < group
+    heads = head * group + tl.where(exist, member, 0)
+    places, dims, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+
+    q_ptr += batch * q_stride_b + query.to(tl.int64) * q_stride_l
+    q_mask = exist[:, None]
+    if BLOCK_D > DIM:
+        q_mask = q_mask & (dims < DIM)[None, :]
+    q = tl.load(q_ptr + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d, mask=q_mask, other=0.0)
+    if BLOCK_REST:
+        more = BLOCK_D + tl.arange(0, BLOCK_REST)
+        q_tile = heads[:, None] * q_stride_h + more[None, :] * q_stride_d
+        q_more = tl.load(q_ptr + q_tile, mask=exist[:, None] & (more < DIM)[None, :], other=0.0)
+    k_ptr += batch * k_stride_b + head * k_stride_h
+    v_ptr += batch * v_stride_b + head * v_stride_h
+    recent_k_ptr += batch * recent_k_stride_b + head * recent_k_stride_h
+    recent_v_ptr += batch * recent_v_stride_b + head * recent_v_stride_h
+    index_ptr += batch * index_stride_b + head * index_stride_h + query.to(tl.int64) * index_stride_l
+    oldest = offset + query + 1 - window
+
+    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    of_selection = tl.cdiv(selected, BLOCK_N)
+    end = tl.minimum((split + 1) * each, of_selection + tl.cdiv(window, BLOCK_N))
+    for block in tl.range(split * each, end):
+        chosen = block < of_selection
+        place = block * BLOCK_N + places
+        keys = tl.load(index_ptr + place * index_stride_k, mask=place < selected, other=-1)
+        place = tl.where(chosen, 0, place - of_selection * BLOCK_N)
+        keys = tl.where(chosen, keys, tl.where(place < window, oldest + place, -1).to(keys.dtype))
+        stored = keys >= 0
+        slots = tl.where(stored, keys, 0).to(tl.int64)
+
+        k_base, k_step = tl.where(chosen, k_ptr, recent_k_ptr), tl.where(chosen, k_stride_l, recent_k_stride_l)
+        k_rows = k_base + (slots * k_step)[:, None]
+        k_along = tl.where(chosen, k_stride_d, recent_k_stride_d)
+        k_mask = stored[:, None]
+        if BLOCK_D > DIM:
+            k_mask = k_mask & (dims < DIM)[None, :]
+        k = tl.load(k_rows + dims[None, :] * k_along, mask=k_mask, other=0.0)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if BLOCK_REST:
+            k_mask = stored[:, None] & (more < DIM)[None, :]
+            k_more = tl.load(k_rows + more[None, :] * k_along, mask=k_mask, other=0.0)
+            logits = tl.dot(q_more, tl.trans(k_more), logits, input_precision="ieee")
+        logits = tl.where(stored[None, :], logits * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        p = tl.exp2(logits - higher[:, None])
+        fade = tl.exp2(top - higher)
+        if SHARED:
+            v = k
+        else:
+            v_base, v_step = tl.where(chosen, v_ptr, recent_v_ptr), tl.where(chosen, v_stride_l, recent_v_stride_l)
+            v_along = tl.where(chosen, v_stride_d, recent_v_stride_d)
+            v_tile = (slots * v_step)[:, None] + value_dims[None, :] * v_along
+            v_mask = stored[:, None]
+            if BLOCK_DV > VALUE_DIM:
+                v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
+            v = tl.load(v_base + v_tile, mask=v_mask, other=0.0)
+        out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+        weight = weight * fade + tl.sum(p, 1)
+        top = higher
+
+    if SINKS:
+        sink = tl.load(sink_ptr + heads * sink_stride).to(tl.float32) * _LOG2E
+        higher = tl.maximum(top, sink)
+        fade = tl.exp2(top - higher)
+        out = out * fade[:, None]
+        weight = weight * fade + tl.exp2(sink - higher)
+        top = higher
+    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
+    row = split * batches + batch
+    out_ptr += row * out_stride_b + query.to(tl.int64) * out_stride_l
+    out_mask = exist[:, None]
+    if BLOCK_DV > VALUE_DIM:
+        out_mask = out_mask & (value_dims < VALUE_DIM)[None, :]
+    tl.store(
+        out_ptr + heads[:, None] * out_stride_h + value_dims[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=out_mask,
+    )
+    tl.store(lse_ptr + (row * num_kv_heads * group + heads) * length + query, lse, mask=exist)
+
+
+@triton.jit(do_not_specialize=["batches", "num_heads", "length", "splits"])
+def _merge_splits(
+    found_ptr,
+    found_lse_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    found_stride_b,
+    found_stride_h,
+    found_stride_l,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    sink_stride,
+    batches,
+    num_heads,
+    length,
+    splits,
+    SINKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Merges the splits of one head of one query by their log-sum-exps, in their order."""
+    query, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
+    batch, head, query = tl.program_id(1).to(tl.int64), head.to(tl.int64), query.to(tl.int64)
+    dims = tl.arange(0, BLOCK_DV)
+    top, weight, out = tl.full([], _LOWEST, tl.float32), 0.0, tl.zeros([BLOCK_DV], tl.float32)
+    if SINKS:
+        top = tl.maximum(tl.load(sink_ptr + head * sink_stride).to(tl.float32) * _LOG2E, _LOWEST)
+        weight = tl.where(top > _LOWEST, 1.0, 0.0)
+    for first in tl.range(0, splits, BLOCK):
+        some = first + tl.arange(0, BLOCK)
+        exist = some < splits
+        row = some.to(tl.int64) * batches + batch
+        lse = tl.load(found_lse_ptr + (row * num_heads + head) * length + query, mask=exist, other=float("-inf"))
+        found = found_ptr + row * found_stride_b + head * found_stride_h + query * found_stride_l
+        some_mask = exist[:, None] & (dims < VALUE_DIM)[None, :]
+        parts = tl.load(found[:, None] + dims[None, :], mask=some_mask, other=0.0)
+        higher = tl.maximum(top, tl.max(lse, 0) * _LOG2E)
+        fade, mine = tl.exp2(top - higher), tl.exp2(lse * _LOG2E - higher)
+        out = out * fade + tl.sum(parts * mine[:, None], 0)
+        weight = weight * fade + tl.sum(mine, 0)
+        top = higher
+    out = out / tl.where(weight == 0, 1.0, weight)
+    lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
+    out_ptr += batch * out_stride_b + head * out_stride_h + query * out_stride_l
+    tl.store(out_ptr + dims, out.to(out_ptr.dtype.element_ty), mask=dims < VALUE_DIM)
+    tl.store(lse_ptr + (batch * num_heads + head) * length + query, lse)
