@@ -122,7 +122,6 @@ def test_hoppers_own_compiles(dtype, sinks):
             "DIM": kernel.DIM,
             "KEYS": kernel._KEYS,
             "ROWS": kernel._ROWS,
-            "STAGES": kernel._STAGES,
             "REGISTERS": kernel._REGISTERS,
         },
         num_warps=4,

@@ -1,8 +1,9 @@
 """Attention of queries with selections of their own on Hopper: Gluon kernel of :func:`attend_selected`.
 
 For 64 heads of 512 dimensions that share keys, which are the values too. Two warpgroups each have half of the output's
-dimensions in registers, so that one multiplies while the other takes exponentials; a third one gathers keys ahead of
-both, those of the next query included.
+dimensions in registers. Of every two blocks of keys each makes the weights of one, and hands them to the other, so that
+one multiplies while the other takes exponentials; a third one gathers keys ahead of both, those of the next query
+included.
 """
 
 import torch
@@ -28,9 +29,7 @@ HEADS, DIM = 64, 512
 """What the kernel is for."""
 _KEYS = 64
 """Keys of a block."""
-_STAGES = 2
-"""Blocks that shared memory holds."""
-_ROWS = 8
+_ROWS = 32
 """Keys that are gathered at a time."""
 _REGISTERS = (216, 72)
 """Of a thread that multiplies, and of one that gathers."""
@@ -114,7 +113,6 @@ def attend_selected(
         DIM=DIM,
         KEYS=_KEYS,
         ROWS=_ROWS,
-        STAGES=_STAGES,
         REGISTERS=_REGISTERS,
         num_warps=4,
     )
@@ -166,12 +164,12 @@ def _gather(
     DIM: gl.constexpr,
     KEYS: gl.constexpr,
     ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """Fills ``q_tile [HEADS, D]`` for every query, and ``k_tiles [STAGES, KEYS, D]`` by turns; unused keys are 0."""
+    """Fills ``q_tile [HEADS, D]`` for every query, and ``k_tiles [2, KEYS, D]`` half by half; unused keys are 0."""
+    HALF: gl.constexpr = DIM // 2
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
-    dims = gl.arange(0, DIM, gl.SliceLayout(0, COPY))
+    dims = gl.arange(0, HALF, gl.SliceLayout(0, COPY))
     of_selection = gl.cdiv(places, KEYS)
     blocks = of_selection + gl.cdiv(window, KEYS)
     turn, lap = 0, 0
@@ -179,20 +177,23 @@ def _gather(
         batch, head, part, query = _place(item, num_kv_heads, parts, length)
         mbarrier.wait(q_empty, (lap & 1) ^ 1)
         q_base = q_ptr + batch * q_stride_b + query * q_stride_l
-        for first in gl.static_range(0, HEADS, ROWS):
-            member = part * HEADS + first + rows
-            exist = member < group
-            of_head = (head * group + gl.where(exist, member, 0)) * q_stride_h
-            async_copy.async_copy_global_to_shared(
-                q_tile.slice(first, ROWS, dim=0), q_base + of_head[:, None] + dims[None, :], mask=exist[:, None]
-            )
+        for half in gl.static_range(2):
+            for first in gl.static_range(0, HEADS, ROWS):
+                member = part * HEADS + first + rows
+                exist = member < group
+                of_head = (head * group + gl.where(exist, member, 0)) * q_stride_h
+                async_copy.async_copy_global_to_shared(
+                    q_tile.slice(first, ROWS, dim=0).slice(half * HALF, HALF, dim=1),
+                    q_base + of_head[:, None] + (half * HALF + dims)[None, :],
+                    mask=exist[:, None],
+                )
         async_copy.mbarrier_arrive(q_full, increment_count=False)
         index_base = index_ptr + batch * index_stride_b + head * index_stride_h + query * index_stride_l
         k_base = k_ptr + batch * k_stride_b + head * k_stride_h
         recent_base = recent_ptr + batch * recent_stride_b + head * recent_stride_h
         oldest = offset + query.to(gl.int32) + 1 - window
-        for block in range(blocks):
-            stage = turn % STAGES
+        for block in range(2 * gl.cdiv(blocks, 2)):
+            stage = turn & 1
             chosen = block < of_selection
             base = gl.where(chosen, k_base, recent_base)
             step = gl.where(chosen, k_stride_l, recent_stride_l)
@@ -202,15 +203,16 @@ def _gather(
                 key = gl.load(index_base + place * index_stride_k, mask=place < places, other=-1).to(gl.int32)
                 recent = (block - of_selection) * KEYS + first + rows
                 keys += (gl.where(chosen, key, gl.where(recent < window, oldest + recent, -1)),)
-            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-            for piece in gl.static_range(KEYS // ROWS):
-                slots = gl.where(keys[piece] >= 0, keys[piece], 0).to(gl.int64) * step
-                async_copy.async_copy_global_to_shared(
-                    k_tiles.index(stage).slice(piece * ROWS, ROWS, dim=0),
-                    base + slots[:, None] + dims[None, :],
-                    mask=(keys[piece] >= 0)[:, None],
-                )
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            for half in gl.static_range(2):
+                mbarrier.wait(empty.index(2 * stage + half), (turn // 2 & 1) ^ 1)
+                for piece in gl.static_range(KEYS // ROWS):
+                    slots = gl.where(keys[piece] >= 0, keys[piece], 0).to(gl.int64) * step
+                    async_copy.async_copy_global_to_shared(
+                        k_tiles.index(stage).slice(piece * ROWS, ROWS, dim=0).slice(half * HALF, HALF, dim=1),
+                        base + slots[:, None] + (half * HALF + dims)[None, :],
+                        mask=(keys[piece] >= 0)[:, None],
+                    )
+                async_copy.mbarrier_arrive(full.index(2 * stage + half), increment_count=False)
             turn += 1
         lap += 1
 
@@ -240,63 +242,125 @@ def _attend(
     scale,
     q_tiles,
     k_tiles,
+    p_tiles,
+    fades,
+    tops,
+    sums,
     q_full,
     q_empty,
     full,
     empty,
+    p_full,
+    p_empty,
+    sum_full,
     WHICH: gl.constexpr,
     SINKS: gl.constexpr,
     HEADS: gl.constexpr,
     DIM: gl.constexpr,
     KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """Attention over all keys, for half of the output's dimensions."""
+    """Attention over all keys, for half of the output's dimensions. The first warpgroup makes the weights of even
+    blocks, the second those of odd ones, which it begins with the maxima that the first one has found."""
     HALF: gl.constexpr = DIM // 2
+    OTHER: gl.constexpr = 1 - WHICH
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     OF_HEAD: gl.constexpr = gl.SliceLayout(1, OUT)
+    OF_LOGITS: gl.constexpr = gl.SliceLayout(1, LOGITS)
     STORED: gl.constexpr = _eight_together()
     columns = gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
     nothing = gl.zeros([HEADS, KEYS], gl.float32, LOGITS)
     of_selection = gl.cdiv(places, KEYS)
-    blocks = of_selection + gl.cdiv(window, KEYS)
+    pairs = gl.cdiv(of_selection + gl.cdiv(window, KEYS), 2)
     turn, lap = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         batch, head, part, query = _place(item, num_kv_heads, parts, length)
         index_base = index_ptr + batch * index_stride_b + head * index_stride_h + query * index_stride_l
         oldest = offset + query.to(gl.int32) + 1 - window
-        top = gl.full([HEADS], _LOWEST, gl.float32, gl.SliceLayout(1, LOGITS))
-        weight = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, LOGITS))
+        top = gl.full([HEADS], _LOWEST, gl.float32, OF_LOGITS)
+        weight = gl.zeros([HEADS], gl.float32, OF_LOGITS)
         out = gl.zeros([HEADS, HALF], gl.float32, OUT)
         mbarrier.wait(q_full, lap & 1)
-        for block in range(blocks):
-            stage = turn % STAGES
-            chosen = block < of_selection
-            # an address that seems to change, or what is made of it fills registers that are short
-            q, k = q_tiles.index(turn >> 30), k_tiles.index(stage)
-            mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        for pair in range(pairs):
+            phase = turn & 1
+            zero = turn >> 30  # addresses that seem to change are not kept in registers that are short
+            q, mine = q_tiles.index(zero), k_tiles.index(WHICH + zero)
+            my_values = mine.slice(WHICH * HALF, HALF, dim=1)
+            other_values = k_tiles.index(OTHER + zero).slice(WHICH * HALF, HALF, dim=1)
+            mbarrier.wait(full.index(2 * WHICH), phase)
             fence_async_shared()
-            products = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            products = warpgroup_mma(
+                q.slice(0, HALF, dim=1),
+                mine.slice(0, HALF, dim=1).permute((1, 0)),
+                nothing,
+                use_acc=False,
+                is_async=True,
+            )
+            mbarrier.wait(full.index(2 * WHICH + 1), phase)
+            fence_async_shared()
+            products = warpgroup_mma(
+                q.slice(HALF, HALF, dim=1), mine.slice(HALF, HALF, dim=1).permute((1, 0)), products, is_async=True
+            )
+            block = 2 * pair + WHICH
+            chosen = block < of_selection
             place = block * KEYS + columns
             key = gl.load(index_base + place * index_stride_k, mask=place < places, other=-1).to(gl.int32)
             recent = (block - of_selection) * KEYS + columns
             key = gl.where(chosen, key, gl.where(recent < window, oldest + recent, -1))
             products = warpgroup_mma_wait(0, deps=(products,))
-            mbarrier.arrive(q_empty, count=1, pred=block == blocks - 1)
+            mbarrier.arrive(q_empty, count=1, pred=pair == pairs - 1)
             logits = gl.where((key >= 0)[None, :], products * scale, float("-inf"))
+            if WHICH == 1:
+                mbarrier.wait(p_full.index(OTHER), phase)
+                fade = fades.index(OTHER).load(OF_LOGITS)
+                top = tops.index(OTHER).load(OF_LOGITS)
+                weight = weight * fade
+                out = out * gl.convert_layout(fade, OF_HEAD)[:, None]
+                mbarrier.wait(full.index(2 * OTHER + WHICH), phase)
+                fence_async_shared()
+                adding = warpgroup_mma(p_tiles.index(OTHER), other_values, out, is_async=True)
             higher = gl.maximum(top, gl.max(logits, 1))
             p = gl.exp2(logits - higher[:, None])
             fade = gl.exp2(top - higher)
             weight = weight * fade + gl.sum(p, 1)
             top = higher
+            p = p.to(k_tiles.dtype)
+            mbarrier.wait(p_empty.index(WHICH), phase ^ 1)
+            p_tiles.index(WHICH).store(p)
+            fades.index(WHICH).store(fade)
+            tops.index(WHICH).store(top)
+            fence_async_shared()
+            mbarrier.arrive(p_full.index(WHICH), count=1)
+            if WHICH == 1:
+                out = warpgroup_mma_wait(0, deps=(adding,))
+                mbarrier.arrive(empty.index(2 * OTHER + WHICH), count=1)
+                mbarrier.arrive(p_empty.index(OTHER), count=1)
             out = out * gl.convert_layout(fade, OF_HEAD)[:, None]
-            p = gl.convert_layout(p.to(k_tiles.dtype), WEIGHTS)
-            out = warpgroup_mma(p, k.slice(WHICH * HALF, HALF, dim=1), out, is_async=True)
+            out = warpgroup_mma(gl.convert_layout(p, WEIGHTS), my_values, out, is_async=True)
             out = warpgroup_mma_wait(0, deps=(out,))
-            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(empty.index(2 * WHICH + WHICH), count=1)
+            if WHICH == 0:
+                mbarrier.wait(p_full.index(OTHER), phase)
+                fade = fades.index(OTHER).load(OF_LOGITS)
+                top = tops.index(OTHER).load(OF_LOGITS)
+                weight = weight * fade
+                out = out * gl.convert_layout(fade, OF_HEAD)[:, None]
+                mbarrier.wait(full.index(2 * OTHER + WHICH), phase)
+                fence_async_shared()
+                out = warpgroup_mma(p_tiles.index(OTHER), other_values, out, is_async=True)
+                out = warpgroup_mma_wait(0, deps=(out,))
+                mbarrier.arrive(empty.index(2 * OTHER + WHICH), count=1)
+                mbarrier.arrive(p_empty.index(OTHER), count=1)
             turn += 1
+
+        sums.index(WHICH).store(weight)
+        mbarrier.arrive(sum_full.index(WHICH), count=1)
+        mbarrier.wait(sum_full.index(OTHER), lap & 1)
+        if WHICH == 0:
+            weight = weight + sums.index(OTHER).load(OF_LOGITS)
+        else:
+            weight = sums.index(OTHER).load(OF_LOGITS) + weight
         lap += 1
 
         member = part * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, LOGITS))
@@ -372,7 +436,6 @@ def _attend_selected(
     DIM: gl.constexpr,
     KEYS: gl.constexpr,
     ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Writes ``out [B, Hq, Lq, D]``, whose last stride is 1, and ``lse [B, Hq, Lq]``, contiguous; ``scale`` includes
@@ -380,29 +443,41 @@ def _attend_selected(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_tiles = gl.allocate_shared_memory(dtype, [1, HEADS, DIM], LAYOUT)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], LAYOUT)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, KEYS, DIM], LAYOUT)
+    p_tiles = gl.allocate_shared_memory(dtype, [2, HEADS, KEYS], LAYOUT)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fades = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
+    tops = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    p_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    sum_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=128)  # the threads that gather
     mbarrier.init(q_empty, count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=128)
-        mbarrier.init(empty.index(stage), count=2)
+    for which in gl.static_range(4):
+        mbarrier.init(full.index(which), count=128)
+        mbarrier.init(empty.index(which), count=1)
+    for which in gl.static_range(2):
+        mbarrier.init(p_full.index(which), count=1)
+        mbarrier.init(p_empty.index(which), count=1)
+        mbarrier.init(sum_full.index(which), count=1)
     # fmt: off
     gl.warp_specialize([
         (_attend, (index_ptr, sink_ptr, out_ptr, lse_ptr, index_stride_b, index_stride_h, index_stride_l,
                    index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
-                   parts, length, places, window, offset, scale, q_tiles, k_tiles, q_full, q_empty, full, empty,
-                   0, SINKS, HEADS, DIM, KEYS, STAGES)),
+                   parts, length, places, window, offset, scale, q_tiles, k_tiles, p_tiles, fades, tops, sums,
+                   q_full, q_empty, full, empty, p_full, p_empty, sum_full, 0, SINKS, HEADS, DIM, KEYS)),
         (_attend, (index_ptr, sink_ptr, out_ptr, lse_ptr, index_stride_b, index_stride_h, index_stride_l,
                    index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
-                   parts, length, places, window, offset, scale, q_tiles, k_tiles, q_full, q_empty, full, empty,
-                   1, SINKS, HEADS, DIM, KEYS, STAGES)),
+                   parts, length, places, window, offset, scale, q_tiles, k_tiles, p_tiles, fades, tops, sums,
+                   q_full, q_empty, full, empty, p_full, p_empty, sum_full, 1, SINKS, HEADS, DIM, KEYS)),
         (_gather, (q_ptr, k_ptr, recent_ptr, index_ptr, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h,
                    k_stride_l, recent_stride_b, recent_stride_h, recent_stride_l, index_stride_b, index_stride_h,
                    index_stride_l, index_stride_k, items, num_kv_heads, group, parts, length, places, window, offset,
-                   q_tiles.index(0), k_tiles, q_full, q_empty, full, empty, HEADS, DIM, KEYS, ROWS, STAGES)),
+                   q_tiles.index(0), k_tiles, q_full, q_empty, full, empty, HEADS, DIM, KEYS, ROWS)),
     ], [4, 4], [REGISTERS[0], REGISTERS[1]])
     # fmt: on

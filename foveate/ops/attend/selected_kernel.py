@@ -21,8 +21,8 @@ _LARGEST = 576
 """The largest head dim."""
 _HEADS = 64
 """The most heads of a program."""
-_HOPPER = False
-"""Whether Hopper gets the kernel written for it: not before that has run on one."""
+_HOPPER = True
+"""Whether Hopper gets the kernel written for it."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, heads: int, capability: int, shared: bool) -> Tile:
