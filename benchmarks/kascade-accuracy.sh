@@ -30,7 +30,7 @@ calibrate divergence --by divergence --method kascade:pool=layer --task ruler:sp
 for anchors in 5 10; do
   calibrate "together-$anchors" --by together --anchors "$anchors" --method kascade:pool=layer,pooling=sqrt \
     --task ruler:split=niah_multikey_2,length=8192 --task ruler:split=niah_multikey_3,length=8192 \
-    --limit 15 --seed 1 --batch-size 45 --dtype bfloat16
+    --limit 15 --seed 1 --batch-size 45 --answer-tokens 40 --dtype bfloat16
 done
 
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
@@ -53,6 +53,7 @@ ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 # At a tenth: the method with dense and with sparse prompts; what else there is; variants of it.
 tenth=(
   "$five,decode_only=true" "$ten,decode_only=true" "$ten" "$ten,rest=mean"
+  "$ten,exact_anchors=true" "$ten,exact_anchors=true,rest=mean"
   "$ours,decode_only=true" "$sparse" "$ours" "$paper,decode_only=true" "$paper"
   oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
 )

@@ -39,6 +39,7 @@ VARIANTS = [
             "pre_softmax": {"anchors": [1], "pooling": "pre_softmax"},
             "layer": {"anchors": [1], "pool": "layer", "tile": 5},
             "sqrt": {"anchors": [1], "pooling": "sqrt"},
+            "exact_anchors": {"anchors": [1], "exact_anchors": True},
             "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3},
             "rest": {"anchors": [1], "rest": "mean"},
         }.items()

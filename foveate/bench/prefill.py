@@ -26,6 +26,7 @@ METHODS = (
     "streaming",
     "kascade",
     "kascade:rest=mean",
+    "kascade:exact_anchors=true",
     "tova",
     "snapkv",
     "h2o",

@@ -176,6 +176,9 @@ class TopKByMass(SelectOnce):
     keys of its own, as many as it attends to.
     """
 
+    exact_anchors: ClassVar[bool] = False
+    """Whether layers that choose read all keys in prompts."""
+
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")
     top_p: float = setting(1.0, "attention mass after which no more keys are chosen, however many top_k allows")
@@ -257,7 +260,7 @@ class TopKByMass(SelectOnce):
             with torch.no_grad():
                 indices = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
             self._hand_on(cache, indices)
-            if place.dense:
+            if place.dense or self.exact_anchors:
                 return attended
         else:
             indices, heads = self._handed_on(cache)

@@ -21,9 +21,13 @@ Number = TypeVar("Number", int, Tensor)
 REGISTRY: dict[str, type[Method]] = {}
 
 
-def setting(default: Any, help: str) -> Any:
-    """A documented field of a method."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def setting(default: Any, help: str, later: bool = False) -> Any:
+    """A documented field of a method.
+
+    `later`: it has come since results were recorded, and its default is what the method did before. At its default it
+    is not among :meth:`Method.settings`, so that these results stay the method's own.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "later": later})
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,13 @@ class Method:
     # Settings
 
     def settings(self) -> dict[str, Any]:
-        """The settings as JSON-able values."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """The settings as JSON-able values, without those at their default that came later."""
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            field.name: value
+            for field, value in values.items()
+            if not (field.metadata.get("later") and value == field.default)
+        }
 
     @property
     def spec(self) -> str:

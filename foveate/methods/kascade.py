@@ -37,8 +37,18 @@ class Kascade(TopKByMass):
     remap: bool = setting(True, "read the heads that `heads` or the calibration names; false: those of the same number")
     calibration: str = setting("", "file of `foveate calibrate` with both; or auto: from the first long prompt")
 
+    exact_anchors: bool = setting(
+        False, "in prompts anchors read all keys, whose attention they compute in order to choose", later=True
+    )
+
     def __post_init__(self):
         super().__post_init__()
+        self._check("exact_anchors", isinstance(self.exact_anchors, bool), "true or false")
+        self._check(
+            "exact_anchors",
+            not (self.exact_anchors and self.decode_only),
+            "false with decode_only: all layers read all",
+        )
         self._check("remap", isinstance(self.remap, bool), "true or false")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`, or auto")
         if self.calibration == AUTO:

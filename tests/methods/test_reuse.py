@@ -107,6 +107,8 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax",
         {"anchors": [1], "decode_only": True, "heads": {"3": [1, 0]}},
         {"anchors": [0, 2], "top_p": 0.5},
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
+        {"anchors": [1], "exact_anchors": True},
+        {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
     ],
     ids=str,
 )
@@ -135,7 +137,8 @@ def test_kascade_written_out(settings, top_k):
             everything = [set(range(i + 1))] * KV_HEADS
             if layer in settings["anchors"]:
                 selection = by_mass(q, k, queries, begin, budget, **how)
-                chosen = everything if layer == 0 else selection
+                exact = settings.get("exact_anchors") and not decoded
+                chosen = everything if layer == 0 or exact else selection
             elif selection is None:
                 chosen = everything
             else:
@@ -254,6 +257,8 @@ def test_evenly_spaced_anchors_and_depths():
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
         ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
+        ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
+        ("kascade", {"exact_anchors": True, "decode_only": True}, "exact_anchors must be false with decode_only"),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
         ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
@@ -313,3 +318,10 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
         stack = Stack(methods.make("kascade", anchors=[1], top_k=5, tile=24, pooling=pooling), 2, 39)
         assert stack.feed(part(tokens, 39)).isfinite().all()
         assert stack.feed(part(tokens, 39, 40)).isfinite().all()
+
+
+def test_a_setting_that_came_later_is_recorded_where_it_is_used():
+    assert "exact_anchors" not in methods.make("kascade").settings()
+    exact = methods.make("kascade", exact_anchors=True)
+    assert exact.settings()["exact_anchors"] is True
+    assert methods.make("kascade", **exact.settings()) == exact == methods.parse(exact.spec)
