@@ -22,8 +22,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 
 def queries_of(heads: int, width: int) -> int:
-    """Queries of a program, of heads of so many bytes, which its shared memory holds."""
-    return min(_ROWS // heads, 8) if width <= 512 else _ROWS // 2 // heads
+    """Queries of a program, of heads of so many bytes, which shared memory holds; 0: not even one."""
+    return min(_ROWS // heads, 8) if width <= 512 else _ROWS // 4 // heads
 
 
 def options(dtype: torch.dtype, dim: int, capability: int) -> dict[str, int]:
@@ -55,8 +55,13 @@ def indexer_scores(
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
     if q.dtype != k.dtype or q.dtype not in _DTYPES or (q.dtype == torch.float8_e4m3fn and capability < (8, 9)):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
-    if heads & (heads - 1) or not 16 <= heads <= _ROWS // 2 or dim > 256:
-        raise UnsupportedError(f"{heads} index heads of {dim} (powers of two from 16 to {_ROWS // 2}, of at most 256)")
+    width = max(16, triton.next_power_of_2(dim))
+    each = queries_of(heads, width * q.element_size())
+    if heads & (heads - 1) or not 16 <= heads <= _ROWS // 2 or dim > 256 or not each:
+        raise UnsupportedError(
+            f"{heads} index heads of {dim} in {q.dtype} (powers of two from 16 to {_ROWS // 2}, of at most 256; of more "
+            "than 128 in fp32 at most 64)"
+        )
     if weights.dtype != torch.float32 or weights.shape != q.shape[:3] or k.shape != (batch, number, dim):
         raise ValueError(
             f"shapes or dtypes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, "
@@ -74,8 +79,6 @@ def indexer_scores(
     starts = None if starts is None else starts.contiguous()
     if not number or not queries:
         return IndexerScores(scores, maxima, lost)
-    width = max(16, triton.next_power_of_2(dim))
-    each = queries_of(heads, width * q.element_size())
     groups, tiles = triton.cdiv(queries, each), triton.cdiv(number, _KEYS)
     span = max(1, min(_SPAN, batch * groups * tiles // _programs(q.device)))
     _indexer_scores[groups * triton.cdiv(tiles, span), batch](
