@@ -113,9 +113,8 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                 "commit": accounting.commit(),
             }
         )
-        say(
-            f"{study} {value} at {tokens:,} tokens: {ms:,.1f} ms, {peak / 1e9:.2f} GB, recall {rows[-1]['recall_mean']:.4f}"
-        )
+        mean = rows[-1]["recall_mean"]
+        say(f"{study} {value} at {tokens:,} tokens: {ms:,.1f} ms, {peak / 1e9:.2f} GB, recall {mean:.4f}")
 
     def fused(top_k: int) -> Tensor:
         return _select(plan, large, top_k)
