@@ -1,9 +1,10 @@
 """Write the tables of the documentation from the result files: `python benchmarks/tables.py [--check]`.
 
 A table stands between `<!-- report: FILE... [KIND] [NAME=VALUE]... -->` and `<!-- end -->`. Kinds that make one table
-of several comparisons: `summary`, `differences` and `least-keys` (see `foveate.report`). Conditions choose rows and
-their order, as `foveate plot --where` does, or cases of benches; `over-splits` makes one comparison of splits whose
-names differ in a last number. Files that end in .json are calibrations, which go side by side.
+of several comparisons: `summary`, `differences` and `least-keys`; those of the indexer's benches begin with the bench's
+name (see `foveate.report`). Conditions choose rows and their order, as `foveate plot --where` does, or cases of
+benches; `over-splits` makes one comparison of splits whose names differ in a last number. Files that end in .json are
+calibrations, which go side by side.
 """
 
 import json
@@ -12,15 +13,28 @@ import sys
 from pathlib import Path
 
 from foveate.calibration import load
-from foveate.report import calibrations, pooled
+from foveate.report import calibrations, csa, indexer, indexer_study, pooled
 from foveate.report.beside_dense import differences, least_keys
+from foveate.report.indexer_goals import goals
 from foveate.report.lines import once
 from foveate.report.markdown import tables
 from foveate.report.rows import chosen, spelled
 from foveate.report.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = {"summary": summary, "differences": differences, "least-keys": least_keys}
+KINDS = {
+    "summary": summary,
+    "differences": differences,
+    "least-keys": least_keys,
+    "indexer-goals": goals,
+    "indexer-parity": indexer.parity,
+    "indexer-lengths": indexer.lengths,
+    "indexer-gpus": indexer.gpus,
+    "indexer-settings": indexer_study.settings,
+    "indexer-ablations": indexer_study.ablations,
+    "csa-layer": csa.layer,
+    "dsa-model": csa.model,
+}
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -55,7 +55,8 @@ def prefill(
 def indexer(
     tokens: Annotated[list[int] | None, typer.Option(help="Length of the context; may be given often.")] = None,
     impl: Annotated[
-        list[str] | None, typer.Option(help="foveate, chunked or materialised; may be given often.")
+        list[str] | None,
+        typer.Option(help="foveate, chunked, materialised or deepgemm+flashinfer (fp8); may be given often."),
     ] = None,
     heads: Annotated[int, typer.Option(help="Index heads.")] = 64,
     dim: Annotated[int, typer.Option(help="Dimensions of an index head.")] = 128,
@@ -70,7 +71,7 @@ def indexer(
     """The lightning indexer of compressed sparse attention: time, arithmetic, memory, exactness."""
     from foveate.bench import indexer as bench
 
-    lengths, names = tuple(tokens or bench.TOKENS), tuple(impl or bench.IMPLEMENTATIONS)
+    lengths, names = tuple(tokens or bench.TOKENS), tuple(impl) if impl else None
     plan = bench.Plan(lengths, names, heads, dim, top_k, ratio, dtype, repeats, seed, device)
     _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foveate import csa, ops
+from foveate.bench.peers import PEERS, Peer
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 
@@ -34,7 +35,8 @@ class Plan:
     """What to measure."""
 
     tokens: Sequence[int] = TOKENS
-    implementations: Sequence[str] = tuple(IMPLEMENTATIONS)
+    implementations: Sequence[str] | None = None
+    """Names; None for all of ours, and the peers that take the dtype and whose packages are installed."""
     heads: int = 64
     dim: int = 128
     top_k: int = 512
@@ -53,9 +55,11 @@ class Plan:
             raise UserError(f"tokens must be at least the ratio, {self.ratio}, not {list(self.tokens)}")
         if self.dtype not in _DTYPES:
             raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
-        strange = [name for name in self.implementations if name not in IMPLEMENTATIONS]
-        if strange or not self.implementations:
-            raise UserError(f"impl must be among {', '.join(IMPLEMENTATIONS)}, not {', '.join(strange) or 'none'}")
+        if self.implementations is not None:
+            known = (*IMPLEMENTATIONS, *PEERS)
+            strange = [name for name in self.implementations if name not in known]
+            if strange or not self.implementations:
+                raise UserError(f"impl must be among {', '.join(known)}, not {', '.join(strange) or 'none'}")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError("no CUDA device is here; --device cpu measures the references")
 
@@ -72,9 +76,9 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """
     plan.check()
     ranks = _Ranks.of(plan.device)
-    if ranks.world > 1 and list(plan.implementations) != ["foveate"]:
+    if ranks.world > 1 and list(plan.implementations or ()) != ["foveate"]:
         raise UserError("several ranks are for --impl foveate alone")
-    plan = dataclasses.replace(plan, device=ranks.device)
+    plan = dataclasses.replace(plan, device=ranks.device, implementations=_able(plan, say))
     ceiling = matmul_rate(plan)
     rows = []
     for tokens in plan.tokens:
@@ -85,11 +89,11 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
             if name == "materialised" and not _fits(plan, tokens):
                 say(f"{name} at {tokens:,} tokens: products of {_products(plan, tokens) / 1e9:,.0f} GB do not fit")
                 continue
-            milliseconds, peak, recall = _measure(plan, IMPLEMENTATIONS[name], inputs, ranks)
+            found[name] = _measure(plan, name, inputs, ranks)
             if not ranks.rank:
-                say(f"{name} at {tokens:,} tokens: {milliseconds:,.2f} ms, {flops / milliseconds / 1e9:,.1f} TFLOP/s")
-            found[name] = {"ms": milliseconds, "peak_bytes": peak, "recall_min": recall}
-        baseline = next((name for name in ("materialised", "chunked", "foveate") if name in found), None)
+                ms = found[name]["ms"]
+                say(f"{name} at {tokens:,} tokens: {ms:,.2f} ms, {flops / ms / 1e9:,.1f} TFLOP/s")
+        baseline = next((name for name in ("materialised", *PEERS, "chunked", "foveate") if name in found), None)
         for name, measured in found.items():
             rows.append(
                 {
@@ -111,7 +115,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                     **measured,
                     "peak_counts": "above the inputs, the result included; of several ranks the most",
                     "recall_counts": f"least of at most {_CHECKED} queries a rank, by the kernel's own scores; "
-                    "1 only if sets are equal",
+                    + ("ties to any" if name in PEERS else "1 only if sets are equal"),
                     "baseline": baseline,
                     "baseline_ms": found[baseline]["ms"],
                     "speedup": found[baseline]["ms"] / measured["ms"],
@@ -220,18 +224,38 @@ def _fits(plan: Plan, tokens: int) -> bool:
     return 2.2 * _products(plan, tokens) <= _ROOM * room  # the products, and as much again while they are weighted
 
 
-def _measure(plan: Plan, path: str, inputs: _Inputs, ranks: _Ranks) -> tuple[float, int, float]:
-    """Median milliseconds, peak bytes above the inputs, and the least recall of some queries."""
+def _able(plan: Plan, say: Callable[[str], None]) -> tuple[str, ...]:
+    """The names of what is measured: all that was asked for, or all that can be."""
+    if plan.implementations is None:
+        fitting = {name: peer for name, peer in PEERS.items() if not peer.cannot(plan.heads, plan.dim, plan.dtype)}
+        missing = {name: why for name, peer in fitting.items() if (why := peer.lacks())}
+        for name, why in missing.items():
+            say(f"{name} is left out: {why}")
+        return (*IMPLEMENTATIONS, *(name for name in fitting if name not in missing))
+    for name in plan.implementations:
+        if name in PEERS and (why := PEERS[name].cannot(plan.heads, plan.dim, plan.dtype) or PEERS[name].lacks()):
+            raise UserError(f"{name}: {why}")
+    return tuple(plan.implementations)
+
+
+def _measure(plan: Plan, name: str, inputs: _Inputs, ranks: _Ranks) -> dict[str, Any]:
+    """Median milliseconds, peak bytes above the inputs, the least recall of some queries, and the number of those
+    that took other keys than the order says among ones with equal scores."""
     q, k, weights, key_scales, pieces = inputs
+    peer = PEERS.get(name)
 
     def select() -> Tensor:
+        if peer is not None:
+            return peer.select(q[0], k[0], weights[0], key_scales[0], plan.top_k, plan.ratio)[None]
         how = {"ratio": plan.ratio, "key_scales": key_scales}
         if ranks.world > 1:
             return csa.sharded_lightning_indexer(q, k, weights, plan.top_k, pieces=pieces, **how)
-        return csa.lightning_indexer(q, k, weights, plan.top_k, path=path, **how)
+        return csa.lightning_indexer(q, k, weights, plan.top_k, path=IMPLEMENTATIONS[name], **how)
 
     milliseconds, peak, found = timed(plan, select, ranks)
-    return milliseconds, peak, ranks.worst(_recall(plan, found, inputs), least=True)
+    recall, other_ties = _recall(plan, found, inputs, peer)
+    recall, other_ties = ranks.worst(recall, least=True), int(ranks.worst(other_ties))
+    return {"ms": milliseconds, "peak_bytes": peak, "recall_min": recall, "other_ties": other_ties}
 
 
 def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, int, Tensor]:
@@ -249,27 +273,48 @@ def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, 
     return statistics.median(times), int(ranks.worst(peak)), found
 
 
-def _recall(plan: Plan, found: Tensor, inputs: _Inputs) -> float:
-    """The least share of a query's set that the order of the scores themselves asks for, over some queries; what is
-    selected beside it counts against it."""
-    q, k, weights, key_scales, pieces = inputs
-    least, before = 1.0, 0
-    for begin, end in pieces:
-        count = min(_CHECKED // len(pieces), end - begin)
+def _recall(plan: Plan, found: Tensor, inputs: _Inputs, peer: Peer | None = None) -> tuple[float, int]:
+    """The least share of a query's set that its scores ask for, over some queries; what is selected beside it counts
+    against it. Of keys with the k-th score ours has to take the first, a peer as many as belong in.
+
+    Returns:
+        That share, and the number of queries whose set is not that of the order, but is one by the scores.
+    """
+    least, others, before = 1.0, 0, 0
+    for begin, end in inputs.pieces:
+        count = min(_CHECKED // len(inputs.pieces), end - begin)
         for place in range(count):
             t = begin + (place + 1) * (end - begin) // count - 1
             visible, here = (t + 1) // plan.ratio, before + t - begin
-            some, keys = slice(max(before, here + 1 - _TOGETHER), here + 1), slice(0, max(_TOGETHER, visible))
-            scales = None if key_scales is None else key_scales[:, keys]
-            how = {"ratio": plan.ratio, "offset": t - (here - some.start), "key_scales": scales}
-            scores = ops.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores
-            order = scores[0, -1, :visible].sort(descending=True, stable=True).indices[: plan.top_k]
+            if not visible:
+                continue
+            scores = _scores(plan, inputs, slice(max(before, here + 1 - _TOGETHER), here + 1), t, peer)[:visible]
+            ranked, order = scores.sort(descending=True, stable=True)
+            asked = min(plan.top_k, visible)
             mine = found[0, here].long()
-            if len(order):
-                right = int(torch.isin(order, mine).sum())
-                least = min(least, right / max(len(order), int((mine >= 0).sum())))
+            taken = torch.zeros(visible, dtype=torch.bool, device=mine.device)
+            taken[mine[(mine >= 0) & (mine < visible)]] = True
+            better, tied = scores > ranked[asked - 1], scores == ranked[asked - 1]
+            strict = int(taken[order[:asked]].sum())
+            fair = int((taken & better).sum()) + min(int((taken & tied).sum()), asked - int(better.sum()))
+            whole = max(asked, int((mine >= 0).sum()))
+            least = min(least, (strict if peer is None else fair) / whole)
+            others += strict < fair == whole
         before += end - begin
-    return least
+    return least, others
+
+
+def _scores(plan: Plan, inputs: _Inputs, some: slice, t: int, peer: Peer | None) -> Tensor:
+    """Those of the last of some queries, which is at position t, as the implementation itself computes them."""
+    q, k, weights, key_scales, _ = inputs
+    visible, first = (t + 1) // plan.ratio, t + 1 - (some.stop - some.start)
+    if peer is not None:
+        bounds = torch.arange(first + 1, t + 2, dtype=torch.int32, device=q.device) // plan.ratio
+        return peer.scores(q[0, some], k[0], weights[0, some], key_scales[0], bounds, visible)[-1]
+    keys = slice(0, max(_TOGETHER, visible))
+    scales = None if key_scales is None else key_scales[:, keys]
+    how = {"ratio": plan.ratio, "offset": first, "key_scales": scales}
+    return ops.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores[0, -1]
 
 
 def matmul_rate(plan: Plan) -> float:

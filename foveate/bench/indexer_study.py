@@ -19,6 +19,8 @@ from foveate.evaluation.errors import UserError
 BENCH = "indexer-study"
 TOP_K = (64, 256, 512, 1024, 2048)
 CHUNKS = (1024, 4096, 16384)
+LONG_CHUNKS = (*CHUNKS, 65536)
+"""Of a long context, where a run takes a second or more: they are timed once."""
 HELD = (64, 256, 512, 1024, 2048)
 """MB of scores that the fused path holds at once."""
 TILE, SMALL_TILE = 1024, 256
@@ -27,7 +29,7 @@ TILE, SMALL_TILE = 1024, 256
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Settings of the fused path at `tokens`; tiles of the chunked one, and ablations, at `small` tokens."""
+    """Settings of the fused path at `tokens`; ablations at `small` tokens; tiles of the chunked path at both."""
 
     tokens: int = 262144
     small: int = 16384
@@ -76,12 +78,21 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     plan.check()
     rows: list[dict[str, Any]] = []
 
-    def add(study: str, value: Any, tokens: int, top_k: int, work: Callable[[], Tensor], recall: _Recall) -> None:
-        ms, peak, found = bench.timed(plan, work, bench.ALONE)
+    def add(
+        study: str,
+        value: Any,
+        tokens: int,
+        top_k: int,
+        work: Callable[[], Tensor],
+        recall: _Recall,
+        how: Plan = plan,
+    ) -> None:
+        ms, peak, found = bench.timed(how, work, bench.ALONE)
         shares = recall(found)
         row = {"study": study, "value": value, "tokens": tokens, "top_k": top_k}
-        case = {name: getattr(plan, name) for name in ("heads", "dim", "ratio", "dtype", "repeats", "seed")}
-        first = next((one["ms"] for one in rows if one["case"]["study"] == study), ms)
+        case = {name: getattr(how, name) for name in ("heads", "dim", "ratio", "dtype", "repeats", "seed")}
+        alike = (one["ms"] for one in rows if (one["case"]["study"], one["case"]["tokens"]) == (study, tokens))
+        first = next(alike, ms)
         rows.append(
             {
                 "bench": BENCH,
@@ -102,13 +113,14 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                 "commit": accounting.commit(),
             }
         )
-        say(f"{study} {value}: {ms:,.1f} ms, {peak / 1e9:.2f} GB, recall {rows[-1]['recall_mean']:.4f}")
+        mean = rows[-1]["recall_mean"]
+        say(f"{study} {value} at {tokens:,} tokens: {ms:,.1f} ms, {peak / 1e9:.2f} GB, recall {mean:.4f}")
 
     def fused(top_k: int) -> Tensor:
         return _select(plan, large, top_k)
 
-    def chunked() -> Tensor:
-        return _select(plan, small, plan.top_k, "chunked")
+    def chunked(inputs: bench._Inputs) -> Tensor:
+        return _select(plan, inputs, plan.top_k, "chunked")
 
     large, small = (bench._draw(plan.at(tokens), tokens, bench.ALONE) for tokens in (plan.tokens, plan.small))
     for top_k in TOP_K:
@@ -117,11 +129,15 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     for held in HELD:
         with _set("SCORES_BYTES", held << 20):
             add("MB of scores held", held, plan.tokens, plan.top_k, lambda: fused(plan.top_k), every)
+    once, some = dataclasses.replace(plan, repeats=1), _Recall(plan, large, plan.top_k, parts=16)
     every = _Recall(plan, small, plan.top_k)
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
         for chunk in CHUNKS:
             with _set(name, chunk):
-                add(name.lower(), chunk, plan.small, plan.top_k, chunked, every)
+                add(name.lower(), chunk, plan.small, plan.top_k, lambda: chunked(small), every)
+        for chunk in LONG_CHUNKS:
+            with _set(name, chunk):
+                add(name.lower(), chunk, plan.tokens, plan.top_k, lambda: chunked(large), some, once)
     scores = every.scores()
     for name, work in ABLATIONS.items():
         add("ablation", name, plan.small, plan.top_k, lambda work=work: work(scores, plan.top_k), every)
@@ -145,13 +161,11 @@ def _set(name: str, value: int) -> Iterator[None]:
 
 
 class _Recall:
-    """The share of a query's set that the kernel's own scores ask for, for some queries or, of short contexts, all.
+    """The share of a query's set that the kernel's own scores ask for, for all queries or, of long contexts, those of
+    so many parts. What is selected beside it counts against it."""
 
-    What is selected beside it counts against it.
-    """
-
-    def __init__(self, plan: Plan, inputs: bench._Inputs, top_k: int):
-        self.inputs, self.plan, self.top_k = inputs, plan, top_k
+    def __init__(self, plan: Plan, inputs: bench._Inputs, top_k: int, parts: int = 64):
+        self.inputs, self.plan, self.top_k, self.parts = inputs, plan, top_k, parts
 
     def scores(self, queries: slice = slice(None)) -> Tensor:
         """fp32 ``[1, S, T]``, -inf where a query may not look."""
@@ -165,7 +179,7 @@ class _Recall:
     def __call__(self, found: Tensor) -> Tensor:
         total = found.shape[1]
         block, shares = 512, []
-        starts = range(0, total, block) if total <= 32768 else range(0, total, max(block, total // 64))
+        starts = range(0, total, block) if total <= 32768 else range(0, total, max(block, total // self.parts))
         for start in starts:
             some = slice(start, min(start + block, total))
             scores = self.scores(some)
@@ -203,10 +217,9 @@ ABLATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown, a table for each study."""
     lines = []
-    for study in dict.fromkeys(row["case"]["study"] for row in rows):
-        some = [row for row in rows if row["case"]["study"] == study]
-        case = some[0]["case"]
-        lines += ["", f"| {study}, {case['tokens']:,} tokens | ms | GB | recall, mean | least | queries with all |"]
+    for study, tokens in dict.fromkeys((row["case"]["study"], row["case"]["tokens"]) for row in rows):
+        some = [row for row in rows if (row["case"]["study"], row["case"]["tokens"]) == (study, tokens)]
+        lines += ["", f"| {study}, {tokens:,} tokens | ms | GB | recall, mean | least | queries with all |"]
         lines += ["|---|--:|--:|--:|--:|--:|"]
         for row in some:
             recall = f"{row['recall_mean']:.4f} | {row['recall_min']:.4f} | {100 * row['recall_whole']:.2f} %"

@@ -59,6 +59,26 @@ def modes(files: Files, out: Out, to_dense: ToDense = False, where: Where = None
 
 
 @app.command()
+def indexer(files: Files, out: Out) -> None:
+    """Time and memory of `foveate bench indexer` against the length of the context."""
+    from foveate.report import indexer_plots
+    from foveate.report.rows import read_bench
+
+    indexer_plots.lengths(read_bench(files, "indexer"), out)
+    _say(out, [])
+
+
+@app.command("indexer-tiles")
+def indexer_tiles(files: Files, out: Out) -> None:
+    """Time and memory of `foveate bench indexer-study` against tiles and scores held."""
+    from foveate.report import indexer_plots
+    from foveate.report.rows import read_bench
+
+    indexer_plots.tiles(read_bench(files, "indexer-study"), out)
+    _say(out, [])
+
+
+@app.command()
 def calibration(
     file: Annotated[Path, typer.Argument(help="File of `foveate calibrate`.", show_default=False)], out: Out
 ) -> None:

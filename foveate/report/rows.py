@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate import methods
+from foveate.bench.rows import needed
 from foveate.evaluation.data import read_jsonl
 from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.evaluation.resultfile import method_of
@@ -36,6 +37,24 @@ def read(files: Sequence[Path]) -> list[Row]:
             if missing:
                 raise DataError(f"{file}:{number}: not a row of foveate compare ('{missing[0]}' is missing)")
             rows.append(spelled(row))
+    return rows
+
+
+def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
+    """The rows of one `foveate bench` in some files.
+
+    Raises:
+        DataError: for a file without rows, or a line that is not this bench's.
+    """
+    rows = []
+    for file in files:
+        found = list(read_jsonl(file))
+        if not found:
+            raise DataError(f"{file}: no rows in this file")
+        for number, row in found:
+            if not isinstance(row, dict) or row.get("bench") != bench or not row.keys() >= set(needed(row)):
+                raise DataError(f"{file}:{number}: not a row of foveate bench {bench}")
+            rows.append(row)
     return rows
 
 

@@ -76,7 +76,10 @@ def test_keys_of_the_future_are_seen(monkeypatch):
         ({"tokens": ()}, r"tokens must be at least the ratio, 4, not \[\]"),
         ({"tokens": (3,)}, r"not \[3\]"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, float8_e4m3fn, not 'int8'"),
-        ({"implementations": ("fast",)}, "impl must be among foveate, chunked, materialised, not fast"),
+        (
+            {"implementations": ("fast",)},
+            r"impl must be among foveate, chunked, materialised, deepgemm\+flashinfer, not fast",
+        ),
         ({"implementations": ()}, "not none"),
     ],
 )

@@ -19,6 +19,7 @@ SMALL = {"heads": 4, "dim": 8, "top_k": 60, "ratio": 1, "dtype": "float32", "rep
 def small(monkeypatch):
     monkeypatch.setattr(study, "TOP_K", (5, 60))
     monkeypatch.setattr(study, "CHUNKS", (16, 200))
+    monkeypatch.setattr(study, "LONG_CHUNKS", (16, 200))
     monkeypatch.setattr(study, "HELD", (1, 2))
     monkeypatch.setattr(study, "TILE", 100)
     monkeypatch.setattr(study, "SMALL_TILE", 30)
@@ -29,15 +30,15 @@ def test_every_setting_is_exact_and_every_ablation_loses():
     rows = study.run(study.Plan(tokens=500, small=400, **SMALL), lambda _: None)
     assert before == (indexer.QUERY_CHUNK, indexer.KEY_CHUNK, indexer.SCORES_BYTES)
     assert all(field in row for row in rows for field in FIELDS)
-    recall = {(row["case"]["study"], row["case"]["value"]): row["recall_mean"] for row in rows}
+    recall = {(row["case"]["study"], row["case"]["value"], row["case"]["tokens"]): row["recall_mean"] for row in rows}
     lossless = {key: share for key, share in recall.items() if not str(key[1]).startswith(("A1", "A2:", "A3"))}
     assert set(lossless.values()) == {1.0}
-    assert len(lossless) == 2 + 2 + 2 + 2 + 2
-    first = recall["ablation", "A1: tiles are not merged"]
+    assert len(lossless) == 2 + 2 + 4 + 4 + 2
+    first = recall["ablation", "A1: tiles are not merged", 400]
     # of t + 1 keys as many as the first 100 hold: all of them, and then a share that falls
     assert first == pytest.approx((100 + sum(100 / (t + 1) for t in range(100, 400))) / 400, abs=0.03)
-    assert recall["ablation", "A2: small tiles are skipped"] == 0.0
-    assert 0.9 < recall["ablation", "A3: scores in fp16"] < 1.0
+    assert recall["ablation", "A2: small tiles are skipped", 400] == 0.0
+    assert 0.9 < recall["ablation", "A3: scores in fp16", 400] < 1.0
 
 
 def test_a_wrong_set_is_seen(monkeypatch):
@@ -54,7 +55,7 @@ def test_the_command_writes_rows_and_tables(tmp_path):
     assert done.exit_code == 0, done.output
     assert "| ablation, 240 tokens |" in done.output
     assert "| A2: small tiles are skipped |" in done.output
-    assert [json.loads(line)["bench"] for line in out.read_text().splitlines()] == [study.BENCH] * 13
+    assert [json.loads(line)["bench"] for line in out.read_text().splitlines()] == [study.BENCH] * 17
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def indexer_scores(
     each = queries_of(heads, width * q.element_size())
     if heads & (heads - 1) or not 16 <= heads <= _ROWS // 2 or dim > 256 or not each:
         raise UnsupportedError(
-            f"{heads} index heads of {dim} in {q.dtype} (powers of two from 16 to {_ROWS // 2}, of at most 256; of more "
-            "than 128 in fp32 at most 64)"
+            f"{heads} index heads of {dim} in {q.dtype} (powers of two from 16 to {_ROWS // 2}, of at most 256; "
+            "in fp32 of more than 128 at most 64)"
         )
     if weights.dtype != torch.float32 or weights.shape != q.shape[:3] or k.shape != (batch, number, dim):
         raise ValueError(

@@ -1,0 +1,113 @@
+"""Rows of `foveate bench indexer` as Markdown, beside what the StreamIndex paper reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foveate.report import streamindex_paper as paper
+from foveate.report.markdown import made_with, markdown_table
+
+Row = Mapping[str, Any]
+NONE = "–"
+MEMORY = "out of memory"
+
+
+def parity(rows: Sequence[Row]) -> str:
+    """Least recall of every implementation at every length, beside the paper's table 2."""
+    names = _names(rows)
+    lines = [("tokens", "keys", "paper, mean and least", *(f"{name}, least" for name in names), "materialised / ours")]
+    for tokens, found in _by_tokens(rows).items():
+        if tokens not in paper.PARITY:
+            continue
+        theirs = " and ".join(f"{share:.4f}" for share in paper.PARITY[tokens])
+        keys = f"{tokens // found['foveate']['case']['ratio']:,}"
+        shares = [f"{found[name]['recall_min']:.4f}" if name in found else NONE for name in names]
+        lines.append((f"{tokens:,}", keys, theirs, *shares, times(found.get("materialised"), found["foveate"])))
+    return f"{heading(rows)}\n\n{markdown_table(lines)}"
+
+
+def lengths(rows: Sequence[Row]) -> str:
+    """Time and peak memory of every implementation at every length, beside the paper's tables 3 and 4."""
+    case, names = rows[0]["case"], _names(rows)
+    k = case["top_k"] if case["dtype"] == "bfloat16" else None
+    materialised, chunked = paper.MATERIALISED.get(k, {}), paper.CHUNKED.get(k, {})
+    theirs = ("paper, materialised", "paper, chunked") if chunked else ()
+    gained = ("paper's chunked / ours",) if chunked else ()
+    lines = [("tokens", *theirs, *names, "TFLOP/s (of matmul)", *gained, "recall, least")]
+    for tokens, found in _by_tokens(rows).items():
+        ours = found["foveate"]
+        line = [f"{tokens:,}"]
+        if chunked:
+            beyond = MEMORY if tokens > max(materialised) else NONE
+            line += [published(materialised.get(tokens), beyond), published(chunked.get(tokens))]
+        line += [cost(found[name]["ms"], found[name]["peak_bytes"]) if name in found else NONE for name in names]
+        line.append(f"{ours['tflop_per_s']:,.0f} ({100 * ours['of_matmul']:.0f} %)")
+        if chunked:
+            line.append(f"{chunked[tokens].ms / ours['ms']:.1f}×" if tokens in chunked else NONE)
+        line.append(f"{min(row['recall_min'] for row in found.values()):.4f}")
+        lines.append(line)
+    return f"{heading(rows)}\n\n{markdown_table(lines)}"
+
+
+def gpus(rows: Sequence[Row]) -> str:
+    """Time, memory of each and speed-up over one GPU, for every number of GPUs."""
+    alone = next(row for row in rows if row["case"]["gpus"] == 1)
+    lines = [("GPUs", "time", "peak of each", "TFLOP/s together", "over one", "recall, least")]
+    for row in rows:
+        lines.append(
+            (
+                str(row["case"]["gpus"]),
+                duration(row["ms"]),
+                size(row["peak_bytes"]),
+                f"{row['tflop_per_s']:,.0f}",
+                f"{alone['ms'] / row['ms']:.2f}×",
+                f"{row['recall_min']:.4f}",
+            )
+        )
+    return f"{heading(rows)}\n\n{markdown_table(lines)}"
+
+
+def heading(rows: Sequence[Row]) -> str:
+    """One line on what was measured, and with what."""
+    case = rows[0]["case"]
+    length = f"{case['tokens']:,} tokens, " if len({row["case"]["tokens"] for row in rows}) == 1 else ""
+    dims = f"{case['heads']} heads of {case['dim']}, k = {case['top_k']:,}, {case['ratio']} tokens a key"
+    return f"{length}{dims}, {case['dtype']} ({made_with(rows)}):"
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """The implementations, ours first."""
+    return sorted(dict.fromkeys(row["impl"] for row in rows), key=lambda name: name != "foveate")
+
+
+def _by_tokens(rows: Sequence[Row]) -> dict[int, dict[str, Row]]:
+    """The rows of each length that ours has, by implementation."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in sorted(rows, key=lambda row: row["case"]["tokens"]):
+        found.setdefault(row["case"]["tokens"], {})[row["impl"]] = row
+    return {tokens: some for tokens, some in found.items() if "foveate" in some}
+
+
+# Cells
+
+
+def cost(ms: float, peak_bytes: float) -> str:
+    return f"{duration(ms)}, {size(peak_bytes)}"
+
+
+def published(found: paper.Cost | None, otherwise: str = NONE) -> str:
+    """What the paper says, in its GB."""
+    return otherwise if found is None else f"{duration(found.ms)}, {found.gb:.2f} GB"
+
+
+def duration(ms: float) -> str:
+    return f"{ms / 1000:.2f} s" if ms >= 1000 else f"{ms:.0f} ms" if ms >= 100 else f"{ms:.2f} ms"
+
+
+def size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def times(slow: Row | None, fast: Row) -> str:
+    return NONE if slow is None else f"{slow['ms'] / fast['ms']:.1f}×"

@@ -1,0 +1,178 @@
+"""The indexer's rows beside the paper's: tables and pictures."""
+
+import json
+from pathlib import Path
+
+import pytest
+from report.test_plots import drawn, entries
+from typer.testing import CliRunner
+
+from foveate.cli import app
+from foveate.evaluation.errors import DataError, UserError
+from foveate.report import csa, figure, indexer, indexer_plots, indexer_study
+from foveate.report import streamindex_paper as paper
+from foveate.report.indexer_goals import goals
+from foveate.report.rows import read_bench
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MADE = {"device": "a device", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc"}
+
+
+def of_indexer(impl="foveate", tokens=32768, ms=4.0, gb=0.5, top_k=512, dtype="bfloat16", gpus=1, recall=1.0):
+    case = {"impl": impl, "tokens": tokens, "heads": 64, "dim": 128, "top_k": top_k, "ratio": 4, "dtype": dtype}
+    rates = {"tflop_per_s": 400.0, "of_matmul": 0.5}
+    measured = {"ms": ms, "peak_bytes": gb * 1e9, "recall_min": recall, **rates}
+    return {"bench": "indexer", "impl": impl, "case": {**case, "gpus": gpus}, **measured, **MADE}
+
+
+def of_study(study, value, tokens=262144, ms=250.0, recall=(1.0, 1.0, 1.0)):
+    names = ("recall_mean", "recall_min", "recall_whole")
+    case = {"study": study, "value": value, "tokens": tokens, "heads": 64, "dim": 128, "ratio": 4, "dtype": "bfloat16"}
+    return {"case": case, "ms": ms, "peak_bytes": 1.5e9, **dict(zip(names, recall)), "recall_n": 100, **MADE}
+
+
+def of_layer(tokens=262144, ms=300.0, share=0.5):
+    dims = {"heads": 64, "dim": 512, "index_heads": 64, "window": 128, "top_k": 512, "dtype": "bfloat16"}
+    times = {"ms": ms, "indexer_ms": 200.0, "attention_ms": 100.0, "attention_tflop_per_s": 200.0}
+    case = {"impl": "foveate", "tokens": tokens, **dims}
+    found = {"peak_bytes": 2e9, "attention_of_matmul": share, "error": 0.002, **times}
+    return {"bench": "csa", "impl": "foveate", "case": case, **found, **MADE}
+
+
+def cells(text):
+    """The lines of a table, the head first."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return [dict(zip(lines[0], line)) for line in lines[1:]]
+
+
+class TestTables:
+    def test_lengths_beside_the_paper(self):
+        rows = [of_indexer(tokens=65536, ms=61.0), of_indexer(), of_indexer("materialised", ms=40.0, gb=70, recall=0.9)]
+        text = indexer.lengths(rows)
+        assert text.startswith("64 heads of 128, k = 512, 4 tokens a key, bfloat16 (a device; torch 2, transformers 5;")
+        short, long = cells(text)
+        assert short["foveate"] == "4.00 ms, 0.50 GB"
+        assert short["materialised"] == "40.00 ms, 70.00 GB"
+        assert short["paper, materialised"] == "317 ms, 129.00 GB"
+        assert short["recall, least"] == "0.9000"
+        assert long["tokens"] == "65,536"
+        assert long["materialised"] == "–"
+        assert long["paper, materialised"] == "out of memory"
+        assert long["paper's chunked / ours"] == "2.0×"
+
+    def test_what_the_paper_does_not_have_takes_no_column(self):
+        peer = of_indexer("deepgemm+flashinfer", dtype="float8_e4m3fn", ms=1200.0)
+        (line,) = cells(indexer.lengths([peer, of_indexer(dtype="float8_e4m3fn")]))
+        assert list(line) == ["tokens", "foveate", "deepgemm+flashinfer", "TFLOP/s (of matmul)", "recall, least"]
+        assert line["deepgemm+flashinfer"] == "1.20 s, 0.50 GB"
+
+    def test_parity(self):
+        rows = [of_indexer(tokens=tokens) for tokens in (2048, 32768)]
+        (line,) = cells(indexer.parity([*rows, of_indexer("materialised", tokens=2048, ms=12.0)]))
+        assert (line["keys"], line["materialised / ours"]) == ("512", "3.0×")
+
+    def test_gpus(self):
+        rows = [of_indexer(tokens=1048576, ms=4000.0), of_indexer(tokens=1048576, ms=2000.0, gpus=2)]
+        assert [line["over one"] for line in cells(indexer.gpus(rows))] == ["1.00×", "2.00×"]
+
+    def test_settings_and_ablations(self):
+        rows = [
+            of_study("top_k", 64),
+            of_study("key_chunk", 1024, 16384),
+            of_study("key_chunk", 1024),
+            of_study("ablation", "none", 16384),
+            of_study("ablation", "A3: scores in fp16", 16384, recall=(0.99981, 0.99, 0.9)),
+        ]
+        settings = cells(indexer_study.settings(rows))
+        assert [line["paper (chunked)"] for line in settings] == ["1.75 s, 0.35 GB", "–", "9.48 s, 1.58 GB"]
+        _, half = (line.split("|")[1:-1] for line in indexer_study.ablations(rows).splitlines()[-2:])
+        assert [cell.strip() for cell in half[:5]] == ["A3: scores in fp16", "0.9998", "0.9900", "90.00 %", "0.9998"]
+
+    def test_layer_and_model(self):
+        first, second = cells(csa.layer([of_layer(), of_layer(tokens=1000)]))
+        assert (first["paper, materialised indexer"], first["paper, chunked indexer"]) == (
+            "out of memory",
+            "1.97 s, 18.56 GB",
+        )
+        assert first["its TFLOP/s (of matmul)"] == "200 (50 %)"
+        assert second["paper, materialised indexer"] == second["paper, chunked indexer"] == "–"
+        (line, *_) = cells(csa.model(read_bench([RESULTS / "dsa.jsonl"], "dsa")))
+        assert line["by"] == "transformers"
+
+    def test_goals_are_judged_by_rows_alone(self):
+        assert {line["met"] for line in cells(goals([]))} == {"–"}
+        met = [of_indexer(tokens=1048576, ms=4500.0, gb=3.0), of_layer(share=0.4)]
+        missed = [of_indexer(tokens=1048576, ms=4501.0), of_layer(share=0.39, ms=601.0)]
+        for rows, word in ((met, "yes"), (missed, "no")):
+            found = {line[""]: line["met"] for line in cells(goals(rows))}
+            assert found["V4-Flash, 1,048,576 tokens, bf16"] == word
+            assert found["layer of V4-Flash, 262,144 tokens"] == word
+            assert found["its attention, of a bf16 matmul"] == word
+            assert found["4 GPUs, 1,048,576 tokens"] == "–"
+
+    def test_goals_that_compare_rows(self):
+        pairs = [
+            of_indexer(impl, tokens, ms)
+            for tokens in (2048, 4096, 8192)
+            for impl, ms in (("foveate", 1.0), ("materialised", 2.0))
+        ]
+        more = [of_indexer(tokens=1048576, ms=ms, gpus=gpus) for gpus, ms in ((1, 4000.0), (2, 2200.0), (4, 1000.0))]
+        found = {line[""]: (line["measured"], line["met"]) for line in cells(goals([*pairs, *more]))}
+        assert found["2,048, 4,096, 8,192 tokens, to the materialised path"] == ("2.0×, 2.0×, 2.0× faster", "yes")
+        assert found["2 GPUs, 1,048,576 tokens"] == ("1.82×", "no")
+        assert found["4 GPUs, 1,048,576 tokens"] == ("4.00×", "yes")
+        assert found["recall by the kernel's own scores, least"] == ("1.0000 in 6 rows", "yes")
+
+
+@pytest.mark.usefixtures("coarse")
+class TestPlots:
+    def test_lengths_with_the_papers_marks(self, pages_of, tmp_path):
+        pages = pages_of(figure)
+        rows = [of_indexer(), of_indexer(tokens=65536, ms=16.0), of_indexer(dtype="float8_e4m3fn"), of_indexer(gpus=2)]
+        indexer_plots.lengths(rows, tmp_path / "a.png")
+        time, memory = pages[0].axes
+        assert drawn(time)["foveate, k = 512, bf16"] == [[32768, 4], [65536, 16]]
+        assert drawn(memory)["foveate, k = 512, fp8"] == [[32768, 0.5]]
+        assert "foveate, k = 512, bf16, 2 GPUs" in entries(pages[0])
+        assert drawn(time)["paper: chunked, k = 1,024"][-1] == [1048576, 31973]
+        assert drawn(memory)["paper: chunked, k = 512"][-1] == [1048576, pytest.approx(6.21 * paper.GB / 1e9)]
+
+    def test_tiles_of_each_length(self, pages_of, tmp_path):
+        pages = pages_of(figure)
+        rows = [of_study("key_chunk", value, tokens) for tokens in (16384, 262144) for value in (1024, 4096)]
+        rows += [of_study("MB of scores held", value, ms=value) for value in (64, 2048)]
+        indexer_plots.tiles(rows, tmp_path / "a.png")
+        time, memory, held, _ = pages[0].axes
+        assert drawn(time)["chunked, 262,144 tokens"] == [[1024, 250], [4096, 250]]
+        assert drawn(memory)["chunked, 16,384 tokens"] == [[1024, 1.5], [4096, 1.5]]
+        assert drawn(held)["fused, 262,144 tokens"] == [[64, 64], [2048, 2048]]
+        assert len(drawn(time)["paper: chunked, 262,144 tokens"]) == 5
+
+    def test_nothing_to_draw(self, tmp_path):
+        with pytest.raises(UserError, match="no row of foveate bench indexer"):
+            indexer_plots.lengths([], tmp_path / "a.png")
+        with pytest.raises(UserError, match="no rows of the studies key_chunk and MB of scores held"):
+            indexer_plots.tiles([of_study("top_k", 1)], tmp_path / "a.png")
+
+    @pytest.mark.parametrize(("kind", "file"), [("indexer", "indexer.jsonl"), ("indexer-tiles", "indexer-study.jsonl")])
+    def test_from_rows_to_a_picture(self, tmp_path, kind, file):
+        out = tmp_path / "a.png"
+        done = CliRunner().invoke(app, ["plot", kind, str(RESULTS / file), "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no rows in this file"),
+        ("{}", "1: not a row of foveate bench indexer"),
+        ("[1]", "1: not a row of foveate bench indexer"),
+        (json.dumps({"bench": "indexer", "case": {}}), "1: not a row of foveate bench indexer"),
+        (json.dumps(of_indexer() | {"bench": "csa"}), "1: not a row of foveate bench indexer"),
+    ],
+)
+def test_files_of_something_else(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_bench([tmp_path / "a.jsonl"], "indexer")
