@@ -30,7 +30,7 @@ calibrate divergence --by divergence --method kascade:pool=layer --task ruler:sp
 for anchors in 5 10; do
   calibrate "together-$anchors" --by together --anchors "$anchors" --method kascade:pool=layer,pooling=sqrt \
     --task ruler:split=niah_multikey_2,length=8192 --task ruler:split=niah_multikey_3,length=8192 \
-    --limit 15 --seed 1 --batch-size 45 --answer-tokens 40 --dtype bfloat16
+    --limit 15 --seed 1 --batch-size 45 --dtype bfloat16
 done
 
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...

@@ -11,7 +11,7 @@ set -uo pipefail
 folder=$(realpath "$1") slots=${2:-1}
 gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader) || { echo "no GPU here" >&2; exit 1; }
 mkdir -p "$folder"/{todo,running,done,failed,logs}
-rm -f "$folder"/gpu*.taken
+rm -rf "$folder"/gpu*.taken
 find "$folder/running" "$folder/failed" -name '*.sh' -exec mv -t "$folder/todo" {} +
 
 work() { # GPU
@@ -34,14 +34,14 @@ work() { # GPU
     lock=--shared
     if [[ $name == *.alone.sh ]]; then
       lock=--exclusive
-      touch "$folder/gpu$1.taken"
+      mkdir "$folder/gpu$1.taken" 2> /dev/null || { mv "$folder/running/$name" "$folder/todo/"; continue; }
     fi
     if CUDA_VISIBLE_DEVICES=$1 flock "$lock" "$folder/gpu$1" bash "$folder/running/$name" &> "$folder/logs/$name.log"; then
       mv "$folder/running/$name" "$folder/done/"
     else
       mv "$folder/running/$name" "$folder/failed/"
     fi
-    [ $lock = --shared ] || rm -f "$folder/gpu$1.taken"
+    [ $lock = --shared ] || rmdir "$folder/gpu$1.taken"
   done
 }
 

@@ -394,11 +394,11 @@ def _tried(
                 start = time.perf_counter()
                 write(path, {"divergence": compared(index, methods) * len(batch)}, start, of)
             summed += read(path, "divergence")[0]
+        if turn == 0 and not summed[0] > 0:
+            raise UserError(_UNMOVED)
         return summed / sum(map(len, batches))
 
     alone = grown(len(layers), losses, number)
-    if not alone[0][1] > 0:
-        raise UserError(_UNMOVED)
     if plan.time_share is not None:  # the best that time allows: more anchors may lose more
         alone = alone[: 1 + min(range(len(alone)), key=lambda index: alone[index][1])]
     moved = improved(alone[-1][0], len(layers), lambda turn, tried: losses(number + turn, tried), plan.rounds)

@@ -252,7 +252,8 @@ class TopKByMass(SelectOnce):
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         place, offset = self.place, cache.used - q.shape[2]
-        if self.decode_only or place.anchor is None:
+        idle = (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
+        if self.decode_only or place.anchor is None or idle:
             return super().prompt(cache, q, scaling)
         tile, heads = max(1, self.tile // cache.geometry.group), None
         if place.chooses:

@@ -109,9 +109,10 @@ def test_all_entries_up_to_the_bound_and_rows_that_begin_later(ratio, size):
             assert_close(found.lse[b, :, i], scores.logsumexp(-1))
 
 
-def test_without_any_keys_there_is_nothing():
+@pytest.mark.parametrize("indices", [None, torch.full((2, 4, 5), -1), torch.zeros(2, 4, 0, dtype=torch.int32)], ids=str)
+def test_without_any_keys_there_is_nothing(indices):
     q, none = torch.randn(2, 3, 4, 8), torch.zeros(2, 1, 0, 8)
-    found = csa.sparse_attention(q, none, none, None, scaling=0.3)
+    found = csa.sparse_attention(q, none, none, indices, scaling=0.3)
     assert not found.out.any()
     assert found.lse.isneginf().all()
 

@@ -123,7 +123,9 @@ def test_strides_among_nan(hopper, layout):
     more = window_of(2, 1, 150, 31, 70, 512, None, torch.bfloat16)
     recent = in_buffer(more["recent_k"], layout)
     indices = torch.stack([selection(2, 1, 150, 300, 90), torch.full((2, 1, 150, 90), 5, device="cuda")], -1)[..., 0]
-    check(in_buffer(q, "tokens_first"), k, k, indices, **{**more, "recent_k": recent, "recent_v": recent})
+    q = in_buffer(q, "tokens_first")
+    check(q, k, k, indices, **{**more, "recent_k": recent, "recent_v": recent})
+    assert hopper is None or bool(hopper) == selected_hopper_kernel.fits(q, k, recent, 512, True, 160)
 
 
 @DTYPES
@@ -192,6 +194,7 @@ def test_keys_beyond_the_reach_of_32_bits(hopper):
     expected = ops.attend_selected(q, near, near, indices, recent_k=near, recent_v=near, offset=5000 - length, **both)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
+    assert hopper is None or len(hopper) == 2
 
 
 def test_outputs_beyond_the_reach_of_32_bits(hopper):
@@ -209,6 +212,7 @@ def test_outputs_beyond_the_reach_of_32_bits(hopper):
     assert torch.equal(found.out[:, :, -300:], expected.out)
     assert torch.equal(found.lse[:, :, -300:], expected.lse)
     assert not found.out[:, :, :-300].any()
+    assert hopper is None or len(hopper) == 2
 
 
 @pytest.mark.parametrize("size", [None, 128])

@@ -122,6 +122,13 @@ def test_padded_rows(model):
 
 
 @torch.no_grad()
+def test_packed_sequences_are_refused(model):
+    packed = torch.arange(40).remainder(20).expand(2, -1)
+    with foveate.attached(model), pytest.raises(ValueError, match="position_ids must rise by one"):
+        model(ids(), position_ids=packed, use_cache=False)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation(model, padded):
     mask = torch.ones(2, 40, dtype=torch.int64)
@@ -137,7 +144,7 @@ def test_generation(model, padded):
     )
     assert len(total.layers) >= 2
     assert total.layers[0].method == "csa"
-    assert total.layers[0].keys_read_per_step == (11 if "Glm5Next" in type(model).__name__ else 9)
+    assert total.layers[0].keys_read_per_step == (10 if "Glm5Next" in type(model).__name__ else 9)
     assert total.layers[0].prompt_tokens == 80
     assert foveate.stats(model).layers[0].decode_steps == 0
     foveate.detach(model)

@@ -1,6 +1,7 @@
 """DeepSeek-V4's layers (window alone, selected entries, all entries) against what Transformers computes with masks."""
 
 import copy
+import importlib
 import sys
 
 import pytest
@@ -84,7 +85,6 @@ def test_logits_are_those_of_masks(model, length, use_cache):
     with foveate.attached(model):
         found = model(ids(length=length), use_cache=use_cache).logits
     close(found, expected)
-    assert torch.equal(model(ids(length=length)).logits, model(ids(length=length)).logits)
     assert torch.equal(model(ids(length=length), use_cache=use_cache).logits, expected), "detached, it is its own again"
 
 
@@ -295,7 +295,7 @@ def test_what_is_refused(model):
         with pytest.raises(ValueError, match=r"attention_mask must be \[B, T\] .*, not a dict of masks"):
             model(ids(), attention_mask={"sliding_attention": mask})
         with pytest.raises(ValueError, match="position_ids must count the tokens of each row from its first real one"):
-            model(ids(), position_ids=torch.arange(40).remainder(20)[None])
+            model(ids(), position_ids=torch.arange(40).remainder(20)[None], use_cache=True)
         with pytest.raises(ValueError, match=r"past_key_values has a DynamicLayer for layer \d, which compresses"):
             model(ids(), past_key_values=transformers.DynamicCache())
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
@@ -310,3 +310,38 @@ def test_what_is_refused(model):
             model(ids())
     with pytest.raises(ValueError, match="settings need a method: top_k"):
         foveate.attach(model, top_k=3)
+
+
+@torch.no_grad()
+def test_a_cache_of_padded_rows_is_not_gone_on_with_without_foveate_or_without_a_mask(model):
+    cache, mask = transformers.DynamicCache(config=model.config), torch.ones(2, 30, dtype=torch.int64)
+    mask[0, :5] = 0
+    with foveate.attached(model):
+        model(ids(length=30), attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask is missing: past_key_values holds rows with padding"):
+            model(ids(length=4, seed=1), past_key_values=cache)
+    with pytest.raises(KeyError):
+        model(ids(length=10, seed=1), past_key_values=cache)
+
+
+def test_padding_is_refused_with_gradient_checkpointing(model):
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :5] = 0
+    model.train()
+    model.model.gradient_checkpointing = True
+    with foveate.attached(model), pytest.raises(ValueError, match="not supported with gradient checkpointing"):
+        model(ids(), attention_mask=mask, use_cache=False)
+
+
+@torch.no_grad()
+def test_nothing_is_left_behind_by_a_layer_that_failed(model, monkeypatch):
+    slot = importlib.import_module("foveate.integrations.transformers.dsa.attention")._slot
+    expected = model(ids(), use_cache=False).logits
+    foveate.attach(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(csa, "sparse_attention", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids(), use_cache=False)
+    close(model(ids(), use_cache=False).logits, expected)
+    foveate.detach(model)
+    assert slot.posted is None

@@ -102,6 +102,8 @@ def check(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float) -> Attended:
     """Attention over the selected keys alone; ``indices [B, Hkv or 1, Lq, K]``."""
+    if not k.shape[2]:
+        return Attended(q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], float("-inf")).float())
     batch, num_kv_heads = k.shape[:2]
     length, group = q.shape[2], q.shape[1] // num_kv_heads
     rows = q.unflatten(1, (num_kv_heads, group)).transpose(2, 3)  # [B, Hkv, Lq, G, D]

@@ -83,6 +83,7 @@ def attend_selected(
     block_dv = max(16, triton.next_power_of_2(value_dim))
     shared = block_dv == block_d and same_memory(k, v) and same_memory(*of_window)
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+    roomy = 9 if capability[0] in (9, 10) else 8  # 12 has the shared memory of 8
     if _HOPPER and capability == (9, 0):
         hopper = importlib.import_module("foveate.ops.attend.selected_hopper_kernel")
         if hopper.fits(q, k, of_window[0], value_dim, shared, indices.shape[3] + window):
@@ -95,11 +96,11 @@ def attend_selected(
     if not out.numel():
         return Attended(out, lse)
     group = num_heads // num_kv_heads
-    tile = tile_for(q.dtype, max(dim, value_dim), group, capability[0], shared)
+    tile = tile_for(q.dtype, max(dim, value_dim), group, roomy, shared)
     programs, room = batch * length * num_kv_heads, _multiprocessors(q.device)
     blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
     if programs * blocks * triton.cdiv(group, tile.block_m) < room:  # so that more of it is in use
-        tile = tile_for(q.dtype, max(dim, value_dim), 1, capability[0], shared)
+        tile = tile_for(q.dtype, max(dim, value_dim), 1, roomy, shared)
         blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
     parts = triton.cdiv(group, tile.block_m)
     each = max(1, triton.cdiv(blocks, max(1, room // (programs * parts))))

@@ -109,7 +109,7 @@ def indexer_scores(
         BLOCK=BLOCK,
         PADDED=starts is not None,
         SCALED=key_scales is not None,
-        **options(q.dtype, dim, capability[0]),
+        **options(q.dtype, dim, 9 if capability[0] in (9, 10) else 8),  # 12 has the shared memory of 8
     )
     return IndexerScores(scores, maxima, lost)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from foveate.integrations.transformers.dsa import compressed, pooled, tokens
-from foveate.integrations.transformers.dsa.attention import IMPLEMENTATION, attention, key_positions
+from foveate.integrations.transformers.dsa.attention import IMPLEMENTATION, attention, clear, key_positions
 from foveate.integrations.transformers.stats import LayerStats, Stats
 
 MODELS: dict[str, type[tokens.Select | pooled.SelectPools | compressed.Compress]] = {
@@ -78,6 +78,7 @@ class SparseAttachment:
 
     def undo(self, model: nn.Module) -> None:
         """Give the model back what was replaced."""
+        clear()
         for module, config in self._undo:
             module.config = config
         for module in model.modules():
@@ -98,21 +99,24 @@ def check(model: nn.Module, decoder: nn.Module) -> None:
 
 def attach(model: nn.Module, decoder: nn.Module) -> SparseAttachment:
     """Replace what the indexers or compressors and the attention of a model compute with; the weights stay."""
-    kind, modeling = MODELS[_kind(decoder)], importlib.import_module(type(decoder).__module__)
+    kind, attachment, memo, replacements = MODELS[_kind(decoder)], SparseAttachment(), {}, []
+    for module in decoder.modules():
+        own, layer_idx = getattr(module, kind.replaces, None), getattr(module, "layer_idx", None)
+        if isinstance(own, nn.Module) and layer_idx is not None:
+            attachment.layers[layer_idx] = Selection()
+            modeling = importlib.import_module(type(own).__module__)
+            replacements.append((own, kind(own, layer_idx, attachment.layers, modeling)))
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, key_positions)
-    attachment, memo = SparseAttachment(), {}
     for module in {id(m): m for m in (model, *decoder.modules())}.values():
         own = module.__dict__.get("config")
         if isinstance(own, transformers.PreTrainedConfig):
             attachment._undo.append((module, own))
             module.config = copy.deepcopy(own, memo)
             module.config._attn_implementation_internal = IMPLEMENTATION
+    for own, forward in replacements:
+        own.forward = forward
     for module in decoder.modules():
-        own, layer_idx = getattr(module, kind.replaces, None), getattr(module, "layer_idx", None)
-        if isinstance(own, nn.Module) and layer_idx is not None:
-            attachment.layers[layer_idx] = Selection()
-            own.forward = kind(own, layer_idx, attachment.layers, modeling)
         if hasattr(module, _MASK_OF_INDICES):
             setattr(module, _MASK_OF_INDICES, pooled.as_selected)
     decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True)
@@ -132,3 +136,8 @@ def _check_inputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() != 2:
         raise ValueError(f"attention_mask must be [B, T] with sparse attention, not {list(mask.shape)}")
+    positions, cached = kwargs.get("position_ids"), kwargs.get("use_cache", decoder.config.use_cache)
+    if positions is None or mask is not None or cached or kwargs.get("past_key_values") is not None:
+        return
+    if bool((positions.diff(dim=-1) != 1).any()):  # which Transformers takes for sequences one behind the other
+        raise ValueError("position_ids must rise by one with sparse attention: packed sequences are not told apart")

@@ -20,6 +20,11 @@ def post(compressor: nn.Module, entries: Tensor, indices: Tensor | None, ratio: 
     _slot.posted = (compressor, entries, indices, ratio, padded)
 
 
+def clear() -> None:
+    """Forget what a layer has left whose attention did not come."""
+    _slot.posted = None
+
+
 def _take(module: nn.Module) -> tuple[Tensor, Tensor | None, int, bool] | None:
     """What the compressor of this very layer has left; the slot is empty afterwards."""
     compressor, *posted = getattr(_slot, "posted", None) or (None,)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate import csa
-from foveate.integrations.transformers.dsa.attention import first_real, post
+from foveate.integrations.transformers.dsa.attention import clear, first_real, post
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.dsa import Selection
@@ -94,6 +94,11 @@ class Compress:
                 raise ValueError("past_key_values holds padded rows that were compressed without foveate: begin anew")
             config = self.own.rotary_emb.config
             rows = layer.compressed_kv[_ROWS] = Rows([type(layer)(config) for _ in range(batch)])
+            for states in (
+                layer.buffer_kv,
+                layer.entry_count,
+            ):  # without foveate it could not go on, and would not tell
+                del states["compressor"]
         if real is None:
             waiting = [not _tokens(row) and bool(position_ids[b, -1] < 0) for b, row in enumerate(rows.layers)]
             real = [0 if waits else length for waits in waiting]
@@ -183,6 +188,9 @@ def before_forward(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
     past, (batch, length) = 0 if cache is None else int(cache.get_seq_length()), inputs.shape[:2]
     positions = torch.arange(past, past + length, device=inputs.device).expand(batch, -1)
     _forward.real, prompt = None, length > 1 or past == 0
+    clear()
+    if mask is None and any(_ROWS in getattr(layer, "compressed_kv", ()) for layer in getattr(cache, "layers", ())):
+        raise ValueError("attention_mask is missing: past_key_values holds rows with padding")
     if mask is not None:
         if isinstance(mask, dict):
             raise ValueError("attention_mask must be [B, T] with sparse attention, not a dict of masks")
@@ -193,6 +201,8 @@ def before_forward(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
             )
         positions = positions - starts[:, None]
         if prompt and bool(starts.any()):
+            if getattr(decoder, "gradient_checkpointing", False) and decoder.training:
+                raise ValueError("attention_mask has padding, which is not supported with gradient checkpointing")
             _forward.real = [min(length, max(0, past + length - start)) for start in starts.tolist()]
     if prompt and given is not None and bool(((given != positions) & (positions >= 0)).any()):
         raise ValueError(

@@ -15,6 +15,9 @@ from foveate.integrations.transformers.dsa.attention import first_real
 if TYPE_CHECKING:
     from foveate.integrations.transformers.dsa import Selection
 
+_BLOCK = 65536
+"""Tokens that are pooled at once, in fp32."""
+
 
 class SelectPools:
     """The forward of the indexer. Pools begin at each row's first real token, so that rows with padding are computed
@@ -49,7 +52,9 @@ class SelectPools:
         else:
             rows = [slice(b, b + 1) for b in range(len(q))]
             selected = torch.cat([self._selected(q[b], states[b], weights[b], s) for b, s in zip(rows, starts)])
-        self.seen[self.layer_idx].count(length, selected.shape[2], states.shape[1])
+        number, size = states.shape[1], own.index_kpool
+        tail = number % size if own.index_kpool_always_select_tail else 0
+        self.seen[self.layer_idx].count(length, min(own.index_topk, number) // size * size + tail, number)
         return selected
 
     def _starts(self, real: Tensor, length: int, layer: Any) -> list[int] | None:
@@ -68,7 +73,7 @@ class SelectPools:
         if before < 0:  # some of these queries are padding
             before, padding = 0, min(-before, q.shape[1])
         keys, gates, _ = states[:, start:].split((own.head_dim, own.head_dim, 1), -1)
-        pools, _ = csa.compress_tokens(keys, gates.float(), own.index_kpool_compress_ape.float(), overlap=False)
+        pools = self._pools(keys, gates)
         top_k = own.index_topk // size
         found = csa.lightning_indexer(q[:, padding:], pools, weights[:, padding:], top_k, ratio=size, offset=before)
         places = torch.arange(size, dtype=torch.int32, device=q.device)
@@ -79,6 +84,14 @@ class SelectPools:
             tail = (tail + start).masked_fill(tail >= ends, -1)
             chosen = torch.cat([chosen, tail.expand(len(chosen), -1, -1)], -1)
         return F.pad(chosen, (0, 0, padding, 0), value=-1)
+
+    def _pools(self, keys: Tensor, gates: Tensor) -> Tensor:
+        """``[B, T / size, D]``, in blocks of tokens: all are made anew at every call, as in Transformers."""
+        bias, carry, made = self.own.index_kpool_compress_ape.float(), None, []
+        for some in zip(keys.split(_BLOCK, 1), gates.split(_BLOCK, 1)):
+            pools, carry = csa.compress_tokens(some[0], some[1].float(), bias, overlap=False, carry=carry)
+            made.append(pools)
+        return torch.cat(made, 1)
 
 
 def as_selected(topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
