@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from foveate import ops
@@ -53,5 +54,5 @@ class OmniKV(SelectOnce):
         if holes is not None:
             scores = scores.masked_fill(~holes[:, :1], float("-inf"))
         counts = self._counts(cache.lengths)
-        chosen = ops.topk_rows(scores, cache.on_device(counts), max(counts))
+        chosen = ops.topk_rows(scores, cache.on_device(counts), max(counts), dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)
