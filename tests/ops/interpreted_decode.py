@@ -127,6 +127,16 @@ def test_what_was_not_asked_for_is_none():
     assert decode_kernel.attend_indices(q, k, v, selection(2, 2, 150, 3), scaling=1.0).lse is None
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_mass_of_the_keys(masked):
+    q, k, v = problem()
+    mask = torch.rand(2, 2, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
+    found = decode_kernel.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True, need_mass=True)
+    expected = reference.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True, need_mass=True)
+    close(found, expected, q.dtype)
+    torch.testing.assert_close(found.mass, expected.mass)
+
+
 def test_no_keys():
     q, k, v = problem(number=0)
     found = decode_kernel.attend(q, k, v, scaling=1.0, need_lse=True)
@@ -175,7 +185,7 @@ def check_mass(q, k, mask=None, **more):
     return found
 
 
-POOLING = pytest.mark.parametrize("pooling", ["post_softmax", "sqrt"])
+POOLING = pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max"])
 POOL = pytest.mark.parametrize("pool", ["kv_head", "layer"])
 
 
@@ -190,14 +200,16 @@ def test_pooled_mass(dtype, pooling, pool, number, splits):
 
 @HALF
 @POOL
-@pytest.mark.parametrize("of_rows", [1, 2])
-def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, splits):
+@pytest.mark.parametrize(("of_rows", "of_heads", "pooling"), [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max")])
+def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling, splits):
     q, k, _ = problem(number=300, dtype=dtype)
-    mask = torch.rand(of_rows, 1, 300, generator=torch.manual_seed(1)) < 0.5
+    mask = torch.rand(of_rows, of_heads, 300, generator=torch.manual_seed(1)) < 0.5
     mask[..., 250:], mask[-1, :, 40:] = False, False
     k[~mask.expand(2, 2, 300)] = torch.nan
-    found = check_mass(q, k, mask, pool=pool)
-    assert torch.equal(found.isneginf(), ~mask.expand(*found.shape))
+    found = check_mass(q, k, mask, pool=pool, pooling=pooling)
+    assert torch.equal(
+        found.isneginf(), ~(mask if pool == "kv_head" else mask.all(1, keepdim=True)).expand(*found.shape)
+    )
 
 
 def test_masses_that_are_nothing_in_16_bits():

@@ -123,6 +123,7 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
             **dict.fromkeys(("power", "step"), "fp32"),
             "CODED": coded,
             "MASKED": True,
+            "MAX": not coded,
             "KEYS": kernel._POOLED,
             "BLOCK_N": 128,
             "SPLITS": 128,

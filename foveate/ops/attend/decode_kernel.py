@@ -11,6 +11,7 @@ from foveate.ops._tile import Tile, multiprocessors, split
 from foveate.ops.attend import reference
 from foveate.ops.attend.reference import Attended
 from foveate.ops.attend.selected_kernel import _merge_splits
+from foveate.ops.score.pooled_kernel import pooled_mass
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -52,16 +53,17 @@ def attend(
     The heads of a group share a program, so that a key is read once. Keys are split among programs as far as that
     fills the GPU, and a second launch merges what they have found by their log-sum-exps (FlashDecoding, Dao et al.
     2023). Repeats are equal bit for bit, and fp32 is multiplied in full precision. Keys that the mask leaves out are
-    not read and may hold anything.
+    not read and may hold anything. The mass takes a second pass over the keys, see :func:`pooled_mass`.
     """
     if q.shape[2] != 1:
         return reference.attend(q, k, v, scaling=scaling, mask=mask, need_lse=need_lse, need_mass=need_mass)
-    if need_mass:
-        raise UnsupportedError("the mass of the keys")
     _check(q, k, v)
-    if mask is not None:
-        mask = mask.expand(q.shape[0], k.shape[1], 1, k.shape[2])[:, :, 0].view(torch.int8)
-    return _decode(q, k, v, None, mask, k.shape[2], scaling, need_lse)
+    mask = None if mask is None else mask.expand(q.shape[0], k.shape[1], 1, k.shape[2])[:, :, 0]
+    attended = _decode(q, k, v, None, mask if mask is None else mask.view(torch.int8), k.shape[2], scaling, need_lse)
+    if need_mass:
+        mass = pooled_mass(q, k, scaling=scaling, mask=mask).clamp_min_(0.0).mul_(q.shape[1] // k.shape[1])
+        attended = attended._replace(mass=mass)
+    return attended
 
 
 def attend_indices(

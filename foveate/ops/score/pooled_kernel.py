@@ -125,6 +125,7 @@ def pooled_mass(
         1 / (_STEPS * power),
         CODED=coded,
         MASKED=mask is not None,
+        MAX=pooling == "max",
         KEYS=_POOLED,
         BLOCK_N=tile.block_n,
         SPLITS=triton.next_power_of_2(splits),
@@ -241,11 +242,12 @@ def _pool_logits(
     step,
     CODED: tl.constexpr,
     MASKED: tl.constexpr,
+    MAX: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Writes ``score [B, sets, number]``, contiguous: the mean over the ``members`` query heads of each set."""
+    """Writes ``score [B, sets, number]``, contiguous: of the ``members`` query heads of each set."""
     row = tl.program_id(1).to(tl.int64)
     batch, first = row // sets, row % sets * members
     place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -253,7 +255,7 @@ def _pool_logits(
     some = tl.arange(0, SPLITS)
     if MASKED:
         mask_ptr += batch * mask_stride_b + place.to(tl.int64) * mask_stride_l
-    score = tl.zeros([KEYS], tl.float32)
+    score, lost = tl.zeros([KEYS], tl.float32), place < 0
     for member in tl.range(0, members):
         head = batch * sets * members + first + member
         lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
@@ -266,8 +268,12 @@ def _pool_logits(
             logit = tl.where(below == _NOTHING, float("-inf"), largest - below.to(tl.float32) * step)
         else:
             logit = kept
-        score += tl.exp2((logit - tl.maximum(lse, _LOWEST)) * power)
+        mass = tl.exp2((logit - tl.maximum(lse, _LOWEST)) * power)
+        score = tl.maximum(score, mass) if MAX else score + mass
         if MASKED:
             there = tl.load(mask_ptr + (first + member) // group * mask_stride_h, mask=exist, other=0)
-            score = tl.where(there != 0, score, float("-inf"))
-    tl.store(score_ptr + row * number + place, score / members, mask=exist)
+            lost = lost | (there == 0)
+    score = score if MAX else score / members
+    if MASKED:
+        score = tl.where(lost, float("-inf"), score)
+    tl.store(score_ptr + row * number + place, score, mask=exist)
