@@ -61,8 +61,10 @@ def pooled_mass(
         raise UnsupportedError(f"head dims above {_LARGEST}")
     if num_heads % num_kv_heads or length != 1 or k.shape != (batch, num_kv_heads, number, dim):
         raise ValueError(f"shapes do not fit one query a row: q {tuple(q.shape)}, k {tuple(k.shape)}")
-    group, of_layer = num_heads // num_kv_heads, pool == "layer"
-    scores = torch.empty(batch, 1 if of_layer else num_kv_heads, number, dtype=torch.float32, device=q.device)
+    group = num_heads // num_kv_heads
+    padded = triton.cdiv(number, 16) * 16  # so that numbers are moved many at a time
+    sets = 1 if pool == "layer" else num_kv_heads
+    scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=q.device)[..., :number]
     if not scores.numel():
         return scores
     if mask is not None:
@@ -75,7 +77,6 @@ def pooled_mass(
     splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
     power = 0.5 if pooling == "sqrt" else 1.0
     coded = q.dtype != torch.float32
-    padded = triton.cdiv(number, 8) * 8  # so that every head's begin where 16 bytes do
     logits = torch.empty(batch, num_heads, padded, dtype=torch.int16 if coded else torch.float32, device=q.device)
     tops = torch.empty(batch, num_heads, blocks if coded else 0, dtype=torch.float32, device=q.device)
     lses = torch.empty(batch, num_heads, splits, dtype=torch.float32, device=q.device)
@@ -107,15 +108,15 @@ def pooled_mass(
         BLOCK_N=tile.block_n,
         **tile.options,
     )
-    _pool_logits[triton.cdiv(number, _POOLED), batch * scores.shape[1]](
+    _pool_logits[triton.cdiv(number, _POOLED), batch * sets](
         mask,
         logits,
         tops,
         lses,
         scores,
         *mask_strides,
-        scores.shape[1],
-        num_heads // scores.shape[1],
+        sets,
+        num_heads // sets,
         group,
         number,
         padded,
@@ -211,9 +212,8 @@ def _keep_logits(
             tl.store(top_ptr + rows * blocks + block, largest, mask=exist)
         else:
             kept = logits
-        tl.store(
-            logit_ptr + rows[:, None] * padded + place[None, :], kept, mask=exist[:, None] & (place < number)[None, :]
-        )
+        moved = exist[:, None] & (place < padded)[None, :]
+        tl.store(logit_ptr + rows[:, None] * padded + place[None, :], kept, mask=moved)
         higher = tl.maximum(top, largest)
         weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
         top = higher
@@ -247,28 +247,26 @@ def _pool_logits(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Writes ``score [B, sets, number]``, contiguous: of the ``members`` query heads of each set."""
+    """Writes ``score [B, sets, padded]``, contiguous: of the ``members`` query heads of each set."""
     row = tl.program_id(1).to(tl.int64)
     batch, first = row // sets, row % sets * members
-    place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    exist = place < number
-    some = tl.arange(0, SPLITS)
+    block = tl.program_id(0) * (KEYS // BLOCK_N) + tl.arange(0, KEYS // BLOCK_N)
+    place = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    exist, some = place < number, tl.arange(0, SPLITS)
     if MASKED:
         mask_ptr += batch * mask_stride_b + place.to(tl.int64) * mask_stride_l
-    score, lost = tl.zeros([KEYS], tl.float32), place < 0
+    score, lost = tl.zeros([KEYS // BLOCK_N, BLOCK_N], tl.float32), place < 0
     for member in tl.range(0, members):
         head = batch * sets * members + first + member
         lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
         top = tl.maximum(tl.max(lse, 0), _LOWEST)
-        lse = top + tl.log2(tl.sum(tl.exp2(lse - top), 0))
-        kept = tl.load(logit_ptr + head * padded + place, mask=exist, other=0)
+        lse = tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), _LOWEST)
+        logit = tl.load(logit_ptr + head * padded + place, mask=place < padded, other=0)
         if CODED:
-            below = kept.to(tl.int32) + 32768
-            largest = tl.load(top_ptr + head * blocks + place // BLOCK_N, mask=exist, other=0.0)
-            logit = tl.where(below == _NOTHING, float("-inf"), largest - below.to(tl.float32) * step)
-        else:
-            logit = kept
-        mass = tl.exp2((logit - tl.maximum(lse, _LOWEST)) * power)
+            largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
+            below = logit.to(tl.int32) + 32768
+            logit = tl.where(below == _NOTHING, float("-inf"), largest[:, None] - below.to(tl.float32) * step)
+        mass = tl.exp2((logit - lse) * power)
         score = tl.maximum(score, mass) if MAX else score + mass
         if MASKED:
             there = tl.load(mask_ptr + (first + member) // group * mask_stride_h, mask=exist, other=0)
@@ -276,4 +274,4 @@ def _pool_logits(
     score = score if MAX else score / members
     if MASKED:
         score = tl.where(lost, float("-inf"), score)
-    tl.store(score_ptr + row * number + place, score, mask=exist)
+    tl.store(score_ptr + row * padded + place, score, mask=place < padded)
