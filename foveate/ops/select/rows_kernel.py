@@ -15,7 +15,7 @@ _RESIDENT = 16
 """Programs that a multiprocessor runs at a time."""
 _MOST = 64
 """The most programs that share a row."""
-_BINS = tl.constexpr(512)
+_BINS = tl.constexpr(1024)
 """Room for the counts of a digit."""
 
 
@@ -23,7 +23,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     """See :func:`foveate.ops.select.reference.topk_rows`; NaN counts as inf.
 
     The k-th largest score is found digit by digit, from the highest on: programs count how many of the scores that
-    agree in the digits so far have each of the next ones (radix select). After two digits of seven bits few agree, and
+    agree in the digits so far have each of the next ones (radix select). After two digits of six bits few agree, and
     those are counted one by one. Then a program knows from the counts of those before it where its own chosen ones go.
     Whatever the scores, they are read five times. Counts are integers: repeats are equal.
     """
@@ -71,9 +71,9 @@ def _known(digit_ptr, rows, left, TURNS: tl.constexpr):
     """The first digits of the ``left``-th largest score of a row, and how many of the ``left`` begin with them."""
     known = tl.zeros([], tl.uint32)
     for turn in tl.static_range(TURNS):
-        bins = tl.arange(0, 128 if turn < 2 else 512)
+        bins = tl.arange(0, 64 if turn < 2 else 1024)
         digit, left = _digit(tl.load(digit_ptr + turn * rows * _BINS + bins), bins, left)
-        known = (known << (7 if turn < 2 else 9)) | digit.to(tl.uint32)
+        known = (known << (6 if turn < 2 else 10)) | digit.to(tl.uint32)
     return known, left
 
 
@@ -96,17 +96,17 @@ def _count_digits(
     TURN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Adds to ``digit[TURN] [rows, 512]`` how often each digit comes next among the scores that may still be the last
+    """Adds to ``digit[TURN] [rows, 1024]`` how often each digit comes next among the scores that may still be the last
     one chosen. The last digits are counted for each chunk, in ``digit[3 + chunk]``, and in ``above [rows, chunks]`` the
     scores that are chosen whatever these are."""
-    SHIFT: tl.constexpr = 25 - 7 * TURN if TURN < 2 else 27 - 9 * TURN
-    BITS: tl.constexpr = 7 if TURN < 2 else 9
+    SHIFT: tl.constexpr = 26 - 6 * TURN if TURN < 2 else 30 - 10 * TURN
+    BITS: tl.constexpr = 6 if TURN < 2 else 10
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr += row // heads * score_stride_b + row % heads * score_stride_h
     allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
     known, _ = _known(digit_ptr + row * _BINS, rows, allowed, TURN)
     digit_ptr += ((TURN + chunk if TURN == 3 else TURN) * rows + row) * _BINS
-    counts, above = tl.zeros([128], tl.int32), tl.zeros([TILE], tl.int32)
+    counts, above = tl.zeros([64], tl.int32), tl.zeros([TILE], tl.int32)
     for tile in tl.range(chunk * each, chunk * each + each):
         x, valid = _scores(score_ptr, score_stride_n, tile * TILE + tl.arange(0, TILE), number)
         if TURN > 0:
@@ -115,11 +115,11 @@ def _count_digits(
             valid = valid & (x >> (SHIFT + BITS) == known)
         digit = ((x >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
         if TURN < 2:
-            counts += tl.histogram(digit, 128, mask=valid)
+            counts += tl.histogram(digit, 64, mask=valid)
         else:
             tl.atomic_add(digit_ptr + digit, 1, mask=valid, sem="relaxed")
     if TURN < 2:
-        tl.atomic_add(digit_ptr + tl.arange(0, 128), counts, mask=counts > 0, sem="relaxed")
+        tl.atomic_add(digit_ptr + tl.arange(0, 64), counts, mask=counts > 0, sem="relaxed")
     if TURN == 3:
         tl.store(above_ptr + row * chunks + chunk, tl.sum(above, 0))
 
@@ -150,10 +150,10 @@ def _write_chosen(
     digit_ptr += row * _BINS
     known, left = _known(digit_ptr, rows, allowed, 3)
 
-    bins, some = tl.arange(0, _BINS), tl.arange(0, 8)
+    bins, some = tl.arange(0, _BINS), tl.arange(0, 4)
     counts, before = tl.zeros([_BINS], tl.int32), tl.zeros([_BINS], tl.int32)
     higher = tl.zeros([], tl.int32)  # that are chosen in the chunks before this one
-    for first in tl.range(0, chunks, 8):
+    for first in tl.range(0, chunks, 4):
         others = first + some
         of_chunks = digit_ptr + (3 + others.to(tl.int64))[:, None] * rows * _BINS + bins[None, :]
         found = tl.load(of_chunks, mask=(others < chunks)[:, None], other=0)
@@ -163,7 +163,7 @@ def _write_chosen(
     digit, room = _digit(counts, bins, left)  # room for scores equal to the last one chosen
     higher += tl.sum(tl.where(bins > digit, before, 0), 0)
     equal = tl.sum(tl.where(bins == digit, before, 0), 0)
-    kth = (known << 9) | digit.to(tl.uint32)
+    kth = (known << 10) | digit.to(tl.uint32)
 
     found_ptr += row * k
     for tile in tl.range(chunk * each, chunk * each + each):
