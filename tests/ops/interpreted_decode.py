@@ -262,7 +262,9 @@ SCORES = {
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-def test_topk_of_rows(scores, splits):
+@pytest.mark.parametrize("held", [True, False])
+def test_topk_of_rows(scores, held, splits, monkeypatch):
+    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if held else 0)
     scores = torch.stack([scores, scores.flip(0), scores.roll(5)]).view(3, 1, N)
     for counts, dtype in (([1, 450, 2048], torch.int32), ([0, 3, N], torch.int64)):
         counts = torch.tensor(counts)
@@ -273,7 +275,9 @@ def test_topk_of_rows(scores, splits):
 
 
 @pytest.mark.parametrize("number", [1, 3, 2048, 2049])
-def test_topk_of_rows_of_any_length_and_strides(number, splits):
+@pytest.mark.parametrize("held", [True, False])
+def test_topk_of_rows_of_any_length_and_strides(number, held, splits, monkeypatch):
+    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if held else 0)
     scores = torch.rand(2, number, 3, generator=torch.manual_seed(3)).transpose(1, 2)
     counts = torch.stack([torch.tensor([2, 1700]), torch.full((2,), 5)], 1)[:, 0]
     found = rows_kernel.topk_rows(scores, counts, 1700)

@@ -159,3 +159,25 @@ def test_selection_compiles_for_ampere_and_hopper(capability, turn, index):
     )
     assert turn is not None or "ld.global.v4" in compiled.ptx
     assert compiled.spilled == 0
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("held", [256, 16384])
+def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.rows_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._topk_of_short_rows,
+        {
+            "score_ptr": "*fp32:16",
+            **{f"score_stride_{axis}": "i32:16" for axis in "bh"},
+            "count_ptr": "*i64:16",
+            **dict.fromkeys(("score_stride_n", "count_stride"), 1),
+            "found_ptr": "*i32:16",
+            **dict.fromkeys(("heads", "number", "k"), "i32"),
+            "HELD": held,
+        },
+        num_warps=4 if held < 4096 else 8,
+    )
+    assert compiled.spilled == 0

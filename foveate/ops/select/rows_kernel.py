@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import multiprocessors
-from foveate.ops.select.blocks_kernel import _HIGHEST, _LOWEST, _ordered
+from foveate.ops.select.blocks_kernel import _HELD, _HIGHEST, _LOWEST, _NONE, _chosen, _end, _kth, _ordered, _put
 
 _TILE = 2048
 """Scores that a program looks at at once."""
@@ -22,7 +22,8 @@ _BINS = tl.constexpr(1024)
 def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = torch.int64) -> Tensor:
     """See :func:`foveate.ops.select.reference.topk_rows`; NaN counts as inf.
 
-    The k-th largest score is found digit by digit, from the highest on: programs count how many of the scores that
+    Short rows are kept in registers whole, see :func:`topk_of_blocks`. Of others the k-th largest score is found digit
+    by digit, from the highest on: programs count how many of the scores that
     agree in the digits so far have each of the next ones (radix select). After two digits of six bits few agree, and
     those are counted one by one. Then a program knows from the counts of those before it where its own chosen ones go.
     Whatever the scores, they are read five times. Counts are integers: repeats are equal.
@@ -36,6 +37,21 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     found = torch.empty(batch, heads, k, dtype=dtype, device=scores.device)
     if not found.numel():
         return found
+    if number <= _HELD:
+        held = max(256, triton.next_power_of_2(number))
+        _topk_of_short_rows[(rows,)](
+            scores,
+            *scores.stride(),
+            counts,
+            counts.stride(0),
+            found,
+            heads,
+            number,
+            k,
+            HELD=held,
+            num_warps=4 if held < 4096 else 8,
+        )
+        return found
     fill = max(1, _RESIDENT * multiprocessors(scores.device) // rows)
     tiles = triton.cdiv(number, _TILE)
     each = triton.cdiv(tiles, min(tiles, _MOST, fill))
@@ -48,6 +64,37 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         _count_digits[chunks, rows](*arguments, *numbers, TURN=turn, TILE=_TILE, num_warps=4)
     _write_chosen[chunks, rows](*arguments, *numbers, found, TILE=_TILE, num_warps=4)
     return found
+
+
+@triton.jit(do_not_specialize=["heads", "number", "k"])
+def _topk_of_short_rows(
+    score_ptr,
+    score_stride_b,
+    score_stride_h,
+    score_stride_n,
+    count_ptr,
+    count_stride,
+    found_ptr,
+    heads,
+    number,
+    k,
+    HELD: tl.constexpr,
+):
+    """Writes ``found [rows, k]``."""
+    row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
+    score_ptr += row // heads * score_stride_b + row % heads * score_stride_h
+    allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
+    x = tl.load(score_ptr + index.to(tl.int64) * score_stride_n, mask=index < number, other=float("-inf"))
+    x = tl.minimum(_ordered(x), _HIGHEST)
+    x = tl.where(x > _LOWEST, x, _NONE)
+    valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0) + 1
+    kth, room, crowded = _kth(
+        x, score_ptr, score_ptr, 0, 0, 0, allowed, _LOWEST + 1, valid, high, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
+    )
+    chosen, _ = _chosen(x, kth, room, crowded, 0)
+    found_ptr += row * k
+    _put(found_ptr, 0, index, chosen, allowed)
+    _end(found_ptr, tl.minimum(valid, allowed), k, 1024)
 
 
 @triton.jit
