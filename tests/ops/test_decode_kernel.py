@@ -147,7 +147,7 @@ def test_selection_compiles_for_ampere_and_hopper(capability, turn, index):
         kernel._write_chosen if turn is None else kernel._count_digits,
         {
             "score_ptr": "*fp32:16",
-            **{f"score_stride_{axis}": "i32:16" for axis in "bh"},
+            **{f"score_stride_{axis}": "i32" for axis in "bh"},
             "count_ptr": "*i64:16",
             **dict.fromkeys(("score_stride_n", "count_stride"), 1),
             **dict.fromkeys(("digit_ptr", "above_ptr"), "*i32:16"),
@@ -157,7 +157,6 @@ def test_selection_compiles_for_ampere_and_hopper(capability, turn, index):
         },
         num_warps=4,
     )
-    assert turn is not None or "ld.global.v4" in compiled.ptx
     assert compiled.spilled == 0
 
 
@@ -171,7 +170,7 @@ def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held
         kernel._topk_of_short_rows,
         {
             "score_ptr": "*fp32:16",
-            **{f"score_stride_{axis}": "i32:16" for axis in "bh"},
+            **{f"score_stride_{axis}": "i32" for axis in "bh"},
             "count_ptr": "*i64:16",
             **dict.fromkeys(("score_stride_n", "count_stride"), 1),
             "found_ptr": "*i32:16",

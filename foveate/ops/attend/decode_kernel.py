@@ -173,7 +173,11 @@ def _decode(
     return Attended(out, lse if need_lse else None)
 
 
-@triton.jit(do_not_specialize=["batches", "num_kv_heads", "parts", "number", "each"])
+_VARYING = ["chosen_stride_b", "chosen_stride_h", "batches", "num_kv_heads", "parts", "number", "each"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _attend_decode(
     q_ptr,
     k_ptr,

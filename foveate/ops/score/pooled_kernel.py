@@ -25,6 +25,8 @@ _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
 _POOLED = 1024
 """Keys of a program that pools."""
+_VARYING = ["mask_stride_b", "mask_stride_h", "number", "blocks", "splits"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
@@ -135,7 +137,7 @@ def pooled_mass(
     return scores
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "parts", "number", "blocks", "splits", "each"])
+@triton.jit(do_not_specialize=[*_VARYING, "num_kv_heads", "parts", "each"])
 def _keep_logits(
     q_ptr,
     k_ptr,
@@ -221,7 +223,7 @@ def _keep_logits(
     tl.store(lse_ptr + rows * splits + split, lse, mask=exist)
 
 
-@triton.jit(do_not_specialize=["sets", "members", "group", "number", "blocks", "splits"])
+@triton.jit(do_not_specialize=[*_VARYING, "sets", "members"])
 def _pool_logits(
     mask_ptr,
     logit_ptr,

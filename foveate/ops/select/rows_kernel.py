@@ -17,6 +17,8 @@ _MOST = 64
 """The most programs that share a row."""
 _BINS = tl.constexpr(1024)
 """Room for the counts of a digit."""
+_VARYING = ["score_stride_b", "score_stride_h", "heads", "number", "k"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
 def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -66,7 +68,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     return found
 
 
-@triton.jit(do_not_specialize=["heads", "number", "k"])
+@triton.jit(do_not_specialize=_VARYING)
 def _topk_of_short_rows(
     score_ptr,
     score_stride_b,
@@ -124,7 +126,7 @@ def _known(digit_ptr, rows, left, TURNS: tl.constexpr):
     return known, left
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "number", "k", "each", "chunks"])
+@triton.jit(do_not_specialize=[*_VARYING, "rows", "each", "chunks"])
 def _count_digits(
     score_ptr,
     score_stride_b,
@@ -171,7 +173,7 @@ def _count_digits(
         tl.store(above_ptr + row * chunks + chunk, tl.sum(above, 0))
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "number", "k", "each", "chunks"])
+@triton.jit(do_not_specialize=[*_VARYING, "rows", "each", "chunks"])
 def _write_chosen(
     score_ptr,
     score_stride_b,
