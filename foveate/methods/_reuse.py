@@ -56,7 +56,7 @@ class SelectOnce(Method):
         raise NotImplementedError
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Keys chosen for one token a row: slots, int64 ``[B, Hkv, K]``, -1 for none."""
+        """Keys chosen for one token a row: slots, int ``[B, Hkv, K]``, -1 for none."""
         raise NotImplementedError
 
     @property
@@ -215,32 +215,28 @@ class TopKByMass(SelectOnce):
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        rows, holes = ops.fold_group(q, cache.geometry.num_kv_heads), cache.holes()
+        holes, num_kv_heads = cache.holes(), cache.geometry.num_kv_heads
         if self.pooling == "pre_softmax":
+            rows = ops.fold_group(q, num_kv_heads)
             scores = ops.key_logits(rows.float().mean(2, keepdim=True).to(rows.dtype), cache.keys, scaling)[:, :, 0]
+            scores = scores if holes is None else scores.masked_fill_(~holes, float("-inf"))
         else:
-            logits = ops.key_logits(rows, cache.keys, scaling)
-            if holes is not None:
-                logits.masked_fill_(~holes[:, :, None], float("-inf"))
-            mass = logits.softmax(-1)
-            scores = (mass.sqrt() if self.pooling == "sqrt" else mass).mean(2)
-        if holes is not None:
-            scores = scores.masked_fill(~holes, float("-inf"))
-        return self._best(scores, cache.lengths).expand(-1, cache.geometry.num_kv_heads, -1)
+            how = {"pooling": self.pooling, "pool": self.pool}
+            scores = ops.pooled_mass(q, cache.keys, scaling=scaling, mask=holes, **how)
+        return self._best(scores, cache.lengths).expand(-1, num_kv_heads, -1)
 
     def _best(self, scores: Tensor, lengths: Sequence[int]) -> Tensor:
         """The keys of the highest scores ``[B, Hkv, N]``, of ``lengths`` in each row: ``[B, Hkv or 1, K]``."""
-        if self.pool == "layer":
+        if self.pool == "layer" and scores.shape[1] > 1:
             scores = scores.mean(1, keepdim=True)
         counts = self._counts(lengths)
         if self.top_p < 1:
             order, enough = ops.by_mass(scores.clamp_min(0.0), 1 - self.top_p)
             allowed = on_device(tuple(counts), scores.device)[:, None]
             chosen = ops.first_of(order, enough.clamp_min(1).minimum(allowed), max(counts))
-        elif len(set(counts)) == 1 and counts[0]:
-            chosen = ops.topk(scores, counts[0])
         else:
-            chosen = ops.topk_rows(scores, on_device(tuple(counts), scores.device), max(counts))
+            allowed = on_device(tuple(counts), scores.device)
+            chosen = ops.topk_rows(scores, allowed, max(counts), dtype=torch.int32)
         return chosen
 
     # Prompt

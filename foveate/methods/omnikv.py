@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest, whole_layer_scores
+from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest
 from foveate.methods.base import setting
 
 
@@ -48,10 +49,8 @@ class OmniKV(SelectOnce):
         return Place(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        scores = whole_layer_scores(cache, q, scaling).softmax(-1).amax(1, keepdim=True)
-        holes = cache.holes()
-        if holes is not None:
-            scores = scores.masked_fill(~holes[:, :1], float("-inf"))
+        how = {"pooling": "max", "pool": "layer", "mask": cache.holes()}
+        scores = ops.pooled_mass(q, cache.keys, scaling=scaling, **how)
         counts = self._counts(cache.lengths)
-        chosen = ops.topk_rows(scores, cache.on_device(counts), max(counts))
+        chosen = ops.topk_rows(scores, cache.on_device(counts), max(counts), dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -127,6 +127,8 @@ class Quest(Method):
             2 * share * (length // self.page_size) + share * (length % self.page_size) for length in cache.lengths
         )
         cache.count_read(read[..., :used].sum(-1) + looked_at / cache.batch_size)
+        if self.pool != "head":
+            return ops.attend_indices(q, cache.keys, cache.values, slots, scaling=scaling).out
         keys, values = ops.gather_fields([cache.keys, cache.values], by_kv_head)
         keys, values = (x.unflatten(2, (slots.shape[1] // heads, -1)).flatten(1, 2) for x in (keys, values))
         unused = (slots < 0)[..., None]

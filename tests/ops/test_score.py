@@ -190,3 +190,23 @@ def test_mass_makes_no_square_matrix(function):
         else:
             ops.query_mass(q[:, :, -32:], k, scaling=0.3, offset=4096 - 32)
     assert largest.bytes <= SCRATCH, largest.what
+
+
+# pooled_mass
+
+
+@given(shapes(max_queries=1), SEEDS, st.sampled_from(LAYOUTS), st.booleans())
+@settings(max_examples=40)
+def test_pooled_mass_is_the_mean_or_the_most_of_the_heads_that_share_a_key(shape, seed, layout, holes):
+    q, k, expected = causal(shape, seed, layout=layout)
+    weights = expected.weights[:, :, 0]
+    groups, mask = weights.unflatten(1, (shape.kv_heads, -1)), None
+    assert_close(ops.pooled_mass(q, k, scaling=0.3), groups.mean(2))
+    assert_close(ops.pooled_mass(q, k, scaling=0.3, pooling="sqrt"), groups.sqrt().mean(2))
+    assert_close(ops.pooled_mass(q, k, scaling=0.3, pool="layer"), weights.mean(1, keepdim=True))
+    assert_close(ops.pooled_mass(q, k, scaling=0.3, pool="layer", pooling="max"), weights.amax(1, keepdim=True))
+    if holes and k.shape[2] > 1:
+        mask = torch.arange(k.shape[2])[None, None] > 0
+        found = ops.pooled_mass(q, k, scaling=0.3, mask=mask)
+        assert found[..., 0].isneginf().all()
+        assert_close(found[..., 1:], ops.pooled_mass(q, k[:, :, 1:], scaling=0.3))

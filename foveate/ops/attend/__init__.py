@@ -6,9 +6,7 @@ from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
     Attended,
-    attend,
     attend_causal,
-    attend_indices,
     attend_pages,
     gather_fields,
     gather_pages,
@@ -19,6 +17,8 @@ from foveate.ops.attend.reference import (
 )
 from foveate.ops.attend.selected import with_sinks
 
+attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")
+attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel")
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")

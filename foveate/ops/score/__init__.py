@@ -1,7 +1,7 @@
 """score: how much each key, page or block matters to a query."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.score import indexer, reference
+from foveate.ops.score import indexer, pooled, reference
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
 from foveate.ops.score.nodes import (
@@ -16,6 +16,7 @@ from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
 indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel")
+pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel")
 
 __all__ = [
     "INDEXER_BLOCK",
@@ -28,6 +29,7 @@ __all__ = [
     "largest_logit",
     "logit_deviation",
     "logit_reach",
+    "pooled_mass",
     "query_mass",
     "tile_logits",
     "tile_mass",

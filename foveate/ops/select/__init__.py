@@ -1,10 +1,11 @@
 """select: which k of the scored, in bounded memory and in a total order."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.select import blocks
+from foveate.ops.select import blocks, reference
 from foveate.ops.select.mass import by_bound, by_mass, first_of
-from foveate.ops.select.reference import StreamingTopK, topk, topk_rows
+from foveate.ops.select.reference import StreamingTopK, topk
 
 topk_of_blocks = dispatch(blocks.topk_of_blocks, "foveate.ops.select.blocks_kernel")
+topk_rows = dispatch(reference.topk_rows, "foveate.ops.select.rows_kernel")
 
 __all__ = ["StreamingTopK", "by_bound", "by_mass", "first_of", "topk", "topk_of_blocks", "topk_rows"]

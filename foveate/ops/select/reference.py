@@ -75,18 +75,23 @@ def topk(scores: Tensor, k: int, *, chunk: int = CHUNK) -> Tensor:
     return best.result()[0]
 
 
-def topk_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
+def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = torch.int64) -> Tensor:
     """:func:`topk` with a number of its own for each row of a batch.
 
     Args:
         scores: ``[B, Hkv, n]``; -inf marks what must not be chosen.
         counts: int64 ``[B]``: how many in each row, at most k.
         k: the largest of the counts.
+        dtype: of the indices.
 
     Returns:
-        int64 ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
+        ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
     """
-    n, counts = scores.shape[-1], counts[:, None, None]
+    return _topk_rows(scores, counts[:, None, None], k).to(dtype)
+
+
+def _topk_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
+    n = scores.shape[-1]
     if 0 < 2 * k < n and not (scores.is_cuda and scores.numel() <= _FEW):
         return _first_of_rows(scores, counts, k)
     ordered, indices = scores.sort(dim=-1, descending=True, stable=True)

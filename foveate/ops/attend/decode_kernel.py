@@ -1,0 +1,278 @@
+"""Attention of one query a row, over all keys or over chosen ones: Triton kernels of :func:`attend` and
+:func:`attend_indices`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile, multiprocessors, split
+from foveate.ops.attend import reference
+from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.selected_kernel import _merge_splits
+from foveate.ops.score.pooled_kernel import pooled_mass
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+
+_LARGEST = 256
+"""The largest head dim."""
+_HEADS = 64
+"""The most heads of a program."""
+_RESIDENT = 3
+"""Programs that a multiprocessor runs at a time."""
+
+
+def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
+    """Heads and keys of a program for head dims of which ``dim`` is the larger.
+
+    On Hopper three programs of a multiprocessor have two blocks of 16 KB each of keys and of values under way, several
+    times what latency times bandwidth asks for; others have 99 KB of shared memory for two programs.
+    """
+    heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
+    if dtype == torch.float32:  # multiplied without tensor cores
+        return Tile(16, 16, num_warps=8 if dim > 128 else 4, num_stages=1)
+    keys = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
+    return Tile(heads, keys, num_warps=4, num_stages=3 if heads < 64 else 2)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_lse: bool = False,
+    need_mass: bool = False,
+) -> Attended:
+    """See :func:`foveate.ops.attend.reference.attend`; several queries are left to the library.
+
+    The heads of a group share a program, so that a key is read once. Keys are split among programs as far as that
+    fills the GPU, and a second launch merges what they have found by their log-sum-exps (FlashDecoding, Dao et al.
+    2023). Repeats are equal bit for bit, and fp32 is multiplied in full precision. Keys that the mask leaves out are
+    not read and may hold anything. The mass takes a second pass over the keys, see :func:`pooled_mass`.
+    """
+    if q.shape[2] != 1:
+        return reference.attend(q, k, v, scaling=scaling, mask=mask, need_lse=need_lse, need_mass=need_mass)
+    _check(q, k, v)
+    mask = None if mask is None else mask.expand(q.shape[0], k.shape[1], 1, k.shape[2])[:, :, 0]
+    attended = _decode(q, k, v, None, mask if mask is None else mask.view(torch.int8), k.shape[2], scaling, need_lse)
+    if need_mass:
+        mass = pooled_mass(q, k, scaling=scaling, mask=mask).clamp_min_(0.0).mul_(q.shape[1] // k.shape[1])
+        attended = attended._replace(mass=mass)
+    return attended
+
+
+def attend_indices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scaling: float,
+    need_lse: bool = False,
+    need_mass: bool = False,
+) -> Attended:
+    """See :func:`foveate.ops.attend.reference.attend_indices`, and :func:`attend`: keys are read where they lie."""
+    if q.shape[2] != 1:
+        raise UnsupportedError("more than one query")
+    if need_mass:
+        raise UnsupportedError("the mass of the keys")
+    _check(q, k, v)
+    if indices.shape[:2] != k.shape[:2]:
+        raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
+    return _decode(q, k, v, indices, None, indices.shape[2], scaling, need_lse)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    (batch, num_heads, _, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if max(dim, value_dim) > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
+    if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, number, dim) or len(v) != batch:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
+        raise ValueError(f"shapes do not fit: {shapes}")
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor | None,
+    mask: Tensor | None,
+    number: int,
+    scaling: float,
+    need_lse: bool,
+) -> Attended:
+    """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``."""
+    batch, num_heads, _, dim = q.shape
+    num_kv_heads, value_dim = v.shape[1], v.shape[3]
+    group = num_heads // num_kv_heads
+    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
+    tile = tile_for(q.dtype, max(dim, value_dim), group, capability)
+    parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
+    splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
+    out = q.new_empty(batch, num_heads, 1, value_dim)
+    lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
+    if not out.numel():
+        return Attended(out, lse if need_lse else None)
+    found = (out, lse)
+    if splits > 1:
+        found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
+    chosen = indices if indices is not None else mask
+    _attend_decode[batch * num_kv_heads * parts, splits](
+        q,
+        k,
+        v,
+        chosen,
+        *found,
+        *(q.stride(axis) for axis in (0, 1, 3)),
+        *k.stride(),
+        *v.stride(),
+        *((0, 0, 0) if chosen is None else chosen.stride()),
+        batch,
+        num_kv_heads,
+        group,
+        parts,
+        number,
+        each,
+        scaling * _LOG2E.value,
+        INDEXED=indices is not None,
+        MASKED=mask is not None,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        **tile.options,
+    )
+    if splits > 1:
+        _merge_splits[num_heads, batch](
+            *found,
+            None,
+            out,
+            lse,
+            *found[0].stride()[:3],
+            *out.stride()[:3],
+            0,
+            batch,
+            num_heads,
+            1,
+            splits,
+            SINKS=False,
+            VALUE_DIM=value_dim,
+            BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+            BLOCK=min(16, triton.next_power_of_2(splits)),
+            num_warps=4,
+        )
+    return Attended(out, lse if need_lse else None)
+
+
+_VARYING = ["chosen_stride_b", "chosen_stride_h", "batches", "num_kv_heads", "parts", "number", "each"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _attend_decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    chosen_ptr,
+    out_ptr,
+    lse_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    v_stride_d,
+    chosen_stride_b,
+    chosen_stride_h,
+    chosen_stride_l,
+    batches,
+    num_kv_heads,
+    group,
+    parts,
+    number,
+    each,
+    scale,
+    INDEXED: tl.constexpr,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
+
+    ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read.
+    """
+    FILL: tl.constexpr = -1 if INDEXED else 0
+    row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    exist = member < group
+    heads = head * group + tl.where(exist, member, 0)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+
+    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    k_ptr += batch * k_stride_b + head * k_stride_h
+    v_ptr += batch * v_stride_b + head * v_stride_h
+    if INDEXED or MASKED:
+        chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
+
+    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
+    places = tl.arange(0, BLOCK_N)
+    if INDEXED or MASKED:  # read one block ahead, so that reading keys ahead is left to the compiler
+        next_place = begin * BLOCK_N + places
+        following = tl.load(chosen_ptr + next_place * chosen_stride_l, mask=next_place < number, other=FILL)
+    for block in tl.range(begin, end):
+        place = block * BLOCK_N + places
+        slots, stored = place.to(tl.int64), place < number
+        if INDEXED or MASKED:
+            chosen, next_place = following, place + BLOCK_N
+            following = tl.load(chosen_ptr + next_place * chosen_stride_l, mask=next_place < number, other=FILL)
+            stored = chosen > FILL
+            if INDEXED:
+                slots = tl.where(stored, chosen, 0).to(tl.int64)
+        k_mask, v_mask = stored[:, None], stored[:, None]
+        if BLOCK_D > DIM:
+            k_mask = k_mask & (dims < DIM)[None, :]
+        if BLOCK_DV > VALUE_DIM:
+            v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
+        k_tile = (slots * k_stride_l)[:, None] + dims[None, :] * k_stride_d
+        k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        logits = tl.where(stored[None, :], logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        p = tl.exp2(logits - higher[:, None])
+        fade = tl.exp2(top - higher)
+        v_tile = (slots * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
+        v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
+        out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+        weight = weight * fade + tl.sum(p, 1)
+        top = higher
+
+    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
+    rows = (split * batches + batch) * num_kv_heads * group + heads
+    out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
+    out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
+    tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+    tl.store(lse_ptr + rows, lse, mask=exist)

@@ -1,0 +1,54 @@
+"""How much each key matters to the heads that share it: the attention of one query a row, pooled."""
+
+from torch import Tensor
+
+from foveate.ops._math import fold_group
+from foveate.ops.score.nodes import key_logits
+
+
+def pooled_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    pooling: str = "post_softmax",
+    pool: str = "kv_head",
+) -> Tensor:
+    """The mean of the attention that query heads pay to each key (Kascade, section 3.3), or the most (OmniKV).
+
+    Args:
+        q: ``[B, Hq, 1, D]``.
+        k: ``[B, Hkv, N, D]``; read through its strides.
+        scaling: factor of the logits.
+        mask: bool, broadcastable to ``[B, Hkv, N]``: True where a key is. The others may hold anything finite.
+        pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), or the largest attention of
+            any head (``max``).
+        pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
+
+    Returns:
+        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer; -inf where no key is (in any head).
+
+    Raises:
+        ValueError: for a pooling or a pool that there is not.
+    """
+    check(pooling, pool)
+    logits = key_logits(fold_group(q, k.shape[1]), k, scaling)
+    if mask is not None:
+        logits.masked_fill_(~mask[:, :, None], float("-inf"))
+    mass = logits.softmax(-1)
+    mass = mass.sqrt_() if pooling == "sqrt" else mass
+    mass = mass if pool == "kv_head" else mass.flatten(1, 2)[:, None]
+    scores = mass.amax(2) if pooling == "max" else mass.mean(2)
+    if mask is not None:
+        mask = mask if pool == "kv_head" else mask.all(1, keepdim=True)
+        scores = scores.masked_fill_(~mask, float("-inf"))
+    return scores
+
+
+def check(pooling: str, pool: str) -> None:
+    """Raise unless these are known."""
+    if pooling not in ("post_softmax", "sqrt", "max"):
+        raise ValueError(f"pooling must be post_softmax, sqrt or max, not {pooling!r}")
+    if pool not in ("kv_head", "layer"):
+        raise ValueError(f"pool must be kv_head or layer, not {pool!r}")

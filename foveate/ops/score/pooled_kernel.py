@@ -1,0 +1,279 @@
+"""Pooled attention of one query a row, keys read once: Triton kernels of :func:`pooled_mass`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile, multiprocessors, split
+from foveate.ops.score.pooled import check
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+_STEPS = 2048.0
+"""Steps of a factor of two, of what is pooled, in which 16 bits say how far a logit is below its block's largest."""
+_NOTHING = tl.constexpr(65535)
+"""That many steps and more are nothing."""
+
+_LARGEST = 256
+"""The largest head dim."""
+_HEADS = 64
+"""The most heads of a program."""
+_RESIDENT = 3
+"""Programs that a multiprocessor runs at a time."""
+_POOLED = 1024
+"""Keys of a program that pools."""
+_VARYING = ["mask_stride_b", "mask_stride_h", "number", "blocks", "splits"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
+
+
+def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
+    """Heads and keys of a program: blocks of 32 KB on Hopper, of 16 KB elsewhere, two of them under way."""
+    heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
+    if dtype == torch.float32:  # multiplied without tensor cores
+        return Tile(16, 32, num_warps=8 if dim > 128 else 4, num_stages=1)
+    keys = (64 if dim > 128 else 128) // (1 if capability >= 9 else 2)
+    return Tile(heads, keys, num_warps=4, num_stages=3 if heads < 64 else 2)
+
+
+def pooled_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    pooling: str = "post_softmax",
+    pool: str = "kv_head",
+) -> Tensor:
+    """See :func:`foveate.ops.score.pooled.pooled_mass`.
+
+    One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
+    keys in half precision a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of its
+    block of keys: a mass is right to 2e-4 of itself, and one of less than 2^-32 of the block's largest counts as 0.
+    Of fp32 the logits are kept as they are. Keys that the mask leaves out are not read and may hold anything.
+    """
+    check(pooling, pool)
+    batch, num_heads, length, dim = q.shape
+    num_kv_heads, number = k.shape[1:3]
+    if q.dtype != k.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
+    if dim > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
+    if num_heads % num_kv_heads or length != 1 or k.shape != (batch, num_kv_heads, number, dim):
+        raise ValueError(f"shapes do not fit one query a row: q {tuple(q.shape)}, k {tuple(k.shape)}")
+    group = num_heads // num_kv_heads
+    padded = triton.cdiv(number, 16) * 16  # so that numbers are moved many at a time
+    sets = 1 if pool == "layer" else num_kv_heads
+    scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=q.device)[..., :number]
+    if not scores.numel():
+        return scores
+    if mask is not None:
+        mask = mask.expand(batch, num_kv_heads, number).view(torch.int8)
+    mask_strides = (0, 0, 0) if mask is None else mask.stride()
+
+    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
+    tile = tile_for(q.dtype, dim, group, capability)
+    parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
+    splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
+    power = 0.5 if pooling == "sqrt" else 1.0
+    coded = q.dtype != torch.float32
+    logits = torch.empty(batch, num_heads, padded, dtype=torch.int16 if coded else torch.float32, device=q.device)
+    tops = torch.empty(batch, num_heads, blocks if coded else 0, dtype=torch.float32, device=q.device)
+    lses = torch.empty(batch, num_heads, splits, dtype=torch.float32, device=q.device)
+    _keep_logits[batch * num_kv_heads * parts, splits](
+        q,
+        k,
+        mask,
+        logits,
+        tops,
+        lses,
+        *(q.stride(axis) for axis in (0, 1, 3)),
+        *k.stride(),
+        *mask_strides,
+        num_kv_heads,
+        group,
+        parts,
+        number,
+        padded,
+        blocks,
+        splits,
+        each,
+        scaling * _LOG2E.value,
+        _STEPS * power,
+        CODED=coded,
+        MASKED=mask is not None,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        **tile.options,
+    )
+    _pool_logits[triton.cdiv(number, _POOLED), batch * sets](
+        mask,
+        logits,
+        tops,
+        lses,
+        scores,
+        *mask_strides,
+        sets,
+        num_heads // sets,
+        group,
+        number,
+        padded,
+        blocks,
+        splits,
+        power,
+        1 / (_STEPS * power),
+        CODED=coded,
+        MASKED=mask is not None,
+        MAX=pooling == "max",
+        KEYS=_POOLED,
+        BLOCK_N=tile.block_n,
+        SPLITS=triton.next_power_of_2(splits),
+        num_warps=4,
+    )
+    return scores
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "num_kv_heads", "parts", "each"])
+def _keep_logits(
+    q_ptr,
+    k_ptr,
+    mask_ptr,
+    logit_ptr,
+    top_ptr,
+    lse_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_l,
+    num_kv_heads,
+    group,
+    parts,
+    number,
+    padded,
+    blocks,
+    splits,
+    each,
+    scale,
+    steps,
+    CODED: tl.constexpr,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``logit [B, Hq, padded]``, ``top [B, Hq, blocks]`` (``CODED``: the largest logit of each block) and
+    ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e)."""
+    row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    exist = member < group
+    heads = head * group + tl.where(exist, member, 0)
+    dims = tl.arange(0, BLOCK_D)
+
+    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    k_ptr += batch * k_stride_b + head * k_stride_h
+    if MASKED:
+        mask_ptr += batch * mask_stride_b + head * mask_stride_h
+    rows = batch * num_kv_heads * group + heads
+
+    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    begin, end = split * each, tl.minimum((split + 1) * each, blocks)
+    places = tl.arange(0, BLOCK_N)
+    if MASKED:  # read one block ahead, so that reading keys ahead is left to the compiler
+        next_place = begin * BLOCK_N + places
+        following = tl.load(mask_ptr + next_place * mask_stride_l, mask=next_place < number, other=0)
+    for block in tl.range(begin, end):
+        place = block * BLOCK_N + places
+        slots, stored = place.to(tl.int64), place < number
+        if MASKED:
+            stored, next_place = following != 0, place + BLOCK_N
+            following = tl.load(mask_ptr + next_place * mask_stride_l, mask=next_place < number, other=0)
+        k_mask = stored[:, None]
+        if BLOCK_D > DIM:
+            k_mask = k_mask & (dims < DIM)[None, :]
+        k = tl.load(k_ptr + (slots * k_stride_l)[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        logits = tl.where(stored[None, :], logits, float("-inf"))
+        largest = tl.maximum(tl.max(logits, 1), _LOWEST)
+        if CODED:
+            below = tl.minimum((largest[:, None] - logits) * steps + 0.5, _NOTHING)
+            kept = (below.to(tl.int32) - 32768).to(tl.int16)
+            tl.store(top_ptr + rows * blocks + block, largest, mask=exist)
+        else:
+            kept = logits
+        moved = exist[:, None] & (place < padded)[None, :]
+        tl.store(logit_ptr + rows[:, None] * padded + place[None, :], kept, mask=moved)
+        higher = tl.maximum(top, largest)
+        weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
+        top = higher
+    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+    tl.store(lse_ptr + rows * splits + split, lse, mask=exist)
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "sets", "members"])
+def _pool_logits(
+    mask_ptr,
+    logit_ptr,
+    top_ptr,
+    lse_ptr,
+    score_ptr,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_l,
+    sets,
+    members,
+    group,
+    number,
+    padded,
+    blocks,
+    splits,
+    power,
+    step,
+    CODED: tl.constexpr,
+    MASKED: tl.constexpr,
+    MAX: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Writes ``score [B, sets, padded]``, contiguous: of the ``members`` query heads of each set."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, first = row // sets, row % sets * members
+    block = tl.program_id(0) * (KEYS // BLOCK_N) + tl.arange(0, KEYS // BLOCK_N)
+    place = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    exist, some = place < number, tl.arange(0, SPLITS)
+    if MASKED:
+        mask_ptr += batch * mask_stride_b + place.to(tl.int64) * mask_stride_l
+    score, lost = tl.zeros([KEYS // BLOCK_N, BLOCK_N], tl.float32), place < 0
+    for member in tl.range(0, members):
+        head = batch * sets * members + first + member
+        lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
+        top = tl.maximum(tl.max(lse, 0), _LOWEST)
+        lse = tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), _LOWEST)
+        logit = tl.load(logit_ptr + head * padded + place, mask=place < padded, other=0)
+        if CODED:
+            largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
+            below = logit.to(tl.int32) + 32768
+            logit = tl.where(below == _NOTHING, float("-inf"), largest[:, None] - below.to(tl.float32) * step)
+        mass = tl.exp2((logit - lse) * power)
+        score = tl.maximum(score, mass) if MAX else score + mass
+        if MASKED:
+            there = tl.load(mask_ptr + (first + member) // group * mask_stride_h, mask=exist, other=0)
+            lost = lost | (there == 0)
+    score = score if MAX else score / members
+    if MASKED:
+        score = tl.where(lost, float("-inf"), score)
+    tl.store(score_ptr + row * padded + place, score, mask=place < padded)

@@ -1,0 +1,268 @@
+"""The kernels of decoding on a GPU against references in fp64: odd sizes, dtypes, holes, poison, repeats, graphs."""
+
+import pytest
+import torch
+from matrix import Driver, Tokens
+
+from foveate import methods, ops
+from foveate.ops import _dispatch
+from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.score import pooled, pooled_kernel
+from foveate.ops.select import reference as select
+from foveate.ops.select import rows_kernel
+from tests.helpers import in_buffer
+from tests.kernels import poisoned_memory
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+GROUPS = pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (8, 2), (6, 1), (14, 2), (32, 4), (16, 1), (70, 1)])
+DIMS = pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
+SIZES = pytest.mark.parametrize(("batch", "number"), [(1, 1), (3, 61), (64, 700), (1, 40_001), (5, 4096)])
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch):
+    """A reference that is reached without being asked for fails the test."""
+    pytest.importorskip("triton")
+    assert {"attend", "attend_indices", "pooled_mass", "topk_rows"} <= set(_dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def uniform(*shape, seed=0):
+    return torch.rand(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+
+def problem(batch, heads, kv_heads, number, dim, value_dim, dtype, seed=0):
+    """``q, k, v``: one query a row."""
+    return (
+        draw(batch, heads, 1, dim, dtype=dtype, seed=seed),
+        draw(batch, kv_heads, number, dim, dtype=dtype, seed=seed + 1),
+        draw(batch, kv_heads, number, value_dim, dtype=dtype, seed=seed + 2),
+    )
+
+
+def holes(batch, number, heads=1):
+    """bool ``[B, heads, 1, N]``: rows of several lengths, with holes among their keys; the last has none."""
+    mask = uniform(batch, heads, 1, number, seed=5) < 0.7
+    lengths = torch.linspace(number, 0, batch, device="cuda").long()
+    return mask & (torch.arange(number, device="cuda") < lengths[:, None, None, None])
+
+
+def selection(batch, heads, number, places, seed=0):
+    """Keys in any order ``[B, heads, K]``, unused places among and behind them; the last row has none."""
+    drawn = uniform(batch, heads, max(number, places), seed=seed).argsort(-1)[..., :places]
+    unused = (drawn >= number) | (uniform(*drawn.shape, seed=seed + 1) < 0.1)
+    unused[..., places - places // 5 :] = True
+    unused[-1] = batch > 1
+    return drawn.masked_fill(unused, -1).to(torch.int32)
+
+
+def exact(q, k, v, **more):
+    run = reference.attend_indices if "indices" in more else reference.attend
+    return run(q.double(), k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double(), need_lse=True, **more)
+
+
+def check_attended(found, expected, dtype):
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.out.double(), expected.out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found.lse.double(), expected.lse.double(), rtol=1e-4, atol=1e-3 if tolerance > 1e-3 else 1e-4
+    )
+
+
+@DTYPES
+@GROUPS
+@SIZES
+def test_attention_of_all_keys_of_any_group(dtype, heads, kv_heads, batch, number):
+    q, k, v = problem(batch, heads, kv_heads, number, 128, 128, dtype)
+    mask = holes(batch, number)
+    for more in ({}, {"mask": mask}, {"mask": holes(batch, number, kv_heads)}):
+        with poisoned_memory("cuda"):
+            found = ops.attend(q, k, v, scaling=0.1, need_lse=True, **more)
+        check_attended(found, exact(q, k, v, scaling=0.1, **more), dtype)
+
+
+@DTYPES
+@DIMS
+@SIZES
+def test_attention_of_any_head_dim(dtype, dim, value_dim, batch, number):
+    q, k, v = problem(batch, 8, 2, number, dim, value_dim, dtype)
+    with poisoned_memory("cuda"):
+        found = ops.attend(q, k, v, scaling=0.1, need_lse=True)
+        chosen = ops.attend_indices(q, k, v, selection(batch, 2, number, 333), scaling=0.1, need_lse=True)
+    check_attended(found, exact(q, k, v, scaling=0.1), dtype)
+    check_attended(chosen, exact(q, k, v, indices=selection(batch, 2, number, 333), scaling=0.1), dtype)
+
+
+@DTYPES
+@GROUPS
+@pytest.mark.parametrize("places", [1, 65, 1500])
+def test_attention_of_chosen_keys_among_nan(dtype, heads, kv_heads, places):
+    q, k, v = problem(3, heads, kv_heads, 2000, 128, 128, dtype)
+    indices = selection(3, kv_heads, 2000, places)
+    unread = torch.ones(3, kv_heads, 2001, dtype=torch.bool, device="cuda")
+    unread = unread.scatter(2, indices.where(indices >= 0, 2000).long(), False)[..., :2000]
+    k[unread], v[unread] = torch.nan, torch.inf
+    with poisoned_memory("cuda"):
+        found = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
+    check_attended(found, exact(q, k, v, indices=indices, scaling=0.1), dtype)
+    assert not found.out[-1].any()
+    assert torch.equal(ops.attend_indices(q, k, v, indices.long(), scaling=0.1).out, found.out)
+
+
+@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+def test_strides_among_nan(layout):
+    q, k, v = (in_buffer(x, layout) for x in problem(3, 12, 2, 777, 96, 64, torch.bfloat16))
+    mask, indices = holes(3, 777), selection(3, 2, 777, 100)
+    k[~mask.expand(3, 2, 1, 777)[:, :, 0]] = torch.nan
+    check_attended(
+        ops.attend(q, k, v, scaling=0.1, mask=mask, need_lse=True), exact(q, k, v, scaling=0.1, mask=mask), q.dtype
+    )
+    k.nan_to_num_(0.0)
+    found = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
+    check_attended(found, exact(q, k, v, indices=indices, scaling=0.1), q.dtype)
+    mass = ops.pooled_mass(q, k, scaling=0.1)
+    torch.testing.assert_close(
+        mass, pooled.pooled_mass(q.double(), k.double(), scaling=0.1).float(), rtol=1e-3, atol=1e-9
+    )
+
+
+@DTYPES
+@GROUPS
+@pytest.mark.parametrize(("batch", "number"), [(3, 61), (64, 700), (1, 40_001)])
+@pytest.mark.parametrize(("pooling", "pool"), [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "layer")])
+def test_pooled_mass(dtype, heads, kv_heads, batch, number, pooling, pool):
+    q, k, _ = problem(batch, heads, kv_heads, number, 128, 16, dtype)
+    for mask in (None, holes(batch, number)[:, 0]):
+        if mask is not None:
+            k[~mask.expand(-1, kv_heads, -1)] = torch.nan
+        how = {"scaling": 0.25, "mask": mask, "pooling": pooling, "pool": pool}
+        with poisoned_memory("cuda"):
+            found = ops.pooled_mass(q, k, **how)
+        expected = pooled.pooled_mass(q.double(), k.nan_to_num(0.0).double(), **how).float()
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-7)
+
+
+@DIMS
+def test_pooled_mass_of_any_head_dim(dim, value_dim):
+    q, k, _ = problem(2, 8, 2, 3000, dim, value_dim, torch.bfloat16)
+    expected = pooled.pooled_mass(q.double(), k.double(), scaling=dim**-0.5).float()
+    torch.testing.assert_close(ops.pooled_mass(q, k, scaling=dim**-0.5), expected, rtol=1e-3, atol=1e-9)
+
+
+def test_masses_add_up():
+    q, k, _ = problem(4, 32, 8, 100_003, 128, 16, torch.float16)
+    mass = ops.pooled_mass(q, k, scaling=128**-0.5)
+    torch.testing.assert_close(mass.sum(-1), torch.ones(4, 8, device="cuda"), rtol=3e-4, atol=0)
+
+
+INF = float("inf")
+SCORES = {
+    "random": lambda n: uniform(3, 2, n),
+    "masses": lambda n: (draw(3, 2, n) * 4).softmax(-1),
+    "signed": lambda n: draw(3, 2, n) * 1e3,
+    "tied": lambda n: torch.zeros(3, 2, n, device="cuda"),
+    "few values": lambda n: (4 * uniform(3, 2, n)).floor(),
+    "rising": lambda n: torch.arange(n, device="cuda").float().expand(3, 2, n),
+    "falling": lambda n: -torch.arange(n, device="cuda").float().expand(3, 2, n),
+    "none": lambda n: torch.full((3, 2, n), -INF, device="cuda"),
+    "few": lambda n: torch.where(torch.arange(n, device="cuda") % 977 == 7, 1.0, -INF).expand(3, 2, n),
+    "one fp16 bin": lambda n: 1 + uniform(3, 2, n) * 2.0**-11,
+}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("number", [1, 300, 4097, 70_001, 524_288])
+@pytest.mark.parametrize("share", [0.001, 0.1, 1.0])
+def test_topk_of_rows(scores, number, share):
+    scores, most = scores(number), max(1, int(share * number))
+    counts = torch.tensor([most, most // 2, 0], device="cuda")
+    with poisoned_memory("cuda"):
+        found = ops.topk_rows(scores, counts, most, dtype=torch.int32)
+    assert torch.equal(found, select.topk_rows(scores, counts, most, dtype=torch.int32))
+    assert torch.equal(found, ops.topk_rows(scores, counts, most, dtype=torch.int32))
+
+
+def steps(q, k, v, mask, indices, counts, most):
+    """One of each: what a step of decoding calls."""
+    dense = ops.attend(q, k, v, scaling=0.1, mask=mask, need_lse=True)
+    mass = ops.pooled_mass(q, k, scaling=0.1, mask=mask[:, 0])
+    chosen = ops.topk_rows(mass, counts, most, dtype=torch.int32)
+    sparse = ops.attend_indices(q, k, v, chosen, scaling=0.1, need_lse=True)
+    given = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
+    return *dense[:2], mass, chosen, *sparse[:2], *given[:2]
+
+
+@pytest.mark.parametrize(("batch", "number"), [(1, 30_000), (16, 5000)])
+def test_repeats_graphs_and_no_wait(batch, number):
+    """Equal to the last bit, also when a captured graph is replayed over other contents; and nothing waits."""
+
+    def contents(seed):
+        q, k, v = problem(batch, 32, 8, number, 128, 128, torch.float16, seed)
+        counts = torch.full((batch,), number // 10, device="cuda")
+        return [q, k, v, uniform(batch, 1, 1, number, seed=seed) < 0.8, selection(batch, 8, number, 500, seed), counts]
+
+    first, second = contents(0), contents(100)
+    expected = [steps(*some, number // 10) for some in (first, second)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = steps(*first, number // 10)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = steps(*first, number // 10)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(*pair) for pair in zip(again, expected[0], strict=True))
+    for some, wanted in ((first, expected[0]), (second, expected[1])):
+        for old, new in zip(first, some, strict=True):
+            old.copy_(new.clone())
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def test_keys_beyond_the_reach_of_32_bits():
+    """A cache of 2.7 billion elements, of which only the last row's last keys matter."""
+    q, near, values = problem(1, 8, 2, 3000, 128, 128, torch.bfloat16)
+    k = torch.zeros(3, 2, 3_500_000, 128, dtype=torch.bfloat16, device="cuda")
+    k[2, :, -3000:] = near[0]
+    mask = torch.zeros(3, 1, 1, 3_500_000, dtype=torch.bool, device="cuda")
+    mask[2, :, :, -3000:] = True
+    v = k.clone()
+    v[2, :, -3000:] = values[0]
+    q = q.expand(3, -1, -1, -1)
+    expected = exact(q[2:], near, values, scaling=0.1)
+    found = ops.attend(q, k, v, scaling=0.1, mask=mask, need_lse=True)
+    check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
+    indices = torch.arange(3_497_000, 3_500_000, dtype=torch.int32, device="cuda").expand(3, 2, -1)
+    found = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
+    check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
+    mass = ops.pooled_mass(q, k, scaling=0.1, mask=mask[:, 0])[2:, :, -3000:]
+    torch.testing.assert_close(
+        mass, pooled.pooled_mass(q[2:].double(), near.double(), scaling=0.1).float(), rtol=1e-3, atol=1e-9
+    )
+
+
+def test_methods_run_on_the_kernels(monkeypatch):
+    ran = []
+    for module, names in (
+        (decode_kernel, ("attend", "attend_indices")),
+        (pooled_kernel, ("pooled_mass",)),
+        (rows_kernel, ("topk_rows",)),
+    ):
+        for name in names:
+            real = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: ran.append(name) or real(*a, **k))
+    tokens = Tokens.random(2, 300)
+    tokens = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
+    for spec in ("dense", "oracle_topk:top_k=64,dense_layers=0"):
+        driver = Driver(methods.parse(spec), 290)
+        driver.feed(tokens[:290])
+        driver.feed_steps(tokens[290:])
+    assert set(ran) >= {"attend", "attend_indices", "pooled_mass", "topk_rows"}

@@ -1,0 +1,300 @@
+"""The kernels of decoding against their references, in numbers that Triton's interpreter gets right."""
+
+import pytest
+import torch
+
+from foveate.ops import _tile
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.score import pooled, pooled_kernel
+from foveate.ops.select import reference as select
+from foveate.ops.select import rows_kernel
+from tests.helpers import in_buffer
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def problem(batch=2, heads=6, kv_heads=2, number=150, dim=16, value_dim=None, dtype=torch.float32, seed=0):
+    """``q, k, v``: one query a row."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, heads, 1, dim, generator=generator).to(dtype)
+    k = torch.randn(batch, kv_heads, number, dim, generator=generator).to(dtype)
+    v = torch.randn(batch, kv_heads, number, value_dim or dim, generator=generator).to(dtype)
+    return q, k, v
+
+
+def selection(batch, heads, number, places, seed=0):
+    """Keys in any order ``[B, heads, K]``, unused places among and behind them; the second row has none."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(batch, heads, max(number, places), generator=generator).argsort(-1)[..., :places]
+    unused = (drawn >= number) | (torch.rand(drawn.shape, generator=generator) < 0.2)
+    unused[..., places - places // 4 :] = True
+    unused[1:2] = True
+    return drawn.masked_fill(unused, -1).to(torch.int32)
+
+
+def close(found, expected, dtype):
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=1e-4)
+
+
+def check(q, k, v, indices=None, mask=None):
+    """Against the reference over keys of which none is NaN."""
+    k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0)
+    if indices is not None:
+        found = decode_kernel.attend_indices(q, k, v, indices, scaling=0.3, need_lse=True)
+        expected = reference.attend_indices(q, k_, v_, indices, scaling=0.3, need_lse=True)
+    else:
+        found = decode_kernel.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True)
+        expected = reference.attend(q, k_, v_, scaling=0.3, mask=mask, need_lse=True)
+    close(found, expected, q.dtype)
+    return found
+
+
+@pytest.fixture(params=[1, 100], ids=["one program", "many programs"])
+def splits(request, monkeypatch):
+    """Few programs, and so many multiprocessors that keys are split."""
+    for kernel in (decode_kernel, pooled_kernel, rows_kernel):
+        monkeypatch.setattr(kernel, "multiprocessors", lambda device: request.param)
+
+
+HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+@HALF
+@pytest.mark.parametrize("number", [1, 32, 150])
+def test_all_keys(dtype, number, splits):
+    check(*problem(number=number, dtype=dtype))
+
+
+@HALF
+@pytest.mark.parametrize("of_heads", [1, 2])
+@pytest.mark.parametrize("of_rows", [1, 2])
+def test_keys_that_a_mask_leaves(dtype, of_heads, of_rows, splits):
+    q, k, v = problem(dtype=dtype)
+    mask = torch.rand(of_rows, of_heads, 1, 150, generator=torch.manual_seed(1)) < 0.5
+    mask[:, :, :, 100:], mask[-1, :, :, 40:] = False, False
+    unread = ~mask.expand(2, 2, 1, 150)[:, :, 0]
+    k[unread], v[unread] = torch.nan, torch.inf
+    check(q, k, v, mask=mask)
+    mask[-1] = False
+    found = check(q, k, v, mask=mask)
+    assert not found.out[-1].any()
+    assert found.lse[-1].isneginf().all()
+
+
+@HALF
+@pytest.mark.parametrize("places", [1, 33, 140])
+def test_chosen_keys(dtype, places, splits):
+    q, k, v = problem(value_dim=5, dtype=dtype)
+    indices = selection(2, 2, 150, places)
+    for b in range(2):
+        for head in range(2):
+            unread = ~torch.isin(torch.arange(150), indices[b, head])
+            k[b, head, unread], v[b, head, unread] = torch.nan, torch.inf
+    found = check(q, k, v, indices)
+    assert not found.out[1].any()
+    assert found.lse[1].isneginf().all()
+    check(q, k, v, indices.long())
+    check(q, k, v, indices[:, :1].expand(-1, 2, -1).clamp_max(-1))
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (24, 64), (64, 80), (80, 64), (192, 128), (256, 256)])
+def test_head_dims(dim, value_dim):
+    q, k, v = problem(1, 3, 1, 40, dim, value_dim)
+    check(q, k, v)
+    check(q, k, v, selection(1, 1, 40, 20))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (6, 6), (12, 2), (40, 2), (130, 1)])
+def test_groups(heads, kv_heads, splits):
+    q, k, v = problem(1, heads, kv_heads, 60)
+    check(q, k, v)
+    check(q, k, v, selection(1, kv_heads, 60, 20))
+
+
+@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+def test_strides_among_nan(layout, splits):
+    q, k, v = (in_buffer(x, layout) for x in problem(value_dim=24))
+    check(q, k, v)
+    check(q, k, v, torch.stack([selection(2, 2, 150, 20), torch.full((2, 2, 20), 5)], -1)[..., 0])
+
+
+def test_what_was_not_asked_for_is_none():
+    q, k, v = problem()
+    assert decode_kernel.attend(q, k, v, scaling=1.0).lse is None
+    assert decode_kernel.attend_indices(q, k, v, selection(2, 2, 150, 3), scaling=1.0).lse is None
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_mass_of_the_keys(masked):
+    q, k, v = problem()
+    mask = torch.rand(2, 2, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
+    found = decode_kernel.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True, need_mass=True)
+    expected = reference.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True, need_mass=True)
+    close(found, expected, q.dtype)
+    torch.testing.assert_close(found.mass, expected.mass)
+
+
+def test_no_keys():
+    q, k, v = problem(number=0)
+    found = decode_kernel.attend(q, k, v, scaling=1.0, need_lse=True)
+    assert not found.out.any()
+    assert found.lse.isneginf().all()
+
+
+def test_several_queries_are_the_librarys():
+    q, k, v = problem()
+    q = q.expand(-1, -1, 3, -1)
+    expected = reference.attend(q, k, v, scaling=0.3)
+    assert torch.equal(decode_kernel.attend(q, k, v, scaling=0.3).out, expected.out)
+
+
+def test_what_attention_refuses():
+    q, k, v = problem()
+    indices = selection(2, 2, 150, 8)
+    with pytest.raises(UnsupportedError, match="float64"):
+        decode_kernel.attend(q.double(), k.double(), v.double(), scaling=1.0)
+    with pytest.raises(UnsupportedError, match="head dims above 256"):
+        decode_kernel.attend(*problem(dim=257), scaling=1.0)
+    with pytest.raises(UnsupportedError, match="the mass of the keys"):
+        decode_kernel.attend_indices(q, k, v, indices, scaling=1.0, need_mass=True)
+    with pytest.raises(UnsupportedError, match="more than one query"):
+        decode_kernel.attend_indices(q.expand(-1, -1, 2, -1), k, v, indices, scaling=1.0)
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        decode_kernel.attend(q, k[..., :8], v, scaling=1.0)
+    with pytest.raises(ValueError, match="do not fit k"):
+        decode_kernel.attend_indices(q, k, v, indices[:1], scaling=1.0)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 512])
+@pytest.mark.parametrize("blocks", [0, 1, 7, 2048, 8192])
+def test_splits_cover_all_blocks_and_none_is_empty(rows, blocks):
+    splits, each = _tile.split(rows, blocks, 264)
+    assert splits * each >= blocks
+    assert (splits - 1) * each < max(blocks, 1)
+    assert blocks < 64 or rows * splits >= min(264, rows * 128)
+
+
+def check_mass(q, k, mask=None, **more):
+    found = pooled_kernel.pooled_mass(q, k, scaling=0.3, mask=mask, **more)
+    expected = pooled.pooled_mass(q, k.nan_to_num(0.0), scaling=0.3, mask=mask, **more)
+    tolerance = 1e-5 if q.dtype == torch.float32 else 3e-4  # half a step of a logit, and the error of fp16 products
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-9)
+    return found
+
+
+POOLING = pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max"])
+POOL = pytest.mark.parametrize("pool", ["kv_head", "layer"])
+
+
+@HALF
+@POOLING
+@POOL
+@pytest.mark.parametrize("number", [1, 130, 1500])
+def test_pooled_mass(dtype, pooling, pool, number, splits):
+    q, k, _ = problem(number=number, dtype=dtype)
+    check_mass(q * 3, k, pooling=pooling, pool=pool)
+
+
+@HALF
+@POOL
+@pytest.mark.parametrize(("of_rows", "of_heads", "pooling"), [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max")])
+def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling, splits):
+    q, k, _ = problem(number=300, dtype=dtype)
+    mask = torch.rand(of_rows, of_heads, 300, generator=torch.manual_seed(1)) < 0.5
+    mask[..., 250:], mask[-1, :, 40:] = False, False
+    k[~mask.expand(2, 2, 300)] = torch.nan
+    found = check_mass(q, k, mask, pool=pool, pooling=pooling)
+    assert torch.equal(
+        found.isneginf(), ~(mask if pool == "kv_head" else mask.all(1, keepdim=True)).expand(*found.shape)
+    )
+
+
+def test_masses_that_are_nothing_in_16_bits():
+    q, k, _ = problem(1, 2, 1, 60, dtype=torch.float16)
+    k[0, 0, 7] = 400 * q[0, 0, 0] / q[0, 0, 0].float().norm()
+    found = pooled_kernel.pooled_mass(q, k, scaling=1.0)
+    expected = pooled.pooled_mass(q, k, scaling=1.0)
+    torch.testing.assert_close(found, expected, rtol=3e-4, atol=2.0**-32)
+
+
+@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 24), (6, 6, 80), (130, 1, 16), (4, 2, 256)])
+def test_pooled_mass_of_groups_and_strides(layout, heads, kv_heads, dim, splits):
+    q, k, _ = (in_buffer(x, layout) for x in problem(1, heads, kv_heads, 50, dim))
+    check_mass(q, k)
+
+
+def test_what_pooled_mass_refuses():
+    q, k, _ = problem()
+    assert pooled_kernel.pooled_mass(q, k[:, :, :0], scaling=1.0).shape == (2, 2, 0)
+    with pytest.raises(UnsupportedError, match="float64"):
+        pooled_kernel.pooled_mass(q.double(), k.double(), scaling=1.0)
+    with pytest.raises(UnsupportedError, match="head dims above 256"):
+        pooled_kernel.pooled_mass(*problem(dim=257)[:2], scaling=1.0)
+    with pytest.raises(ValueError, match="do not fit one query a row"):
+        pooled_kernel.pooled_mass(q.expand(-1, -1, 2, -1), k, scaling=1.0)
+    for function in (pooled.pooled_mass, pooled_kernel.pooled_mass):
+        with pytest.raises(ValueError, match="pooling must be"):
+            function(q, k, scaling=1.0, pooling="pre_softmax")
+        with pytest.raises(ValueError, match="pool must be"):
+            function(q, k, scaling=1.0, pool="head")
+
+
+INF = float("inf")
+N = 4500
+SCORES = {
+    "random": torch.rand(N, generator=torch.manual_seed(0)),
+    "signed": torch.randn(N, generator=torch.manual_seed(1)) * 1e3,
+    "tied": torch.zeros(N),
+    "signed zeros": torch.where(torch.arange(N) % 2 == 0, 0.0, -0.0),
+    "few values": torch.randint(0, 4, (N,), generator=torch.manual_seed(2)).float(),
+    "rising": torch.arange(N).float(),
+    "falling": -torch.arange(N).float(),
+    "one ulp apart": 1 + torch.arange(N).remainder(2) * 2.0**-23,
+    "none": torch.full((N,), -INF),
+    "few": torch.where(torch.arange(N) % 1500 == 7, 1.0, -INF),
+    "infinite": torch.where(torch.arange(N) % 2 == 1, INF, -1e38),
+    "subnormal": torch.arange(N) * 1e-42,
+}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("held", [True, False])
+def test_topk_of_rows(scores, held, splits, monkeypatch):
+    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if held else 0)
+    scores = torch.stack([scores, scores.flip(0), scores.roll(5)]).view(3, 1, N)
+    for counts, dtype in (([1, 450, 2048], torch.int32), ([0, 3, N], torch.int64)):
+        counts = torch.tensor(counts)
+        arguments = (scores, counts, int(counts.max()))
+        found = rows_kernel.topk_rows(*arguments, dtype=dtype)
+        assert found.dtype == dtype
+        assert torch.equal(found, select.topk_rows(*arguments, dtype=dtype))
+
+
+@pytest.mark.parametrize("number", [1, 3, 2048, 2049])
+@pytest.mark.parametrize("held", [True, False])
+def test_topk_of_rows_of_any_length_and_strides(number, held, splits, monkeypatch):
+    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if held else 0)
+    scores = torch.rand(2, number, 3, generator=torch.manual_seed(3)).transpose(1, 2)
+    counts = torch.stack([torch.tensor([2, 1700]), torch.full((2,), 5)], 1)[:, 0]
+    found = rows_kernel.topk_rows(scores, counts, 1700)
+    assert torch.equal(found, select.topk_rows(scores, counts, 1700))
+
+
+def test_topk_of_one_score_for_all_rows():
+    scores = torch.rand(1, 1, 100, generator=torch.manual_seed(3)).expand(2, 3, -1)
+    assert torch.equal(
+        rows_kernel.topk_rows(scores, torch.tensor([4, 9]), 9), select.topk_rows(scores, torch.tensor([4, 9]), 9)
+    )
+
+
+def test_what_topk_of_rows_refuses():
+    scores = torch.rand(2, 3, 50)
+    assert rows_kernel.topk_rows(scores, torch.zeros(2, dtype=torch.int64), 0).shape == (2, 3, 0)
+    with pytest.raises(UnsupportedError, match="float64"):
+        rows_kernel.topk_rows(scores.double(), torch.tensor([1, 2]), 2)
+    with pytest.raises(ValueError, match="counts"):
+        rows_kernel.topk_rows(scores, torch.tensor([1]), 2)

@@ -1,0 +1,182 @@
+"""The kernels of decoding: what they compute (under the interpreter) and what they compile to."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.kernels import compile_for, run_interpreted
+
+HALF_AND_FULL = pytest.mark.parametrize(
+    ("dtype", "dim", "heads"),
+    [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 80, 7), ("bf16", 256, 16), ("fp16", 192, 64), ("fp32", 128, 8)],
+)
+CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
+
+
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("ops/interpreted_decode.py")
+
+
+def _tile(kernel, dtype, dim, heads, capability):
+    types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    return kernel.tile_for(types[dtype], dim, heads, capability // 10)
+
+
+def assert_compiled_well(compiled, capability, half):
+    """Matrix units, keys fetched ahead 16 bytes at a time, two programs to a multiprocessor."""
+    assert ("mma.sync" in compiled.ptx or "wgmma.mma_async" in compiled.ptx) == half
+    assert ("cp.async.cg.shared.global" in compiled.ptx) == half
+    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert compiled.shared <= (113 if capability == 90 else 99) << 10
+    assert "cp.async.ca" not in compiled.ptx, "what says which keys to read is read by hand"
+    assert compiled.spilled <= (0 if half else 96)
+
+
+@CAPABILITIES
+@HALF_AND_FULL
+@pytest.mark.parametrize(("indexed", "masked"), [(False, False), (False, True), (True, False)])
+def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked):
+    triton = pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
+    tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
+    chosen = "*i32:16" if indexed else "*i8" if masked else None
+    compiled = compile_for(
+        capability,
+        kernel._attend_decode,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in "qkv"},
+            **{f"{x}_stride_{axis}": "i32:16" for x in "kv" for axis in "bhl"},
+            **{f"q_stride_{axis}": "i32:16" for axis in "bh"},
+            **{f"{x}_stride_d": 1 for x in "qkv"},
+            "chosen_ptr": chosen,
+            **{f"chosen_stride_{axis}": "i32" for axis in "bh"},
+            "chosen_stride_l": 1,
+            **dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32:16"),
+            **dict.fromkeys(("batches", "num_kv_heads", "group", "parts", "number", "each"), "i32"),
+            "scale": "fp32",
+            "INDEXED": indexed,
+            "MASKED": masked,
+            "DIM": dim,
+            "VALUE_DIM": dim,
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "BLOCK_DV": triton.next_power_of_2(dim),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        },
+        **tile.options,
+    )
+    assert_compiled_well(compiled, capability, half)
+
+
+@CAPABILITIES
+@HALF_AND_FULL
+@pytest.mark.parametrize("masked", [False, True])
+def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked):
+    triton = pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
+    tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
+    compiled = compile_for(
+        capability,
+        kernel._keep_logits,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in "qk"},
+            "mask_ptr": "*i8" if masked else None,
+            "logit_ptr": "*i16:16" if half else "*fp32:16",
+            **dict.fromkeys(("top_ptr", "lse_ptr"), "*fp32:16"),
+            **{f"k_stride_{axis}": "i32:16" for axis in "bhl"},
+            **{f"q_stride_{axis}": "i32:16" for axis in "bh"},
+            **{f"mask_stride_{axis}": "i32" for axis in "bh"},
+            **dict.fromkeys(("q_stride_d", "k_stride_d", "mask_stride_l"), 1),
+            **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "blocks", "splits", "each"), "i32"),
+            "padded": "i32:16",
+            **dict.fromkeys(("scale", "steps"), "fp32"),
+            "CODED": half,
+            "MASKED": masked,
+            "DIM": dim,
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        },
+        **tile.options,
+    )
+    assert_compiled_well(compiled, capability, half)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("coded", [True, False])
+def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._pool_logits,
+        {
+            "mask_ptr": "*i8",
+            "logit_ptr": "*i16:16" if coded else "*fp32:16",
+            **dict.fromkeys(("top_ptr", "lse_ptr", "score_ptr"), "*fp32:16"),
+            **{f"mask_stride_{axis}": "i32" for axis in "bh"},
+            "mask_stride_l": 1,
+            **dict.fromkeys(("sets", "members", "group", "number", "blocks", "splits"), "i32"),
+            "padded": "i32:16",
+            **dict.fromkeys(("power", "step"), "fp32"),
+            "CODED": coded,
+            "MASKED": True,
+            "MAX": not coded,
+            "KEYS": kernel._POOLED,
+            "BLOCK_N": 128,
+            "SPLITS": 128,
+        },
+        num_warps=4,
+    )
+    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert "ld.global.v4.b32" in compiled.ptx, "logits are read 16 bytes at a time"
+    assert "st.global.v4.b32" in compiled.ptx, "and scores are written so"
+    assert compiled.spilled <= 16
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("turn", [0, 1, 2, 3, None])
+@pytest.mark.parametrize("index", ["i32", "i64"])
+def test_selection_compiles_for_ampere_and_hopper(capability, turn, index):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.rows_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._write_chosen if turn is None else kernel._count_digits,
+        {
+            "score_ptr": "*fp32:16",
+            **{f"score_stride_{axis}": "i32" for axis in "bh"},
+            "count_ptr": "*i64:16",
+            **dict.fromkeys(("score_stride_n", "count_stride"), 1),
+            **dict.fromkeys(("digit_ptr", "above_ptr"), "*i32:16"),
+            **dict.fromkeys(("heads", "rows", "number", "k", "each", "chunks"), "i32"),
+            **({"found_ptr": f"*{index}:16"} if turn is None else {"TURN": turn}),
+            "TILE": kernel._TILE,
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("held", [256, 16384])
+def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.rows_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._topk_of_short_rows,
+        {
+            "score_ptr": "*fp32:16",
+            **{f"score_stride_{axis}": "i32" for axis in "bh"},
+            "count_ptr": "*i64:16",
+            **dict.fromkeys(("score_stride_n", "count_stride"), 1),
+            "found_ptr": "*i32:16",
+            **dict.fromkeys(("heads", "number", "k"), "i32"),
+            "HELD": held,
+        },
+        num_warps=4 if held < 4096 else 8,
+    )
+    assert compiled.spilled == 0
