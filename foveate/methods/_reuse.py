@@ -234,9 +234,10 @@ class TopKByMass(SelectOnce):
             order, enough = ops.by_mass(scores.clamp_min(0.0), 1 - self.top_p)
             allowed = on_device(tuple(counts), scores.device)[:, None]
             chosen = ops.first_of(order, enough.clamp_min(1).minimum(allowed), max(counts))
+        elif len(set(counts)) == 1 and counts[0]:
+            chosen = ops.topk(scores, counts[0])
         else:
-            allowed = on_device(tuple(counts), scores.device)
-            chosen = ops.topk_rows(scores, allowed, max(counts), dtype=torch.int32)
+            chosen = ops.topk_rows(scores, on_device(tuple(counts), scores.device), max(counts))
         return chosen
 
     # Prompt

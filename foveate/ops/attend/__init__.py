@@ -17,8 +17,8 @@ from foveate.ops.attend.reference import (
 )
 from foveate.ops.attend.selected import with_sinks
 
-attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")
-attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel")
+attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel", tried=False)
+attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel", tried=False)
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
