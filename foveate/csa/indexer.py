@@ -207,7 +207,7 @@ def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
     """How many of the queries to hold scores of: as many as there is room for, the later they stand the fewer; and no
     more than have at most twice the keys of the first, because what selection does is by the longest row."""
     room = _SHORT
-    while room * ratio - offset < _FEWEST:  # fewer would be scored by another kernel, with other roundings
+    while room * ratio - offset < 2 * _FEWEST:  # a few would be scored by another kernel, with other roundings
         room *= 2
     rows = min(queries, room * ratio - offset)
     while rows > 1 and 4 * batch * rows * min((offset + rows) // ratio, keys) > SCORES_BYTES:

@@ -181,3 +181,19 @@ def test_bad_input_is_named(change, message):
     q, k, weights = problem()
     with pytest.raises(ValueError, match=message):
         csa.lightning_indexer(**({"q": q, "k": k, "weights": weights, "top_k": 3} | change))
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("offset", [0, 1, 2040, 2047, 8180, 8187, 8190, 16380, 40_000])
+@pytest.mark.parametrize("queries", [1, 15, 17, 4096, 20_000])
+def test_rows_are_cut_by_their_keys_and_never_into_a_few(ratio, offset, queries):
+    """Pieces whose queries have at most twice the keys of the first, or few; each with enough for the same kernel."""
+    first, pieces = 0, []
+    while first < queries:
+        pieces.append((offset + first, indexer._rows(queries - first, 1, 1 << 20, ratio, offset + first)))
+        first += pieces[-1][1]
+    assert first == queries
+    assert min(rows for _, rows in pieces) >= min(indexer._FEWEST, queries)
+    for at, rows in pieces:
+        most, few = (at + rows) // ratio, (at + 2 * indexer._FEWEST) // ratio
+        assert most <= max(indexer._SHORT, 2 * few)

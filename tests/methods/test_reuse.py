@@ -325,3 +325,14 @@ def test_a_setting_that_came_later_is_recorded_where_it_is_used():
     exact = methods.make("kascade", exact_anchors=True)
     assert exact.settings()["exact_anchors"] is True
     assert methods.make("kascade", **exact.settings()) == exact == methods.parse(exact.spec)
+
+
+@pytest.mark.parametrize(("exact", "choosing"), [(False, [1, 3]), (True, [1])])
+def test_anchors_that_read_all_choose_for_others_alone(monkeypatch, exact, choosing):
+    """Nobody reads the choice of layers 0 and 3; the first is dense, and so is the other with `exact_anchors`."""
+    kascade, chose = methods.get("kascade"), []
+    real = kascade._select_tiles
+    monkeypatch.setattr(kascade, "_select_tiles", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
+    method = methods.make("kascade", anchors=[0, 1, 3], exact_anchors=exact, top_k=5, tile=12)
+    Stack(method, 4, 40).feed(part(draw(4, 1, 40), 40))
+    assert chose == choosing
