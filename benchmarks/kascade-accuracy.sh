@@ -9,7 +9,8 @@
 # and ten (together-5.json, together-10.json); all in OUT_FOLDER/kascade-accuracy/MODEL, and a copy in
 # OUT_FOLDER/calibrations/MODEL. The first two in float32: rounding in bfloat16 is as large as small divergences.
 # Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh, and calibrate or one of the calibrations' names.
-# LESS=yes, for a larger model: at 16,384 and 30,720 tokens of RULER neither variants nor shares other than a tenth.
+# LESS=yes, for a larger model: shares other than a tenth at 8,192 tokens of RULER alone, and variants there and at the
+# questions' own length.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 model=$(realpath "$1") data=$(realpath "$2") tokens=${4:-1200000} items=${5:-67}
@@ -27,10 +28,10 @@ calibrate() { # NAME ARGUMENT...
 calibrate paper --limit 40 --dtype float32
 calibrate divergence --by divergence --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \
   --limit 20 --seed 1 --batch-size 20 --dtype float32
-for anchors in 5 10; do
-  calibrate "together-$anchors" --by together --anchors "$anchors" --method kascade:pool=layer,pooling=sqrt \
+for anchors in 5 10; do # as long as the longest answers; what is won by moving one of ten is not worth its time
+  calibrate "together-$anchors" --by together --anchors "$anchors" --rounds $((anchors < 10)) \
     --task ruler:split=niah_multikey_2,length=8192 --task ruler:split=niah_multikey_3,length=8192 \
-    --limit 15 --seed 1 --batch-size 45 --dtype bfloat16
+    --method kascade:pool=layer,pooling=sqrt --answer-tokens 40 --limit 15 --seed 1 --batch-size 45 --dtype bfloat16
 done
 
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
@@ -52,13 +53,12 @@ five='kascade:calibration="together-5.json",pool=layer,pooling=sqrt'
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 # At a tenth: the method with dense and with sparse prompts; what else there is; variants of it.
 tenth=(
-  "$five,decode_only=true" "$ten,decode_only=true" "$ten" "$ten,rest=mean"
-  "$ten,exact_anchors=true" "$ten,exact_anchors=true,rest=mean"
-  "$ours,decode_only=true" "$sparse" "$ours" "$paper,decode_only=true" "$paper"
+  "$five,decode_only=true" "$ten,decode_only=true" "$ten" "$ten,exact_anchors=true" "$ten,exact_anchors=true,rest=mean"
+  "$ours,decode_only=true" "$paper,decode_only=true"
   oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
 )
 variants=(
-  "$sparse,tile=32" "$heads,decode_only=true" "$heads,decode_only=true,remap=false"
+  "$sparse" "$ours" "$paper" "$sparse,tile=32" "$heads,decode_only=true" "$heads,decode_only=true,remap=false"
   "$ours,decode_only=true,pooling=pre_softmax" "$heads" "$heads,remap=false" "$ours,pooling=pre_softmax"
   kascade:pool=layer,decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
 )
@@ -66,24 +66,25 @@ variants=(
 shares=() oracle=() choices=() pooled=()
 for share in 0.025 0.05 0.2; do
   shares+=("$ours,decode_only=true,top_k=$share" "$sparse,top_k=$share" "$ours,top_k=$share")
-  shares+=("$paper,decode_only=true,top_k=$share")
+  shares+=("$paper,decode_only=true,top_k=$share" "$ten,decode_only=true,top_k=$share")
   shares+=("oracle_topk:decode_only=true,top_k=$share")
   shares+=("quest:top_k=$share" "omnikv:top_k=$share" "lessismore:top_k=$share" "streaming:window=$share")
 done
 
+swept=16384 all=yes
+[ "${LESS:-}" != yes ] || swept=8192 all=
 for length in 8192 16384 30720; do
-  more=("${variants[@]}")
-  [ "$length" != 16384 ] || more+=("${shares[@]}")
-  [ "$length" = 8192 ] || [ "${LESS:-}" != yes ] || more=()
+  more=()
+  [[ -z $all && $length != 8192 ]] || more+=("${variants[@]}")
+  [ "$length" != "$swept" ] || more+=("${shares[@]}")
   for task in single_1 single_2 single_3 multikey_1 multikey_2 multikey_3; do
     compare "ruler-$task-$length" "ruler:length=$length" "niah_$task" "$items" "$length" "${tenth[@]}" "${more[@]}"
   done
 done
 for task in hotpotqa=200 2wiki=164; do # at their own length, and padded; 128 keys are more than a twentieth of the former
-  for length in 0 8192; do
-    compare "${task%=*}-$length" "${task%=*}:length=$length" dev "${task#*=}" 8192 "${tenth[@]}" "${variants[@]}" \
-      $([ "$length" = 8192 ] && printf '%s\n' "${shares[@]}")
-  done
+  name=${task%=*} limit=${task#*=}
+  compare "$name-0" "$name:length=0" dev "$limit" 8192 "${tenth[@]}" "${variants[@]}"
+  compare "$name-8192" "$name:length=8192" dev "$limit" 8192 "${tenth[@]}" ${all:+"${variants[@]}" "${shares[@]}"}
 done
 # Figures 2, 5 and 6 of the paper, with a floor that a share of a few thousand tokens does not reach.
 for share in 0.025 0.05 0.1; do
@@ -101,10 +102,13 @@ compare figure-6 musique dev 200 8192 "${choices[@]}"
 
 # Long answers, at a tenth and at a fifth.
 long=(
-  "$ten,decode_only=true" "$five,decode_only=true" "$ours,decode_only=true" "$paper,decode_only=true" "$heads,decode_only=true" "$sparse" quest:top_k=0.1
-  omnikv lessismore:top_k=0.1 streaming:window=0.3
+  "$ten,decode_only=true" "$five,decode_only=true" "$ours,decode_only=true" "$paper,decode_only=true"
+  "$heads,decode_only=true" "$sparse" quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.3
 )
-longer=("$ten,decode_only=true,top_k=0.2" "$ours,decode_only=true,top_k=0.2" quest:top_k=0.2 omnikv:top_k=0.2 lessismore:top_k=0.2)
+longer=(
+  "$ten,decode_only=true,top_k=0.2" "$ours,decode_only=true,top_k=0.2"
+  quest:top_k=0.2 omnikv:top_k=0.2 lessismore:top_k=0.2
+)
 compare math500 math:max_new_tokens=1024 math500 100 4096 "${long[@]}"
 compare math500-fifth math:max_new_tokens=1024 math500 100 4096 "${longer[@]}"
 rows=("$out"/kascade-accuracy/*/*.jsonl)
