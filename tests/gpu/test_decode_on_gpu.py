@@ -60,7 +60,8 @@ def selection(batch, heads, number, places, seed=0):
     drawn = uniform(batch, heads, max(number, places), seed=seed).argsort(-1)[..., :places]
     unused = (drawn >= number) | (uniform(*drawn.shape, seed=seed + 1) < 0.1)
     unused[..., places - places // 5 :] = True
-    unused[-1] = batch > 1
+    if batch > 1:
+        unused[-1] = True
     return drawn.masked_fill(unused, -1).to(torch.int32)
 
 
