@@ -51,6 +51,28 @@ def prefill(
     _measure(bench.BENCH, out, lambda say: bench.run(model, contexts, method or bench.METHODS, repeats, dtype, say))
 
 
+@app.command("decode")
+def decode(
+    context: Annotated[list[int] | None, typer.Option(help="Tokens so far; may be given often.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be given often.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Dimensions of a head.")] = 128,
+    layers: Annotated[int, typer.Option(help="Layers, of which each kind is timed once.")] = 32,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    method: Methods = None,
+    out: Out = None,
+) -> None:
+    """Attention of a decode step, by kinds of layers, beside the fastest dense library."""
+    from foveate.bench import decode as bench
+
+    sizes = tuple(context or bench.CONTEXTS), tuple(batch or bench.BATCHES)
+    plan = bench.Plan(tuple(method or bench.METHODS), *sizes, heads, kv_heads, head_dim, layers, dtype, seed, device)
+    _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
+
+
 @app.command("indexer")
 def indexer(
     tokens: Annotated[list[int] | None, typer.Option(help="Length of the context; may be given often.")] = None,
