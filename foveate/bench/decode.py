@@ -1,8 +1,10 @@
 """What attention takes in a decode step: every kind of layer that a method has, beside the fastest dense library.
 
 Keys and values are drawn, and no model is there: of a method with 32 layers each kind of them is timed once, and their
-mean, each as often as it occurs, is the method's time. A step is recorded as a CUDA graph where that is possible, so
-that it is the kernels that are timed. Of the prompt the last queries alone are shown to methods that learn from them.
+mean, each as often as it occurs, is the method's time. Of the prompt the last queries alone are shown to methods that
+learn from them. Level `kernel` looks at one token again and again, recorded as a CUDA graph where that is possible, so
+that it is the kernels that are timed; level `layer` decodes token after token as a model's layer does, with the key and
+value stored, what is evicted, and the time that the host takes.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from foveate.methods import Method, parse
 BENCH = "decode"
 METHODS = ("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3", "luka", "quest", "omnikv", "lessismore")
 CONTEXTS, BATCHES = (8192, 32768, 131072), (1, 32)
+LEVELS = ("kernel", "layer")
 _DTYPES = ("float16", "bfloat16", "float32")
 _BEYOND_CACHES = 512 << 20
 """Bytes of keys and values that no cache of a device holds."""
@@ -36,6 +39,8 @@ _CHUNK = 8192
 """Tokens drawn at once."""
 _SECONDS, _MOST = 0.5, 200
 """How long one thing is timed, and how often at most."""
+_WARM_UP, _STEPS = 8, 32
+"""Tokens of level `layer` that are not timed, and those that are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Plan:
     kv_heads: int = 8
     head_dim: int = 128
     layers: int = 32
+    level: str = "kernel"
     dtype: str = "float16"
     seed: int = 0
     device: str = "cuda"
@@ -63,6 +69,8 @@ class Plan:
                 raise UserError(f"{name} must be at least 1, not {min(numbers, default='none')}")
         if self.heads % self.kv_heads:
             raise UserError(f"heads must be a multiple of kv-heads, {self.kv_heads}, not {self.heads}")
+        if self.level not in LEVELS:
+            raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{self.level}'")
         if self.dtype not in _DTYPES:
             raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
         if self.device not in ("cuda", "cpu"):
@@ -71,8 +79,8 @@ class Plan:
             raise UserError("no CUDA device is here; --device cpu measures the references")
         for spec in self.methods:
             method = _parsed(spec)
-            if method.evicts:
-                raise UserError(f"{method.name} gives up tokens as it decodes, which a step alone does not show")
+            if method.evicts and self.level == "kernel":
+                raise UserError(f"{method.name} gives up tokens as it decodes, which is seen at level layer alone")
 
     @property
     def scaling(self) -> float:
@@ -132,7 +140,7 @@ def _of_size(
     for name, attend in dense_peers.available(plan.device, say).items():
         steps = [functools.partial(attend, q, cache.keys, cache.values, plan.scaling) for cache in caches]
         try:
-            timed = _time(steps, plan.device)
+            timed = _time(steps, plan.device, plan.level == "kernel")
         except RuntimeError as error:
             say(f"{name}: left out at {context:,} tokens, {' '.join(str(error).split())[:200]}")
             continue
@@ -164,7 +172,7 @@ def _of_size(
                     "context": context,
                     "batch": batch,
                     "share": share if isinstance(share, float) else None,
-                    "level": "kernel",
+                    "level": plan.level,
                     **{setting: getattr(plan, setting) for setting in own},
                 },
                 "ms": one["ms"],
@@ -205,7 +213,7 @@ def _drawn(plan: Plan, batch: int, context: int) -> list[SlotCache]:
     caches = []
     for _ in range(number):
         cache = SlotCache(geometry, batch, dtype, torch.device(plan.device))
-        cache.reserve(context)
+        cache.reserve(context + _WARM_UP + _STEPS)
         for first in range(0, context, _CHUNK):
             shape = (batch, plan.kv_heads, min(_CHUNK, context - first), plan.head_dim)
             k, v = (torch.randn(shape, generator=generator, device=plan.device).to(dtype) for _ in range(2))
@@ -245,11 +253,44 @@ def _timed(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor
     """Milliseconds of a step of layers of one kind, and the bytes that it reads."""
     branches = [_prepared(plan, kind, cache, queries) for cache in caches]
     q, scaling = queries[:, :, -1:], plan.scaling
-    steps = [functools.partial(kind.policy.decode, branch, q, scaling) for branch in branches]
-    steps[0]()
+    if plan.level == "kernel":
+        for branch in branches:
+            _choose(kind, branch, q, scaling)
+        steps = [functools.partial(kind.policy.decode, branch, q, scaling) for branch in branches]
+        steps[0]()
+        timed = None
+    else:
+        timed = _Timed(statistics.median(_token_times(plan, kind, branches, q)), False)
     counters = branches[0].counters
     read = float(counters.keys_read) / counters.decode_steps * counters.bytes_per_key
-    return _time(steps, plan.device), read
+    return timed or _time(steps, plan.device), read
+
+
+def _choose(kind: _Kind, branch: SlotCache, q: Tensor, scaling: float) -> None:
+    """What the layers before this one have chosen, which is not counted."""
+    if kind.chooser is not None:
+        own, branch.counters = branch.counters, Counters()
+        kind.chooser.decode(branch, q, scaling)
+        branch.counters = own
+
+
+def _token_times(plan: Plan, kind: _Kind, branches: Sequence[SlotCache], q: Tensor) -> list[float]:
+    """Milliseconds of token after token, the last of them."""
+    k, v = (x[:, :, -1:].clone() for x in (branches[0].keys, branches[0].values))
+
+    def step(branch: SlotCache) -> None:
+        branch.write_step(k, v)
+        kind.policy.decode(branch, q, plan.scaling)
+
+    times = []
+    for number in range(_WARM_UP + _STEPS):
+        branch = branches[number % len(branches)]
+        if kind.chooser is not None:  # of the token that is about to come
+            branch.write_step(k, v)
+            _choose(kind, branch, q, plan.scaling)
+            branch.truncate(1)
+        times.append(accounting.milliseconds(functools.partial(step, branch), plan.device))
+    return times[_WARM_UP:]
 
 
 def _prepared(plan: Plan, kind: _Kind, cache: SlotCache, queries: Tensor) -> SlotCache:
@@ -262,21 +303,20 @@ def _prepared(plan: Plan, kind: _Kind, cache: SlotCache, queries: Tensor) -> Slo
         how = {"scaling": scaling, "offset": offset, "need_lse": policy.observes}
         policy.observe(branch, last, ops.attend_causal(last, branch.keys, branch.values, **how), scaling)
     branch.rows["observed"] = list(branch.lengths)
-    policy.prompt_end(branch, scaling)
+    keep = policy.prompt_end(branch, scaling)
+    if keep is not None:
+        branch.retain(keep)
     branch.rows["prompt"], branch.rows["observed"] = list(branch.lengths), [0] * branch.batch_size
-    if kind.chooser is not None:
-        kind.chooser.decode(branch, queries[:, :, -1:], scaling)
-        branch.counters = Counters(bytes_per_key=branch.counters.bytes_per_key)
     return branch
 
 
-def _time(steps: Sequence[Callable[[], Any]], device: str) -> _Timed:
+def _time(steps: Sequence[Callable[[], Any]], device: str, record: bool = True) -> _Timed:
     """Median milliseconds of a step, all of them one behind another."""
     for _ in range(2):
         for step in steps:
             step()
     work, graph = functools.partial(_all, steps), False
-    if device == "cuda":
+    if device == "cuda" and record:
         recorded = _recorded(steps)
         work, graph = (recorded.replay, True) if recorded is not None else (work, False)
     work()
