@@ -261,12 +261,24 @@ SCORES = {
 }
 
 
+HOW = pytest.mark.parametrize("how", ["held", "found in a sample of all", "found in a small sample", "read anew"])
+
+
+@pytest.fixture
+def sizes(how, monkeypatch):
+    """Rows kept whole; longer ones whose last score is bracketed well, loosely, or with too little room for the rest."""
+    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if how == "held" else 0)
+    monkeypatch.setattr(rows_kernel, "multiprocessors", lambda device: 1 if how == "found in a small sample" else 100)
+    samples = {"found in a small sample": (256, 4096), "read anew": (64, 64)}
+    if how in samples:
+        monkeypatch.setattr(rows_kernel, "sizes", lambda number, k: samples[how])
+
+
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("held", [True, False])
-def test_topk_of_rows(scores, held, splits, monkeypatch):
-    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if held else 0)
+@HOW
+def test_topk_of_rows(scores, sizes):
     scores = torch.stack([scores, scores.flip(0), scores.roll(5)]).view(3, 1, N)
-    for counts, dtype in (([1, 450, 2048], torch.int32), ([0, 3, N], torch.int64)):
+    for counts, dtype in (([1, 450, 2048], torch.int32), ([0, N - 1, N], torch.int64)):
         counts = torch.tensor(counts)
         arguments = (scores, counts, int(counts.max()))
         found = rows_kernel.topk_rows(*arguments, dtype=dtype)
@@ -274,10 +286,37 @@ def test_topk_of_rows(scores, held, splits, monkeypatch):
         assert torch.equal(found, select.topk_rows(*arguments, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    ("scores", "how", "by"),
+    [
+        (torch.randn(3, 1, 40_000, generator=torch.manual_seed(4)), "found in a sample", [2, 2, 2]),
+        (torch.randn(3, 1, 40_000, generator=torch.manual_seed(4)).clamp_min(0.5), "all tie", [2, 1, 1]),
+        (torch.arange(40_000.0).remainder(10).expand(3, 1, -1), "few values", [0, 1, 1]),
+    ],
+)
+def test_what_tells_where_chosen_scores_lie(scores, how, by, monkeypatch):
+    """The sample suffices for scores in no order, and for a tie that is longer than what is kept."""
+    found, settled = rows_kernel._settle, []
+
+    class Noted:
+        def __getitem__(self, grid):
+            def run(*arguments, **options):
+                found[grid](*arguments, **options)
+                settled.append(arguments[8].clone())
+
+            return run
+
+    monkeypatch.setattr(rows_kernel, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(rows_kernel, "_settle", Noted())
+    counts = torch.tensor([4000, 20_000, 39_000]) if how != "few values" else torch.tensor([4000, 18_000, 30_500])
+    chosen = rows_kernel.topk_rows(scores.contiguous(), counts, 39_000)
+    assert torch.equal(chosen, select.topk_rows(scores.contiguous(), counts, 39_000))
+    assert settled[0][2].tolist() == by
+
+
 @pytest.mark.parametrize("number", [1, 3, 2048, 2049])
-@pytest.mark.parametrize("held", [True, False])
-def test_topk_of_rows_of_any_length_and_strides(number, held, splits, monkeypatch):
-    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if held else 0)
+@HOW
+def test_topk_of_rows_of_any_length_and_strides(number, sizes):
     scores = torch.rand(2, number, 3, generator=torch.manual_seed(3)).transpose(1, 2)
     counts = torch.stack([torch.tensor([2, 1700]), torch.full((2,), 5)], 1)[:, 0]
     found = rows_kernel.topk_rows(scores, counts, 1700)

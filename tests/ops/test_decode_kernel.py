@@ -137,25 +137,37 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
 
 
 @CAPABILITIES
-@pytest.mark.parametrize("turn", [0, 1, 2, 3, None])
-@pytest.mark.parametrize("index", ["i32", "i64"])
-def test_selection_compiles_for_ampere_and_hopper(capability, turn, index):
+@pytest.mark.parametrize("name", ["_bracket", "_keep_between", "_settle", "_write_chosen"])
+@pytest.mark.parametrize(("number", "k"), [(32_768, 3277), (131_072, 13_107), (1 << 20, 104_857)])
+def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.rows_kernel")
+    sample, room = kernel.sizes(number, k)
+    pointers = {
+        "_bracket": ("bound", "kept_count"),
+        "_keep_between": ("bound", "kept_count", "tally", "kept"),
+        "_settle": ("bound", "tally", "kept", "settled"),
+        "_write_chosen": ("tally", "kept", "settled", "found"),
+    }[name]
+    constants = {"TILE": kernel._TILE, "ROOM": room, "CHUNKS": 64}
+    if name == "_bracket":
+        constants = {"SAMPLE": sample}
+    elif name == "_keep_between":
+        del constants["CHUNKS"]
+    numbers = [x for x in ("heads", "rows", "number", "k", "each", "chunks") if (name, x) != ("_settle", "each")]
     compiled = compile_for(
         capability,
-        kernel._write_chosen if turn is None else kernel._count_digits,
+        getattr(kernel, name),
         {
             "score_ptr": "*fp32:16",
             **{f"score_stride_{axis}": "i32" for axis in "bh"},
             "count_ptr": "*i64:16",
-            **dict.fromkeys(("score_stride_n", "count_stride"), 1),
-            **dict.fromkeys(("digit_ptr", "above_ptr"), "*i32:16"),
-            **dict.fromkeys(("heads", "rows", "number", "k", "each", "chunks"), "i32"),
-            **({"found_ptr": f"*{index}:16"} if turn is None else {"TURN": turn}),
-            "TILE": kernel._TILE,
+            "count_stride": 1,
+            **{f"{pointer}_ptr": "*i32:16" for pointer in pointers},
+            **dict.fromkeys(numbers[:4] if name == "_bracket" else numbers, "i32"),
+            **constants,
         },
-        num_warps=4,
+        num_warps={"_bracket": 8, "_settle": 4 if room < 4096 else 8 if room <= 16384 else 16}.get(name, 4),
     )
     assert compiled.spilled == 0
 
@@ -172,7 +184,7 @@ def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held
             "score_ptr": "*fp32:16",
             **{f"score_stride_{axis}": "i32" for axis in "bh"},
             "count_ptr": "*i64:16",
-            **dict.fromkeys(("score_stride_n", "count_stride"), 1),
+            "count_stride": 1,
             "found_ptr": "*i32:16",
             **dict.fromkeys(("heads", "number", "k"), "i32"),
             "HELD": held,
