@@ -334,20 +334,15 @@ class SlotCache(RowNumbers, Undoing):
 
     # Steps that are replayed
 
-    def move(self, rows: MovingRows, places: Tensor | None, bound: int) -> None:
+    def move(self, rows: MovingRows, places: Tensor | None) -> None:
         """From now on steps advance the numbers of the rows on the device, until someone asks for them.
 
         Args:
-            rows: where they are put; layers whose rows are alike share it.
+            rows: where they have been written; layers whose rows are alike share it.
             places: int64 ``[B, Hkv]`` to keep slots in that are given up, for a method that evicts.
-            bound: the longest that a row can get.
         """
-        freed = self.freed
-        rows.write(self.rows, None if freed is None else freed.rows, bound)
         if places is not None:
-            self.own_memory()
-            places.copy_(freed.slots) if freed is not None else places.fill_(-1)
-        self.counters.on_device(self.device)
+            places.copy_(self.freed.slots) if self.freed is not None else places.fill_(-1)
         self.moving, self.freed = Moving(rows, places), None
 
     def settle(self) -> None:

@@ -30,8 +30,8 @@ class MovingRows:
             self.numbers = torch.zeros(len(NAMES), batch_size, dtype=torch.int64, device=device)
             self.slots = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """Where a row's new token goes unless it has freed a slot."""
-            self.freed = torch.zeros(batch_size, dtype=torch.bool, device=device)
-            """Which rows have freed a slot for the next token."""
+            self.freed = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            """How many slots a row has freed for the next token: 0 or 1."""
         self.bound = 0
         """No row is longer, as long as there is room; widths of selections follow from it."""
         self.steps = 0
@@ -91,7 +91,7 @@ class MovingRows:
         """Some rows, bool ``[B]``, give up a slot: counted once for all layers."""
 
         def count() -> bool:
-            self["live"].sub_(rows)
+            self["live"].sub_(rows.to(torch.int64))
             self.freed.copy_(rows)
             return True
 
@@ -109,7 +109,7 @@ class MovingRows:
             return self._rows | moved, self._freed
         if self._read is None or self._read[0] != self.steps:
             moved = dict(zip(NAMES[:3], self.numbers[:3].tolist()))
-            self._read = (self.steps, self._rows | moved, self.freed.tolist())
+            self._read = (self.steps, self._rows | moved, [bool(freed) for freed in self.freed.tolist()])
         return self._read[1:]
 
     def __deepcopy__(self, memo):

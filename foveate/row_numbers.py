@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ class RowNumbers:
             found = rule(step[of], *args)
             return found if isinstance(found, Tensor) else torch.full_like(step[of], found)
 
-        return step.once((rule, args, of), numbers)
+        return step.once((_known(rule), args, of), numbers)
 
     def most(self, rule: Callable[[int], int], of: str = "lengths") -> int:
         """The largest ``rule`` of a row, or in a replayed step of the longest that a row can get: a width.
@@ -123,7 +124,7 @@ class RowNumbers:
         """The rows for which ``rule(live, length)`` is true; None when the host knows that there are none."""
         step = self.step
         if step is not None:
-            return step.once((rule, "where"), lambda: rule(step["live"], step["lengths"]))
+            return step.once((_known(rule), "where"), lambda: rule(step["live"], step["lengths"]))
         chosen = [bool(rule(live, length)) for live, length in zip(self.rows["live"], self.lengths)]
         return chosen if any(chosen) else None
 
@@ -134,3 +135,8 @@ class RowNumbers:
         rows["lengths"] = [number + tokens for number in rows["lengths"]]
         rows["live"] = [number + tokens for number in rows["live"]]
         rows["counts"] = [number + added for number, added in zip(rows["counts"], slots)]
+
+
+def _known(rule: Callable[..., Any]) -> Hashable:
+    """What tells rules apart: those of equal methods are equal, though Python's own comparison says no."""
+    return (rule.__func__, rule.__self__) if inspect.ismethod(rule) else rule
