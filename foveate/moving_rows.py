@@ -55,9 +55,8 @@ class MovingRows:
         self._rows = {name: list(numbers) for name, numbers in rows.items()}
         self._freed = [False] * self.freed.numel() if freed is None else list(freed)
         self._read, self.steps, self.bound = None, 0, bound
-        for target, given in ((self.numbers, [self._rows[name] for name in NAMES]), (self.freed, self._freed)):
-            pinned = torch.tensor(given, dtype=target.dtype, pin_memory=self.device.type == "cuda")
-            target.copy_(pinned, non_blocking=True)
+        self.numbers.copy_(self._pinned([self._rows[name] for name in NAMES]), non_blocking=True)
+        self.freed.copy_(self._pinned(self._freed), non_blocking=True)
 
     # Inside a step
 
@@ -84,8 +83,11 @@ class MovingRows:
         """Numbers that no step changes, int64 ``[n]``; sent to the device once."""
         if numbers not in self._constants:
             with torch.inference_mode(False):
-                self._constants[numbers] = torch.tensor(numbers, device=self.device)
+                self._constants[numbers] = self._pinned(numbers).to(self.device, non_blocking=True)
         return self._constants[numbers]
+
+    def _pinned(self, numbers: Any) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def evict(self, rows: Tensor) -> None:
         """Some rows, bool ``[B]``, give up a slot: counted once for all layers."""

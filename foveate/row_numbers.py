@@ -81,6 +81,12 @@ class RowNumbers:
         return all(len(set(self.rows[name])) == 1 for name in ("lengths", "counts", "live"))
 
     @property
+    def decoded(self) -> int:
+        """Tokens of a row since its prompt, which are as many in every row; asks the device for nothing."""
+        steps = 0 if self.moving is None else self.moving.rows.steps
+        return self._rows["lengths"][0] + steps - self._rows["prompt"][0]
+
+    @property
     def now(self) -> int | None:
         """What tells the steps of a forward pass apart: a replayed one has but one."""
         return self.rows["lengths"][0] if self.step is None else None

@@ -1,4 +1,7 @@
-"""A stand-in for a CUDA graph on the CPU: what a callable does to memory is recorded, and done again without it."""
+"""Recorded decode steps of one layer, and on the CPU a stand-in for a CUDA graph.
+
+What a callable does to memory is recorded, and done again without it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import ModelOutput
 
-from foveate.integrations.transformers.steps import Recording
+from foveate.integrations.transformers.steps import Recording, Steps, Use
 
 _WAITING = {
     "_local_scalar_dense": "reads a number from the device",
@@ -76,3 +80,26 @@ def _writes(func) -> bool:
 
 def _tensors(x) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(x) if isinstance(leaf, torch.Tensor)]
+
+
+class Replayed:
+    """A driver of the matrix, one attention layer, whose decode steps are recorded and replayed as those of a model."""
+
+    def __init__(self, driver, recorder=record):
+        self.driver, self.layers, self.use = driver, [driver.layer], Use()
+        self.steps = Steps(recorder, self.use)
+
+    def run(self, q, k, v, past_key_values):
+        assert past_key_values is self
+        return ModelOutput(out=self.driver.feed(self.kind(q, k, v)), past_key_values=self)
+
+    def feed_steps(self, tokens):
+        """The outputs for tokens that are fed one by one."""
+        outs, self.kind = [], type(tokens)
+        for i in range(len(tokens)):
+            layer, one = self.driver.layer, tokens[i : i + 1]
+            if layer.method.pauses(layer.store.decoded + 1):
+                outs.append(self.driver.feed(one))
+            else:
+                outs.append(self.steps(self, self.run, vars(one), {}).out.clone())
+        return torch.cat(outs, 2)

@@ -301,7 +301,8 @@ def _nearest(word: str, words: list[str]) -> str:
 def clamp(number: int | Number, low: int, high: Number) -> Number:
     """At least ``low`` and, above all, at most ``high``; of ints, or of each in an int64 tensor."""
     if isinstance(number, Tensor):
-        return number.clamp_min(low).minimum(high)
+        number = number.clamp_min(low)
+        return number.minimum(high) if isinstance(high, Tensor) else number.clamp_max(high)
     number = max(number, low)
     return high.clamp_max(number) if isinstance(high, Tensor) else min(number, high)
 

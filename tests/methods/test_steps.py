@@ -3,37 +3,12 @@
 import pytest
 import torch
 from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state, close, padded
-from transformers.utils import ModelOutput
 
 from foveate.integrations.transformers import steps as steps_module
-from foveate.integrations.transformers.steps import CaptureError, Steps, Use
-from tests.recorded import record
+from tests.recorded import Replayed
 
-RECORDED = [(name, method) for name, method in VARIANTS if method.graphs]
+RECORDED = [(name, method) for name, method in VARIANTS if not method.graph_obstacle]
 each_recorded = pytest.mark.parametrize("method", [m for _, m in RECORDED], ids=[name for name, _ in RECORDED])
-
-
-class Replayed:
-    """One attention layer whose decode steps are recorded and replayed, as those of a model are."""
-
-    def __init__(self, driver):
-        self.driver, self.layers, self.use = driver, [driver.layer], Use()
-        self.steps = Steps(record, self.use)
-
-    def run(self, q, k, v, past_key_values):
-        assert past_key_values is self
-        return ModelOutput(out=self.driver.feed(Tokens(q, k, v)), past_key_values=self)
-
-    def feed_steps(self, tokens):
-        outs = []
-        for i in range(len(tokens)):
-            layer, one = self.driver.layer, tokens[i : i + 1]
-            decoded = layer.seen + 1 - layer.phase.prompt_end
-            if layer.method.pauses(decoded):
-                outs.append(self.driver.feed(one))
-            else:
-                outs.append(self.steps(self, self.run, vars(one), {}).out.clone())
-        return torch.cat(outs, 2)
 
 
 def assert_same_counts(a, b):
@@ -56,7 +31,7 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
         one.feed(batch, mask)
     replayed = Replayed(driver)
     close(replayed.feed_steps(tokens), plain.feed_steps(tokens))
-    assert replayed.use.replayed > 70 - 90 * (method.name == "luka")
+    assert replayed.use.replayed > (50 if method.name.startswith("luka") else 80)
     assert replayed.use.captured <= 3
     assert_same_counts(plain.layer.counters, driver.layer.counters)
     assert_same_state(plain.store, driver.store)

@@ -182,5 +182,5 @@ def _refusal(cache: Cache, inputs: dict[str, Any], attachment: Attachment) -> st
 
 def _pauses(cache: Cache) -> bool:
     """Whether a method wants to run this step by itself."""
-    decoded = cache.get_seq_length() + 1 - cache.phase.prompt_end
-    return any(layer.method.pauses(decoded) for layer in cache.layers if isinstance(layer, Layer))
+    layers = [layer for layer in cache.layers if isinstance(layer, Layer)]
+    return any(layer.method.pauses(layer.store.decoded + 1) for layer in layers)

@@ -233,7 +233,7 @@ def gather_fields(fields: Sequence[Tensor], indices: Tensor, *, complete: bool =
         per_head = x.stride(1) // dim
         rows = x.as_strided(((batch * num_kv_heads - 1) * per_head + length, dim), (dim, 1))
         if per_head not in rows_of:
-            rows_of[per_head] = (index + _first_rows(batch, num_kv_heads, per_head, x.device)).flatten()
+            rows_of[per_head] = (index + _begins(batch, num_kv_heads, per_head, x.device)).flatten()
         gathered.append(rows.index_select(0, rows_of[per_head]).view(*index.shape, dim))
     return gathered
 
@@ -261,6 +261,12 @@ def _packed(x: Tensor) -> bool:
     dim = x.shape[3]
     per_head = x.stride(1) // dim
     return x.stride() == (x.shape[1] * per_head * dim, per_head * dim, dim, 1)
+
+
+def _begins(batch: int, num_kv_heads: int, per_head: int, device: torch.device) -> Tensor:
+    """:func:`_first_rows`; what a graph captures is its own, since a cache may drop what the graph still reads."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return (_first_rows.__wrapped__ if capturing else _first_rows)(batch, num_kv_heads, per_head, device)
 
 
 @functools.lru_cache(maxsize=64)
