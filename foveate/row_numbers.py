@@ -64,7 +64,8 @@ class RowNumbers:
     def settle(self) -> None:
         """Bring the numbers back that were moving on the device."""
         if self.moving is not None:
-            self.rows = self._rows | self.moving.rows.read()[0]
+            moved = self.moving.rows.read()[0]  # of all layers that share them: each needs lists of its own
+            self.rows = self._rows | {name: list(numbers) for name, numbers in moved.items()}
 
     @property
     def batch_size(self) -> int:

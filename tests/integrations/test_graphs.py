@@ -53,7 +53,7 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
     used = foveate.stats(model).graphs
     assert used.reason == ""
     # the prompt gives the first token; then come a step in which methods settle and one that makes ready
-    assert used.replayed >= 64
+    assert used.replayed >= (40 if spec.startswith("luka") else 64)
     assert used.captured <= 2
     assert foveate.stats(plain).graphs.replayed == 0
 
@@ -154,7 +154,7 @@ def test_insisting_is_refused_with_the_reason_and_leaves_the_model_as_it_was():
         foveate.attach(model, "dense", cuda_graph="yes")
     with pytest.raises(ValueError, match="layers 0, 2 stay as they are"):
         foveate.attach(tiny_model("gemma3"), "dense", cuda_graph=True)
-    with pytest.raises(ValueError, match="luka asks the host"):
+    with pytest.raises(ValueError, match="segmenter=kl asks the host"):
         foveate.attach(model, "luka:segmenter=kl", cuda_graph=True)
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ValueError, match="dynamic rotary embeddings"):
