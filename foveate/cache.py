@@ -146,9 +146,8 @@ class SlotCache(RowNumbers, Undoing):
             return self.positions >= 0, None
         return None, self.row_tensor("counts")
 
-    def held(self) -> int | Tensor:
-        """How many tokens are held, as :meth:`count_read` takes it."""
-        mask, lengths = self.stored()
+    def held(self, mask: Tensor | None, lengths: Tensor | None) -> int | Tensor:
+        """How many tokens that is, as :meth:`count_read` takes it: of what :meth:`stored` has returned."""
         if mask is not None:
             return mask.sum(-1)
         if lengths is None:

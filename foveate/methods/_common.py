@@ -13,7 +13,7 @@ from foveate.methods.base import recent
 def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
     """Attention of one token per row over every token that the cache holds, counted."""
     mask, lengths = cache.stored()
-    cache.count_read(cache.held())
+    cache.count_read(cache.held(mask, lengths))
     mask = None if mask is None else mask[:, :, None]
     how = {"mask": mask, "lengths": lengths, "need_mass": need_mass}
     return ops.attend(q, cache.keys, cache.values, scaling=scaling, **how)

@@ -31,6 +31,7 @@ def kernels(request, monkeypatch):
     if request.param == "kernels":
         pytest.importorskip("triton")
         assert "attend" in _dispatch.kernel_status().split(", ")
+    return request.param == "kernels"
 
 
 def on_gpu(some, dtype=torch.float32):
@@ -106,7 +107,7 @@ def test_generated_tokens_are_those_of_ordinary_steps(spec, ragged):
 def test_families_sampling_and_ends_of_sequences(family):
     batch = {name: x.cuda() for name, x in left_padded([33, 50]).items()}
     outs = []
-    for cuda_graph in (False, "auto"):
+    for cuda_graph in (False, True):
         model = tiny_model(family).cuda()
         foveate.attach(model, "dense", cuda_graph=cuda_graph)
         model.generation_config.eos_token_id = int(generate(model, **batch, new=14)[0, 10])
@@ -130,6 +131,15 @@ def test_graphs_go_with_their_cache_and_share_memory():
         sizes.append(torch.cuda.memory_allocated())
     assert sizes[-1] == sizes[1]
     assert foveate.stats(model).graphs.captured == 6
+
+
+def test_graphs_are_the_default_where_the_kernels_run(kernels):
+    model = tiny_model().cuda()
+    foveate.attach(model, "dense")
+    generate(model, tokens(30).cuda())
+    used = foveate.stats(model).graphs
+    assert used.replayed == (9 if kernels else 0)
+    assert ("kernels of decoding" in used.reason) != kernels
 
 
 def test_models_that_cannot_be_captured_say_so():

@@ -11,6 +11,7 @@ from transformers.generation import GenerationMode
 
 from foveate.integrations.transformers.cache import Cache, Layer
 from foveate.integrations.transformers.steps import CaptureError, CudaRecorder, Recording, Steps, Use
+from foveate.ops._dispatch import runs_kernel
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment
@@ -36,7 +37,8 @@ class Graphs:
             raise ValueError(f"cuda_graph must be True, False or 'auto', not {mode!r}")
         self.mode, self.use = mode, Use()
         self.recorder: Callable[[Callable[[], Any]], Recording] | None = None
-        """Records steps; None: as CUDA graphs, where the model is on a GPU."""
+        """Records steps in another way than as CUDA graphs."""
+        self._cuda = CudaRecorder()
         self._broken = ""
 
     def obstacle(self, model: nn.Module, attachment: Attachment) -> str:
@@ -64,6 +66,10 @@ class Graphs:
             return "the model is tensor-parallel"
         if self.recorder is None and model.device.type != "cuda":
             return f"the model is on the {model.device.type.upper()}, and CUDA graphs need a GPU"
+        if self.mode == "auto" and self.recorder is None and not runs_kernel("attend"):
+            return (
+                "without the kernels of decoding, which stop where a row ends, replays can be slower (insist with True)"
+            )
         return ""
 
     def require(self, reason: str) -> None:
@@ -91,9 +97,7 @@ class Graphs:
 
     def record(self, run: Callable[[], Any]) -> Recording:
         """Record a step."""
-        if self.recorder is None:
-            self.recorder = CudaRecorder()
-        return self.recorder(run)
+        return (self.recorder or self._cuda)(run)
 
     def broke(self, error: CaptureError) -> None:
         """A step could not be recorded: from now on none is."""

@@ -43,9 +43,6 @@ class CudaRecorder:
             out = run()
         return Recording(out, graph.replay)
 
-    def __deepcopy__(self, memo):
-        return CudaRecorder()
-
 
 @dataclass
 class Use:
