@@ -102,10 +102,10 @@ class Counters:
 
 
 @functools.lru_cache(maxsize=256)
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Per-row numbers as int64 ``[B]``, not to be written to: they serve every layer of a step, and often the next."""
+def on_device(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Per-row numbers ``[B]``, not to be written to: they serve every layer of a step, and often the next."""
     with torch.inference_mode(False):
         if len(set(numbers)) == 1:
-            return torch.full((len(numbers),), numbers[0], device=device)
-        pinned = torch.tensor(numbers, pin_memory=device.type == "cuda")
+            return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
+        pinned = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
         return pinned.to(device, non_blocking=True)

@@ -111,7 +111,8 @@ class RowNumbers:
         """
         step = self.step
         if step is None:
-            return self.on_device([rule(number, *args) for number in self.rows[of]])
+            found = tuple(rule(number, *args) for number in self.rows[of])
+            return on_device(found, self.device, torch.float64 if isinstance(found[0], float) else torch.int64)
 
         def numbers() -> Tensor:
             found = rule(step[of], *args)
