@@ -124,8 +124,13 @@ class RowNumbers:
         """The largest ``rule`` of a row, or in a replayed step of the longest that a row can get: a width.
 
         The rule must not fall as the number grows.
+
+        Raises:
+            RuntimeError: in a replayed step of a method that evicts, whose rows get longer than their room.
         """
         step = self.step
+        if step is not None and step.evicts:
+            raise RuntimeError("rows that give up slots have no bound, from which a width could follow")
         return max(map(rule, self.rows[of])) if step is None else rule(step.bound)
 
     def rows_where(self, rule: Callable[..., Any]) -> list[bool] | Tensor | None:

@@ -64,9 +64,11 @@ class RecordedOps(TorchDispatchMode):
 def record(run) -> Recording:
     """Stands in for :class:`~foveate.integrations.transformers.steps.CudaRecorder`."""
     operations = RecordedOps()
-    with operations:
-        out = run()
-    operations.undo()
+    try:
+        with operations:
+            out = run()
+    finally:
+        operations.undo()
     return Recording(out, operations.replay)
 
 

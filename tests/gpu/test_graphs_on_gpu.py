@@ -44,7 +44,11 @@ def drivers(method, lengths, dtype=torch.float32):
     plain, driver = Driver(method), Driver(method)
     for one in (plain, driver):
         one.feed(on_gpu(batch, dtype), mask.cuda())
-    return plain, Replayed(driver, CudaRecorder()), on_gpu(Tokens.random(len(lengths), 90, seed=1), dtype)
+    return (
+        plain,
+        Replayed(driver, CudaRecorder(torch.device("cuda"))),
+        on_gpu(Tokens.random(len(lengths), 90, seed=1), dtype),
+    )
 
 
 @each_captured

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers.generation import GenerationMode
 
@@ -38,7 +39,7 @@ class Graphs:
         self.mode, self.use = mode, Use()
         self.recorder: Callable[[Callable[[], Any]], Recording] | None = None
         """Records steps in another way than as CUDA graphs."""
-        self._cuda = CudaRecorder()
+        self._of_devices: dict[torch.device, CudaRecorder] = {}
         self._broken = ""
 
     def obstacle(self, model: nn.Module, attachment: Attachment) -> str:
@@ -95,9 +96,9 @@ class Graphs:
         elif use_cache is False:
             self.require("use_cache=False computes all tokens at every step")
 
-    def record(self, run: Callable[[], Any]) -> Recording:
-        """Record a step."""
-        return (self.recorder or self._cuda)(run)
+    def recorder_for(self, device: torch.device) -> Callable[[Callable[[], Any]], Recording]:
+        """What records steps on a device."""
+        return self.recorder or self._of_devices.setdefault(device, CudaRecorder(device))
 
     def broke(self, error: CaptureError) -> None:
         """A step could not be recorded: from now on none is."""
@@ -131,7 +132,7 @@ class DecodeCall:
             tensors["position_ids"] = ids.new_full((1, 1), cache.get_seq_length())
         options = {key: value for key, value in told.items() if key not in tensors}
         if cache.steps is None:
-            cache.steps = Steps(graphs.record, graphs.use)
+            cache.steps = Steps(graphs.recorder_for(self.model.device), graphs.use)
         try:
             return cache.steps(cache, self.model, tensors, options)
         except CaptureError as error:

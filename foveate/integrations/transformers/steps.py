@@ -25,22 +25,28 @@ class CaptureError(RuntimeError):
 class Recording(NamedTuple):
     """A recorded step."""
 
-    out: Any
+    out: ModelOutput
     """What it returned; a replay writes it anew."""
     replay: Callable[[], None]
 
 
 class CudaRecorder:
-    """Records steps as CUDA graphs. They share memory for what lives within a step, since one runs at a time."""
+    """Records steps as CUDA graphs. They share memory for what lives within a step, since one runs at a time.
 
-    def __init__(self) -> None:
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
         self._pool: Any = None
 
     def __call__(self, run: Callable[[], Any]) -> Recording:
-        graph = torch.cuda.CUDAGraph()
-        self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
+        with torch.cuda.device(self.device):
+            graph = torch.cuda.CUDAGraph()
+            self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
         return Recording(out, graph.replay)
 
 
@@ -77,6 +83,7 @@ class Steps:
         self._options: dict[str, Any] = {}
         self._groups: list[MovingRows] = []
         self._grouping: list[int] = []
+        self._batch = 0
         self._places: list[Tensor | None] = []
         self._memory: list[weakref.ref] = []
         self._methods: list[Any] = []
@@ -122,9 +129,8 @@ class Steps:
         for rows in self._groups:
             rows.steps += 1
         for layer, group in zip(layers, self._grouping):
-            rows = self._groups[group]
-            batch = rows.freed.numel()
-            layer.counters.count_steps(1, batch, self._totals[group] + batch * rows.steps)
+            available = self._totals[group] + self._batch * self._groups[group].steps
+            layer.counters.count_steps(1, self._batch, available)
         return type(out)(**out, past_key_values=cache)
 
     # Inputs
@@ -174,9 +180,9 @@ class Steps:
         ]
         different = list(dict.fromkeys(keys))
         grouping = [different.index(key) for key in keys]
-        if grouping != self._grouping or len(self._places) != len(stores):
+        if grouping != self._grouping or stores[0].batch_size != self._batch:
             self._forget()
-            self._grouping = grouping
+            self._grouping, self._batch = grouping, stores[0].batch_size
             of_groups = [stores[grouping.index(group)] for group in range(len(different))]
             self._groups = [MovingRows(store.batch_size, store.evicts, store.device) for store in of_groups]
             with torch.inference_mode(False):
@@ -203,7 +209,7 @@ class Steps:
 
     # Running
 
-    def _run(self, run: Callable[..., Any], cache: Cache) -> dict[str, Tensor]:
+    def _run(self, run: Callable[..., Any], cache: Cache) -> ModelOutput:
         """The step itself: what is recorded, or done once to make ready what is made at a first use."""
         for rows in self._groups:
             rows.sealed = True
