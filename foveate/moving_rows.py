@@ -64,7 +64,7 @@ class MovingRows:
         """A step starts: every row has one token more."""
         self._memo.clear()
         self.slots.copy_(self["counts"])
-        self.numbers[:3] += 1
+        self.numbers[:3].add_(1)
         if self.evicts:
             self["counts"].sub_(self.freed)
             self.freed.zero_()

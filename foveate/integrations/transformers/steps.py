@@ -40,12 +40,14 @@ class CudaRecorder:
     def __init__(self, device: torch.device):
         self.device = device
         self._pool: Any = None
+        self._stream: Any = None
 
     def __call__(self, run: Callable[[], Any]) -> Recording:
         with torch.cuda.device(self.device):
             graph = torch.cuda.CUDAGraph()
-            self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            if self._stream is None:  # PyTorch's own is on whichever GPU came first
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 out = run()
         return Recording(out, graph.replay)
 
