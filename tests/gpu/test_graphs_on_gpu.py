@@ -20,7 +20,13 @@ CAPTURED = [(name, method) for name, method in VARIANTS if not method.graph_obst
 each_captured = pytest.mark.parametrize("method", [m for _, m in CAPTURED], ids=[name for name, _ in CAPTURED])
 ROWS = pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one", "ragged"])
 SPECS = [
-    methods.make(name, **methods.get(name).small_budget).spec for name in methods.names() if methods.get(name).graphs
+    *(
+        methods.make(name, **methods.get(name).small_budget).spec
+        for name in methods.names()
+        if methods.get(name).graphs
+    ),
+    methods.make("mixed", **methods.get("mixed").small_budget).spec,
+    'kascade:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
 ]
 
 

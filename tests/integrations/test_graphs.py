@@ -19,6 +19,7 @@ SPECS = [
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
     'per_layer:layers={"0": "quest:dense_layers=0,page_size=4,top_k=9", "1-2": "tova:top_k=9"}',
     "h2o:top_k=0.2,window=6",
+    'kascade:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
 ]
 
 
