@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
+from foveate.moving_rows import MovingRows
 
 if TYPE_CHECKING:
     from foveate.methods.luka import LuKA
@@ -28,10 +29,12 @@ class Layout(NamedTuple):
     """int64 ``[B, Hkv, R]``: sinks and tail; a row's last slot where it has fewer."""
     raw_hidden: Tensor | None
     """bool ``[B, 1, 1, R]``: places of ``raw_slots`` that are not used."""
-    raw: int
+    raw: int | Tensor
     """Raw tokens that are read, the sum over the rows."""
-    counts: list[int]
-    """Nodes of the top level by row."""
+    most: int
+    """Places for nodes of the top level."""
+    nodes: int | Tensor
+    """How many nodes of the top level there are, the sum over the rows."""
     hidden: Tensor | None
     """bool ``[B, 1, 1, N]``: nodes of the top level that a row does not have."""
 
@@ -59,7 +62,24 @@ def _layout(
             slots = _sent(torch.tensor(rows), device)[:, None].expand(-1, heads, -1)
             hidden = _sent((torch.arange(width) >= torch.tensor(raw)[:, None])[:, None, None], device)
             nodes = _sent((torch.arange(max(counts)) >= torch.tensor(counts)[:, None])[:, None, None], device)
-    return Layout(slots, hidden, sum(raw), counts, nodes)
+    return Layout(slots, hidden, sum(raw), max(counts), sum(counts), nodes)
+
+
+def _moving_layout(method: LuKA, rows: MovingRows, heads: int) -> Layout:
+    """The same for a step that is replayed: in as many places as the rows ever need."""
+    hierarchy, sinks = method.pages, method.sinks
+    length, paged, pages = (rows[name][:, None] for name in ("lengths", "paged", "pages"))
+    places = torch.arange(hierarchy.most_raw, device=rows.device)
+    slots = torch.where((paged > 0) & (places >= sinks), paged + places - sinks, places)
+    counts, most = pages // hierarchy.group, max(1, hierarchy.most(rows.bound) // hierarchy.group)
+    return Layout(
+        slots.minimum(length - 1)[:, None].expand(-1, heads, -1),
+        (slots >= length)[:, None, None],
+        (length - paged + sinks * (paged > 0)).double().sum(),
+        most,
+        counts.double().sum(),
+        (torch.arange(most, device=rows.device) >= counts)[:, None, None],
+    )
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
@@ -132,8 +152,12 @@ class Reader:
 
     def __init__(self, method: LuKA, cache: SlotCache, rows: Tensor, scaling: float):
         self.method, self.cache, self.rows, self.scaling = method, cache, rows, scaling
-        numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
-        self.layout = _layout(method, *numbers, rows.shape[1], rows.device)
+        step = cache.step
+        if step is None:
+            numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
+            self.layout = _layout(method, *numbers, rows.shape[1], rows.device)
+        else:
+            self.layout = step.once(("layout", method), lambda: _moving_layout(method, step, rows.shape[1]))
         self._recent: dict[int, Tensor] = {}
 
     @functools.cached_property
@@ -211,8 +235,8 @@ class Reader:
 
     def top(self) -> Candidates:
         """Every node of the top level."""
-        counts = self.layout.counts
-        return self._scored(len(self.method.sizes) - 1, slice(max(counts)), self.layout.hidden, sum(counts))
+        layout = self.layout
+        return self._scored(len(self.method.sizes) - 1, slice(layout.most), layout.hidden, layout.nodes)
 
     def number(self, nodes: Candidates, chosen: Tensor) -> float | Tensor:
         """How many candidates are chosen: the sum over the rows of the mean over the KV heads."""

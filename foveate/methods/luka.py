@@ -19,7 +19,7 @@ from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, note_queries, observed_mass
 from foveate.methods._cover import Candidates, Reader
 from foveate.methods._pages import KL_LAG, Pages
-from foveate.methods.base import Method, budget, setting
+from foveate.methods.base import Method, Number, budget, clamp, setting
 from foveate.modules import PageSummariser
 
 
@@ -38,6 +38,7 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
+    graphs: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
 
@@ -225,11 +226,21 @@ class LuKA(Method):
         if self.segmenter == "kl":
             for b in range(cache.batch_size):
                 self._note_divergence(cache.row(b), q[b : b + 1], scaling)
+        if cache.step is not None:
+            return self._attend(cache, q, scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
-        decoded = [length - prompt for length, prompt in zip(cache.lengths, cache.rows["prompt"])]
-        if decoded[0] % self.compress_every == 0:
+        if self.pauses(cache.decoded):
             self.pages.extend(cache)
         return out
+
+    @property
+    def graph_obstacle(self) -> str:
+        if self.segmenter == "kl":
+            return f"{self.name} with segmenter=kl asks the host where pages end"
+        return f"{self.name} with compress_every=1 makes pages at every step" if self.compress_every == 1 else ""
+
+    def pauses(self, decoded: int) -> bool:
+        return decoded % self.compress_every == 0
 
     def _note_divergence(self, cache: SlotCache, q: Tensor, scaling: float) -> None:
         """Compare the new queries with those before them, and remember the last ones."""
@@ -342,16 +353,28 @@ class LuKA(Method):
             heads = 1 if self.pool == "kv_head" else cache.geometry.num_heads
             capacity = min(mass.shape[-1], math.ceil(heads / self.epsilon) + self.first)
             low = mass <= self.epsilon
-            return ops.topk(mass.masked_fill(low if exist is None else low | ~exist, float("-inf")), capacity)
+            mass = mass.masked_fill(low if exist is None else low | ~exist, float("-inf"))
+            if cache.step is None:
+                return ops.topk(mass, capacity)
+            return ops.topk_rows(mass, torch.full_like(cache.row_tensor("pages"), capacity), capacity)
         share = self.expand if level else self.top_k
-        counts = [max(budget(share, self.pages.count(level, n), 1), self._first(level)) for n in cache.rows["pages"]]
+        most = self._most(cache, share, level)
         if exist is not None:
             mass = mass.masked_fill(~exist, float("-inf"))
-        if max(counts) == 0:
+        if most == 0:
             return mass.new_empty((*mass.shape[:-1], 0), dtype=torch.int64)
-        if len(set(counts)) == 1:
-            return ops.topk(mass, counts[0])
-        return ops.topk_rows(mass, cache.on_device(counts), max(counts))
+        if cache.step is None and len(set(cache.rows["pages"])) == 1:
+            return ops.topk(mass, most)
+        return ops.topk_rows(mass, cache.each_row(self._allowed, share, level, of="pages"), most)
+
+    def _allowed(self, pages: Number, share: int | float, level: int) -> Number:
+        """How many nodes of a level a row with so many pages may refine."""
+        return clamp(budget(share, self.pages.count(level, pages), 1), self._first(level), 1 << 62)
+
+    def _most(self, cache: SlotCache, share: int | float, level: int) -> int:
+        """No row may refine more."""
+        pages = max(cache.rows["pages"]) if cache.step is None else self.pages.most(cache.step.bound)
+        return self._allowed(pages, share, level)
 
     def _first(self, level: int) -> int:
         """Nodes of a level over the first pages."""
@@ -359,14 +382,14 @@ class LuKA(Method):
 
     def _take(self, cache: SlotCache, level: int, order: Tensor, counts: Tensor) -> Tensor:
         """The first ``counts [B, Hkv]`` of an order, but no more than a row may refine."""
-        first = self._first(level)
-        caps = [max(budget(self.max_refined, self.pages.count(level, n), 1), first) for n in cache.rows["pages"]]
-        most = min(order.shape[-1], max(caps))
-        allowed = cache.on_device(caps)[:, None]
+        most = min(order.shape[-1], self._most(cache, self.max_refined, level))
+        allowed = cache.each_row(self._allowed, self.max_refined, level, of="pages")[:, None]
         alike = cache.geometry.num_kv_heads // counts.shape[1]  # KV heads with the same selection
-        cache.counters.selections_capped = cache.counters.selections_capped + (counts > allowed).sum() * alike
+        cache.counters.add("selections_capped", (counts > allowed).sum() * alike)
         counts = counts.minimum(allowed)
-        if order.device.type == "cpu":  # places for no more than are taken, where to know it costs nothing
+        if (
+            order.device.type == "cpu" and cache.step is None
+        ):  # places for no more than are taken, where to know it costs nothing
             most = min(most, int(counts.max()))
         return ops.first_of(order, counts, most)
 

@@ -7,7 +7,7 @@ Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk
 ``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32.
 """
 
-from foveate.ops._math import fold_group
+from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend import (
     Attended,
     Part,
@@ -82,6 +82,7 @@ __all__ = [
     "by_mass",
     "column_mass",
     "divergence_ends",
+    "first_keys",
     "first_of",
     "fold_group",
     "free_energy",

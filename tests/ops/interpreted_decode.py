@@ -39,15 +39,16 @@ def close(found, expected, dtype):
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=1e-4)
 
 
-def check(q, k, v, indices=None, mask=None):
+def check(q, k, v, indices=None, mask=None, lengths=None):
     """Against the reference over keys of which none is NaN."""
+    more = {"lengths": lengths, "scaling": 0.3, "need_lse": True}
     k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0)
     if indices is not None:
-        found = decode_kernel.attend_indices(q, k, v, indices, scaling=0.3, need_lse=True)
-        expected = reference.attend_indices(q, k_, v_, indices, scaling=0.3, need_lse=True)
+        found = decode_kernel.attend_indices(q, k, v, indices, **more)
+        expected = reference.attend_indices(q, k_, v_, indices, **more)
     else:
-        found = decode_kernel.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True)
-        expected = reference.attend(q, k_, v_, scaling=0.3, mask=mask, need_lse=True)
+        found = decode_kernel.attend(q, k, v, mask=mask, **more)
+        expected = reference.attend(q, k_, v_, mask=mask, **more)
     close(found, expected, q.dtype)
     return found
 
@@ -82,6 +83,29 @@ def test_keys_that_a_mask_leaves(dtype, of_heads, of_rows, splits):
     found = check(q, k, v, mask=mask)
     assert not found.out[-1].any()
     assert found.lse[-1].isneginf().all()
+
+
+LENGTHS = {
+    "rows": torch.tensor([150, 33]),
+    "rows, the second without any": torch.tensor([70, 0], dtype=torch.int32),
+    "heads": torch.tensor([[1, 150], [64, 5]], dtype=torch.int32),
+}
+
+
+@HALF
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_first_keys_alone(dtype, lengths, masked, splits):
+    q, k, v = problem(dtype=dtype)
+    mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
+    beyond = torch.arange(150) >= lengths.view(2, -1, 1).expand(-1, 2, -1)
+    k[beyond], v[beyond] = torch.nan, torch.inf
+    check(q, k, v, mask=mask, lengths=lengths)
+    indices = selection(2, 2, 150, 150)
+    chosen = indices.masked_fill(beyond, -1)
+    k, v = k.nan_to_num(0.5), v.nan_to_num(0.5, posinf=0.5)
+    found = check(q, k, v, indices, lengths=lengths)
+    close(found, decode_kernel.attend_indices(q, k, v, chosen, scaling=0.3, need_lse=True), dtype)
 
 
 @HALF
@@ -128,11 +152,12 @@ def test_what_was_not_asked_for_is_none():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_mass_of_the_keys(masked):
+@pytest.mark.parametrize("lengths", [None, *LENGTHS.values()], ids=["all", *LENGTHS])
+def test_the_mass_of_the_keys(masked, lengths):
     q, k, v = problem()
     mask = torch.rand(2, 2, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
-    found = decode_kernel.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True, need_mass=True)
-    expected = reference.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True, need_mass=True)
+    more = {"scaling": 0.3, "mask": mask, "lengths": lengths, "need_lse": True, "need_mass": True}
+    found, expected = decode_kernel.attend(q, k, v, **more), reference.attend(q, k, v, **more)
     close(found, expected, q.dtype)
     torch.testing.assert_close(found.mass, expected.mass)
 
@@ -210,6 +235,20 @@ def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling,
     assert torch.equal(
         found.isneginf(), ~(mask if pool == "kv_head" else mask.all(1, keepdim=True)).expand(*found.shape)
     )
+
+
+@HALF
+@POOL
+@pytest.mark.parametrize("pooling", ["sqrt", "max"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lengths", [[300, 41], [[129, 300], [64, 5]]], ids=["rows", "heads"])
+def test_pooled_mass_of_the_first_keys(dtype, pool, pooling, masked, lengths, splits):
+    q, k, _ = problem(number=300, dtype=dtype)
+    mask = torch.rand(2, 1, 300, generator=torch.manual_seed(1)) < 0.5 if masked else None
+    lengths = torch.tensor(lengths)
+    k[torch.arange(300) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = torch.nan
+    found = check_mass(q, k, mask, lengths=lengths, pool=pool, pooling=pooling)
+    assert found[1, :, 64:].isneginf().all()
 
 
 def test_masses_that_are_nothing_in_16_bits():

@@ -37,7 +37,8 @@ def assert_compiled_well(compiled, capability, half):
 @CAPABILITIES
 @HALF_AND_FULL
 @pytest.mark.parametrize(("indexed", "masked"), [(False, False), (False, True), (True, False)])
-def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked):
+@pytest.mark.parametrize("bounded", [False, True])
+def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, bounded):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
     tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
@@ -53,11 +54,14 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
             "chosen_ptr": chosen,
             **{f"chosen_stride_{axis}": "i32" for axis in "bh"},
             "chosen_stride_l": 1,
+            "length_ptr": "*i64" if bounded else None,
+            **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32:16"),
             **dict.fromkeys(("batches", "num_kv_heads", "group", "parts", "number", "each"), "i32"),
             "scale": "fp32",
             "INDEXED": indexed,
             "MASKED": masked,
+            "BOUNDED": bounded,
             "DIM": dim,
             "VALUE_DIM": dim,
             "BLOCK_D": triton.next_power_of_2(dim),
@@ -72,8 +76,8 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
 
 @CAPABILITIES
 @HALF_AND_FULL
-@pytest.mark.parametrize("masked", [False, True])
-def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked):
+@pytest.mark.parametrize(("masked", "bounded"), [(False, False), (True, False), (False, True)])
+def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked, bounded):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
     tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
@@ -89,11 +93,14 @@ def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, m
             **{f"q_stride_{axis}": "i32:16" for axis in "bh"},
             **{f"mask_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("q_stride_d", "k_stride_d", "mask_stride_l"), 1),
+            "length_ptr": "*i64" if bounded else None,
+            **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "blocks", "splits", "each"), "i32"),
             "padded": "i32:16",
             **dict.fromkeys(("scale", "steps"), "fp32"),
             "CODED": half,
             "MASKED": masked,
+            "BOUNDED": bounded,
             "DIM": dim,
             "BLOCK_D": triton.next_power_of_2(dim),
             "BLOCK_M": tile.block_m,
@@ -118,11 +125,14 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
             **dict.fromkeys(("top_ptr", "lse_ptr", "score_ptr"), "*fp32:16"),
             **{f"mask_stride_{axis}": "i32" for axis in "bh"},
             "mask_stride_l": 1,
+            "length_ptr": "*i64",
+            **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("sets", "members", "group", "number", "blocks", "splits"), "i32"),
             "padded": "i32:16",
             **dict.fromkeys(("power", "step"), "fp32"),
             "CODED": coded,
             "MASKED": True,
+            "BOUNDED": True,
             "MAX": not coded,
             "KEYS": kernel._POOLED,
             "BLOCK_N": 128,

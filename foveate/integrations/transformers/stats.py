@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from foveate.integrations.transformers.steps import Use
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Stats:
 
     layers: list[LayerStats]
     resident_bytes: int
+    graphs: Use = field(default_factory=Use)
+    """Decode steps that were replayed as CUDA graphs, and why others were not."""
 
     def summary(self) -> dict[str, Any]:
         """Totals over the layers that foveate handles, with the field names of result rows."""
@@ -57,7 +61,8 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
-        return {"layers": [asdict(layer) for layer in self.layers], **self.summary()}
+        layers = [asdict(layer) for layer in self.layers]
+        return {"layers": layers, "cuda_graphs": asdict(self.graphs), **self.summary()}
 
     def __str__(self) -> str:
         total = self.summary()
@@ -68,4 +73,6 @@ class Stats:
         ]
         if total["tokens_evicted"] or total["pages_refined"]:
             lines.append(f"{total['tokens_evicted']} tokens evicted, {total['pages_refined']} pages refined")
+        if self.graphs.replayed:
+            lines.append(f"{self.graphs.replayed} steps replayed, of {self.graphs.captured} captured CUDA graphs")
         return "\n".join(lines + total["notes"])

@@ -11,7 +11,7 @@ from foveate.ops._tile import Tile, multiprocessors, split
 from foveate.ops.attend import reference
 from foveate.ops.attend.reference import Attended
 from foveate.ops.attend.selected_kernel import _merge_splits
-from foveate.ops.score.pooled_kernel import pooled_mass
+from foveate.ops.score.pooled_kernel import per_head, pooled_mass
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -45,6 +45,7 @@ def attend(
     *,
     scaling: float,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -52,16 +53,23 @@ def attend(
 
     The heads of a group share a program, so that a key is read once. Keys are split among programs as far as that
     fills the GPU, and a second launch merges what they have found by their log-sum-exps (FlashDecoding, Dao et al.
-    2023). Repeats are equal bit for bit, and fp32 is multiplied in full precision. Keys that the mask leaves out are
-    not read and may hold anything. The mass takes a second pass over the keys, see :func:`pooled_mass`.
+    2023). Repeats are equal bit for bit, and fp32 is multiplied in full precision. Keys that the mask or the
+    lengths leave out are not read and may hold anything. The mass takes a second pass over the keys, see
+    :func:`pooled_mass`.
     """
     if q.shape[2] != 1:
-        return reference.attend(q, k, v, scaling=scaling, mask=mask, need_lse=need_lse, need_mass=need_mass)
+        more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass}
+        return reference.attend(q, k, v, scaling=scaling, **more)
     _check(q, k, v)
     mask = None if mask is None else mask.expand(q.shape[0], k.shape[1], 1, k.shape[2])[:, :, 0]
-    attended = _decode(q, k, v, None, mask if mask is None else mask.view(torch.int8), k.shape[2], scaling, need_lse)
+    chosen = mask if mask is None else mask.view(torch.int8)
+    attended = _decode(q, k, v, None, chosen, lengths, k.shape[2], scaling, need_lse)
     if need_mass:
-        mass = pooled_mass(q, k, scaling=scaling, mask=mask).clamp_min_(0.0).mul_(q.shape[1] // k.shape[1])
+        mass = (
+            pooled_mass(q, k, scaling=scaling, mask=mask, lengths=lengths)
+            .clamp_min_(0.0)
+            .mul_(q.shape[1] // k.shape[1])
+        )
         attended = attended._replace(mass=mass)
     return attended
 
@@ -73,6 +81,7 @@ def attend_indices(
     indices: Tensor,
     *,
     scaling: float,
+    lengths: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -84,7 +93,7 @@ def attend_indices(
     _check(q, k, v)
     if indices.shape[:2] != k.shape[:2]:
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
-    return _decode(q, k, v, indices, None, indices.shape[2], scaling, need_lse)
+    return _decode(q, k, v, indices, None, lengths, indices.shape[2], scaling, need_lse)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -104,6 +113,7 @@ def _decode(
     v: Tensor,
     indices: Tensor | None,
     mask: Tensor | None,
+    lengths: Tensor | None,
     number: int,
     scaling: float,
     need_lse: bool,
@@ -124,16 +134,19 @@ def _decode(
     if splits > 1:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
     chosen = indices if indices is not None else mask
+    lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     _attend_decode[batch * num_kv_heads * parts, splits](
         q,
         k,
         v,
         chosen,
+        lengths,
         *found,
         *(q.stride(axis) for axis in (0, 1, 3)),
         *k.stride(),
         *v.stride(),
         *((0, 0, 0) if chosen is None else chosen.stride()),
+        *((0, 0) if lengths is None else lengths.stride()),
         batch,
         num_kv_heads,
         group,
@@ -143,6 +156,7 @@ def _decode(
         scaling * _LOG2E.value,
         INDEXED=indices is not None,
         MASKED=mask is not None,
+        BOUNDED=lengths is not None,
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -173,7 +187,8 @@ def _decode(
     return Attended(out, lse if need_lse else None)
 
 
-_VARYING = ["chosen_stride_b", "chosen_stride_h", "batches", "num_kv_heads", "parts", "number", "each"]
+_VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h"]
+_VARYING += ["batches", "num_kv_heads", "parts", "number", "each"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -183,6 +198,7 @@ def _attend_decode(
     k_ptr,
     v_ptr,
     chosen_ptr,
+    length_ptr,
     out_ptr,
     lse_ptr,
     q_stride_b,
@@ -199,6 +215,8 @@ def _attend_decode(
     chosen_stride_b,
     chosen_stride_h,
     chosen_stride_l,
+    length_stride_b,
+    length_stride_h,
     batches,
     num_kv_heads,
     group,
@@ -208,6 +226,7 @@ def _attend_decode(
     scale,
     INDEXED: tl.constexpr,
     MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -217,7 +236,8 @@ def _attend_decode(
 ):
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
 
-    ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read.
+    ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read; ``length``
+    (``BOUNDED``) how many of the first ones are looked at.
     """
     FILL: tl.constexpr = -1 if INDEXED else 0
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
@@ -233,6 +253,9 @@ def _attend_decode(
     v_ptr += batch * v_stride_b + head * v_stride_h
     if INDEXED or MASKED:
         chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
+    if BOUNDED:
+        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
+        number = tl.minimum(number, length.to(tl.int32))
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)

@@ -25,7 +25,7 @@ _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
 _POOLED = 1024
 """Keys of a program that pools."""
-_VARYING = ["mask_stride_b", "mask_stride_h", "number", "blocks", "splits"]
+_VARYING = ["mask_stride_b", "mask_stride_h", "length_stride_b", "length_stride_h", "number", "blocks", "splits"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -44,6 +44,7 @@ def pooled_mass(
     *,
     scaling: float,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -52,7 +53,8 @@ def pooled_mass(
     One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
     keys in half precision a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of its
     block of keys: a mass is right to 2e-4 of itself, and one of less than 2^-32 of the block's largest counts as 0.
-    Of fp32 the logits are kept as they are. Keys that the mask leaves out are not read and may hold anything.
+    Of fp32 the logits are kept as they are. Keys that the mask or the lengths leave out are not read and may hold
+    anything.
     """
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
@@ -72,6 +74,8 @@ def pooled_mass(
     if mask is not None:
         mask = mask.expand(batch, num_kv_heads, number).view(torch.int8)
     mask_strides = (0, 0, 0) if mask is None else mask.stride()
+    lengths = None if lengths is None else per_head(lengths, num_kv_heads)
+    length_strides = (0, 0) if lengths is None else lengths.stride()
 
     capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
     tile = tile_for(q.dtype, dim, group, capability)
@@ -86,12 +90,14 @@ def pooled_mass(
         q,
         k,
         mask,
+        lengths,
         logits,
         tops,
         lses,
         *(q.stride(axis) for axis in (0, 1, 3)),
         *k.stride(),
         *mask_strides,
+        *length_strides,
         num_kv_heads,
         group,
         parts,
@@ -104,6 +110,7 @@ def pooled_mass(
         _STEPS * power,
         CODED=coded,
         MASKED=mask is not None,
+        BOUNDED=lengths is not None,
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,
@@ -112,11 +119,13 @@ def pooled_mass(
     )
     _pool_logits[triton.cdiv(number, _POOLED), batch * sets](
         mask,
+        lengths,
         logits,
         tops,
         lses,
         scores,
         *mask_strides,
+        *length_strides,
         sets,
         num_heads // sets,
         group,
@@ -128,6 +137,7 @@ def pooled_mass(
         1 / (_STEPS * power),
         CODED=coded,
         MASKED=mask is not None,
+        BOUNDED=lengths is not None,
         MAX=pooling == "max",
         KEYS=_POOLED,
         BLOCK_N=tile.block_n,
@@ -137,11 +147,17 @@ def pooled_mass(
     return scores
 
 
+def per_head(lengths: Tensor, num_kv_heads: int) -> Tensor:
+    """Lengths ``[B]`` or ``[B, Hkv]`` as ``[B, Hkv]``, a view."""
+    return lengths[:, None].expand(-1, num_kv_heads) if lengths.dim() == 1 else lengths
+
+
 @triton.jit(do_not_specialize=[*_VARYING, "num_kv_heads", "parts", "each"])
 def _keep_logits(
     q_ptr,
     k_ptr,
     mask_ptr,
+    length_ptr,
     logit_ptr,
     top_ptr,
     lse_ptr,
@@ -155,6 +171,8 @@ def _keep_logits(
     mask_stride_b,
     mask_stride_h,
     mask_stride_l,
+    length_stride_b,
+    length_stride_h,
     num_kv_heads,
     group,
     parts,
@@ -167,6 +185,7 @@ def _keep_logits(
     steps,
     CODED: tl.constexpr,
     MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -186,11 +205,14 @@ def _keep_logits(
     k_ptr += batch * k_stride_b + head * k_stride_h
     if MASKED:
         mask_ptr += batch * mask_stride_b + head * mask_stride_h
+    if BOUNDED:
+        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
+        number = tl.minimum(number, length.to(tl.int32))
     rows = batch * num_kv_heads * group + heads
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    begin, end = split * each, tl.minimum((split + 1) * each, blocks)
+    begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
     places = tl.arange(0, BLOCK_N)
     if MASKED:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
@@ -226,6 +248,7 @@ def _keep_logits(
 @triton.jit(do_not_specialize=[*_VARYING, "sets", "members"])
 def _pool_logits(
     mask_ptr,
+    length_ptr,
     logit_ptr,
     top_ptr,
     lse_ptr,
@@ -233,6 +256,8 @@ def _pool_logits(
     mask_stride_b,
     mask_stride_h,
     mask_stride_l,
+    length_stride_b,
+    length_stride_h,
     sets,
     members,
     group,
@@ -244,6 +269,7 @@ def _pool_logits(
     step,
     CODED: tl.constexpr,
     MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     MAX: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -273,7 +299,10 @@ def _pool_logits(
         if MASKED:
             there = tl.load(mask_ptr + (first + member) // group * mask_stride_h, mask=exist, other=0)
             lost = lost | (there == 0)
+        if BOUNDED:
+            of_head = batch * length_stride_b + (first + member) // group * length_stride_h
+            lost = lost | (place >= tl.load(length_ptr + of_head).to(tl.int32))
     score = score if MAX else score / members
-    if MASKED:
+    if MASKED or BOUNDED:
         score = tl.where(lost, float("-inf"), score)
     tl.store(score_ptr + row * padded + place, score, mask=place < padded)
