@@ -305,7 +305,7 @@ HOW = pytest.mark.parametrize("how", ["held", "found in a sample of all", "found
 
 @pytest.fixture
 def sizes(how, monkeypatch):
-    """Rows kept whole; longer ones whose last score is bracketed well, loosely, or with too little room for the rest."""
+    """Rows kept whole; of longer ones the last score bracketed well, loosely, or with too little room between."""
     monkeypatch.setattr(rows_kernel, "_HELD", 16384 if how == "held" else 0)
     monkeypatch.setattr(rows_kernel, "multiprocessors", lambda device: 1 if how == "found in a small sample" else 100)
     samples = {"found in a small sample": (256, 4096), "read anew": (64, 64)}
