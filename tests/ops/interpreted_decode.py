@@ -6,6 +6,7 @@ import torch
 from foveate.ops import _tile
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.attend.pooled import attend_pooled
 from foveate.ops.score import pooled, pooled_kernel
 from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
@@ -221,6 +222,26 @@ POOL = pytest.mark.parametrize("pool", ["kv_head", "layer"])
 def test_pooled_mass(dtype, pooling, pool, number, splits):
     q, k, _ = problem(number=number, dtype=dtype)
     check_mass(q * 3, k, pooling=pooling, pool=pool)
+
+
+@HALF
+@POOLING
+@POOL
+@pytest.mark.parametrize("ragged", [None, "mask", "lengths"])
+def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragged, splits):
+    q, k, v = problem(number=300, dtype=dtype)
+    more = {"scaling": 0.3, "pooling": pooling, "pool": pool}
+    there = torch.ones(2, 2, 1, 300, dtype=torch.bool)
+    if ragged == "mask":
+        more["mask"] = there = torch.rand(2, 2, 1, 300, generator=torch.manual_seed(1)) < 0.5
+    elif ragged == "lengths":
+        more["lengths"] = torch.tensor([[300, 17], [0, 131]])
+        there = torch.arange(300) < more["lengths"][:, :, None, None]
+    k[~there[:, :, 0]], v[~there[:, :, 0]] = torch.nan, torch.inf
+    found = decode_kernel.attend_pooled(q, k, v, **more)
+    expected = attend_pooled(q, k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0), **more)
+    close(found, expected, dtype)
+    torch.testing.assert_close(found.mass, expected.mass, rtol=1e-5 if dtype == torch.float32 else 3e-4, atol=1e-9)
 
 
 @HALF

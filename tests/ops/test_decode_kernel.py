@@ -36,9 +36,12 @@ def assert_compiled_well(compiled, capability, half):
 
 @CAPABILITIES
 @HALF_AND_FULL
-@pytest.mark.parametrize(("indexed", "masked"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("indexed", "masked", "kept"),
+    [(False, False, False), (False, True, False), (True, False, False), (False, False, True)],
+)
 @pytest.mark.parametrize("bounded", [False, True])
-def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, bounded):
+def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, kept, bounded):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
     tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
@@ -57,11 +60,16 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
             "length_ptr": "*i64" if bounded else None,
             **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32:16"),
-            **dict.fromkeys(("batches", "num_kv_heads", "group", "parts", "number", "each"), "i32"),
-            "scale": "fp32",
+            "logit_ptr": ("*i16:16" if half else "*fp32:16") if kept else None,
+            **dict.fromkeys(("top_ptr", "kept_lse_ptr"), "*fp32:16" if kept else None),
+            **dict.fromkeys(("batches", "num_kv_heads", "group", "parts", "number", "each", "blocks"), "i32"),
+            "padded": "i32:16",
+            **dict.fromkeys(("scale", "steps"), "fp32"),
             "INDEXED": indexed,
             "MASKED": masked,
             "BOUNDED": bounded,
+            "KEPT": kept,
+            "CODED": kept and half,
             "DIM": dim,
             "VALUE_DIM": dim,
             "BLOCK_D": triton.next_power_of_2(dim),

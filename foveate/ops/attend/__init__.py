@@ -1,7 +1,7 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.attend import reference, selected, tiles
+from foveate.ops.attend import pooled, reference, selected, tiles
 from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
@@ -19,6 +19,7 @@ from foveate.ops.attend.selected import with_sinks
 
 attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel", tried=False)
 attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel", tried=False)
+attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel", tried=False)
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
@@ -31,6 +32,7 @@ __all__ = [
     "attend_cover",
     "attend_indices",
     "attend_pages",
+    "attend_pooled",
     "attend_prefix",
     "attend_recent",
     "attend_selected",
