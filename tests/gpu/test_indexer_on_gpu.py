@@ -136,7 +136,8 @@ def test_sets_are_those_of_the_kernels_own_scores(monkeypatch, hopper, dtype, qu
     worst = exact.masked_fill(~chosen, torch.inf).amin(-1)
     seen = torch.arange(k.shape[1], device="cuda") < visible[-50:, None]
     best_dropped = exact.masked_fill(chosen | ~seen, -torch.inf).amax(-1)
-    error = (scores[:, -50:].double() - exact)[seen.expand_as(exact)].abs().max()
+    size = exact.abs().where(seen, 0.0).amax(-1)
+    error = TOLERANCE[dtype] * (size + 0.1)  # as scores are held against fp64 above
     assert bool((best_dropped <= worst + 2 * error).all())
 
 
