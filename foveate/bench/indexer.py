@@ -91,8 +91,8 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                 say(f"{name} at {tokens:,} tokens: products of {_products(plan, tokens) / 1e9:,.0f} GB do not fit")
                 continue
             found[name] = _measure(plan, name, inputs, ranks)
-            if name == "foveate":
-                found[name] |= _parts(plan, inputs, ranks)
+            parts = _parts(plan, inputs, ranks) if name == "foveate" else (None, None)
+            found[name] |= dict(zip(("score_ms", "select_ms"), parts))
             if not ranks.rank:
                 ms = found[name]["ms"]
                 say(f"{name} at {tokens:,} tokens: {ms:,.2f} ms, {flops / ms / 1e9:,.1f} TFLOP/s")
@@ -271,7 +271,7 @@ def _measure(plan: Plan, name: str, inputs: _Inputs, ranks: _Ranks) -> dict[str,
     return {"ms": milliseconds, "peak_bytes": peak, "recall_min": recall, "other_ties": other_ties}
 
 
-def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> dict[str, float]:
+def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> tuple[float, float]:
     """Median milliseconds of scoring alone and of selection alone, over the blocks that the fused path makes: each
     block is scored and then selected from, and the times of either are added up."""
     q, k, weights, key_scales, pieces = inputs
@@ -297,8 +297,8 @@ def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> dict[str, float]:
         return ranks.worst(scored), ranks.worst(sum(between(middle, end) for _, middle, end in times))
 
     once()
-    found = zip(*(once() for _ in range(plan.repeats)))
-    return dict(zip(("score_ms", "select_ms"), map(statistics.median, found)))
+    scored, selected = zip(*(once() for _ in range(plan.repeats)))
+    return statistics.median(scored), statistics.median(selected)
 
 
 def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, int, Tensor]:

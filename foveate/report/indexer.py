@@ -115,7 +115,7 @@ def size(count: float) -> str:
 
 def of_scoring(row: Row) -> float | None:
     """Time of selection alone over that of scoring alone; None where they were not measured."""
-    return row["select_ms"] / row["score_ms"] if "select_ms" in row else None
+    return row["select_ms"] / row["score_ms"] if row.get("select_ms") else None
 
 
 def times(slow: Row | None, fast: Row) -> str:
