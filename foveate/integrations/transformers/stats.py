@@ -25,6 +25,8 @@ class LayerStats:
     indices_reused: int = 0
     selections_capped: int = 0
     """Selections, one a step, sequence, KV head and level, that a cap such as LuKA's ``max_refined`` cut short."""
+    selections_lost: int = 0
+    """Selections of decode steps on a GPU, which do not wait to look, that were nothing because a score was NaN."""
     note: str = ""
 
 
@@ -56,8 +58,10 @@ class Stats:
 
     def _notes(self) -> list[str]:
         notes = sorted({layer.note for layer in self.layers if layer.note})
-        capped = any(layer.selections_capped for layer in self.layers)
-        return notes + (["a cap cut selections short"] if capped else [])
+        if any(layer.selections_capped for layer in self.layers):
+            notes.append("a cap cut selections short")
+        lost = sum(layer.selections_lost for layer in self.layers)
+        return notes + ([f"scores were NaN, so that {lost} selections are of nothing"] if lost else [])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
