@@ -83,7 +83,7 @@ class SelectOnce(Method):
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         place = self.place
-        if place.anchor is None:
+        if place.anchor is None or (place.dense and not place.has_readers):
             return attend_all(cache, q, scaling).out
         if place.chooses:
             indices = self.select(cache, q, scaling)

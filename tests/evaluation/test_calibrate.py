@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, counterparts, load
-from foveate.evaluation import calibrate, divergence, inference, layer_costs, tasks
+from foveate.evaluation import accounting, calibrate, divergence, inference, layer_costs, tasks
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.tasks.base import Sampling
 from foveate.integrations.transformers.study import Study
@@ -743,6 +743,38 @@ class TestTimeShare:
         costs = layer_costs.measure(Kascade(), **shape, dtype=dtype, device="cpu")
         assert list(costs) == ["dense", "first", "anchor", "reuse"]
         assert all(0 < cost < 1000 for cost in costs.values())
+
+    @pytest.mark.parametrize(("beyond", "caches"), [(1, 1), (100_000, 2), (1 << 30, 4)])
+    def test_is_of_steps_of_each_kind_of_layer_over_all_caches(self, monkeypatch, beyond, caches):
+        """As many caches of 51,200 bytes as no cache of the device holds, four at most; the time is that of one."""
+        chose, stepped, timed = [], [], []
+        select, decode = Kascade.select, layer_costs._decode
+
+        def noting(method, cache, *more):
+            chose.clear()
+            decode(method, cache, *more)
+            dense = method.name == "dense" or method.place.dense
+            stepped.append((id(cache), "dense" if dense else "sparse", "chooses" if chose else "does not"))
+
+        def milliseconds(step, device):
+            stepped.clear()
+            step()
+            timed.append(list(stepped))
+            return float(len(timed))
+
+        monkeypatch.setattr(Kascade, "select", lambda self, *more: chose.append(self) or select(self, *more))
+        monkeypatch.setattr(layer_costs, "_decode", noting)
+        monkeypatch.setattr(layer_costs, "_BEYOND_CACHES", beyond)
+        monkeypatch.setattr(accounting, "milliseconds", milliseconds)
+        shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 200, "batch": 2}
+        costs = layer_costs.measure(Kascade(), **shape, dtype=torch.float32, device="cpu")
+        repeats = len(timed) // 4
+        assert repeats > 2
+        assert list(costs.values()) == [(repeats * (kind + 0.5) + 0.5) / caches for kind in range(4)]  # medians
+        kinds = [("dense", "does not"), ("dense", "chooses"), ("sparse", "chooses"), ("sparse", "does not")]
+        for number, steps in enumerate(timed):
+            assert len(steps) == len({cache for cache, *_ in steps}) == caches
+            assert {tuple(kind) for _, *kind in steps} == {kinds[number // repeats]}
 
     def test_is_of_costs_of_the_method(self, plan, monkeypatch):
         asked, method = [], Kascade(top_k=5, pool="layer")

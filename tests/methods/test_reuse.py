@@ -311,6 +311,28 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
     assert len(stack.phase.forward) == left
 
 
+@pytest.mark.parametrize(
+    ("method", "layers", "choosing"),
+    [
+        ("kascade:anchors=[0,1]", 3, [1]),
+        ("kascade:anchors=[0,2]", 3, [0, 2]),
+        ("omnikv:filters=[0,2]", 4, []),  # one dense layer waits behind each filter
+        ("omnikv:filters=[0,2],wait=0", 4, [0, 2]),
+        ("lessismore:selections=[1,2]", 4, [2]),
+        ("lessismore:selections=[0,3]", 4, [0]),
+    ],
+)
+def test_dense_layers_choose_at_a_step_only_for_others(monkeypatch, method, layers, choosing):
+    method, chose = methods.parse(method), []
+    real = type(method).select
+    monkeypatch.setattr(type(method), "select", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
+    stack = Stack(method, layers, 9)
+    stack.feed(draw(layers, 1, 9))
+    for step in range(2):
+        stack.feed(draw(layers, 1, 1, seed=step))
+    assert chose == choosing * 2
+
+
 def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
     tokens = [tuple(x.half() for x in layer) for layer in draw(2, 1, 40)]
     tokens = [(q * 600, k, v) for q, k, v in tokens]
