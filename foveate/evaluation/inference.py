@@ -296,6 +296,8 @@ def _pause(
     """Takes the place of `generate`'s decoding loop, and only reads the prompt."""
     chunk = max(_SHORTEST_CHUNK, _FORWARD_TOKENS // len(input_ids))
     attachment = getattr(model, "foveate", None)
+    if attachment:  # tiles stay whole, but for those of padded rows, which begin elsewhere in each
+        chunk = max(chunk // attachment.prompt_tile, 1) * attachment.prompt_tile
     if chunk < input_ids.shape[1] and not (attachment and attachment.whole_prompt):
         generation_config.prefill_chunk_size = chunk
     out = model._prefill(input_ids, generation_config, kwargs)

@@ -247,12 +247,15 @@ class TopKByMass(SelectOnce):
         """Also in a dense layer that chooses for others."""
         return not self.decode_only and self.place.anchor is not None
 
+    def prompt_tile(self, group: int) -> int:
+        return max(1, self.tile // group) if self.sparse_prompt else 1
+
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         place, offset = self.place, cache.used - q.shape[2]
         idle = (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
         if self.decode_only or place.anchor is None or idle:
             return super().prompt(cache, q, scaling)
-        tile, heads = max(1, self.tile // cache.geometry.group), None
+        tile, heads = self.prompt_tile(cache.geometry.group), None
         if place.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, offset=offset, need_lse=True)
             with torch.no_grad():
