@@ -5,7 +5,9 @@ torch and Transformers are imported inside the commands, so that help and bad na
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,8 +67,6 @@ def _options(
 @app.command()
 def methods(as_json: AsJson = False) -> None:
     """List the methods with their sources and settings."""
-    import dataclasses
-
     import foveate
 
     entries = []
@@ -304,9 +304,8 @@ def calibrate(
     except KeyboardInterrupt:
         say(f"interrupted; what is read so far is in {partial_folder(out)}, the same command goes on from there")
         raise typer.Exit(_INTERRUPTED) from None
-    settings = plan.method.spec.partition(":")[2]
-    spec = f"kascade:{settings}{',' if settings else ''}calibration={out}"
-    typer.echo(f"anchors {list(found.anchors)}; use them as --method {spec}")
+    spec = dataclasses.replace(plan.method, calibration=str(out)).spec
+    typer.echo(f"anchors {list(found.anchors)}; use them as --method {shlex.quote(spec)}")
 
 
 @app.command()
