@@ -60,13 +60,17 @@ def write(path: Path, shown: dict[str, torch.Tensor], start: float, how: str = "
     scratch.replace(path)
 
 
+def made_how(path: Path) -> str | None:
+    """How a file of partial results was made; None if it is damaged."""
+    with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
+        return (file.metadata() or {}).get("how", "")
+    return None
+
+
 def drop_others(paths: Iterable[Path], how: str) -> None:
     """Removes files that were made under other settings, as after a batch that did not fit into memory."""
     for path in paths:
-        theirs = how
-        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
-            theirs = (file.metadata() or {}).get("how")
-        if theirs != how:
+        if made_how(path) not in (how, None):
             path.unlink()
 
 

@@ -664,8 +664,10 @@ class TestTogether:
         with pytest.raises(KeyboardInterrupt):
             run(plan, progress=stop_at(9))
         assert tried == [1, 1, 3, 3]
-        steps = []
-        assert without_time(run(plan, progress=lambda *step: steps.append(step))) == without_time(whole)
+        steps, said = [], []
+        again = run(plan, progress=lambda *step: steps.append(step), say=said.append)
+        assert without_time(again) == without_time(whole)
+        assert said == ["resuming: 4 of 4 prompts and 3 files of anchors tried are there"]
         assert tried == [1, 1, 3, 3, 3, 3, 3], "the last of four again, and the second anchor in every other place"
         assert steps[-1] == (4 + 2 * (1 + 3 + 3),) * 2
         assert [done for done, _ in steps] == sorted(done for done, _ in steps)
