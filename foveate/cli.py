@@ -248,7 +248,7 @@ def calibrate(
     ],
     data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
     out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False)],
-    anchors: Annotated[int, typer.Option(help="Anchor layers to choose.")] = 5,
+    anchors: Annotated[int | None, typer.Option(help="Anchor layers to choose; 5 if left out.")] = None,
     split: Annotated[str | None, typer.Option(help="The first task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, if the first task can choose.")] = None,
     limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 20,

@@ -22,8 +22,8 @@ from foveate.calibration import Calibration, Choice, Measured, check_number, cho
 from foveate.calibration.similarity import COVERAGE_KEYS
 from foveate.evaluation import accounting, data, inference, layer_costs
 from foveate.evaluation.calibration_answers import Answers, named
-from foveate.evaluation.calibration_parts import partial_folder, read, take_up, write
-from foveate.evaluation.calibration_plan import FEWEST_PROMPTS, TIMES, Plan
+from foveate.evaluation.calibration_parts import differing, partial_folder, read, take_up, write
+from foveate.evaluation.calibration_plan import FEWEST_PROMPTS, TIMES, Plan, option
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.integrations.transformers.facts import model_facts
@@ -72,11 +72,13 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         "device": device,
     }
     if plan.diverges:
+        how = {"max_new_tokens": plan.answer_tokens, "stop": "", "sampling": None}  # as far as answers are compared
+        items = [dataclasses.replace(item, **how) for item in items]
         about = {"method": plan.method.spec, "answer_tokens": plan.answer_tokens, "batch_size": plan.batch_size}
         answers = {"answers": about}
     else:
         answers = {}
-    chosen_by = {name: getattr(plan, name) for name in ("anchors", "by", "over", "weights", *TIMES)}
+    chosen_by = {"anchors": plan.number, **{name: getattr(plan, name) for name in ("by", "over", "weights", *TIMES)}}
     chosen_by["method"] = plan.method.spec
     if plan.by == "together":
         chosen_by["rounds"] = plan.rounds
@@ -108,7 +110,7 @@ def _calibrated(
         shape = model_facts(attachment.config, attention_modules(model, layers))
         costs = None if plan.time_share is None else _costs(plan, shape)
         number = (
-            plan.anchors if costs is None else layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
+            plan.number if costs is None else layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
         )
         steps = len(items) + answers.steps(layers, number)
         for done, (path, item) in enumerate(zip(paths, items)):
@@ -166,13 +168,13 @@ def _say_what_is_kept(paths: list[Path], answers: Answers, say: Say) -> None:
 def _check_anchors(plan: Plan, layers: int) -> None:
     if plan.time_share is None:
         try:
-            check_number(plan.anchors, layers)
+            check_number(plan.number, layers)
         except ValueError as error:
             raise UserError(str(error)) from None
 
 
 def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> list[Item]:
-    """A task's prompts; where they are to be answered, as greedily and as far as answers are compared."""
+    """A task's prompts, each once."""
     items = task.items(plan.data, tokenizer, plan.limit, plan.seed)
     least = least_tokens(plan.keys, plan.tile, facts["heads"] // facts["kv_heads"])
     answer = plan.answer_tokens if plan.diverges else 0
@@ -192,10 +194,7 @@ def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> lis
             )
         accounting.check_positions(tokens + answer, facts, f"task '{task.name}', item {item.id} needs")
     distinct = {(item.prompt_ids, item.target_ids): item for item in reversed(items)}
-    items = list(distinct.values())[::-1]  # without the other samples of a question
-    if not plan.diverges:
-        return items
-    return [dataclasses.replace(item, max_new_tokens=answer, stop="", sampling=None) for item in items]
+    return list(distinct.values())[::-1]  # without the other samples of a question
 
 
 @torch.inference_mode()
@@ -216,8 +215,14 @@ def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: S
         artefact = load(out)
     except ValueError:
         raise UserError(f"{out} is another file; choose another --out, or move it away") from None
-    if artefact.found.get("run") != mark or artefact.found.get("chosen_by") != chosen_by:
-        raise UserError(f"{out} is another calibration; choose another --out, or move it away")
+    differ = differing(mark, artefact.found.get("run") or {})
+    idle = ("anchors",) if chosen_by["time_share"] else TIMES[1:]  # older ones may tell what had no effect
+    other = differing(chosen_by, artefact.found.get("chosen_by") or {})
+    differ += [f"--{option(name)}" for name in other if name not in idle]
+    if differ:
+        raise UserError(
+            f"{out} is another calibration (it differs in {', '.join(differ)}); choose another --out, or move it away"
+        )
     shutil.rmtree(partial_folder(out), ignore_errors=True)  # a run that was killed while it tidied up
     say(f"{out} is complete; nothing to run")
     return artefact

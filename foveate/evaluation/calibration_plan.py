@@ -14,14 +14,15 @@ from foveate.methods.kascade import Kascade
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
 FEWEST_PROMPTS = 2
-_FEWEST_TOKENS, _ANSWER_TOKENS, _ROUNDS = 2, 16, 1
+_FEWEST_TOKENS, _ANCHORS, _ANSWER_TOKENS, _ROUNDS = 2, 5, 16, 1
 TIMES = ("time_share", "time_context", "time_batch")
 """The settings of a budget of time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to calibrate: `limit` prompts of a task, and of each of the tasks `also`, and how many anchors to choose.
+    """What to calibrate: `limit` prompts of a task, and of each of the tasks `also`, and how many anchors to choose,
+    five if `anchors` is None.
 
     `by`, `over` and `weights` are what the choice goes by (:func:`foveate.calibration.choose`): the paper's similarity,
     or the same with the mean over a prompt's tiles, and all layers alike; or the divergence of predictions along dense
@@ -38,7 +39,7 @@ class Plan:
     data: Path
     out: Path
     also: tuple[Task, ...] = ()
-    anchors: int = 5
+    anchors: int | None = None
     limit: int = 20
     keys: int = KEYS
     tile: int = TILE
@@ -58,13 +59,15 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("anchors", "keys", "tile", "answer_tokens", "batch_size", "time_context", "time_batch"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
         if self.rounds < 0:
             raise UserError(f"rounds must be at least 0, got {self.rounds}")
         for name, allowed in (("by", BY), ("over", OVER), ("weights", WEIGHTS)):
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed)
+        if self.time_share is not None and not 0 < self.time_share <= 1:
+            raise UserError(f"time-share must be a share in (0, 1], got {self.time_share}")
         self._check_effect()
         if self.diverges and self.answer_tokens < _FEWEST_TOKENS:
             raise UserError(
@@ -74,8 +77,6 @@ class Plan:
         if self.limit < 1 or self.limit * len(self.tasks) < FEWEST_PROMPTS:
             least = 1 if self.also else FEWEST_PROMPTS
             raise UserError(f"limit must be at least {least}, got {self.limit}: one prompt shows too little")
-        if self.time_share is not None and not 0 < self.time_share <= 1:
-            raise UserError(f"time-share must be a share in (0, 1], got {self.time_share}")
 
     def _check_effect(self) -> None:
         """Refuses settings that would change nothing, and a method whose anchors are chosen already."""
@@ -88,7 +89,12 @@ class Plan:
                 idle["method"] = Kascade()
         for name, default in idle.items():
             if getattr(self, name) != default:
-                raise UserError(f"{name.replace('_', '-')} has no effect when anchors are chosen by {self.by}")
+                raise UserError(f"{option(name)} has no effect when anchors are chosen by {self.by}")
+        if self.time_share is not None and self.anchors is not None:
+            raise UserError("anchors has no effect beside time-share, which says how many; leave one of them out")
+        for name in TIMES[1:] if self.time_share is None else ():
+            if getattr(self, name) != getattr(Plan, name):
+                raise UserError(f"{option(name)} has no effect without time-share")
         method = self.method
         if not isinstance(method, Kascade):
             raise UserError(f"method must be kascade with its settings, not {method.spec}")
@@ -106,6 +112,11 @@ class Plan:
         return self.by != "similarity"
 
     @property
+    def number(self) -> int:
+        """How many anchors, unless `time_share` says."""
+        return _ANCHORS if self.anchors is None else self.anchors
+
+    @property
     def tasks(self) -> tuple[Task, ...]:
         return (self.task, *self.also)
 
@@ -113,15 +124,21 @@ class Plan:
         """The command line, paths shortened to their last names."""
         arguments = [argument for task in self.tasks for argument in task.arguments()]
         parts = ["foveate calibrate", f"--model {self.model.name}", *arguments, f"--data {self.data.name}"]
-        parts += [f"--{name} {getattr(self, name)}" for name in ("anchors", "limit", "keys", "tile", "by")]
+        parts += [f"--anchors {self.number}"] if self.time_share is None else []
+        parts += [f"--{name} {getattr(self, name)}" for name in ("limit", "keys", "tile", "by")]
         if self.method != Kascade():
             parts += [f'--method "{self.method.spec}"']
         if self.diverges:
             how = ("answer_tokens", "batch_size", *(("rounds",) if self.by == "together" else ()))
-            parts += [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in how]
+            parts += [f"--{option(name)} {getattr(self, name)}" for name in how]
         else:
             parts += [f"--over {self.over} --weights {self.weights}"]
         if self.time_share is not None:
-            parts += [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in TIMES]
+            parts += [f"--{option(name)} {getattr(self, name)}" for name in TIMES]
         parts += [f"--seed {self.seed}", f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
         return " ".join(parts)
+
+
+def option(name: str) -> str:
+    """A setting as the command line calls it."""
+    return name.replace("_", "-")
