@@ -159,15 +159,6 @@ def nearest(choosers: Sequence[int], layer: int) -> int | None:
     return choosers[index] if index >= 0 else None
 
 
-def whole_layer_scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is."""
-    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
-    holes = cache.holes()
-    if holes is not None:
-        logits.masked_fill_(~holes[:, :, None], float("-inf"))
-    return logits.flatten(1, 2)
-
-
 @dataclass(frozen=True)
 class TopKByMass(SelectOnce):
     """Keys by their attention mass, which is computed exactly, pooled over the queries that share them.

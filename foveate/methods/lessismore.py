@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest, whole_layer_scores
+from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest
 from foveate.methods.base import budget, setting
 
 
@@ -49,12 +49,10 @@ class LessIsMore(SelectOnce):
         return Place(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        scores = whole_layer_scores(cache, q, scaling)  # [B, Hq, N]
+        scores = _scores(cache, q, scaling)  # [B, Hq, N]
         device, heads, lengths = cache.device, scores.shape[1], cache.lengths
         counts = self._counts(lengths)
-        best = [
-            count if count == length else budget(1.0 - self.recent, count) for count, length in zip(counts, lengths)
-        ]
+        best = [budget(1.0 - self.recent, count) for count in counts]
         sinks = [min(self.sinks, count - most) for count, most in zip(counts, best)]
         last = [count - most - first for count, most, first in zip(counts, best, sinks)]
         slots = torch.arange(scores.shape[-1], device=device)
@@ -80,3 +78,12 @@ class LessIsMore(SelectOnce):
         ends = ends.masked_fill(ends >= cache.on_device(lengths)[:, None], -1)
         chosen = torch.cat([chosen, ends[:, None]], -1)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)
+
+
+def _scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is."""
+    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
+    holes = cache.holes()
+    if holes is not None:
+        logits.masked_fill_(~holes[:, :, None], float("-inf"))
+    return logits.flatten(1, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.cache import Counters
+from foveate.cache import Counters, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.cache import Layer, Phase
 from tests.helpers import assert_close
@@ -218,6 +218,16 @@ def test_lessismore_written_out():
         for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
             sparse = layer == 2
             assert_close(out[layer, 0, :, 0], read(q, k, v, i, [chosen if sparse else set(range(i + 1))] * KV_HEADS))
+
+
+@pytest.mark.parametrize("recent", [0.0, 0.25, 0.9])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_lessismore_reads_every_key_once_where_its_budget_is_the_context(recent, sinks):
+    method = methods.make("lessismore", recent=recent, sinks=sinks)
+    for length in range(1, 20):
+        ((q, k, v),) = draw(1, 1, length)
+        chosen = method.select(SlotCache.of(k, v, HEADS), q[:, :, -1:], SCALING)
+        assert [sorted(head[head >= 0].tolist()) for head in chosen[0]] == [list(range(length))] * KV_HEADS
 
 
 def test_oracle_chooses_in_every_layer():
