@@ -130,13 +130,12 @@ def _calibrated(
     if plan.by == "together":
         tried = answers.search(model, tokenizer, layers, choice, number, beyond)
         found["seconds"] = _number(found["seconds"] + tried.seconds)
-        for name, value, path, sign in (
-            ("by_number", "objective", tried.alone, -1),
-            ("together", "divergence", tried.moved, 1),
-        ):
-            found[name] = [
-                {"anchors": [layers[one] for one in anchors], value: _number(sign * loss)} for anchors, loss in path
-            ]
+        found["by_number"] = [
+            {"anchors": [layers[one] for one in anchors], "objective": _number(-lost)} for anchors, lost in tried.alone
+        ]
+        found["together"] = [
+            {"anchors": [layers[one] for one in anchors], "divergence": _number(lost)} for anchors, lost in tried.moved
+        ]
         choice = choice.at(tried.moved[-1][0])
     progress(steps, steps)
     artefact = Calibration(shape, tuple(layers[one] for one in choice.anchors), named(choice, layers), found)
