@@ -312,7 +312,7 @@ class SlotCache(RowNumbers, Undoing):
             self.tensors.pop(name, None)
         self.rows["counts"], self.rows["live"] = list(kept), list(kept)
         self.freed, self.ordered, self.snapshots = None, True, {}
-        self.reserve(max(kept))
+        self.reserve(max(1, *kept))
         for name, tensor in packed.items():
             self.tensors[name][:, :, : tensor.shape[2]] = tensor
 

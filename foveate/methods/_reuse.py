@@ -84,7 +84,7 @@ class SelectOnce(Method):
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         place = self.place
-        if place.anchor is None:
+        if place.anchor is None or (place.dense and not place.has_readers):
             return attend_all(cache, q, scaling).out
         if place.chooses:
             indices = self.select(cache, q, scaling)
@@ -158,15 +158,6 @@ def nearest(choosers: Sequence[int], layer: int) -> int | None:
     """The last of some layers, ascending, that is not behind a layer; None if all are."""
     index = bisect.bisect_right(choosers, layer) - 1
     return choosers[index] if index >= 0 else None
-
-
-def whole_layer_scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is."""
-    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
-    holes = cache.holes()
-    if holes is not None:
-        logits.masked_fill_(~holes[:, :, None], float("-inf"))
-    return logits.flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -252,12 +243,15 @@ class TopKByMass(SelectOnce):
         """Also in a dense layer that chooses for others."""
         return not self.decode_only and self.place.anchor is not None
 
+    def prompt_tile(self, group: int) -> int:
+        return max(1, self.tile // group) if self.sparse_prompt else 1
+
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         place, offset = self.place, cache.used - q.shape[2]
         idle = (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
         if self.decode_only or place.anchor is None or idle:
             return super().prompt(cache, q, scaling)
-        tile, heads = max(1, self.tile // cache.geometry.group), None
+        tile, heads = self.prompt_tile(cache.geometry.group), None
         if place.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, offset=offset, need_lse=True)
             with torch.no_grad():

@@ -87,6 +87,16 @@ class Method:
         """
         return self
 
+    def prompt_tile(self, group: int) -> int:
+        """Tokens of a prompt that choose what they read together, counted from a row's first token.
+
+        Pieces of a prompt that end between tiles give what one piece gives; others need not. 1: any pieces do.
+
+        Args:
+            group: query heads of a KV head.
+        """
+        return 1
+
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         """State to keep beside the keys, by name."""
         return {}

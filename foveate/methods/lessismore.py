@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest, whole_layer_scores
+from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest
 from foveate.methods.base import Number, budget, clamp, setting
 
 
@@ -50,7 +50,7 @@ class LessIsMore(SelectOnce):
         return Place(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        scores = whole_layer_scores(cache, q, scaling)  # [B, Hq, N]
+        scores = _scores(cache, q, scaling)  # [B, Hq, N]
         device, heads = cache.device, scores.shape[1]
         slots = torch.arange(scores.shape[-1], device=device)
         length, begin, last, most = (
@@ -78,9 +78,7 @@ class LessIsMore(SelectOnce):
 
     def best_keys(self, length: Number) -> Number:
         """How many of the keys that a row of this length may read its heads choose."""
-        count = self.count(length)
-        chosen = budget(1.0 - self.recent, count)
-        return chosen + (count == length) * (count - chosen)
+        return budget(1.0 - self.recent, self.count(length))
 
     def first_tokens(self, length: Number) -> Number:
         """How many of the others are its first tokens."""
@@ -89,3 +87,12 @@ class LessIsMore(SelectOnce):
     def last_tokens(self, length: Number) -> Number:
         """How many are its last ones."""
         return self.count(length) - self.best_keys(length) - self.first_tokens(length)
+
+
+def _scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is."""
+    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
+    holes = cache.holes()
+    if holes is not None:
+        logits.masked_fill_(~holes[:, :, None], float("-inf"))
+    return logits.flatten(1, 2)

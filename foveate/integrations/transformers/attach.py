@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import uuid
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -19,7 +20,7 @@ from foveate.cache import Counters
 from foveate.integrations.transformers import attention, dsa, handover
 from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
-from foveate.integrations.transformers.facts import model_facts
+from foveate.integrations.transformers.facts import kv_heads, model_facts
 from foveate.integrations.transformers.graphs import GetDecodeCall, Graphs, TakesDecodeCall
 from foveate.integrations.transformers.positions import max_positions
 from foveate.integrations.transformers.stats import LayerStats, Stats
@@ -72,6 +73,12 @@ class Attachment:
     def whole_prompt(self) -> bool:
         """Whether some layer must be given the prompt in one piece."""
         return any(policy.method.whole_prompt for policy in self.policies.values())
+
+    @property
+    def prompt_tile(self) -> int:
+        """Tokens of a prompt after whose multiples it can be cut in all layers (:meth:`Method.prompt_tile`)."""
+        group = self.config.num_attention_heads // kv_heads(self.config)
+        return math.lcm(*{policy.method.prompt_tile(group) for policy in self.policies.values()})
 
     def remember(self, cache: Cache) -> None:
         """Note the cache whose size :func:`stats` reports."""
