@@ -416,11 +416,7 @@ class _Reader:
         if how.rule == "top_p":
             return self._take(level, *by_mass(mass, how.limit / len(self.tree.levels)))
         if how.rule == "threshold":
-            low = mass <= how.limit
-            return topk(
-                mass.masked_fill(low if exist is None else low | ~exist, float("-inf")),
-                min(mass.shape[-1], rows.most[level]),
-            )
+            mass = mass.masked_fill(mass <= how.limit, float("-inf"))
         if exist is not None:
             mass = mass.masked_fill(~exist, float("-inf"))
         if not rows.most[level]:
