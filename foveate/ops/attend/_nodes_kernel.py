@@ -90,7 +90,7 @@ def _merge(
     out = tl.zeros([MEMBERS, BLOCK_DV], tl.float32)
     for first in tl.range(0, number, AT_ONCE):
         for turn in tl.static_range(AT_ONCE):
-            part = (first + turn).to(tl.int64) * rows + row
+            part = (first + turn) * rows + row
             mask = exist & (first + turn < number)
             mine = tl.load(found_lse_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
             tile = found_ptr + part[:, None] * VALUE_DIM + dims[None, :]
@@ -181,6 +181,7 @@ def attend_nodes(
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
     FEW: tl.constexpr,
+    GROUP: tl.constexpr,
     ROOM: tl.constexpr,
     HELD: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -255,6 +256,7 @@ def attend_nodes(
             BRANCH,
             PRIOR,
             False,
+            GROUP,
             SPLITS,
             BEFORE,
         )

@@ -28,6 +28,8 @@ _FEW = 8
 """Up to so many pages every program that attends chooses for itself, which saves a launch."""
 _FEW_OF = 16384
 """The same of so many."""
+_FEW_HEADS = 16
+"""The same of groups of so many heads."""
 _HELD = 32768
 """The most nodes that are chosen from."""
 _POOLED = 512
@@ -43,7 +45,12 @@ def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int, spread: 
     if dtype == torch.float32:  # multiplied without tensor cores
         return Tile(16, 16, num_warps=8 if dim > 128 else 4, num_stages=1)
     nodes = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
-    return Tile(heads, nodes, num_warps=4, num_stages=2 if heads == 64 or (spread and capability < 9) else 3)
+    return Tile(
+        heads,
+        nodes,
+        num_warps=4 if heads < 64 else 8,
+        num_stages=2 if heads == 64 or (spread and capability < 9) else 3,
+    )
 
 
 def attend_summaries(
@@ -147,6 +154,7 @@ class _Step:
             k = min(tree.rows.most[level], width)
             last = not k or not level
             few = last and k <= _FEW and width <= _FEW_OF and how.pool == "kv_head" and how.rule == "top_k"
+            few = few and self.group <= _FEW_HEADS
             if width > _HELD:
                 raise UnsupportedError(f"more than {_HELD} nodes of a level")
             tiles = triton.cdiv(k * triton.cdiv(tree.width, self.block_w) * self.block_w, block) if last else 0
@@ -413,6 +421,7 @@ class _Step:
             scaling=self.scaling,
             WIDTH=tree.width if end is None else 0,
             FEW=max(1, stage.k) if stage.few else 0,
+            GROUP=self.group if stage.few else 0,
             ROOM=max(2, triton.next_power_of_2(stage.k)) if stage.few else 1,
             HELD=held,
             BEFORE=triton.next_power_of_2(stage.before),

@@ -19,6 +19,31 @@ def log_sum(x):
 
 
 @triton.jit
+def _share(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    row,
+    index,
+    there,
+    rows,
+    splits,
+    others,
+    rank_places,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """The masses of nodes that one head sees; see :func:`masses`."""
+    some, parts = tl.arange(0, SPLITS), tl.arange(0, OTHERS)
+    rank = tl.load(rank_ptr + row * rank_places + index, mask=there, other=float("-inf"))
+    lse = log_sum(tl.load(rank_lse_ptr + row * splits + some, mask=some < splits, other=float("-inf")))
+    of_others = found_lse_ptr + parts.to(tl.int64) * rows + row
+    rest = log_sum(tl.load(of_others, mask=parts < others, other=float("-inf")))
+    top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
+    return tl.exp2(rank - (top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))))
+
+
+@triton.jit
 def masses(
     rank_ptr,
     rank_lse_ptr,
@@ -41,12 +66,14 @@ def masses(
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
     LAYER: tl.constexpr,
+    MEMBERS: tl.constexpr,
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
     """Pooled masses of the nodes at ``index [HELD]``, -inf where none is, and their numbers.
 
-    Of ``members`` query heads from ``head`` on, counted over the batch: their mean or (``LAYER``) the largest. ``rows``
+    Of ``members`` query heads (``MEMBERS``, unless it is 0) from ``head`` on, counted over the batch: their mean or
+    (``LAYER``) the largest. ``rows``
     query heads have the log-sum-exps ``rank_lse [rows, splits]`` and, of the rest of the cover, ``found_lse
     [others, rows]``.
     """
@@ -54,25 +81,48 @@ def masses(
     node = index
     if BRANCH:
         node = tl.load(list_ptr + index // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + index % BRANCH
-    some, parts = tl.arange(0, SPLITS), tl.arange(0, OTHERS)
     mass = tl.zeros(index.shape, tl.float32)
-    for member in tl.range(0, members):
-        row = head + member
-        lse = log_sum(tl.load(rank_lse_ptr + row * splits + some, mask=some < splits, other=float("-inf")))
-        of_others = found_lse_ptr + parts.to(tl.int64) * rows + row
-        rest = log_sum(tl.load(of_others, mask=parts < others, other=float("-inf")))
-        top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
-        total = top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
-        rank = tl.load(rank_ptr + row * rank_places + index, mask=there, other=float("-inf"))
-        share = tl.exp2(rank - total)
-        mass = tl.maximum(mass, share) if LAYER else mass + share
+    if MEMBERS:  # a loop would keep Triton from reading ahead in the loops behind it
+        for member in tl.static_range(MEMBERS):
+            mass += _share(
+                rank_ptr,
+                rank_lse_ptr,
+                found_lse_ptr,
+                head + member,
+                index,
+                there,
+                rows,
+                splits,
+                others,
+                rank_places,
+                SPLITS,
+                OTHERS,
+            )
+    else:
+        for member in tl.range(0, members):
+            share = _share(
+                rank_ptr,
+                rank_lse_ptr,
+                found_lse_ptr,
+                head + member,
+                index,
+                there,
+                rows,
+                splits,
+                others,
+                rank_places,
+                SPLITS,
+                OTHERS,
+            )
+            mass = tl.maximum(mass, share) if LAYER else mass + share
     if not LAYER:
         mass = mass / members
     if PRIOR:
-        recent = tl.zeros(index.shape, tl.float32)
-        for kv_head in tl.range(0, members // group):
-            of_head = recent_ptr + kv_head * recent_stride_h + node.to(tl.int64) * recent_stride_n
-            recent = tl.maximum(recent, tl.load(of_head, mask=there, other=0.0))
+        recent_ptr += node.to(tl.int64) * recent_stride_n
+        recent = tl.load(recent_ptr, mask=there, other=0.0)
+        if LAYER:
+            for kv_head in tl.range(1, members // group):
+                recent = tl.maximum(recent, tl.load(recent_ptr + kv_head * recent_stride_h, mask=there, other=0.0))
         mass = mass + prior * (recent - mass)
     mass = tl.where(node < first, float("inf"), mass)
     return tl.where(there, mass, float("-inf")), node
@@ -171,6 +221,7 @@ def choose_nodes(
         BRANCH,
         PRIOR,
         LAYER,
+        0,
         SPLITS,
         OTHERS,
     )
