@@ -286,7 +286,7 @@ class _Reader:
 
     def number(self, nodes: _Candidates, chosen: Tensor) -> float | Tensor:
         """How many candidates are chosen: the mean over rows and KV heads, or ``[B, Hkv]``."""
-        return float(chosen.shape[2]) if self.complete(nodes) else (chosen >= 0).sum(-1)
+        return float(chosen.shape[2]) if self.complete(nodes) else (chosen >= 0).sum(-1, dtype=torch.float64)
 
     def complete(self, nodes: _Candidates) -> bool:
         """Whether every place of a selection among these is used."""
@@ -322,7 +322,7 @@ class _Reader:
             hidden = ((slots >= end[..., None]) | (pages < 0)[..., None]).flatten(-2)
             slots = slots.flatten(-2).masked_fill(hidden, 0)
             keys, values = gather_fields([self.keys, self.values], slots, complete=True)
-            number = (~hidden).sum(-1)
+            number = (~hidden).sum(-1, dtype=torch.float64)
         logits = key_logits(self.rows, keys, self.scaling)
         if hidden is not None:
             logits.masked_fill_(hidden[:, :, None], float("-inf"))
