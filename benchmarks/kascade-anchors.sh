@@ -15,4 +15,4 @@ calibrate 2wiki --task 2wiki --split train --length 4096
 calibrate needles --task ruler --split niah_multikey_2 --length 4096
 calibrate divergence-2wiki --by divergence --method kascade:pool=layer --task 2wiki --split train --length 4096 \
   --task ruler:split=niah_multikey_3,length=4096 --limit 20 --seed 2 --batch-size 20
-foveate report "$out"/*.json
+foveate report "$out"/{musique,2wiki,needles,divergence-2wiki}.json # not those of kascade-accuracy.sh beside them

@@ -5,10 +5,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 figures=docs/figures results=benchmarks/results
 rows=$results/kascade-accuracy.jsonl
+ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 ours='kascade:calibration="divergence.json",pool=layer' paper='kascade:calibration="paper.json"'
 swept=(streaming:window=0.3)
 for share in 0.025 0.05 0.1 0.2; do
   swept+=("$ours,decode_only=true,top_k=$share" "$ours,rest=mean,top_k=$share" "$ours,top_k=$share")
+  swept+=("$ten,decode_only=true,top_k=$share" "$ten,exact_anchors=true,rest=mean,top_k=$share")
   swept+=("$paper,decode_only=true,top_k=$share")
   swept+=("oracle_topk:decode_only=true,top_k=$share" "quest:top_k=$share" "omnikv:top_k=$share")
   swept+=("lessismore:top_k=$share" "streaming:window=$share")

@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.layer_state import Channel, Counters, Geometry, on_device
-from foveate.ops import gather_slots
+from foveate.layer_state import Channel, Counters, Geometry
+from foveate.moving_rows import MovingRows
+from foveate.ops import first_keys, gather_slots
+from foveate.row_numbers import Moving, RowNumbers
+from foveate.undoing import Undoing
 
 __all__ = ["Channel", "Counters", "Geometry", "SlotCache"]
 
 _ALIGN = 64
-
-
-class _Snapshot(NamedTuple):
-    rows: dict[str, list[int]]
-    tensors: dict[str, Tensor]
 
 
 class _Freed(NamedTuple):
@@ -34,7 +32,7 @@ class _Freed(NamedTuple):
     """Which rows freed a slot."""
 
 
-class SlotCache:
+class SlotCache(RowNumbers, Undoing):
     """Keys, values and method state of one layer for a batch of sequences.
 
     Args:
@@ -56,21 +54,19 @@ class SlotCache:
         evicts: bool = False,
         counters: Counters | None = None,
     ):
-        self.geometry = geometry
-        self.dtype, self.device = dtype, device
+        names = ("lengths", "counts", "live", "prompt", "pages", "paged", "observed")
+        super().__init__({name: [0] * batch_size for name in names}, device)
+        self.geometry, self.dtype = geometry, dtype
         self.specs = dict(channels or {})
         self.evicts = evicts
         self.counters = counters if counters is not None else Counters()
         self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
-        self.rows: dict[str, list[int]] = {
-            name: [0] * batch_size for name in ("lengths", "counts", "live", "prompt", "pages", "paged", "observed")
-        }
         self.capacity = 0
         self.tensors: dict[str, Tensor] = {}
         self.freed: _Freed | None = None
         self.ordered = True  # no token lies before an older one
         self.staged = False
-        self.snapshots: dict[int, _Snapshot] = {}
+        self.snapshots = {}
         self.borrowed = False  # keys and values are another cache's, see branch
         self.forward: dict[Hashable, Any] = {}  # what the layers of one forward pass share, see hand_on
         self._row: int | None = None
@@ -102,23 +98,9 @@ class SlotCache:
     # What methods read
 
     @property
-    def batch_size(self) -> int:
-        return len(self.rows["lengths"])
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens seen by each row, without padding, evicted ones included."""
-        return self.rows["lengths"]
-
-    @property
     def used(self) -> int:
-        """Slots in use, the largest row's."""
-        return max(self.rows["counts"])
-
-    @property
-    def uniform(self) -> bool:
-        """Whether every row has the same length and uses the same number of slots."""
-        return all(len(set(self.rows[name])) == 1 for name in ("lengths", "counts", "live"))
+        """Slots in use, the largest row's; in a step that is replayed, all that there are."""
+        return max(self.rows["counts"]) if self.step is None else self.capacity
 
     @property
     def keys(self) -> Tensor:
@@ -144,22 +126,33 @@ class SlotCache:
         tensor = self.tensors[name]
         return tensor[:, :, : self.used] if self.specs[name].per == 1 else tensor
 
-    def row_tensor(self, name: str) -> Tensor:
-        """A per-row number as int64 ``[B]`` on the device."""
-        return self.on_device(self.rows[name])
-
-    def on_device(self, numbers: list[int]) -> Tensor:
-        """Per-row numbers as int64 ``[B]`` on the device, without waiting for it."""
-        return on_device(tuple(numbers), self.device)
-
     def holes(self) -> Tensor | None:
         """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
-        counts = self.rows["counts"]
-        if counts == self.rows["live"] and min(counts) == max(counts):
-            return None
+        mask, lengths = self.stored()
+        return mask if lengths is None else first_keys(lengths, self.used)
+
+    def stored(self) -> tuple[Tensor | None, Tensor | None]:
+        """Which slots hold tokens, as the verbs take it.
+
+        Returns:
+            ``(mask, lengths)``: bool ``[B, Hkv, used]``, or how many of the first slots, int64 ``[B]``; neither when
+            all of them do.
+        """
+        if self.step is None:
+            counts = self.rows["counts"]
+            if counts == self.rows["live"] and min(counts) == max(counts):
+                return None, None
         if "positions" in self.tensors:
-            return self.positions >= 0
-        return (torch.arange(self.used, device=self.device) < self.row_tensor("counts")[:, None])[:, None]
+            return self.positions >= 0, None
+        return None, self.row_tensor("counts")
+
+    def held(self, mask: Tensor | None, lengths: Tensor | None) -> int | Tensor:
+        """How many tokens that is, as :meth:`count_read` takes it: of what :meth:`stored` has returned."""
+        if mask is not None:
+            return mask.sum(-1)
+        if lengths is None:
+            return self.used
+        return lengths[:, None] if self.step is None else self.step.once("held", lengths.double().sum)
 
     @property
     def resident_bytes(self) -> int:
@@ -175,11 +168,12 @@ class SlotCache:
             available: keys that dense attention would read in each row; None for all tokens so far.
         """
         counters = self.counters
-        counters.decode_steps += 1
-        counters.decode_rows += self.batch_size
-        counters.keys_available += sum(self.lengths) if available is None else available * self.batch_size
-        counters.keys_read = counters.keys_read + self._summed(keys)
-        counters.pages_refined = counters.pages_refined + self._summed(pages_refined)
+        if self.step is None:  # who replays steps counts them
+            available = sum(self.lengths) if available is None else available * self.batch_size
+            counters.count_steps(1, self.batch_size, available)
+        counters.add("keys_read", self._summed(keys))
+        if isinstance(pages_refined, Tensor) or pages_refined:
+            counters.add("pages_refined", self._summed(pages_refined))
 
     # Between the layers of one forward pass
 
@@ -188,8 +182,8 @@ class SlotCache:
 
         What was left for these under the name ``instead_of`` is let go.
         """
-        self.forward.pop((instead_of, self._row, self.lengths[0]), None)
-        self.forward[name, self._row, self.lengths[0]] = value
+        self.forward.pop((instead_of, self._row, self.now), None)
+        self.forward[name, self._row, self.now] = value
 
     def handed_on(self, name: Hashable) -> Any:
         """What an earlier layer has left under this name.
@@ -197,7 +191,7 @@ class SlotCache:
         Raises:
             LookupError: when none has.
         """
-        key = (name, self._row, self.lengths[0])
+        key = (name, self._row, self.now)
         if key not in self.forward:
             raise LookupError(f"no earlier layer of this forward pass has left {name!r}")
         return self.forward[key]
@@ -246,6 +240,14 @@ class SlotCache:
         Args:
             k, v: ``[B, Hkv, 1, D(v)]``.
         """
+        step = self.step
+        if step is not None:
+            slot = step.slots[:, None].expand(-1, self.geometry.num_kv_heads)
+            if self.moving.places is not None:
+                slot = torch.where(self.moving.places >= 0, self.moving.places, slot)
+                self.moving.places.fill_(-1)
+            self._put(slot, k, v, step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)))
+            return
         counts = self.rows["counts"]
         if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
             self.append(k, v)
@@ -257,41 +259,34 @@ class SlotCache:
             appended = [not freed for freed in self.freed.rows]
             self.ordered = False
         self.reserve(max(count + added for count, added in zip(counts, appended)))
-        index = slot[:, :, None]
-        for name, x in (("keys", k), ("values", v)):
-            self.tensors[name].scatter_(2, index[..., None].expand(-1, -1, -1, x.shape[3]), x)
-        if "positions" in self.tensors:
-            positions = self.row_tensor("lengths").to(torch.int32)[:, None, None].expand(index.shape)
-            self.tensors["positions"].scatter_(2, index, positions)
-        for name, spec in self.specs.items():
-            if spec.per == 1:
-                where = index.view(*index.shape, *(1 for _ in spec.shape)).expand(*index.shape, *spec.shape)
-                self.tensors[name].scatter_(2, where, 0.0)
+        self._put(slot, k, v, self.row_tensor("lengths").to(torch.int32))
         self.freed = None
         self._advance(1, appended)
 
-    def evict(self, slots: Tensor, rows: Iterable[bool]) -> None:
+    def evict(self, slots: Tensor, rows: Iterable[bool] | Tensor) -> None:
         """Give up one slot of every KV head of some rows; the next token of the row takes its place.
 
         Args:
             slots: int64 ``[B, Hkv]``.
-            rows: which rows evict.
+            rows: which rows evict; in a step that is replayed bool ``[B]``.
         """
+        step = self.step
+        if step is not None:
+            slots = slots.masked_fill(~rows[:, None], -1)
+            self._empty(slots)
+            self.moving.places.copy_(slots)
+            step.evict(rows)
+            self.counters.add("tokens_evicted", step.once("evicted", rows.sum))
+            return
         rows = list(rows)
         if not any(rows):
             return
-        if self.borrowed:  # the next token is written over a slot that other branches read
-            with torch.inference_mode(False):
-                self.tensors |= {name: self.tensors[name].clone() for name in ("keys", "values")}
-            self.borrowed = False
+        self.own_memory()
         if not all(rows):
             slots = slots.masked_fill(self.on_device([int(evicted) for evicted in rows])[:, None] == 0, -1)
-        index = slots.clamp_min(0)[:, :, None]
-        positions = self.tensors["positions"]
-        gone = torch.where(slots[:, :, None] >= 0, -1, positions.gather(2, index))
-        positions.scatter_(2, index, gone.to(torch.int32))
+        self._empty(slots)
         self.rows["live"] = [live - evicted for live, evicted in zip(self.rows["live"], rows)]
-        self.counters.tokens_evicted += sum(rows)
+        self.counters.add("tokens_evicted", sum(rows))
         if not self.staged:
             self.freed = _Freed(slots, rows)
 
@@ -309,7 +304,7 @@ class SlotCache:
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
         keep = keep.gather(2, order)
         evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
-        self.counters.tokens_evicted += evicted
+        self.counters.add("tokens_evicted", evicted)
         packed = {name: gather_slots(self.tensors[name], keep) for name in self._slot_specs() if name in self.tensors}
         packed["positions"] = positions.gather(2, order)
         self.capacity = 0
@@ -317,7 +312,7 @@ class SlotCache:
             self.tensors.pop(name, None)
         self.rows["counts"], self.rows["live"] = list(kept), list(kept)
         self.freed, self.ordered, self.snapshots = None, True, {}
-        self.reserve(max(kept))
+        self.reserve(max(1, *kept))
         for name, tensor in packed.items():
             self.tensors[name][:, :, : tensor.shape[2]] = tensor
 
@@ -328,6 +323,37 @@ class SlotCache:
         positions = self.positions
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
         self.retain([order[b : b + 1, :, :live] for b, live in enumerate(self.rows["live"])])
+
+    def own_memory(self) -> None:
+        """Copy keys and values that other branches read, before one of them is written over."""
+        if self.borrowed:
+            with torch.inference_mode(False):
+                self.tensors |= {name: self.tensors[name].clone() for name in ("keys", "values")}
+            self.borrowed = False
+
+    # Steps that are replayed
+
+    def move(self, rows: MovingRows, places: Tensor | None) -> None:
+        """From now on steps advance the numbers of the rows on the device, until someone asks for them.
+
+        Args:
+            rows: where they have been written; layers whose rows are alike share it.
+            places: int64 ``[B, Hkv]`` to keep slots in that are given up, for a method that evicts.
+        """
+        if places is not None:
+            places.copy_(self.freed.slots) if self.freed is not None else places.fill_(-1)
+        self.moving, self.freed = Moving(rows, places), None
+
+    def settle(self) -> None:
+        if self.moving is not None and self.moving.places is not None:
+            freed = self.moving.rows.read()[1]
+            self.freed = _Freed(self.moving.places.clone(), list(freed)) if any(freed) else None
+            self.ordered = False
+        super().settle()
+
+    def __getstate__(self) -> dict[str, Any]:  # of a copy, which has tensors of its own
+        self.settle()
+        return dict(self.__dict__)
 
     # Rows of a batch
 
@@ -401,38 +427,6 @@ class SlotCache:
         counters.resident_bytes = one.resident_bytes
         return one
 
-    # Undoing
-
-    def save(self, clock: int) -> None:
-        """Remember the present state under a number of tokens, for :meth:`restore`; only while staged."""
-        if self.staged:
-            used = self.used
-            tensors = {
-                name: (self.tensors[name][:, :, :used] if spec.per == 1 else self.tensors[name]).clone()
-                for name, spec in self._undone_specs().items()
-            }
-            rows = {name: list(numbers) for name, numbers in self.rows.items()}
-            self.snapshots[clock] = _Snapshot(rows, tensors)
-
-    def restore(self, clock: int) -> None:
-        """Go back to a saved state. Keys and values written since are ignored and written over."""
-        saved = self.snapshots[clock]
-        self.rows = {name: list(numbers) for name, numbers in saved.rows.items()}
-        for name, tensor in saved.tensors.items():
-            if self._undone_specs()[name].per:  # by slot or page: there may be more of them now
-                self.tensors[name][:, :, : tensor.shape[2]] = tensor
-                if name == "positions":
-                    self.tensors[name][:, :, tensor.shape[2] :] = -1
-            else:
-                self.tensors[name].copy_(tensor)
-        self.snapshots = {at: kept for at, kept in self.snapshots.items() if at <= clock}
-
-    def truncate(self, tokens: int) -> None:
-        """Drop the last tokens of every row; only where nothing but keys and values depends on them."""
-        for name in ("lengths", "counts", "live"):
-            self.rows[name] = [number - tokens for number in self.rows[name]]
-        self.rows["observed"] = [max(number - tokens, 0) for number in self.rows["observed"]]
-
     # Inside
 
     def _summed(self, number: float | Tensor) -> float | Tensor:
@@ -453,24 +447,30 @@ class SlotCache:
 
     def _buffer(self, name: str, spec: Channel, capacity: int) -> Tensor:
         """Empty entries for this many slots: zeros, or -1 for positions."""
-        shape = (self.batch_size, self.geometry.num_kv_heads, capacity // spec.per, *spec.shape)
+        shape = (self.batch_size, self.geometry.num_kv_heads, -(-capacity // spec.per), *spec.shape)
         with torch.inference_mode(False):  # a buffer made under inference_mode could not be written outside of it
             buffer = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
         return buffer.fill_(-1) if name == "positions" else buffer
 
-    def _undone_specs(self) -> dict[str, Channel]:
-        """What a snapshot holds: all that a later token may change."""
-        specs = {name: spec for name, spec in self.specs.items() if not spec.recomputed}
-        return specs | ({"positions": Channel(dtype=torch.int32)} if self.evicts else {})
+    def _put(self, slots: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Write one token a row, at ``positions`` int32 ``[B]``, into ``slots`` int64 ``[B, Hkv]``."""
+        index = slots[:, :, None]
+        for name, x in (("keys", k), ("values", v)):
+            self.tensors[name].scatter_(2, index[..., None].expand(-1, -1, -1, x.shape[3]), x)
+        if "positions" in self.tensors:
+            self.tensors["positions"].scatter_(2, index, positions[:, None, None].expand(index.shape))
+        for name, spec in self.specs.items():
+            if spec.per == 1:
+                where = index.view(*index.shape, *(1 for _ in spec.shape)).expand(*index.shape, *spec.shape)
+                self.tensors[name].scatter_(2, where, 0.0)
+
+    def _empty(self, slots: Tensor) -> None:
+        """No token is in ``slots`` int64 ``[B, Hkv]`` any more; -1 for none."""
+        index, positions = slots.clamp_min(0)[:, :, None], self.tensors["positions"]
+        gone = torch.where(slots[:, :, None] >= 0, -1, positions.gather(2, index))
+        positions.scatter_(2, index, gone.to(torch.int32))
 
     def _clear(self, slots: slice) -> None:
         for name, spec in self.specs.items():
             if spec.per == 1:
                 self.tensors[name][:, :, slots] = 0
-
-    def _advance(self, tokens: int, slots: int | list[bool]) -> None:
-        slots = [slots] * self.batch_size if isinstance(slots, int) else slots
-        rows = self.rows
-        rows["lengths"] = [number + tokens for number in rows["lengths"]]
-        rows["live"] = [number + tokens for number in rows["live"]]
-        rows["counts"] = [number + added for number, added in zip(rows["counts"], slots)]

@@ -5,7 +5,9 @@ torch and Transformers are imported inside the commands, so that help and bad na
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,8 +67,6 @@ def _options(
 @app.command()
 def methods(as_json: AsJson = False) -> None:
     """List the methods with their sources and settings."""
-    import dataclasses
-
     import foveate
 
     entries = []
@@ -248,7 +248,7 @@ def calibrate(
     ],
     data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
     out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False)],
-    anchors: Annotated[int, typer.Option(help="Anchor layers to choose.")] = 5,
+    anchors: Annotated[int | None, typer.Option(help="Anchor layers to choose; 5 if left out.")] = None,
     split: Annotated[str | None, typer.Option(help="The first task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, if the first task can choose.")] = None,
     limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 20,
@@ -304,9 +304,8 @@ def calibrate(
     except KeyboardInterrupt:
         say(f"interrupted; what is read so far is in {partial_folder(out)}, the same command goes on from there")
         raise typer.Exit(_INTERRUPTED) from None
-    settings = plan.method.spec.partition(":")[2]
-    spec = f"kascade:{settings}{',' if settings else ''}calibration={out}"
-    typer.echo(f"anchors {list(found.anchors)}; use them as --method {spec}")
+    spec = dataclasses.replace(plan.method, calibration=str(out)).spec
+    typer.echo(f"anchors {list(found.anchors)}; use them as --method {shlex.quote(spec)}")
 
 
 @app.command()

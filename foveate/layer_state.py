@@ -52,7 +52,7 @@ class Counters:
     keys_read: float | Tensor = 0.0
     keys_available: float = 0.0
     prompt_tokens: int = 0
-    tokens_evicted: int = 0
+    tokens_evicted: int | Tensor = 0
     pages_refined: float | Tensor = 0.0
     indices_reused: int = 0
     selections_capped: int | Tensor = 0
@@ -62,18 +62,50 @@ class Counters:
     def reset(self) -> None:
         """Count from zero again."""
         for field in fields(self):
-            if field.name not in ("bytes_per_key", "resident_bytes"):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and not value.is_inference():
+                value.zero_()
+            elif field.name not in ("bytes_per_key", "resident_bytes"):
                 setattr(self, field.name, field.default)
+
+    def add(self, name: str, number: float | Tensor) -> None:
+        """Count more of something: in place, where a device counts, so that a graph of steps can count too."""
+        counted = getattr(self, name)
+        if isinstance(counted, Tensor) and not counted.is_inference():
+            counted += number
+        else:
+            setattr(self, name, counted + number)
+
+    def count_steps(self, steps: int, rows: int, available: float) -> None:
+        """Decode steps of a batch of so many rows, in which dense attention would read so many keys in all."""
+        self.decode_steps += steps
+        self.decode_rows += steps * rows
+        self.keys_available += available
+
+    def on_device(self, device: torch.device) -> list[Tensor]:
+        """Keep what a device counts in tensors there, which stay the same from now on, and return them."""
+        kept = []
+        with torch.inference_mode(False):
+            for name in ("keys_read", "pages_refined", "tokens_evicted", "selections_capped"):
+                value = getattr(self, name)
+                dtype = torch.float64 if name in ("keys_read", "pages_refined") else torch.int64
+                if not isinstance(value, Tensor):
+                    value = torch.full((), value, dtype=dtype, device=device)
+                elif value.is_inference() or value.device != device or value.dtype != dtype:
+                    value = torch.empty((), dtype=dtype, device=device).copy_(value)
+                setattr(self, name, value)
+                kept.append(value)
+        return kept
 
     def __deepcopy__(self, memo):  # one layer counts for every copy of its cache
         return self
 
 
 @functools.lru_cache(maxsize=256)
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Per-row numbers as int64 ``[B]``, not to be written to: they serve every layer of a step, and often the next."""
+def on_device(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Per-row numbers ``[B]``, not to be written to: they serve every layer of a step, and often the next."""
     with torch.inference_mode(False):
         if len(set(numbers)) == 1:
-            return torch.full((len(numbers),), numbers[0], device=device)
-        pinned = torch.tensor(numbers, pin_memory=device.type == "cuda")
+            return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
+        pinned = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
         return pinned.to(device, non_blocking=True)

@@ -1,11 +1,13 @@
 """SlotCache: packing, growth, eviction, rows, undoing."""
 
 import copy
+import operator
 
 import pytest
 import torch
 
 from foveate.cache import Channel, Counters, Geometry, SlotCache
+from foveate.moving_rows import MovingRows
 
 GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
 MASS = {"mass": Channel()}
@@ -572,3 +574,49 @@ def test_a_token_in_a_reused_slot_starts_with_cleared_state():
     assert state[0, 0, 1].eq(0).all()
     assert state[0, 1, 2].eq(0).all()
     assert state.eq(7).sum() == 3 * 2 * 3
+
+
+# Numbers of rows
+
+
+def test_rules_give_whole_numbers_or_shares_even_where_they_are_equal():
+    cache = filled(8)
+    append_to_row(cache, 0, 0)
+    for _ in range(2):
+        assert cache.each_row(operator.truediv, 2).dtype == torch.float64
+        assert cache.each_row(operator.floordiv, 2).dtype == torch.int64
+        assert cache.each_row(operator.floordiv, 2).tolist() == [4, 4]
+    assert cache.most(operator.neg) == -8
+
+
+def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
+    cache = filled(8, evicts=True)
+    places, rows = torch.full((2, 2), -1), MovingRows(2, True, cache.device)
+    rows.write(cache.rows, None, cache.capacity)
+    cache.move(rows, places)
+    rows.begin()
+    rows.sealed = True
+    cache.write_step(*kv(8, 1, [0, 1]))
+    assert cache.each_row(operator.sub, 1).tolist() == [8, 8]
+    assert cache.rows_where(operator.lt).tolist() == [False, False]
+    assert cache.used == cache.capacity
+    with pytest.raises(RuntimeError, match="have no bound"):
+        cache.most(operator.pos)
+    cache.evict(torch.full((2, 2), 3), torch.tensor([True, False]))
+    for ask in (lambda: cache.rows, lambda: cache.lengths, lambda: cache.uniform):
+        with pytest.raises(RuntimeError, match="asked for numbers of the host"):
+            ask()
+    rows.sealed, rows.steps = False, 1
+    twin = copy.deepcopy(cache)
+    for one in (cache, twin):
+        assert one.rows["lengths"] == one.rows["counts"] == [9, 9]
+        assert one.rows["live"] == [8, 9]
+        assert one.moving is None
+        assert one.freed.rows == [True, False]
+        assert one.freed.slots.tolist() == [[3, 3], [-1, -1]]
+        assert one.used == 9
+        one.write_step(*kv(9, 1, [0, 1]))
+        assert one.positions[0, 0].tolist() == [0, 1, 2, 9, 4, 5, 6, 7, 8, -1]
+        assert one.positions[1, 1].tolist() == list(range(10))
+    with pytest.raises(TypeError, match="settled before"):
+        copy.deepcopy(rows)

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -259,7 +260,7 @@ def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_p
     file = tmp_path / "deep" / "tiny.json"
     done = call(*calibrate(model, file))
     assert done.exit_code == 0, done.output
-    assert done.stdout.strip() == f"anchors [0]; use them as --method kascade:calibration={file}"
+    assert done.stdout.strip() == f"anchors [0]; use them as --method 'kascade:calibration=\"{file}\"'"
     assert json.loads(file.read_text(encoding="utf-8"))["anchors"] == [0]
     before = file.read_bytes()
     again = call(*calibrate(model, file))
@@ -292,13 +293,24 @@ def test_calibrate_by_divergence_on_several_tasks(model, tmp_path):
     more = ["--task", "ruler:split=niah_single_2,length=360", "--by", "divergence", "--method", "kascade:pool=layer"]
     done = call(*calibrate(model, file, *more, "--answer-tokens", 3, "--batch-size", 4))
     assert done.exit_code == 0, done.output
-    assert done.stdout.strip() == f"anchors [0]; use them as --method kascade:pool=layer,calibration={file}"
+    assert done.stdout.strip() == f"anchors [0]; use them as --method 'kascade:pool=layer,calibration=\"{file}\"'"
     found = json.loads(file.read_text(encoding="utf-8"))["found"]
     assert found["divergence"][0][1] > 0
     assert [len(found["run"]["tokens"]), found["run"]["answers"]["answer_tokens"]] == [4, 3]
     picture = tmp_path / "tiny.png"
     assert call("plot", "calibration", file, "--out", picture).exit_code == 0
     assert "| niah, 300 tokens and ruler niah_single_2, 360 tokens (4) | 0 |" in call("report", file).stdout
+
+
+@pytest.mark.parametrize("name", ["of a model.json", "one,top_k=2.json", 'it\'s ["1"].json', "Größe", "plain"])
+def test_what_calibrate_says_can_be_pasted_whatever_the_file_is_called(model, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    done = call(*calibrate(model, name))
+    assert done.exit_code == 0, done.output
+    words = shlex.split(done.stdout)
+    answer = call("generate", "--model", model, "--max-new-tokens", 2, "--prompt", "Call me", *words[-2:])
+    assert answer.exit_code == 0, answer.output
+    assert Path(name).is_file()
 
 
 def test_generate_finds_anchors_by_itself(model, tmp_path):

@@ -106,9 +106,10 @@ class Problem:
         return ops.Rows(
             torch.tensor([lengths, starts, *allowed, *counts], device=self.device),
             tuple(max(of_level) for of_level in allowed),
-            tuple(counts[-1]),
-            sum(raw),
+            max(counts[-1]),
             max(raw),
+            sum(counts[-1]) / len(raw),
+            sum(raw) / len(raw),
             starts[0] if even else None,
             all(len(set(of_level)) == 1 for of_level in allowed),
             slots,

@@ -51,6 +51,45 @@ def prefill(
     _measure(bench.BENCH, out, lambda say: bench.run(model, contexts, method or bench.METHODS, repeats, dtype, say))
 
 
+@app.command("decode")
+def decode(
+    level: Annotated[str, typer.Option(help="kernel, layer (as a model decodes, with its bookkeeping) or model.")] = (
+        "kernel"
+    ),
+    context: Annotated[list[int] | None, typer.Option(help="Tokens so far; may be given often.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be given often.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads (kernel, layer).")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads (kernel, layer).")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Dimensions of a head (kernel, layer).")] = 128,
+    layers: Annotated[int, typer.Option(help="Layers, of which each kind is timed once (kernel, layer).")] = 32,
+    model: Annotated[
+        str, typer.Option(help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).")
+    ] = "llama-3.1-8b",
+    steps: Annotated[int, typer.Option(help="Timed tokens (model).")] = 64,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    method: Methods = None,
+    out: Out = None,
+) -> None:
+    """A decode step: its attention, beside the fastest dense library, or tokens a second of a model's generate."""
+    from foveate.bench import decode as bench
+    from foveate.bench import decode_model
+    from foveate.report.decode import table
+
+    contexts, batches = tuple(context or ()), tuple(batch or ())
+    if level == "model":
+        given = {name: value for name, value in (("contexts", contexts), ("batches", batches)) if value}
+        chosen = tuple(method or decode_model.METHODS)
+        of_model = decode_model.Plan(model, chosen, **given, steps=steps, dtype=dtype, seed=seed, device=device)
+        _measure(bench.BENCH, out, lambda say: decode_model.run(of_model, say), table)
+        return
+    sizes = contexts or bench.CONTEXTS, batches or bench.BATCHES
+    shape = heads, kv_heads, head_dim, layers
+    plan = bench.Plan(tuple(method or bench.METHODS), *sizes, *shape, level, dtype, seed, device)
+    _measure(bench.BENCH, out, lambda say: bench.run(plan, say), table)
+
+
 @app.command("indexer")
 def indexer(
     tokens: Annotated[list[int] | None, typer.Option(help="Length of the context; may be given often.")] = None,

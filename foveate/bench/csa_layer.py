@@ -22,7 +22,8 @@ from foveate.ops._dispatch import reference_only
 
 BENCH = "csa"
 IMPLEMENTATIONS = ("foveate", "reference")
-TOKENS = (8192, 65536, 262144)
+TOKENS = (8192, 32768, 65536, 131072, 262144)
+"""Those of StreamIndex's table 5."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _LONGEST = 65536
 """Tokens up to which the reference is measured: it takes seconds for them."""
@@ -154,7 +155,7 @@ def _draw(plan: Plan, tokens: int) -> _Inputs:
         return torch.empty(shape, dtype=dtype, device=plan.device).normal_(std=std, generator=generator)
 
     chunk, number, small = min(plan.chunk, tokens), tokens // plan.ratio, plan.index_dim**-0.5
-    weights = torch.empty(1, chunk, plan.index_heads, device=plan.device).uniform_(-1, 1, generator=generator)
+    weights = torch.empty(1, chunk, plan.index_heads, device=plan.device).normal_(std=3**-0.5, generator=generator)
     return _Inputs(
         q=draw(1, chunk, plan.heads, plan.dim).transpose(1, 2),
         compressed=draw(1, 1, number, plan.dim),
@@ -181,25 +182,24 @@ def _measure(plan: Plan, name: str, tokens: int, inputs: _Inputs) -> dict[str, A
         q, weights = inputs.index_q[:, :length], inputs.index_weights[:, :length]
         return csa.lightning_indexer(q, inputs.index_k, weights, plan.top_k, ratio=plan.ratio, offset=first)
 
+    how = {"scaling": plan.dim**-0.5, "window": csa.Window(inputs.raw, inputs.raw, plan.window), "sinks": inputs.sinks}
+
     def attend(first: int, indices: Tensor) -> ops.Attended:
+        q = inputs.q[:, :, : indices.shape[1]]
         with contextlib.nullcontext() if name == "foveate" else reference_only():
-            return csa.sparse_attention(
-                inputs.q[:, :, : indices.shape[1]],
-                inputs.compressed,
-                inputs.compressed,
-                indices,
-                scaling=plan.dim**-0.5,
-                window=csa.Window(inputs.raw, inputs.raw, plan.window),
-                offset=first,
-                sinks=inputs.sinks,
-            )
+            return csa.sparse_attention(q, inputs.compressed, inputs.compressed, indices, offset=first, **how)
 
     def layer() -> Tensor:
         out = None
         for first in starts:
-            indices = select(first)
             del out  # before the next is made
-            out = attend(first, indices).out
+            if name == "foveate":
+                some = slice(0, min(plan.chunk, tokens - first))
+                index = inputs.index_q[:, some], inputs.index_k, inputs.index_weights[:, some], plan.top_k
+                q, entries = inputs.q[:, :, some], inputs.compressed[:, 0]
+                out = csa.forward(q, entries, *index, ratio=plan.ratio, offset=first, **how).out
+            else:
+                out = attend(first, select(first)).out
         return out
 
     ms, peak, out = bench.timed(plan, layer, bench.ALONE)

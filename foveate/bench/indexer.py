@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foveate import csa, ops
-from foveate.bench.peers import PEERS, Peer
+from foveate.bench.peers import PEERS
+from foveate.csa import indexer
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 
@@ -83,13 +84,15 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     rows = []
     for tokens in plan.tokens:
         inputs = _draw(plan, tokens, ranks)
-        flops = 2 * plan.heads * plan.dim * pairs(tokens, plan.ratio)
+        flops, moved = 2 * plan.heads * plan.dim * pairs(tokens, plan.ratio), _bytes(plan, tokens, inputs, ranks)
         found: dict[str, dict[str, Any]] = {}
         for name in plan.implementations:
             if name == "materialised" and not _fits(plan, tokens):
                 say(f"{name} at {tokens:,} tokens: products of {_products(plan, tokens) / 1e9:,.0f} GB do not fit")
                 continue
             found[name] = _measure(plan, name, inputs, ranks)
+            parts = _parts(plan, inputs, ranks) if name == "foveate" else (None, None)
+            found[name] |= dict(zip(("score_ms", "select_ms"), parts))
             if not ranks.rank:
                 ms = found[name]["ms"]
                 say(f"{name} at {tokens:,} tokens: {ms:,.2f} ms, {flops / ms / 1e9:,.1f} TFLOP/s")
@@ -119,7 +122,9 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                     "baseline": baseline,
                     "baseline_ms": found[baseline]["ms"],
                     "speedup": found[baseline]["ms"] / measured["ms"],
-                    "gb_per_s": None,
+                    "gb_per_s": moved / measured["ms"] / 1e6,
+                    "gb_counts": "what must be moved at least: queries, keys (on each rank), weights and scales read, "
+                    "scores of keys that a query may read and the selection written, each once",
                     "tflop_per_s": flops / measured["ms"] / 1e9,
                     "tflop_counts": "products with keys that a query may read",
                     "matmul_tflop_per_s": ceiling,
@@ -183,7 +188,8 @@ class _Inputs(NamedTuple):
 
 
 def _draw(plan: Plan, tokens: int, ranks: _Ranks) -> _Inputs:
-    """Queries and keys of variance 1 / dim; weights of a fresh linear map, over sqrt(dim · heads) (section 6)."""
+    """Queries and keys of variance 1 / dim; weights as a fresh linear map makes them of hidden states of variance 1,
+    normal with variance 1 / 3, over sqrt(dim · heads) (section 6)."""
     pieces = csa.pieces(tokens, ranks.rank, ranks.world) if ranks.world > 1 else [(0, tokens)]
     number = sum(stop - start for start, stop in pieces)
     eighths = plan.dtype == "float8_e4m3fn"
@@ -195,7 +201,7 @@ def _draw(plan: Plan, tokens: int, ranks: _Ranks) -> _Inputs:
     q = torch.empty(1, number, plan.heads, plan.dim, dtype=dtype, device=plan.device)
     k.normal_(std=plan.dim**-0.5, generator=of_keys)
     q.normal_(std=plan.dim**-0.5, generator=of_queries)
-    weights = torch.empty(1, number, plan.heads, device=plan.device).uniform_(-1, 1, generator=of_queries)
+    weights = torch.empty(1, number, plan.heads, device=plan.device).normal_(std=3**-0.5, generator=of_queries)
     weights.mul_((plan.dim * plan.heads) ** -0.5)
     if not eighths:
         return _Inputs(q, k, weights, None, pieces)
@@ -212,6 +218,13 @@ def pairs(tokens: int, ratio: int) -> int:
     """Queries times the keys that each may read."""
     whole, rest = divmod(tokens + 1, ratio)  # query t reads (t + 1) // ratio keys, t + 1 = 1 .. tokens
     return ratio * whole * (whole - 1) // 2 + rest * whole
+
+
+def _bytes(plan: Plan, tokens: int, inputs: _Inputs, ranks: _Ranks) -> float:
+    """See ``gb_counts`` of a row."""
+    of_queries = inputs.q.nbytes + inputs.weights.nbytes + 4 * plan.top_k * inputs.q.shape[1]
+    of_keys = inputs.k.nbytes + (0 if inputs.key_scales is None else inputs.key_scales.nbytes)
+    return of_queries * tokens / inputs.q.shape[1] + of_keys * ranks.world + 4 * pairs(tokens, plan.ratio)
 
 
 def _products(plan: Plan, tokens: int) -> int:
@@ -253,9 +266,39 @@ def _measure(plan: Plan, name: str, inputs: _Inputs, ranks: _Ranks) -> dict[str,
         return csa.lightning_indexer(q, k, weights, plan.top_k, path=IMPLEMENTATIONS[name], **how)
 
     milliseconds, peak, found = timed(plan, select, ranks)
-    recall, other_ties = _recall(plan, found, inputs, peer)
+    recall, other_ties = _recall(plan, found, inputs, _own_scores(plan, name, inputs), peer is not None)
     recall, other_ties = ranks.worst(recall, least=True), int(ranks.worst(other_ties))
     return {"ms": milliseconds, "peak_bytes": peak, "recall_min": recall, "other_ties": other_ties}
+
+
+def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> tuple[float, float]:
+    """Median milliseconds of scoring alone and of selection alone, over the blocks that the fused path makes: each
+    block is scored and then selected from, and the times of either are added up."""
+    q, k, weights, key_scales, pieces = inputs
+    mark, between = accounting.marks(plan.device)
+
+    def once() -> tuple[float, float]:
+        times, before = [], 0
+        for begin, end in pieces:
+            for some in indexer.cuts(end - begin, 1, k.shape[1], plan.ratio, begin):
+                at, rows = begin + some.start, slice(before + some.start, before + some.stop)
+                keys = k[:, : (begin + some.stop) // plan.ratio]
+                scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
+                how = {"ratio": plan.ratio, "offset": at, "key_scales": scales}
+                times.append([mark()])
+                scores, maxima, _ = ops.indexer_scores(q[:, rows], keys, weights[:, rows], **how)
+                times[-1].append(mark())
+                visible = ops.visible_keys(some.stop - some.start, keys.shape[1], plan.ratio, at, q.device)
+                ops.topk_of_blocks(scores, maxima, visible, plan.top_k, ops.INDEXER_BLOCK)
+                times[-1].append(mark())
+                del scores, maxima  # before the next are made
+            before += end - begin
+        scored = sum(between(start, middle) for start, middle, _ in times)
+        return ranks.worst(scored), ranks.worst(sum(between(middle, end) for _, middle, end in times))
+
+    once()
+    scored, selected = zip(*(once() for _ in range(plan.repeats)))
+    return statistics.median(scored), statistics.median(selected)
 
 
 def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, int, Tensor]:
@@ -273,9 +316,12 @@ def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, 
     return statistics.median(times), int(ranks.worst(peak)), found
 
 
-def _recall(plan: Plan, found: Tensor, inputs: _Inputs, peer: Peer | None = None) -> tuple[float, int]:
+def _recall(
+    plan: Plan, found: Tensor, inputs: _Inputs, own: Callable[[slice, int], Tensor], any_ties: bool
+) -> tuple[float, int]:
     """The least share of a query's set that its scores ask for, over some queries; what is selected beside it counts
-    against it. Of keys with the k-th score ours has to take the first, a peer as many as belong in.
+    against it. ``own`` gives the scores; of keys with the k-th score the first ones have to be taken, or, with
+    ``any_ties``, as many as belong in.
 
     Returns:
         That share, and the number of queries whose set is not that of the order, but is one by the scores.
@@ -288,7 +334,7 @@ def _recall(plan: Plan, found: Tensor, inputs: _Inputs, peer: Peer | None = None
             visible, here = (t + 1) // plan.ratio, before + t - begin
             if not visible:
                 continue
-            scores = _scores(plan, inputs, slice(max(before, here + 1 - _TOGETHER), here + 1), t, peer)[:visible]
+            scores = own(slice(max(before, here + 1 - _TOGETHER), here + 1), t)[:visible]
             ranked, order = scores.sort(descending=True, stable=True)
             asked = min(plan.top_k, visible)
             mine = found[0, here].long()
@@ -298,23 +344,30 @@ def _recall(plan: Plan, found: Tensor, inputs: _Inputs, peer: Peer | None = None
             strict = int(taken[order[:asked]].sum())
             fair = int((taken & better).sum()) + min(int((taken & tied).sum()), asked - int(better.sum()))
             whole = max(asked, int((mine >= 0).sum()))
-            least = min(least, (strict if peer is None else fair) / whole)
+            least = min(least, (fair if any_ties else strict) / whole)
             others += strict < fair == whole
         before += end - begin
     return least, others
 
 
-def _scores(plan: Plan, inputs: _Inputs, some: slice, t: int, peer: Peer | None) -> Tensor:
-    """Those of the last of some queries, which is at position t, as the implementation itself computes them."""
+def _own_scores(plan: Plan, name: str, inputs: _Inputs) -> Callable[[slice, int], Tensor]:
+    """What gives the scores of the last of some queries, which is at position t, as an implementation computes them."""
     q, k, weights, key_scales, _ = inputs
-    visible, first = (t + 1) // plan.ratio, t + 1 - (some.stop - some.start)
-    if peer is not None:
-        bounds = torch.arange(first + 1, t + 2, dtype=torch.int32, device=q.device) // plan.ratio
-        return peer.scores(q[0, some], k[0], weights[0, some], key_scales[0], bounds, visible)[-1]
-    keys = slice(0, max(_TOGETHER, visible))
-    scales = None if key_scales is None else key_scales[:, keys]
-    how = {"ratio": plan.ratio, "offset": first, "key_scales": scales}
-    return ops.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores[0, -1]
+    if name == "materialised":  # of all queries at once, as it does
+        every = indexer.materialised_scores(q, k, weights, key_scales)[0]
+        return lambda some, t: every[some.stop - 1]
+
+    def of_kernel(some: slice, t: int) -> Tensor:
+        visible, first = (t + 1) // plan.ratio, t + 1 - (some.stop - some.start)
+        if name in PEERS:
+            bounds = torch.arange(first + 1, t + 2, dtype=torch.int32, device=q.device) // plan.ratio
+            return PEERS[name].scores(q[0, some], k[0], weights[0, some], key_scales[0], bounds, visible)[-1]
+        keys = slice(0, max(_TOGETHER, visible))
+        scales = None if key_scales is None else key_scales[:, keys]
+        how = {"ratio": plan.ratio, "offset": first, "key_scales": scales}
+        return ops.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores[0, -1]
+
+    return of_kernel
 
 
 def matmul_rate(plan: Plan) -> float:

@@ -19,7 +19,7 @@ from foveate.evaluation.errors import UserError
 BENCH = "indexer-study"
 TOP_K = (64, 256, 512, 1024, 2048)
 CHUNKS = (1024, 4096, 16384)
-LONG_CHUNKS = (*CHUNKS, 65536)
+LONG_CHUNKS = (*CHUNKS, 65536, 262144)
 """Of a long context, where a run takes a second or more: they are timed once."""
 HELD = (64, 256, 512, 1024, 2048)
 """MB of scores that the fused path holds at once."""
@@ -87,7 +87,11 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
         recall: _Recall,
         how: Plan = plan,
     ) -> None:
-        ms, peak, found = bench.timed(how, work, bench.ALONE)
+        try:
+            ms, peak, found = bench.timed(how, work, bench.ALONE)
+        except torch.OutOfMemoryError:
+            say(f"{study} {value} at {tokens:,} tokens: left out, it does not fit into memory")
+            return
         shares = recall(found)
         row = {"study": study, "value": value, "tokens": tokens, "top_k": top_k}
         case = {name: getattr(how, name) for name in ("heads", "dim", "ratio", "dtype", "repeats", "seed")}
@@ -196,12 +200,17 @@ class _Recall:
 
 
 def _merged(scores: Tensor, top_k: int, tile: int, skip: bool = False) -> Tensor:
-    """Tile by tile, as the chunked path; `skip`: without tiles that have fewer keys than are to be selected."""
-    if skip and tile < top_k:
-        return torch.full((*scores.shape[:2], top_k), -1, device=scores.device)
-    best = ops.StreamingTopK(top_k)
+    """Tile by tile, as the chunked path; `skip`: without tiles that have fewer keys than are to be selected, and with
+    -1 for what is missing then."""
+    best, taken = ops.StreamingTopK(top_k), 0
     for start in range(0, scores.shape[-1], tile):
-        best.update(scores[..., start : start + tile], start)
+        some = scores[..., start : start + tile]
+        if skip and some.shape[-1] < top_k:
+            continue
+        best.update(some, start)
+        taken += some.shape[-1]
+    if not taken:
+        return torch.full((*scores.shape[:2], top_k), -1, device=scores.device)
     return best.result()[0]
 
 

@@ -3,12 +3,15 @@
 from foveate.csa.attention import Window, sparse_attention
 from foveate.csa.compressor import Carry, compress_tokens
 from foveate.csa.indexer import lightning_indexer, to_fp8
+from foveate.csa.layer import Tokens, forward
 from foveate.csa.sharded import pieces, sharded_lightning_indexer
 
 __all__ = [
     "Carry",
+    "Tokens",
     "Window",
     "compress_tokens",
+    "forward",
     "lightning_indexer",
     "pieces",
     "sharded_lightning_indexer",

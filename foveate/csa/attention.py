@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.ops.attend.selected import check
 
 
 class Window(NamedTuple):
@@ -51,10 +52,19 @@ def sparse_attention(
         Output ``[B, Hq, S, Dv]`` in the dtype of q, and the log-sum-exp ``[B, Hq, S]``, the sink's included.
 
     Raises:
-        ValueError: for a window without the queries' tokens or of no size, and sinks of other heads.
+        ValueError: for shapes that do not agree, indices that are not those of keys (on the CPU: what a GPU reads for
+            them is not defined), a window without the queries' tokens or of no size, sinks of other heads, and
+            ``offset`` or ``ratio`` out of range.
     """
+    recent = (None, None, 0) if window is None else window
+    check(q, k, v, indices, *recent, offset, sinks)
+    if not isinstance(ratio, int) or ratio < 1:
+        raise ValueError(f"ratio must be an integer of at least 1, not {ratio!r}")
+    shape = q.shape[0], q.shape[2]
+    if positions is not None and (positions.shape != shape or positions.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"positions must be int [B, S] = {list(shape)}, not {positions.dtype} {list(positions.shape)}")
     if indices is not None and positions is None:
-        recent = {} if window is None else {"recent_k": window.k, "recent_v": window.v, "window": window.size}
+        recent = dict(zip(("recent_k", "recent_v", "window"), recent))
         return ops.attend_selected(q, k, v, indices, scaling=scaling, offset=offset, sinks=sinks, **recent)
     end = offset + q.shape[2]
     if positions is None:
@@ -65,10 +75,6 @@ def sparse_attention(
     elif k.shape[2]:
         parts.append(ops.attend_prefix(q, k, v, (positions + 1) // ratio, scaling=scaling))
     if window is not None:
-        if window.size < 1 or window.k.shape[2] < end:
-            raise ValueError(
-                f"window must be of at least 1 token and hold {end} positions, not {window.size} of {window.k.shape[2]}"
-            )
         raw = (x[:, :, :end] for x in (window.k, window.v))
         parts.append(ops.attend_recent(q, *raw, positions + 1, size=window.size, scaling=scaling))
     if not parts:

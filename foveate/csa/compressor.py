@@ -14,7 +14,8 @@ class Carry(NamedTuple):
     gates: Tensor
     """``[B, n, W]``"""
     before: tuple[Tensor, Tensor] | None
-    """Values and gates ``[B, ratio, D]`` of the last complete window's first series; None without one, or overlap."""
+    """Values and gates ``[B, ratio, D]`` of the last complete window's first series, gates of -inf while there is none;
+    None without overlap."""
 
 
 def compress_tokens(
@@ -37,18 +38,19 @@ def compress_tokens(
         what the next call needs. Calls over any pieces of a sequence give the entries of one call over all of it.
 
     Raises:
-        ValueError: for shapes that do not agree.
+        ValueError: for shapes that do not agree, tensors that are not floating, and a carry of other tokens: of another
+            batch or width, or with the other ``overlap``.
     """
+    _check(values, gates, bias, overlap, carry)
     ratio, width = bias.shape
-    if values.shape != gates.shape or values.shape[-1] != width or (overlap and width % 2):
-        raise ValueError(
-            f"values {list(values.shape)}, gates {list(gates.shape)} and bias {list(bias.shape)} do not fit"
-            + (" two series" if overlap else "")
-        )
-    before = None
     if carry is not None:
         values, gates = torch.cat([carry.values, values], 1), torch.cat([carry.gates, gates], 1)
         before = carry.before
+    elif overlap:
+        shape, dtype = (values.shape[0], ratio, width // 2), torch.promote_types(gates.dtype, bias.dtype)
+        before = values.new_zeros(shape), gates.new_full(shape, float("-inf"), dtype=dtype)
+    else:
+        before = None
     count = values.shape[1] // ratio
     left = Carry(values[:, count * ratio :], gates[:, count * ratio :], before)
     if not count:
@@ -57,10 +59,35 @@ def compress_tokens(
     scores = gates[:, : count * ratio].unflatten(1, (count, ratio)) + bias
     if overlap:
         (first, windows), (first_scores, scores) = windows.chunk(2, -1), scores.chunk(2, -1)
-        if before is None:
-            before = first.new_zeros(first[:, 0].shape), first_scores.new_full(first[:, 0].shape, float("-inf"))
         left = left._replace(before=(first[:, -1], first_scores[:, -1]))
         windows = torch.cat([torch.cat([before[0][:, None], first[:, :-1]], 1), windows], 2)
         scores = torch.cat([torch.cat([before[1][:, None], first_scores[:, :-1]], 1), scores], 2)
     entries = (windows.float() * scores.float().softmax(2)).sum(2)
     return entries.to(values.dtype), left
+
+
+def _check(values: Tensor, gates: Tensor, bias: Tensor, overlap: bool, carry: Carry | None) -> None:
+    if bias.dim() != 2 or not bias.numel():
+        raise ValueError(f"bias must be [ratio, W] with both of at least 1, not {list(bias.shape)}")
+    ratio, width = bias.shape
+    if values.dim() != 3 or values.shape != gates.shape or values.shape[2] != width or (overlap and width % 2):
+        raise ValueError(
+            f"values {list(values.shape)}, gates {list(gates.shape)} and bias {list(bias.shape)} do not fit"
+            + (" two series" if overlap else "")
+        )
+    for name, x in (("values", values), ("gates", gates), ("bias", bias)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be floating, not {x.dtype}")
+    if carry is None:
+        return
+    batch, (tokens, gates_of_tokens, before) = values.shape[0], carry
+    if (before is not None) != overlap:
+        raise ValueError(f"carry must be of a call with overlap={overlap}, as this one, not {not overlap}")
+    shape = batch, tokens.shape[1] if tokens.dim() == 3 else None, width
+    if tokens.shape != shape or gates_of_tokens.shape != shape:
+        raise ValueError(
+            f"carry must hold tokens [{batch}, n, {width}], not {list(tokens.shape)} and {list(gates_of_tokens.shape)}"
+        )
+    shape = batch, ratio, width // 2
+    if overlap and any(x.shape != shape for x in before):
+        raise ValueError(f"carry must hold a window {list(shape)}, not {[list(x.shape) for x in before]}")

@@ -6,25 +6,32 @@ queries and keys, a top-k of each tile merged into a running one. ``fused`` hold
 keys that they see, and the largest of every few of them, so that selection reads little of what scoring wrote.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.ops.score.indexer import lost_scores
 
 PATHS = ("auto", "materialised", "chunked", "fused")
 SCORES_BYTES = 512 << 20
 """Scores that the fused path holds at once."""
+MATERIALISED = 1 << 20
+"""Products of queries, heads and keys up to which a CPU makes all of them at once: no slower there than in tiles."""
 _SHORT = 2048
 """Keys up to which rows are not told apart."""
 _FEWEST = 16
+"""Rows that are scored at once at least, whatever memory they take: a few would be scored by another kernel, with other
+roundings. Their scores, of 31 at most, are no more than half of what keys of 128 dimensions take in bf16."""
 QUERY_CHUNK, KEY_CHUNK = 2048, 8192
 """Tiles of the chunked path, as in StreamIndex, section 6.2."""
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
+@torch.no_grad()
 def lightning_indexer(
     q: Tensor,
     k: Tensor,
@@ -36,6 +43,7 @@ def lightning_indexer(
     starts: Tensor | None = None,
     key_scales: Tensor | None = None,
     path: str = "auto",
+    lost: Tensor | None = None,
 ) -> Tensor:
     """The ``top_k`` keys with the largest ``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])`` for each query.
 
@@ -44,28 +52,40 @@ def lightning_indexer(
     section 4.1).
 
     Args:
-        q: ``[B, S, H, D]``, bf16, fp16, fp32 or fp8 (e4m3, :func:`to_fp8`).
+        q: ``[B, S, H, D]``, bf16, fp16, fp32 or fp8 (e4m3, :func:`to_fp8`). Gradients do not reach it.
         k: ``[B, T, D]``, of the same dtype.
-        weights: ``[B, S, H]``, of any sign, with all scales of queries and heads in them; read as fp32.
+        weights: ``[B, S, H]``, of any sign and finite, with all scales of queries and heads in them; read as fp32.
         top_k: keys a query.
         ratio: tokens a key.
         offset: tokens before the first query's.
         starts: int64 ``[B]``: the first key of each row that is not padding, or None. Padding queries get -1.
         key_scales: ``[B, T]``: what a key's scores are multiplied by, read as fp32; None for 1.
-        path: see above; ``auto`` is ``fused`` on a GPU, and ``chunked`` elsewhere.
+        path: see above; ``auto`` is ``fused`` on a GPU, whatever the size, and elsewhere ``materialised`` up to
+            :data:`MATERIALISED` products and ``chunked`` beyond.
+        lost: int64 ``[1]`` on the same device, to which 1 is added where a call that does not wait (below) selects
+            nothing; None to count nothing.
 
     Returns:
         int32 ``[B, S, top_k]``: indices, ascending; -1 at the end where a query may read fewer.
 
     Raises:
-        ValueError: for shapes that do not agree, a dtype that is not supported, ``top_k``, ``ratio`` or ``offset`` out
-            of range, and scores that are NaN. A decode step on a GPU (one query, or inside a CUDA graph) does not wait
-            to find that out: its rows select nothing, -1, if a score of the batch is NaN.
+        ValueError: for shapes that do not agree, tensors on several devices, a dtype that is not supported, ``top_k``,
+            ``ratio`` or ``offset`` out of range, and, of queries that see a key, weights that are not finite and scores
+            that are NaN. A decode step on a GPU (one query, or inside a CUDA graph) does not wait to find these two
+            out: its rows select nothing, -1, if there is one in the batch.
     """
     check(q, k, weights, top_k, ratio, offset, starts, key_scales, path)
+    if lost is not None and (lost.shape != (1,) or lost.dtype != torch.int64 or lost.device != q.device):
+        raise ValueError(f"lost must be int64 [1] on {q.device}, not {lost.dtype} {list(lost.shape)} on {lost.device}")
     weights, key_scales = weights.float(), None if key_scales is None else key_scales.float()
-    found, lost = select(q, k, weights, top_k, ratio, offset, starts, key_scales, path)
-    return _without_nan(found, lost)
+    found, nothing = select(q, k, weights, top_k, ratio, offset, starts, key_scales, path)
+    if not _waits(found):
+        if lost is not None:
+            lost += nothing
+        return found.masked_fill_(nothing, -1)
+    if bool(nothing):
+        raise refusal(q, k[:, : (offset + q.shape[1]) // ratio], weights, key_scales)
+    return found
 
 
 def select(
@@ -87,12 +107,13 @@ def select(
         scores: fp32 ``[B, S, top_k]`` to write the scores of the selected keys to, -inf for none.
 
     Returns:
-        The indices, and whether a score is NaN: bool ``[1]``.
+        The indices, and whether a score is NaN or a weight is not finite: bool ``[1]``.
     """
-    if path == "auto":
-        path = "fused" if q.is_cuda else "chunked"
-    run = {"materialised": _materialised, "chunked": _chunked, "fused": _fused}[path]
     keys = k[:, : min((offset + q.shape[1]) // ratio, k.shape[1])]
+    if path == "auto":
+        few = q.shape[:3].numel() * keys.shape[1] <= MATERIALISED
+        path = "fused" if q.is_cuda else "materialised" if few else "chunked"
+    run = {"materialised": _materialised, "chunked": _chunked, "fused": _fused}[path]
     key_scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
     starts = None if starts is None else starts.contiguous()
     found = torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32, device=q.device)
@@ -118,7 +139,14 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         e4m3 ``[..., D]``, and fp32 ``[...]``.
+
+    Raises:
+        ValueError: for another dtype, and vectors of no dimensions.
     """
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"x must be bf16, fp16 or fp32, not {x.dtype}")
+    if not x.dim() or not x.shape[-1]:
+        raise ValueError(f"x must be [..., D] with D of at least 1, not {list(x.shape)}")
     largest = x.abs().amax(-1).float().clamp_min(torch.finfo(torch.float32).tiny * _LARGEST)
     scale = torch.exp2(torch.log2(largest / _LARGEST).ceil())
     scale = torch.where(largest > _LARGEST * scale, 2 * scale, scale)  # where that was rounded
@@ -140,17 +168,21 @@ class _Asked(NamedTuple):
 
 def _materialised(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
     q, k, weights, top_k, ratio, offset, starts, key_scales = asked
-    products = torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu_()
-    scores = (products * weights[..., None]).sum(2)
-    if key_scales is not None:
-        scores *= key_scales[:, None]
+    scores = materialised_scores(q, k, weights, key_scales)
     unseen = ops.unseen_keys(ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device), starts, k.shape[1])
+    lost = lost_scores(scores, weights, unseen) > 0
     scores.masked_fill_(unseen, float("-inf"))
-    lost = scores.isnan().any()
     chosen = ops.topk(scores.nan_to_num_(0.0, float("inf"), float("-inf")), top_k)
     found[..., : chosen.shape[-1]] = chosen
     _look_up(scores, found, values)
     return lost
+
+
+def materialised_scores(q: Tensor, k: Tensor, weights: Tensor, key_scales: Tensor | None) -> Tensor:
+    """fp32 ``[B, S, T]``, of all keys, seen or not, by way of all products ``[B, S, H, T]``."""
+    products = torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu_()
+    scores = (products * weights[..., None]).sum(2)
+    return scores if key_scales is None else scores.mul_(key_scales[:, None])
 
 
 def _chunked(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
@@ -184,36 +216,44 @@ def _chunked(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
 
 def _fused(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
     q, k, weights, top_k, ratio, offset, starts, key_scales = asked
-    batch, queries = q.shape[:2]
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
-    first = 0
-    while first < queries:
-        rows, at = _rows(queries - first, batch, k.shape[1], ratio, offset + first), offset + first
-        some = slice(first, first + rows)
+    for some in cuts(q.shape[1], q.shape[0], k.shape[1], ratio, offset):
+        rows, at = some.stop - some.start, offset + some.start
         keys = k[:, : min((at + rows) // ratio, k.shape[1])]
         scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
         how = {"ratio": ratio, "offset": at, "starts": starts, "key_scales": scales}
         scores, maxima, nan = ops.indexer_scores(q[:, some], keys, weights[:, some], **how)
+        lost |= nan
+        if not q.is_cuda and bool(nan):
+            break  # nothing can be selected
         visible = ops.visible_keys(rows, keys.shape[1], ratio, at, q.device)
         found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK, starts)
         _look_up(scores, found[:, some], None if values is None else values[:, some])
-        lost |= nan
-        first += rows
         del scores, maxima  # before the next are made
     return lost > 0
 
 
+def cuts(queries: int, batch: int, keys: int, ratio: int, offset: int) -> Iterator[slice]:
+    """The queries whose scores the fused path holds together, piece by piece."""
+    first = 0
+    while first < queries:
+        rows = _rows(queries - first, batch, keys, ratio, offset + first)
+        yield slice(first, first + rows)
+        first += rows
+
+
 def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
-    """How many of the queries to hold scores of: as many as there is room for, the later they stand the fewer; and no
-    more than have at most twice the keys of the first, because what selection does is by the longest row."""
+    """How many of the queries to hold scores of: as many as there is room for, the later they stand the fewer; no more
+    than have at most twice the keys of the first, because what selection does is by the longest row; and never a few,
+    nor all but a few."""
     room = _SHORT
-    while room * ratio - offset < 2 * _FEWEST:  # a few would be scored by another kernel, with other roundings
+    while room * ratio - offset < 2 * _FEWEST:
         room *= 2
     rows = min(queries, room * ratio - offset)
-    while rows > 1 and 4 * batch * rows * min((offset + rows) // ratio, keys) > SCORES_BYTES:
-        rows -= max(1, rows // 8)
-    if 0 < queries - rows < _FEWEST < rows:
-        rows -= _FEWEST  # as above, for the last ones
+    while rows > _FEWEST and 4 * batch * rows * min((offset + rows) // ratio, keys) > SCORES_BYTES:
+        rows = max(_FEWEST, rows - max(1, rows // 8))
+    if 0 < queries - rows < _FEWEST:
+        rows = queries if queries < 2 * _FEWEST else queries - _FEWEST
     return rows
 
 
@@ -224,13 +264,29 @@ def _look_up(scores: Tensor, found: Tensor, values: Tensor | None) -> None:
         values.copy_(chosen.masked_fill_(found < 0, float("-inf")))
 
 
-def _without_nan(found: Tensor, lost: Tensor) -> Tensor:
-    """The selection, unless a score is NaN: then no set of keys is right."""
-    if found.is_cuda and (found.shape[1] == 1 or torch.cuda.is_current_stream_capturing()):
-        return found.masked_fill_(lost, -1)
-    if bool(lost.any()):
-        raise ValueError("scores are NaN: q, k or weights hold NaN or infinities, and no set of keys is right")
-    return found
+def _waits(found: Tensor) -> bool:
+    """Whether a call looks at what is lost: all but decode steps on a GPU and what a CUDA graph records."""
+    return not (found.is_cuda and (found.shape[1] == 1 or torch.cuda.is_current_stream_capturing()))
+
+
+def refusal(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    key_scales: Tensor | None,
+    otherwise: str = "scores are NaN: sums over heads are beyond fp32",
+) -> ValueError:
+    """Why nothing was selected: which of the tensors are not finite. It waits for each, and is for when that is known
+    of one; ``otherwise`` is said if none is found."""
+    given = {"q": q, "k": k, "weights": weights, "key_scales": key_scales}
+    names = [name for name, x in given.items() if x is not None and not _finite(x)]
+    why = f"{' and '.join(names)} must be finite, without NaN and infinities" if names else otherwise
+    return ValueError(f"{why}; no set of keys is right")
+
+
+def _finite(x: Tensor) -> bool:
+    parts = (part.float() if part.dtype == torch.float8_e4m3fn else part for part in x.split(4096, 1))
+    return all(bool(part.isfinite().all()) for part in parts)
 
 
 def check(
@@ -245,18 +301,31 @@ def check(
     path: str,
 ) -> None:
     """Raises ValueError for arguments of :func:`lightning_indexer` that cannot be."""
+    given = {"q": q, "k": k, "weights": weights, "starts": starts, "key_scales": key_scales}
+    given = {name: x for name, x in given.items() if x is not None or name in ("q", "k", "weights")}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, not on {x.device}")
     if q.ndim != 4 or k.ndim != 3 or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[3]:
         raise ValueError(f"q must be [B, S, H, D] and k [B, T, D], not {list(q.shape)} and {list(k.shape)}")
-    if weights.shape != q.shape[:3]:
-        raise ValueError(f"weights must be [B, S, H] = {list(q.shape[:3])}, not {list(weights.shape)}")
-    if q.dtype not in _DTYPES or k.dtype != q.dtype:
+    if not q.shape[2] or not q.shape[3]:
+        raise ValueError(f"q must be [B, S, H, D] with H and D of at least 1, not {list(q.shape)}")
+    if weights.shape != q.shape[:3] or not weights.is_floating_point():
+        raise ValueError(
+            f"weights must be floating [B, S, H] = {list(q.shape[:3])}, not {weights.dtype} {list(weights.shape)}"
+        )
+    if q.dtype not in DTYPES or k.dtype != q.dtype:
         raise ValueError(f"q and k must both be bf16, fp16, fp32 or float8_e4m3fn, not {q.dtype} and {k.dtype}")
     for name, value, least in (("top_k", top_k, 1), ("ratio", ratio, 1), ("offset", offset, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
     if starts is not None and (starts.shape != q.shape[:1] or starts.dtype != torch.int64):
         raise ValueError(f"starts must be int64 [{q.shape[0]}], not {starts.dtype} {list(starts.shape)}")
-    if key_scales is not None and key_scales.shape != k.shape[:2]:
-        raise ValueError(f"key_scales must be [B, T] = {list(k.shape[:2])}, not {list(key_scales.shape)}")
+    if key_scales is not None and (key_scales.shape != k.shape[:2] or not key_scales.is_floating_point()):
+        raise ValueError(
+            f"key_scales must be floating [B, T] = {list(k.shape[:2])}, not {key_scales.dtype} {list(key_scales.shape)}"
+        )
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")

@@ -12,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foveate import ops
-from foveate.csa.indexer import check, select
+from foveate.csa.indexer import DTYPES, check, refusal, select
 
 KEYS = ("replicated", "gather", "ring")
 _TOGETHER = 8192
 """Queries whose selections are merged at once."""
+_SHARED = ("keys", "batch", "heads", "dim", "dtype", "key_scales", "top_k", "ratio")
+"""What all ranks have to agree about, and tell each other as numbers."""
+_SAID = {"keys": KEYS, "dtype": DTYPES, "key_scales": ("none", "some")}
+"""What the numbers of some stand for."""
 
 
 def pieces(length: int, rank: int, world: int) -> list[tuple[int, int]]:
@@ -30,6 +34,7 @@ def pieces(length: int, rank: int, world: int) -> list[tuple[int, int]]:
     return [(ends[i], ends[i + 1]) for i in (rank, 2 * world - 1 - rank)]
 
 
+@torch.no_grad()
 def sharded_lightning_indexer(
     q: Tensor,
     k: Tensor,
@@ -59,27 +64,66 @@ def sharded_lightning_indexer(
         int32 ``[B, S, top_k]``: the same as on one rank, up to how products are rounded.
 
     Raises:
-        ValueError: as :func:`lightning_indexer`; for pieces that are not the queries'; scores that are NaN on any rank
-            are an error on all of them.
+        ValueError: as :func:`lightning_indexer`; for pieces that are not the queries'; for ranks that disagree about
+            shapes, dtype, scales or settings. What is an error on any rank is one on all of them.
     """
-    if keys not in KEYS:
-        raise ValueError(f"keys must be one of {', '.join(KEYS)}, not {keys!r}")
-    check(q, k, weights, top_k, ratio, 0, None, key_scales, "auto")
-    if any(not 0 <= start <= stop for start, stop in pieces) or sum(b - a for a, b in pieces) != q.shape[1]:
-        raise ValueError(f"pieces must be (start, stop) of {q.shape[1]} queries in all, not {list(pieces)}")
+    lengths = _agreed(q, k, weights, top_k, pieces, ratio, key_scales, keys, group)
     weights = weights.float()
     share = _Share(k, None if key_scales is None else key_scales.float(), 0)
     if keys == "replicated":
         found, lost = _selected(q, share, weights, top_k, pieces, ratio)
     elif keys == "gather":
-        found, lost = _selected(q, _gathered(share, group), weights, top_k, pieces, ratio)
+        found, lost = _selected(q, _gathered(share, lengths, group), weights, top_k, pieces, ratio)
     else:
-        found, lost = _around(q, share, weights, top_k, pieces, ratio, group)
+        found, lost = _around(q, share, lengths, weights, top_k, pieces, ratio, group)
     flag = lost.to(torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group)
-    if bool(flag.any()):
-        raise ValueError("scores are NaN: q, k or weights hold NaN or infinities, and no set of keys is right")
+    if bool(flag):
+        raise refusal(q, k, weights, share.scales, "q, k, weights and key_scales of all ranks must be finite")
     return found
+
+
+def _agreed(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int,
+    pieces: Sequence[tuple[int, int]],
+    ratio: int,
+    key_scales: Tensor | None,
+    keys: str,
+    group: dist.ProcessGroup | None,
+) -> list[int]:
+    """How many keys each rank has, after all have checked their arguments: raises on all ranks, or on none."""
+    error, told = None, [0] * (len(_SHARED) + 2)
+    try:
+        if keys not in KEYS:
+            raise ValueError(f"keys must be one of {', '.join(KEYS)}, not {keys!r}")
+        check(q, k, weights, top_k, ratio, 0, None, key_scales, "auto")
+        if any(not 0 <= start <= stop for start, stop in pieces) or sum(b - a for a, b in pieces) != q.shape[1]:
+            raise ValueError(f"pieces must be (start, stop) of {q.shape[1]} queries in all, not {list(pieces)}")
+        shape = q.shape[0], q.shape[2], q.shape[3]
+        settings = KEYS.index(keys), *shape, DTYPES.index(q.dtype), int(key_scales is not None), top_k, ratio
+        told = [1, *settings, k.shape[1]]
+    except (TypeError, ValueError) as wrong:
+        error = wrong
+    if not dist.is_initialized():
+        raise error or ValueError("torch.distributed must be initialised: torchrun starts the ranks of a group")
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    own = torch.tensor(told, device=q.device if isinstance(q, Tensor) and q.device.type == device else device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group)
+    every = torch.stack(every).tolist()
+    if error is not None:
+        raise error
+    for rank, other in enumerate(every):
+        if not other[0]:
+            raise ValueError(f"arguments of rank {rank} are not valid: it says which")
+        for name, mine, its in zip((*_SHARED, "keys in all"), told[1:], other[1:]):
+            if mine != its and (name in _SHARED or keys == "replicated"):
+                mine, its = (_SAID[name][value] if name in _SAID else value for value in (mine, its))
+                raise ValueError(f"all ranks must have the same {name}, not {mine} here and {its} on rank {rank}")
+    return [other[-1] for other in every]
 
 
 class _Share(NamedTuple):
@@ -127,6 +171,7 @@ def _selected(
 def _around(
     q: Tensor,
     share: _Share,
+    lengths: list[int],
     weights: Tensor,
     top_k: int,
     pieces: Sequence[tuple[int, int]],
@@ -135,7 +180,6 @@ def _around(
 ) -> tuple[Tensor, Tensor]:
     """Selects from the keys of one rank after the other; the next ones are on their way meanwhile."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    lengths = _lengths(share.k, group)
     firsts = [sum(lengths[:i]) for i in range(world)]
     share = share._replace(first=firsts[rank])
     best = of_best = lost = None
@@ -172,24 +216,15 @@ def _merge(best: Tensor, of_best: Tensor, found: Tensor, scores: Tensor) -> None
     of_best.copy_(values.gather(-1, places).masked_fill_(none, float("-inf")))
 
 
-def _lengths(k: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """How many keys each rank has."""
-    own = torch.tensor([k.shape[1]], device=k.device)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group)
-    return torch.cat(every).tolist()
-
-
-def _gathered(share: _Share, group: dist.ProcessGroup | None) -> _Share:
+def _gathered(share: _Share, lengths: list[int], group: dist.ProcessGroup | None) -> _Share:
     """The keys of all ranks."""
-    lengths = _lengths(share.k, group)
 
     def whole(x: Tensor) -> Tensor:
         padded = x.new_zeros(x.shape[0], max(lengths), *x.shape[2:])
         padded[:, : x.shape[1]] = x
-        every = [torch.empty_like(_bytes(padded)) for _ in lengths]
-        dist.all_gather(every, _bytes(padded), group)
-        return torch.cat([_like(one, padded)[:, :length] for one, length in zip(every, lengths)], 1)
+        every = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather([_bytes(one) for one in every], _bytes(padded), group)
+        return torch.cat([one[:, :length] for one, length in zip(every, lengths)], 1)
 
     return _Share(whole(share.k), None if share.scales is None else whole(share.scales), 0)
 
@@ -213,7 +248,3 @@ def _pass_on(
 def _bytes(x: Tensor) -> Tensor:
     """The same memory as bytes: not every backend knows every dtype."""
     return x.view(torch.uint8)
-
-
-def _like(x: Tensor, other: Tensor) -> Tensor:
-    return x.view(other.dtype)

@@ -210,6 +210,23 @@ def milliseconds(work: Callable[[], Any], device: str) -> float:
     return start.elapsed_time(end)
 
 
+def marks(device: str) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """What marks a moment, on a GPU without waiting, and what gives the milliseconds between two, which waits."""
+    if not device.startswith("cuda"):
+        return time.perf_counter, lambda start, end: 1000 * (end - start)
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return mark, between
+
+
 class PeakMemory:
     """The largest memory in use since `start`: allocated by torch on a GPU, the process's resident set on a CPU."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,14 +43,19 @@ def take_up(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
         theirs = dict(json.loads(content))
     except (ValueError, TypeError):  # no JSON, or no object
         raise UserError(f"{path}: damaged; remove the folder to start anew") from None
-    differing = [key for key in dict.fromkeys([*mark, *theirs]) if mark.get(key) != theirs.get(key)]
-    if differing:
+    differ = differing(mark, theirs)
+    if differ:
         raise UserError(
-            f"{folder} belongs to another calibration (it differs in {', '.join(differing)}); choose another --out, or "
+            f"{folder} belongs to another calibration (it differs in {', '.join(differ)}); choose another --out, or "
             "remove it to start anew"
         )
     lock(file, folder)
     return file
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """The names under which two records hold different values, or one of them none."""
+    return [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
 
 
 def write(path: Path, shown: dict[str, torch.Tensor], start: float, how: str = "") -> None:
@@ -60,13 +65,17 @@ def write(path: Path, shown: dict[str, torch.Tensor], start: float, how: str = "
     scratch.replace(path)
 
 
+def made_how(path: Path) -> str | None:
+    """How a file of partial results was made; None if it is damaged."""
+    with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
+        return (file.metadata() or {}).get("how", "")
+    return None
+
+
 def drop_others(paths: Iterable[Path], how: str) -> None:
     """Removes files that were made under other settings, as after a batch that did not fit into memory."""
     for path in paths:
-        theirs = how
-        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
-            theirs = (file.metadata() or {}).get("how")
-        if theirs != how:
+        if made_how(path) not in (how, None):
             path.unlink()
 
 

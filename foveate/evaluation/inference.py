@@ -157,7 +157,7 @@ class Prompt:
         """What follows the prompts: the model's own answers, or what it makes of those in `along`.
 
         `shared`: `methods.Together` has read the prompts, and one of its methods is attached now. That is possible for
-        each of them, one after the other; otherwise once.
+        each of them, one after the other; otherwise once. Raises `UserError` for predictions that are not finite.
         """
         cache = self.cache.branch(model) if shared else self.cache
         clock = _Clock(model.device)
@@ -174,7 +174,7 @@ class Prompt:
         )
 
     def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
-        """The model's answers with their distributions; `shared` as above. Raises TypeError for scored texts."""
+        """The model's answers with their distributions; `shared` and errors as above. Raises TypeError for texts."""
         raise TypeError("texts whose continuation is given have no answers to trace")
 
     def divergence(self, model: PreTrainedModel, trace: Trace) -> torch.Tensor:
@@ -226,6 +226,7 @@ class _Questions(Prompt):
     def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
         chooser = self._chooser(keep=True)
         ids = _decode(model, self._paused, self.cache.branch(model) if shared else self.cache, chooser)
+        _check_finite(model, self._items, chooser.finite)
         return Trace(ids[:, self._width :], chooser.lengths, chooser.logits)
 
     @torch.inference_mode()
@@ -248,12 +249,14 @@ class _Questions(Prompt):
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
         chooser = self._chooser()
         rows = _decode(model, self._paused, cache, chooser, clock)[:, self._width :].tolist()
+        _check_finite(model, self._items, chooser.finite)
         outputs = [Output(text=self._text(row), tokens=n) for row, n in zip(rows, chooser.lengths.tolist())]
         return outputs, len(rows[0]) - 1
 
     def _compare(self, model: PreTrainedModel, cache: Any, trace: Trace) -> list[Output]:
         along = _Along(trace)
         _decode(model, self._paused, cache, along)
+        _check_finite(model, self._items, along.divergence.isfinite())
         columns = (trace.tokens, trace.lengths, along.divergence, along.agreed)
         return [
             Output(text=self._text(row[:length]), tokens=length, divergence=divergence, agreed=agreed)
@@ -293,6 +296,8 @@ def _pause(
     """Takes the place of `generate`'s decoding loop, and only reads the prompt."""
     chunk = max(_SHORTEST_CHUNK, _FORWARD_TOKENS // len(input_ids))
     attachment = getattr(model, "foveate", None)
+    if attachment:  # tiles stay whole, but for those of padded rows, which begin elsewhere in each
+        chunk = max(chunk // attachment.prompt_tile, 1) * attachment.prompt_tile
     if chunk < input_ids.shape[1] and not (attachment and attachment.whole_prompt):
         generation_config.prefill_chunk_size = chunk
     out = model._prefill(input_ids, generation_config, kwargs)
@@ -307,12 +312,15 @@ class _Greedy:
         self._paused, self._has_ends = paused, any(hasattr(criterion, "eos_token_id") for criterion in paused.criteria)
         self._unfinished = torch.ones_like(paused.ids[:, 0])
         self.lengths = torch.zeros_like(self._unfinished)
+        self.finite = torch.ones_like(self._unfinished, dtype=torch.bool)
+        """Whether the logits of each answer had a finite maximum; stays on the device."""
         self.logits: list[torch.Tensor] | None = [] if keep else None
 
     def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The next token, [B], of the ids so far, [B, n], and the logits, [B, vocabulary]."""
         if self.logits is not None:
             self.logits.append(logits)
+        self.finite &= logits.amax(-1).isfinite() | (self._unfinished == 0)
         token = self._pick(self._paused.processors(ids, logits.float()))
         return token.where(self._unfinished > 0, self._paused.pad) if self._has_ends else token
 
@@ -348,7 +356,8 @@ class _Sampled(_Greedy):
         falling, order = probabilities.sort(dim=-1, descending=True, stable=True)
         outside = falling.cumsum(-1) - falling >= self._top_p
         kept = probabilities.masked_fill(outside.scatter(-1, order, outside), 0.0).cumsum(-1)
-        return torch.searchsorted(kept, next(self._draws) * kept[:, -1:], right=True)[:, 0]
+        drawn = torch.searchsorted(kept, next(self._draws) * kept[:, -1:], right=True)[:, 0]
+        return drawn.clamp_max(scores.shape[-1] - 1)  # NaN is behind all
 
 
 class _Along:
@@ -368,6 +377,18 @@ class _Along:
 
     def ended(self, ids: torch.Tensor) -> bool:
         return self._step == self._trace.tokens.shape[1]
+
+
+def _check_finite(model: PreTrainedModel, items: Sequence[Item], finite: torch.Tensor) -> None:
+    """Refuses NaN and infinite predictions, of which greedy answers are made without a word; `finite`: bool [B]."""
+    strange = [item.id for item, fine in zip(items, finite.tolist()) if not fine]
+    if strange:
+        method = getattr(getattr(model, "foveate", None), "method", None)
+        who = f"method '{method.spec}', " if method else ""
+        raise UserError(
+            f"{who}item {strange[0]}: the predictions of the model are not finite (NaN or infinite); is a weight so, "
+            f"or does {str(model.dtype).removeprefix('torch.')} not hold its activations?"
+        )
 
 
 def _kl(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
@@ -400,6 +421,7 @@ class _Texts(Prompt):
     timing = TEACHER_FORCED
 
     def __init__(self, model: PreTrainedModel, items: Sequence[Item]):
+        self._items = items
         prompt = torch.tensor([item.prompt_ids for item in items], device=model.device)
         self._target = torch.tensor([item.target_ids for item in items], device=model.device)
         clock = _Clock(model.device)
@@ -417,6 +439,7 @@ class _Texts(Prompt):
             out = model(block, past_key_values=cache, use_cache=True)
             nll += _nll(out.logits, target[:, start + 1 : start + 1 + block.shape[1]])
         clock.tick()
+        _check_finite(model, self._items, nll.isfinite())
         return [Output(nll=value) for value in nll.tolist()], steps
 
 

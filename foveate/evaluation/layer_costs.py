@@ -35,13 +35,13 @@ def measure(
     dtype: torch.dtype,
     device: str,
 ) -> dict[str, float]:
-    """Milliseconds, median: ``dense`` attention, ``first`` (layer 0, dense and choosing), ``anchor``, ``reuse``.
+    """Milliseconds, median: ``dense`` attention, ``first`` (layer 0, which chooses, too), ``anchor``, ``reuse``.
 
     Random keys; where a cache of the device could hold them, those of up to four layers in turn.
     """
     layers = list(range(4))
-    kascade = dataclasses.replace(method, anchors=[0, 1], decode_only=True)
-    kinds = {"dense": (make("dense"), 0), "first": (kascade, 0), "anchor": (kascade, 1), "reuse": (kascade, 2)}
+    kascade = dataclasses.replace(method, anchors=[0, 2], decode_only=True)  # layer 0 chooses for layer 1
+    kinds = {"dense": (make("dense"), 0), "first": (kascade, 0), "anchor": (kascade, 2), "reuse": (kascade, 1)}
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def measure(
     q = random(batch, heads, 1, head_dim)
     for name, (kind, layer) in kinds.items():
         methods = [kind.for_layer(layer, len(layers), layers)] * len(caches)
-        _decode(kascade.for_layer(1, len(layers), layers), caches[0], q, head_dim)  # what a reuse layer reads
+        _decode(kascade.for_layer(0, len(layers), layers), caches[0], q, head_dim)  # what a reuse layer reads
         found[name] = _median_ms(methods, caches, q, head_dim, device)
     return found
 

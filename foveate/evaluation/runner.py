@@ -156,7 +156,7 @@ def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> 
     """Answers what is missing, writes the rows and returns them: those of earlier runs first, then the new ones.
 
     Killed at any moment, it loses at most the batch in flight. Raises `UserError` if a method cannot be applied to the
-    model, before any item is answered.
+    model, before any item is answered, and for an item whose predictions are not finite.
     """
     plan, missing = prepared.plan, prepared.missing
     if not missing:
@@ -211,6 +211,8 @@ class _Examiner:
             try:
                 with foveate.attached(self._model, method):
                     inference.run_batch(self._model, self._tokenizer, [cut])
+            except UserError:
+                raise
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise UserError(f"method '{method.spec}' cannot be applied to {plan.model.name}: {error}") from error
         dense = [method for method in prepared.missing if not self._is_sparse_in_prefill(method)]

@@ -1,5 +1,8 @@
 """What several methods do alike."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from foveate import ops
@@ -9,10 +12,11 @@ from foveate.methods.base import recent
 
 def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
     """Attention of one token per row over every token that the cache holds, counted."""
-    holes = cache.holes()
-    cache.count_read(cache.used if holes is None else holes.sum(-1))
-    mask = None if holes is None else holes[:, :, None]
-    return ops.attend(q, cache.keys, cache.values, scaling=scaling, mask=mask, need_mass=need_mass)
+    mask, lengths = cache.stored()
+    cache.count_read(cache.held(mask, lengths))
+    mask = None if mask is None else mask[:, :, None]
+    how = {"mask": mask, "lengths": lengths, "need_mass": need_mass}
+    return ops.attend(q, cache.keys, cache.values, scaling=scaling, **how)
 
 
 def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:
@@ -44,12 +48,19 @@ def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> T
     return ops.keep_best(scores, allowed - window, recent(cache, window))
 
 
-def evict_weakest(cache: SlotCache, scores: Tensor, allowed: list[int], window: int) -> None:
-    """Evict the weakest token outside the window from every row that holds more than it may."""
-    over = [live > most for live, most in zip(cache.rows["live"], allowed)]
-    if any(over):
+def evict_weakest(
+    cache: SlotCache, scores: Tensor | Callable[[Tensor], Tensor], over: Callable[..., Any], window: int
+) -> None:
+    """Evict the weakest token outside the window from every row that holds more than it may.
+
+    Args:
+        scores: fp32 ``[B, Hkv, used]``, or what makes them of the tokens' positions, int32.
+        over: whether one does, from the tokens that it holds and its length: of ints, or of each in int64 tensors.
+    """
+    rows = cache.rows_where(over)
+    if rows is not None:
         positions = cache.positions
         eligible = positions >= 0
         if window > 0:
             eligible &= ~recent(cache, window)
-        cache.evict(ops.weakest(scores, eligible, positions), over)
+        cache.evict(ops.weakest(scores(positions) if callable(scores) else scores, eligible, positions), rows)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Geometry, SlotCache
-from foveate.methods.base import budget
+from foveate.methods.base import Number, budget, clamp
+from foveate.moving_rows import MovingRows
 
 if TYPE_CHECKING:
     from foveate.methods.luka import LuKA
@@ -34,8 +35,12 @@ def tree_of(method: LuKA, cache: SlotCache) -> ops.Tree:
         )
         for level, size in enumerate(method.sizes)
     )
-    numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
-    rows = _rows(method, *numbers, cache.geometry, cache.device)
+    step = cache.step
+    if step is None:
+        numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
+        rows = _rows(method, *numbers, cache.geometry, cache.device)
+    else:
+        rows = step.once(("tree", method), lambda: _moving_rows(method, step, cache.geometry))
     return ops.Tree(levels, rows, method.sinks, pages.width, None if pages.fixed else cache.channel("page_end"))
 
 
@@ -67,27 +72,53 @@ def _rows(
             missing = _sent((torch.arange(max(counts)) >= torch.tensor(counts)[:, None])[:, None, None], device)
     return ops.Rows(
         numbers,
-        tuple(max(counts) for counts in allowed),
-        tuple(nodes[-1]),
-        sum(raw),
-        max(raw),
-        paged[0] if even else None,
-        all(len(set(counts)) == 1 for counts in allowed),
-        slots,
-        hidden,
-        missing,
+        most=tuple(max(counts) for counts in allowed),
+        places=max(nodes[-1]),
+        width=max(raw),
+        nodes=sum(nodes[-1]) / len(pages),
+        raw=sum(raw) / len(pages),
+        start=paged[0] if even else None,
+        alike=all(len(set(counts)) == 1 for counts in allowed),
+        raw_slots=slots,
+        raw_hidden=hidden,
+        hidden=missing,
     )
 
 
-def _allowed(method: LuKA, level: int, nodes: int, num_heads: int) -> int:
+def _moving_rows(method: LuKA, rows: MovingRows, geometry: Geometry) -> ops.Rows:
+    """The same for a step that is replayed: in as many places as the rows ever need."""
+    hierarchy, sinks, levels = method.pages, method.sinks, range(len(method.sizes))
+    lengths, paged, pages = (rows[name] for name in ("lengths", "paged", "pages"))
+    nodes = [hierarchy.count(level, pages) for level in levels]
+    allowed = [_allowed(method, level, n, geometry.num_heads) for level, n in zip(levels, nodes)]
+    allowed = [n if isinstance(n, Tensor) else torch.full_like(pages, n) for n in allowed]
+    most = [hierarchy.count(level, hierarchy.most(rows.bound)) for level in levels]
+    places = torch.arange(hierarchy.most_raw, device=rows.device)
+    slots = torch.where((paged[:, None] > 0) & (places >= sinks), paged[:, None] + places - sinks, places)
+    return ops.Rows(
+        torch.stack([lengths, paged, *allowed, *nodes]),
+        most=tuple(int(_allowed(method, level, n, geometry.num_heads)) for level, n in zip(levels, most)),
+        places=max(1, most[-1]),
+        width=hierarchy.most_raw,
+        nodes=nodes[-1].double()[:, None],
+        raw=(lengths - paged + sinks * (paged > 0)).double()[:, None],
+        start=None,
+        alike=False,
+        raw_slots=slots.minimum(lengths[:, None] - 1)[:, None].expand(-1, geometry.num_kv_heads, -1),
+        raw_hidden=(slots >= lengths[:, None])[:, None, None],
+        hidden=(torch.arange(max(1, most[-1]), device=rows.device) >= nodes[-1][:, None])[:, None, None],
+        moving=True,
+    )
+
+
+def _allowed(method: LuKA, level: int, nodes: Number, num_heads: int) -> Number:
     """How many of so many nodes of a level a row refines, or under rules other than top_k may refine."""
     first = -(-method.first * method.sizes[0] // method.sizes[level])  # nodes over the first pages
     if method.refine == "threshold":
         # the masses of the heads of a group sum to at most 1, so no more than this many can be above epsilon
         return method.most_above_epsilon(num_heads) + method.first
-    if method.refine == "top_k":
-        return max(budget(method.expand if level else method.top_k, nodes, 1), first)
-    return max(budget(method.max_refined, nodes, 1), first)
+    share = method.max_refined if method.refine != "top_k" else method.expand if level else method.top_k
+    return clamp(budget(share, nodes, 1), first, 1 << 62)
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

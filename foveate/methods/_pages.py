@@ -45,6 +45,16 @@ class Pages:
         """Nodes of a level over so many pages."""
         return pages // (self.sizes[level] // self.sizes[0])
 
+    def most(self, length: int) -> int:
+        """No row of so many tokens has more pages."""
+        least = self.sizes[0] if self.method.segmenter != "gaussian" else segments.shortest(self.sizes[0])
+        return max(0, length - self.method.tail - self.method.sinks) // least
+
+    @property
+    def most_raw(self) -> int:
+        """No row has more sinks and tail when the next pages are due."""
+        return self.method.sinks + self.method.tail + self.group * self.width + self.method.compress_every
+
     def even(self, cache: SlotCache) -> bool:
         """Whether all rows have the same length and the same pages."""
         return cache.uniform and all(len(set(cache.rows[name])) == 1 for name in ("pages", "paged"))

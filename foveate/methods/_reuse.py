@@ -15,7 +15,7 @@ from foveate import ops
 from foveate.cache import SlotCache
 from foveate.layer_state import on_device
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, budget, setting
+from foveate.methods.base import Method, Number, budget, clamp, setting
 
 
 class Place(NamedTuple):
@@ -48,6 +48,7 @@ class SelectOnce(Method):
     """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
 
     stateful: ClassVar[bool] = False
+    graphs: ClassVar[bool] = True
     place: ClassVar[Place] = Place(-1, -1)
     """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
 
@@ -83,7 +84,7 @@ class SelectOnce(Method):
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         place = self.place
-        if place.anchor is None:
+        if place.anchor is None or (place.dense and not place.has_readers):
             return attend_all(cache, q, scaling).out
         if place.chooses:
             indices = self.select(cache, q, scaling)
@@ -113,9 +114,9 @@ class SelectOnce(Method):
         rising = (numbers or depths) and list(layers) == sorted(set(layers))
         self._check(name, rising, "rising layer numbers, or depths in [0, 1)")
 
-    def _counts(self, lengths: Sequence[int]) -> list[int]:
-        """Keys that each row may read."""
-        return [min(max(budget(self.top_k, length, self.min_k), 1), length) for length in lengths]
+    def count(self, length: Number) -> Number:
+        """Keys that a row of this length may read."""
+        return clamp(budget(self.top_k, length, self.min_k), 1, length)
 
     def _hand_on(self, cache: SlotCache, indices: Tensor) -> None:
         if self.place.has_readers:
@@ -157,15 +158,6 @@ def nearest(choosers: Sequence[int], layer: int) -> int | None:
     """The last of some layers, ascending, that is not behind a layer; None if all are."""
     index = bisect.bisect_right(choosers, layer) - 1
     return choosers[index] if index >= 0 else None
-
-
-def whole_layer_scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is."""
-    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
-    holes = cache.holes()
-    if holes is not None:
-        logits.masked_fill_(~holes[:, :, None], float("-inf"))
-    return logits.flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -215,30 +207,34 @@ class TopKByMass(SelectOnce):
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        holes, num_kv_heads = cache.holes(), cache.geometry.num_kv_heads
+        num_kv_heads = cache.geometry.num_kv_heads
         if self.pooling == "pre_softmax":
             rows = ops.fold_group(q, num_kv_heads)
             scores = ops.key_logits(rows.float().mean(2, keepdim=True).to(rows.dtype), cache.keys, scaling)[:, :, 0]
+            holes = cache.holes()
             scores = scores if holes is None else scores.masked_fill_(~holes, float("-inf"))
         else:
-            how = {"pooling": self.pooling, "pool": self.pool}
-            scores = ops.pooled_mass(q, cache.keys, scaling=scaling, mask=holes, **how)
-        return self._best(scores, cache.lengths).expand(-1, num_kv_heads, -1)
+            mask, lengths = cache.stored()
+            how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
+            scores = ops.pooled_mass(q, cache.keys, scaling=scaling, **how)
+        alike = cache.step is None and len(set(cache.lengths)) == 1
+        best = self._best(scores, cache.each_row(self.count), cache.most(self.count), alike)
+        return best.expand(-1, num_kv_heads, -1)
 
-    def _best(self, scores: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The keys of the highest scores ``[B, Hkv, N]``, of ``lengths`` in each row: ``[B, Hkv or 1, K]``."""
+    def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool) -> Tensor:
+        """The keys of the highest scores ``[B, Hkv, N]``: ``[B, Hkv or 1, K]``.
+
+        Args:
+            counts: int64 ``[B]``: how many in each row.
+            most: no row has more.
+            alike: whether all have as many.
+        """
         if self.pool == "layer" and scores.shape[1] > 1:
             scores = scores.mean(1, keepdim=True)
-        counts = self._counts(lengths)
         if self.top_p < 1:
             order, enough = ops.by_mass(scores.clamp_min(0.0), 1 - self.top_p)
-            allowed = on_device(tuple(counts), scores.device)[:, None]
-            chosen = ops.first_of(order, enough.clamp_min(1).minimum(allowed), max(counts))
-        elif len(set(counts)) == 1 and counts[0]:
-            chosen = ops.topk(scores, counts[0])
-        else:
-            chosen = ops.topk_rows(scores, on_device(tuple(counts), scores.device), max(counts))
-        return chosen
+            return ops.first_of(order, enough.clamp_min(1).minimum(counts[:, None]), most)
+        return ops.topk(scores, most) if alike and most else ops.topk_rows(scores, counts, most)
 
     # Prompt
 
@@ -247,12 +243,15 @@ class TopKByMass(SelectOnce):
         """Also in a dense layer that chooses for others."""
         return not self.decode_only and self.place.anchor is not None
 
+    def prompt_tile(self, group: int) -> int:
+        return max(1, self.tile // group) if self.sparse_prompt else 1
+
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         place, offset = self.place, cache.used - q.shape[2]
         idle = (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
         if self.decode_only or place.anchor is None or idle:
             return super().prompt(cache, q, scaling)
-        tile, heads = max(1, self.tile // cache.geometry.group), None
+        tile, heads = self.prompt_tile(cache.geometry.group), None
         if place.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, offset=offset, need_lse=True)
             with torch.no_grad():
@@ -273,12 +272,13 @@ class TopKByMass(SelectOnce):
             power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
             blocks = ops.tile_mass(q, cache.keys, power * lse, tile=tile, scaling=power * scaling, offset=offset)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
-        most = self._counts([tile * (end - 1)])[0]
+        most = self.count(tile * (end - 1))
         heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads
         chosen = torch.full((len(q), heads, end - start, most), -1, dtype=torch.int32, device=q.device)
         for first, scores in blocks:
             batch, _, tiles = scores.shape[:3]
-            lengths = [tile * (first + t) for t in range(tiles)] * batch
-            best = self._best(scores.transpose(1, 2).flatten(0, 1), lengths).unflatten(0, (batch, tiles))
+            counts = [self.count(tile * (first + t)) for t in range(tiles)] * batch
+            how = (on_device(tuple(counts), q.device), max(counts), len(set(counts)) == 1)
+            best = self._best(scores.transpose(1, 2).flatten(0, 1), *how).unflatten(0, (batch, tiles))
             chosen[:, :, first - start : first - start + tiles, : best.shape[-1]] = best.transpose(1, 2)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1, -1)

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import math
+import operator
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ class Method:
     """Whether the state after a prompt depends on where the prompt ended."""
     whole_prompt: ClassVar[bool] = False
     """Whether the prompt must come in one piece, and only one prompt."""
+    graphs: ClassVar[bool] = False
+    """Whether a decode step can be captured in a CUDA graph: it asks for numbers of rows by their rules alone, see
+    :class:`~foveate.row_numbers.RowNumbers`, and for nothing else that changes from step to step."""
     full_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which nothing of any context is left out."""
     small_budget: ClassVar[dict[str, Any]] = {}
@@ -82,6 +86,16 @@ class Method:
             among: the layers that the method is applied to, ascending; None for all.
         """
         return self
+
+    def prompt_tile(self, group: int) -> int:
+        """Tokens of a prompt that choose what they read together, counted from a row's first token.
+
+        Pieces of a prompt that end between tiles give what one piece gives; others need not. 1: any pieces do.
+
+        Args:
+            group: query heads of a KV head.
+        """
+        return 1
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         """State to keep beside the keys, by name."""
@@ -129,6 +143,15 @@ class Method:
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``, and whatever follows from it."""
         raise NotImplementedError
+
+    @property
+    def graph_obstacle(self) -> str:
+        """Why no decode step can be captured; empty when it can."""
+        return "" if self.graphs else f"a decode step of {self.name} asks the host for numbers that change"
+
+    def pauses(self, decoded: int) -> bool:
+        """Whether the step of a row's ``decoded``-th token since its prompt is left out of graphs: it must be rare."""
+        return False
 
     # Settings
 
@@ -285,14 +308,15 @@ def _nearest(word: str, words: list[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def recent(cache: SlotCache, window: int | list[int]) -> Tensor:
+def clamp(number: int | Number, low: int, high: Number) -> Number:
+    """At least ``low`` and, above all, at most ``high``; of ints, or of each in an int64 tensor."""
+    if isinstance(number, Tensor):
+        number = number.clamp_min(low)
+        return number.minimum(high) if isinstance(high, Tensor) else number.clamp_max(high)
+    number = max(number, low)
+    return high.clamp_max(number) if isinstance(high, Tensor) else min(number, high)
+
+
+def recent(cache: SlotCache, window: int) -> Tensor:
     """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row."""
-    lower = [length - window for length in cache.lengths] if isinstance(window, int) else window
-    return cache.positions >= per_row(lower, cache)
-
-
-def per_row(numbers: list[int], cache: SlotCache) -> Tensor | int:
-    """Numbers of the rows, ready to broadcast over ``[B, Hkv, S]``; a plain int when all are equal."""
-    if len(set(numbers)) == 1:
-        return numbers[0]
-    return cache.on_device(numbers)[:, None, None]
+    return cache.positions >= cache.each_row(operator.sub, window)[:, None, None]

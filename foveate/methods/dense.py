@@ -17,6 +17,7 @@ class Dense(Method):
     name: ClassVar[str] = "dense"
     source: ClassVar[str] = "Vaswani et al. 2017"
     stateful: ClassVar[bool] = False
+    graphs: ClassVar[bool] = True
     decodes_in_blocks: ClassVar[bool] = True
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
-from foveate.methods.base import Method, budget, setting
+from foveate.methods.base import Method, Number, budget, setting
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class H2O(Method):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, Zhang et al. 2023, arXiv:2306.14048; LuKA, section 3.1"
     evicts: ClassVar[bool] = True
+    graphs: ClassVar[bool] = True
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}
@@ -64,9 +65,12 @@ class H2O(Method):
         attended = attend_all(cache, q, scaling, need_mass=True)
         mass = cache.channel("mass")
         mass += attended.mass
-        evict_weakest(cache, mass, [self.allowed(length) for length in cache.lengths], self.window)
+        evict_weakest(cache, mass, self._over, self.window)
         return attended.out
 
-    def allowed(self, length: int) -> int:
+    def _over(self, live: Number, length: Number) -> bool | Tensor:
+        return live > self.allowed(length)
+
+    def allowed(self, length: int | Number) -> int | Number:
         """Tokens kept of a row of this length."""
         return budget(self.top_k, length, self.min_k) + self.window

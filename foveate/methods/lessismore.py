@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest, whole_layer_scores
-from foveate.methods.base import budget, setting
+from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest
+from foveate.methods.base import Number, budget, clamp, setting
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,14 @@ class LessIsMore(SelectOnce):
         return Place(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        scores = whole_layer_scores(cache, q, scaling)  # [B, Hq, N]
-        device, heads, lengths = cache.device, scores.shape[1], cache.lengths
-        counts = self._counts(lengths)
-        best = [
-            count if count == length else budget(1.0 - self.recent, count) for count, length in zip(counts, lengths)
-        ]
-        sinks = [min(self.sinks, count - most) for count, most in zip(counts, best)]
-        last = [count - most - first for count, most, first in zip(counts, best, sinks)]
+        scores = _scores(cache, q, scaling)  # [B, Hq, N]
+        device, heads = cache.device, scores.shape[1]
         slots = torch.arange(scores.shape[-1], device=device)
-        begin, end, most = (
-            cache.on_device(numbers)[:, None]
-            for numbers in (sinks, [length - some for length, some in zip(lengths, last)], best)
+        length, begin, last, most = (
+            cache.each_row(rule)[:, None]
+            for rule in (operator.pos, self.first_tokens, self.last_tokens, self.best_keys)
         )
+        end = length - last
         between = (slots >= begin) & (slots < end)
         ordered, places = scores.masked_fill(~between[:, None], float("-inf")).sort(
             dim=-1, descending=True, stable=True
@@ -72,11 +68,31 @@ class LessIsMore(SelectOnce):
         first = first.scatter_reduce(1, places.flatten(1), turn.flatten(1), "amin")
         missing = first >= turn.shape[1] * turn.shape[2]
         order = (-first).float() if turn.numel() < 1 << 24 else (-first).double()
-        chosen = ops.topk_rows(order.masked_fill(missing, float("-inf"))[:, None], cache.on_device(best), max(best))
-        width = max(sinks) + max(last)
-        ends = torch.arange(width, device=device)
-        tail = cache.on_device(lengths)[:, None] - cache.on_device(last)[:, None] + ends - begin
-        ends = torch.where(ends < begin, ends, tail)
-        ends = ends.masked_fill(ends >= cache.on_device(lengths)[:, None], -1)
+        order = order.masked_fill(missing, float("-inf"))[:, None]
+        chosen = ops.topk_rows(order, most[:, 0], cache.most(self.count))
+        ends = torch.arange(cache.most(self.first_tokens) + cache.most(self.last_tokens), device=device)
+        ends = torch.where(ends < begin, ends, end + ends - begin)
+        ends = ends.masked_fill(ends >= length, -1)
         chosen = torch.cat([chosen, ends[:, None]], -1)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)
+
+    def best_keys(self, length: Number) -> Number:
+        """How many of the keys that a row of this length may read its heads choose."""
+        return budget(1.0 - self.recent, self.count(length))
+
+    def first_tokens(self, length: Number) -> Number:
+        """How many of the others are its first tokens."""
+        return clamp(self.sinks, 0, self.count(length) - self.best_keys(length))
+
+    def last_tokens(self, length: Number) -> Number:
+        """How many are its last ones."""
+        return self.count(length) - self.best_keys(length) - self.first_tokens(length)
+
+
+def _scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is."""
+    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
+    holes = cache.holes()
+    if holes is not None:
+        logits.masked_fill_(~holes[:, :, None], float("-inf"))
+    return logits.flatten(1, 2)

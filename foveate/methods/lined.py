@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
-from foveate.methods.base import Method, budget, recent, setting
+from foveate.methods.base import Method, Number, budget, recent, setting
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class LinedAsPublished(Method):
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
     needs_prompt_end: ClassVar[bool] = True
     whole_prompt: ClassVar[bool] = True
+    graphs: ClassVar[bool] = True
     causal_granularity: ClassVar[int] = 1 << 62
     full_budget: ClassVar[dict] = {"top_k": 1.0, "window": 1 << 20}
     small_budget: ClassVar[dict] = {"top_k": 0.15, "window": 8}
@@ -68,11 +69,16 @@ class LinedAsPublished(Method):
 
     def _selected(self, cache: SlotCache) -> Tensor:
         """Slots of the heavy hitters and of the recent tokens, int64 ``[B, Hkv, K]``, -1 for none."""
-        counts = [budget(self.top_k, length) for length in cache.lengths]
         mass = cache.channel("mass")
         others = mass.masked_fill((mass <= 0) | recent(cache, self.window), float("-inf"))
-        heavy = ops.topk_rows(others, cache.on_device(counts), max(counts))
-        width = min(self.window, max(cache.lengths))
+        heavy = ops.topk_rows(others, cache.each_row(self._heavy), cache.most(self._heavy))
+        width = cache.most(self._width)
         last = cache.row_tensor("lengths")[:, None] - width + torch.arange(width, device=cache.device)
         last = last.clamp_min(-1)[:, None].expand(-1, mass.shape[1], -1)
         return torch.cat([heavy, last], -1)
+
+    def _heavy(self, length: Number) -> int | Number:
+        return budget(self.top_k, length)
+
+    def _width(self, length: int) -> int:
+        return min(self.window, length)

@@ -38,6 +38,7 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
+    graphs: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
 
@@ -225,11 +226,21 @@ class LuKA(Method):
         if self.segmenter == "kl":
             for b in range(cache.batch_size):
                 self._note_divergence(cache.row(b), q[b : b + 1], scaling)
+        if cache.step is not None:
+            return self._attend(cache, q, scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
-        decoded = [length - prompt for length, prompt in zip(cache.lengths, cache.rows["prompt"])]
-        if decoded[0] % self.compress_every == 0:
+        if self.pauses(cache.decoded):
             self.pages.extend(cache)
         return out
+
+    @property
+    def graph_obstacle(self) -> str:
+        if self.segmenter == "kl":
+            return f"{self.name} with segmenter=kl asks the host where pages end"
+        return f"{self.name} with compress_every=1 makes pages at every step" if self.compress_every == 1 else ""
+
+    def pauses(self, decoded: int) -> bool:
+        return decoded % self.compress_every == 0
 
     def _note_divergence(self, cache: SlotCache, q: Tensor, scaling: float) -> None:
         """Compare the new queries with those before them, and remember the last ones."""
@@ -272,7 +283,7 @@ class LuKA(Method):
             add_mass(cache, tree, covered.masses[0])
         if self.looks_back:
             look_back(self, cache, tree, covered)
-        cache.counters.selections_capped = cache.counters.selections_capped + covered.capped
+        cache.counters.add("selections_capped", covered.capped)
         cache.count_read(covered.read, covered.refined)
         return covered.out
 

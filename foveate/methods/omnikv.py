@@ -49,8 +49,8 @@ class OmniKV(SelectOnce):
         return Place(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        how = {"pooling": "max", "pool": "layer", "mask": cache.holes()}
+        mask, lengths = cache.stored()
+        how = {"pooling": "max", "pool": "layer", "mask": mask, "lengths": lengths}
         scores = ops.pooled_mass(q, cache.keys, scaling=scaling, **how)
-        counts = self._counts(cache.lengths)
-        chosen = ops.topk_rows(scores, cache.on_device(counts), max(counts), dtype=torch.int32)
+        chosen = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count), dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

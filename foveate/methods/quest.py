@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, budget, setting
+from foveate.methods.base import Method, Number, budget, clamp, setting
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Quest(Method):
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest, Tang et al. 2024, arXiv:2406.10774"
     stateful: ClassVar[bool] = False
+    graphs: ClassVar[bool] = True
     dense: ClassVar[bool] = False
     """Whether this layer reads all keys; set by :meth:`for_layer`."""
     full_budget: ClassVar[dict] = {"top_k": 1.0}
@@ -79,54 +80,62 @@ class Quest(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.dense:
             return attend_all(cache, q, scaling).out
-        size, lengths = self.page_size, cache.lengths
-        for b, length in enumerate(lengths):
-            if length % size == 0 and (b == 0 or not cache.uniform):
-                self._bound(cache if cache.uniform else cache.row(b), length // size - 1, length // size)
-        pages = [-(-length // size) for length in lengths]
-        wanted = [
-            max(min(budget(self.top_k, length, self.min_k), length) // size, self.min_pages) for length in lengths
-        ]
-        counts = [
-            number if length <= budget(self.top_k, length, self.min_k) else min(some, number)
-            for number, some, length in zip(pages, wanted, lengths)
-        ]
-        chosen = ops.topk_rows(self._scores(cache, q, scaling), cache.on_device(counts), max(counts))
+        self._bound_newest(cache)
+        chosen = ops.topk_rows(self._scores(cache, q, scaling), cache.each_row(self.count), cache.most(self._widest))
         return self._attend(cache, q, chosen, scaling)
+
+    def pages(self, length: Number) -> Number:
+        """Pages of a row, the one that is being filled included."""
+        return -(-length // self.page_size)
+
+    def count(self, length: Number) -> Number:
+        """Pages that a row of this length may read."""
+        allowed, pages = budget(self.top_k, length, self.min_k), self.pages(length)
+        whole = clamp(clamp(allowed, 0, length) // self.page_size, self.min_pages, pages)
+        return whole + (length <= allowed) * (pages - whole)
+
+    def _widest(self, length: int) -> int:
+        """No row that is no longer may read more pages."""
+        allowed = clamp(budget(self.top_k, length, self.min_k), 0, length)
+        return clamp(self.pages(allowed), self.min_pages, self.pages(length))
+
+    def _bound_newest(self, cache: SlotCache) -> None:
+        """Write the box of the page that holds the newest token, around the keys that it has."""
+        length, page = (cache.each_row(rule)[:, None] for rule in (operator.pos, self._newest))
+        slots = page * self.page_size + torch.arange(self.page_size, device=cache.device)
+        there, heads = slots < length, cache.geometry.num_kv_heads
+        keys = ops.gather_slots(cache.keys, slots.where(there, 0)[:, None].expand(-1, heads, -1))
+        index = page[:, :, None, None].expand(-1, heads, 1, keys.shape[3])
+        unused = ~there[:, None, :, None]
+        cache.channel("low").scatter_(2, index, keys.masked_fill(unused, float("inf")).amin(2, keepdim=True))
+        cache.channel("high").scatter_(2, index, keys.masked_fill(unused, float("-inf")).amax(2, keepdim=True))
+
+    def _newest(self, length: Number) -> Number:
+        return (length - 1) // self.page_size
+
+    def _looked_at(self, length: Number, share: float) -> float | Tensor:
+        return 2 * share * (length // self.page_size) + share * (length % self.page_size)
 
     def _scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Largest logits in each page, fp32 ``[B, H, P]``, H the heads that choose; -inf where a row has no page."""
-        size, rows, lengths = self.page_size, ops.fold_group(q, cache.geometry.num_kv_heads), cache.lengths
-        whole, most = [length // size for length in lengths], -(-max(lengths) // size)
-        low, high = (cache.channel(name)[:, :, : max(whole)] for name in ("low", "high"))
-        scores = F.pad(ops.largest_logit(rows, low, high, scaling), (0, most - max(whole)))
-        number, filled = torch.arange(most, device=cache.device), cache.on_device(whole)[:, None]
-        scores = scores.masked_fill((number >= filled)[:, None, None], float("-inf"))
-        if any(length % size for length in lengths):  # a page that is being filled: its box is never stored
-            slots = filled * size + torch.arange(size, device=cache.device)
-            there = slots < cache.on_device(lengths)[:, None]
-            keys = ops.gather_slots(cache.keys, slots.where(there, 0)[:, None].expand(-1, rows.shape[1], -1))
-            low = keys.masked_fill(~there[:, None, :, None], float("inf")).amin(2, keepdim=True)
-            high = keys.masked_fill(~there[:, None, :, None], float("-inf")).amax(2, keepdim=True)
-            being_filled = (number == filled) & there.any(-1, keepdim=True)
-            scores = scores.where(~being_filled[:, None, None], ops.largest_logit(rows, low, high, scaling))
+        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages)
+        low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
+        there = ops.first_keys(cache.each_row(self.pages), most)
+        scores = ops.largest_logit(rows, low, high, scaling).masked_fill_(~there[:, :, None], float("-inf"))
         return scores.flatten(1, 2) if self.pool == "head" else scores.amax(2)
 
     def _attend(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """Attention of each query head over its pages ``[B, H, P]``, -1 for none."""
         heads, used = cache.geometry.num_kv_heads, cache.used
         slots = ops.page_slots(pages, self.page_size).flatten(2)
-        slots = slots.masked_fill(slots >= cache.on_device(cache.lengths)[:, None, None], -1)
+        slots = slots.masked_fill(slots >= cache.row_tensor("lengths")[:, None, None], -1)
         read = torch.zeros(*q.shape[:1], heads, used + 1, dtype=torch.bool, device=cache.device)
         by_kv_head = slots.unflatten(1, (heads, -1)).flatten(2)
         read.scatter_(2, by_kv_head.where(by_kv_head >= 0, used), True)
         # a key once for all the heads of a group that read it; of a page two corners, which are as much as a key and a
         # value; and of the page that is being filled the keys, without their values
         share = cache.geometry.head_dim / (cache.geometry.head_dim + cache.geometry.value_dim)
-        looked_at = sum(
-            2 * share * (length // self.page_size) + share * (length % self.page_size) for length in cache.lengths
-        )
-        cache.count_read(read[..., :used].sum(-1) + looked_at / cache.batch_size)
+        cache.count_read(read[..., :used].sum(-1) + cache.each_row(self._looked_at, share)[:, None])
         if self.pool != "head":
             return ops.attend_indices(q, cache.keys, cache.values, slots, scaling=scaling).out
         keys, values = ops.gather_fields([cache.keys, cache.values], by_kv_head)

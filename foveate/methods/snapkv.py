@@ -23,6 +23,7 @@ class SnapKV(Method):
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, Li et al. 2024, arXiv:2404.14469"
     evicts: ClassVar[bool] = True
+    graphs: ClassVar[bool] = True
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 12, "window": 8, "kernel_size": 3}

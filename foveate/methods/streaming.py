@@ -10,7 +10,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import SlotCache
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, Number, budget, per_row, setting
+from foveate.methods.base import Method, Number, budget, setting
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Streaming(Method):
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, Xiao et al. 2024, arXiv:2309.17453"
     evicts: ClassVar[bool] = True
+    graphs: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"window": 1.0}
     small_budget: ClassVar[dict] = {"sinks": 2, "window": 13}
 
@@ -58,15 +59,19 @@ class Streaming(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out
         # the next query sees nothing below its window: at most one token leaves it at each step
-        leaving = [self.lower(length) - 1 for length in cache.lengths]
-        leaves = [
-            self.lower(length) > self.lower(length - 1) and position >= self.sinks
-            for length, position in zip(cache.lengths, leaving)
-        ]
-        if any(leaves):
-            target = per_row(leaving, cache)
-            cache.evict((cache.positions == target).to(torch.uint8).argmax(-1), leaves)
+        rows = cache.rows_where(self._leaves)
+        if rows is not None:
+            target = cache.each_row(self._leaving)[:, None, None]
+            cache.evict((cache.positions == target).to(torch.uint8).argmax(-1), rows)
         return out
+
+    def _leaving(self, length: Number) -> Number:
+        """The last token that the next query does not see."""
+        return self.lower(length) - 1
+
+    def _leaves(self, live: Number, length: Number) -> bool | Tensor:
+        """Whether the last query saw that token."""
+        return (self.lower(length) > self.lower(length - 1)) & (self._leaving(length) >= self.sinks)
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 1 is a number, 1.0 a share

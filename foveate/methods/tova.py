@@ -9,7 +9,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
-from foveate.methods.base import Method, budget, setting
+from foveate.methods.base import Method, Number, budget, setting
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class TOVA(Method):
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, Oren et al. 2024, arXiv:2401.06104"
     evicts: ClassVar[bool] = True
+    graphs: ClassVar[bool] = True
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 0.2, "min_k": 8}
@@ -53,10 +54,13 @@ class TOVA(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=True)
         mass = self._pooled(attended.mass)
-        evict_weakest(cache, mass, [self.allowed(length) for length in cache.lengths], 0)
+        evict_weakest(cache, mass, self._over, 0)
         return attended.out
 
-    def allowed(self, length: int) -> int:
+    def _over(self, live: Number, length: Number) -> bool | Tensor:
+        return live > self.allowed(length)
+
+    def allowed(self, length: int | Number) -> int | Number:
         """Tokens kept of a row of this length."""
         return budget(self.top_k, length, self.min_k)
 

@@ -6,10 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods._common import attend_all
-from foveate.methods.base import Method, budget, recent, setting
+from foveate.methods._common import attend_all, evict_weakest
+from foveate.methods.base import Method, Number, budget, setting
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class Uniform(Method):
     name: ClassVar[str] = "uniform"
     source: ClassVar[str] = "baseline"
     evicts: ClassVar[bool] = True
+    graphs: ClassVar[bool] = True
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}
@@ -52,14 +52,13 @@ class Uniform(Method):
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out
-        over = [live > self.allowed(length) for live, length in zip(cache.rows["live"], cache.lengths)]
-        if any(over):
-            positions = cache.positions
-            eligible = (positions >= 0) & ~recent(cache, self.window)
-            cache.evict(ops.weakest(spacing(positions), eligible, positions), over)
+        evict_weakest(cache, spacing, self._over, self.window)
         return out
 
-    def allowed(self, length: int) -> int:
+    def _over(self, live: Number, length: Number) -> bool | Tensor:
+        return live > self.allowed(length)
+
+    def allowed(self, length: int | Number) -> int | Number:
         """Tokens kept of a row of this length."""
         return budget(self.top_k, length, self.min_k) + self.window
 

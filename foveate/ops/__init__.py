@@ -7,7 +7,7 @@ Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk
 ``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32.
 """
 
-from foveate.ops._math import fold_group
+from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend import (
     Attended,
     Covered,
@@ -21,6 +21,7 @@ from foveate.ops.attend import (
     attend_cover,
     attend_indices,
     attend_pages,
+    attend_pooled,
     attend_prefix,
     attend_recent,
     attend_selected,
@@ -83,6 +84,7 @@ __all__ = [
     "attend_cover",
     "attend_indices",
     "attend_pages",
+    "attend_pooled",
     "attend_prefix",
     "attend_recent",
     "attend_selected",
@@ -94,6 +96,7 @@ __all__ = [
     "by_mass",
     "column_mass",
     "divergence_ends",
+    "first_keys",
     "first_of",
     "fold_group",
     "free_energy",

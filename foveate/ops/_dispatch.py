@@ -90,6 +90,13 @@ def kernels_wanted() -> bool:
     return not _reference_only.get() and os.environ.get("FOVEATE_KERNELS", "1") != "0"
 
 
+def runs_kernel(verb: str) -> bool:
+    """Whether a verb on this machine's GPUs runs its kernel, for what that does."""
+    if not (torch.cuda.is_available() and kernels_wanted()) or _unusable(torch.cuda.current_device()):
+        return False
+    return verb in _verbs or (verb in _untried and _all_wanted())
+
+
 def _all_wanted() -> bool:
     return os.environ.get("FOVEATE_KERNELS") == "all"
 

@@ -46,6 +46,12 @@ def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
+def first_keys(lengths: Tensor, number: int) -> Tensor:
+    """The first so many of ``number`` keys: int ``[B]`` or ``[B, Hkv]`` to bool ``[B, Hkv or 1, number]``."""
+    lengths = lengths[:, None] if lengths.dim() == 1 else lengths
+    return torch.arange(number, device=lengths.device) < lengths[..., None]
+
+
 def block_length(bytes_per_row: int, total: int) -> int:
     """Rows per block, so that a block's temporary stays below :data:`SCRATCH_BYTES` (at least 1, at most total)."""
     return max(1, min(total, SCRATCH_BYTES // max(1, bytes_per_row)))

@@ -34,12 +34,16 @@ def frontier(
     over_splits: Annotated[
         bool, typer.Option("--over-splits", help="Show splits whose names differ in a last number as one.")
     ] = False,
+    against: Annotated[
+        str, typer.Option(help="keys_read_share, or kv_bytes_per_step: bytes of keys and values.")
+    ] = "keys_read_share",
     where: Where = None,
 ) -> None:
-    """Score against keys read: a panel for each task, a line for each method."""
+    """Score against what decoding reads: a panel for each task, a line for each method."""
     from foveate.report import plots
 
-    _say(out, plots.frontier(_rows(files, where), out, to_dense, along or [], recommended, margin, over_splits))
+    how = (to_dense, along or [], recommended, margin, over_splits, against)
+    _say(out, plots.frontier(_rows(files, where), out, *how))
 
 
 @app.command()

@@ -34,7 +34,8 @@ def lengths(rows: Sequence[Row]) -> str:
     materialised, chunked = paper.MATERIALISED.get(k, {}), paper.CHUNKED.get(k, {})
     theirs = ("paper, materialised", "paper, chunked") if chunked else ()
     gained = ("paper's chunked / ours",) if chunked else ()
-    lines = [("tokens", *theirs, *names, "TFLOP/s (of matmul)", *gained, "recall, least")]
+    rates = "TFLOP/s (of matmul)", "GB/s", "selection, of scoring"
+    lines = [("tokens", *theirs, *names, *rates, *gained, "recall, least")]
     for tokens, found in _by_tokens(rows).items():
         ours = found["foveate"]
         line = [f"{tokens:,}"]
@@ -43,6 +44,9 @@ def lengths(rows: Sequence[Row]) -> str:
             line += [published(materialised.get(tokens), beyond), published(chunked.get(tokens))]
         line += [cost(found[name]["ms"], found[name]["peak_bytes"]) if name in found else NONE for name in names]
         line.append(f"{ours['tflop_per_s']:,.0f} ({100 * ours['of_matmul']:.0f} %)")
+        line.append(NONE if ours["gb_per_s"] is None else f"{ours['gb_per_s']:,.0f}")
+        share = of_scoring(ours)
+        line.append(NONE if share is None else f"{100 * share:.0f} %")
         if chunked:
             line.append(f"{chunked[tokens].ms / ours['ms']:.1f}×" if tokens in chunked else NONE)
         line.append(f"{min(row['recall_min'] for row in found.values()):.4f}")
@@ -107,6 +111,11 @@ def duration(ms: float) -> str:
 
 def size(count: float) -> str:
     return f"{count / 1e9:.2f} GB"
+
+
+def of_scoring(row: Row) -> float | None:
+    """Time of selection alone over that of scoring alone; None where they were not measured."""
+    return row["select_ms"] / row["score_ms"] if row.get("select_ms") else None
 
 
 def times(slow: Row | None, fast: Row) -> str:

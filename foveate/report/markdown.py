@@ -53,19 +53,21 @@ def _what(row: Row) -> str:
 
 
 def _comparison(rows: Sequence[Row]) -> str:
-    lines = [("method", "score [95 %]", "Δ to dense [95 %]", "keys read", "KV read a step", "resident a sequence")]
+    lengths = all("answer_tokens" in row["metrics"] for row in rows)
+    head = ("method", "score [95 %]", "Δ to dense [95 %]", "keys read", "KV read a step", "resident a sequence")
+    lines = [(*head, "answer, tokens [95 %]") if lengths else head]
     for row in rows:
         difference = f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
-        lines.append(
-            (
-                f"`{row['spec']}`",
-                f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
-                "" if row["method"] == "dense" else difference,
-                f"{100 * row['keys_read_share']:.1f} %",
-                f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
-                f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
-            )
+        cells = (
+            f"`{row['spec']}`",
+            f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
+            "" if row["method"] == "dense" else difference,
+            f"{100 * row['keys_read_share']:.1f} %",
+            f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
+            f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
         )
+        length = "{value:.0f} [{low:.0f}, {high:.0f}]".format(**row["metrics"]["answer_tokens"]) if lengths else ""
+        lines.append((*cells, length) if lengths else cells)
     return markdown_table(lines)
 
 

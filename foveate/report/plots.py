@@ -1,10 +1,10 @@
-"""Result rows as plots: score against keys read, perplexity against the refined share, perplexity by method."""
+"""Result rows as plots: score against what is read, perplexity against the refined share, perplexity by method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foveate.evaluation.errors import UserError, unknown
 from foveate.report import figure, lines, pooled
@@ -28,8 +28,42 @@ _COMPRESSORS = {  # by compressor and mass
     ("attention", "preserve"): Look("#E69F00", "v"),
     ("random", "preserve"): Look("#882255", "P"),
 }
-_SHARES = (0.5, 1, 2.5, 5, 10, 25, 50, 100)
-_FINER_SHARES = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 100)
+
+
+class _Read(NamedTuple):
+    """How much a decode step reads, as an axis."""
+
+    name: str
+    words: str
+    """In the title."""
+    unit: str
+    scale: float
+    """Of the unit in the rows' own."""
+    ticks: Sequence[float]
+    finer: Sequence[float]
+    """Ticks where the others are too few."""
+
+
+_MEGABYTES = [10.0**power for power in range(-3, 7)]
+_READ = {
+    "keys_read_share": _Read(
+        "keys read in decode",
+        "the share of keys that decoding reads",
+        "%",
+        100,
+        (0.5, 1, 2.5, 5, 10, 25, 50, 100),
+        (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 100),
+    ),
+    "kv_bytes_per_step": _Read(
+        "keys and values read in a decode step, a sequence",
+        "the bytes of keys and values that a decode step reads",
+        "MB",
+        1e-6,
+        [first * power for power in _MEGABYTES for first in (1, 2, 5)],
+        [first * power for power in _MEGABYTES for first in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)],
+    ),
+}
+"""What a frontier can be drawn against: fields of the rows."""
 _ASIDE = 0.004  # between intervals that would stand on each other
 
 
@@ -41,10 +75,11 @@ def frontier(
     recommended: str | None = None,
     margin: float | None = None,
     over_splits: bool = False,
+    against: str = "keys_read_share",
 ) -> list[str]:
-    """Score against the share of keys read in decode: a panel for each task, a line for each method.
+    """Score against what decoding reads: a panel for each task, a line for each method.
 
-    Keys that are read to choose others count, so that the share is also that of the cache's bytes.
+    Keys that are read to choose others count, so that their share is also that of the cache's bytes.
 
     Args:
         rows: of `foveate compare`.
@@ -54,13 +89,17 @@ def frontier(
         recommended: spec of the point that gets a star.
         margin: points below dense at which to draw a line.
         over_splits: show splits whose names differ in a last number as one.
+        against: ``keys_read_share``, or ``kv_bytes_per_step``: bytes of keys and values, of a sequence and all layers.
 
     Returns:
         What was left out, a line each.
 
     Raises:
-        UserError: for an unknown spec or setting, a file name that is no PNG's, or when matplotlib is missing.
+        UserError: for an unknown spec, setting or field, a file name that is no PNG's, or when matplotlib is missing.
     """
+    if against not in _READ:
+        raise unknown("field", against, _READ, "--against")
+    read = _READ[against]
     rows, notes = lines.once(rows)
     if over_splits:
         rows, left = pooled.over_splits(rows)
@@ -71,12 +110,17 @@ def frontier(
     for name in along:
         if name not in settings:
             raise unknown("setting", name, settings, "--along")
-    shown = [row for row in rows if not _dense(row) and row["keys_read_share"] is not None]
-    notes += [f"{row['spec']}: took no decode steps, not drawn" for row in rows if row["keys_read_share"] is None]
+    shown = [row for row in rows if not _dense(row) and row[against] is not None]
+    notes += [f"{row['spec']}: took no decode steps, not drawn" for row in rows if row[against] is None]
     if not shown:
         raise UserError("nothing to draw: the rows are all of dense, or took no decode steps")
     rows, along = lines.with_dense(shown, rows), (*BUDGETS, *along)
     names, cells = lines.names(shown, along), lines.cells(rows)
+    fields = ("diff_to_dense", "diff_low", "diff_high") if to_dense else ("score", "low", "high")
+
+    def scored(row: Row) -> Point:
+        return Point(read.scale * row[against], *(row[field] for field in fields))
+
     methods = [method for method, _ in names]
     with figure.drawing(out, figure.height(len(cells), len(names))) as page:
         axes = figure.panels(page, len(cells))
@@ -90,16 +134,16 @@ def frontier(
                 figure.margin(axis, level - margin, f"{margin:g} point{'s' * (margin != 1)} below dense")
             drawn = [row for row in cell if not _dense(row)]
             for index, (line, name) in enumerate(names.items()):
-                points = sorted(_scored(row, to_dense) for row in drawn if lines.line(row, along) == line)
+                points = sorted(scored(row) for row in drawn if lines.line(row, along) == line)
                 figure.line(axis, points, name, figure.look(line[0]), methods[:index].count(line[0]))
             for row in drawn:
                 if row["spec"] == recommended:
-                    figure.star(axis, _scored(row, to_dense), figure.look(row["method"]), recommended)
-            _share_axis(axis, [100 * row["keys_read_share"] for row in drawn])
+                    figure.star(axis, scored(row), figure.look(row["method"]), recommended)
+            _read_axis(axis, [scored(row).x for row in drawn], read)
             axis.set_title(lines.place(cell[0], rows))
-        figure.name_axes(axes, "keys read in decode", "score − dense, points" if to_dense else "score")
+        figure.name_axes(axes, read.name, "score − dense, points" if to_dense else "score")
         figure.legend(page, axes)
-        what = f"{'Difference to dense' if to_dense else 'Score'} against the share of keys that decoding reads"
+        what = f"{'Difference to dense' if to_dense else 'Score'} against {read.words}"
         figure.title(page, what, _facts(rows, shown, along, to_dense))
     return notes
 
@@ -195,11 +239,6 @@ def _dense(row: Row) -> bool:
     return row["method"] == "dense"
 
 
-def _scored(row: Row, to_dense: bool) -> Point:
-    fields = ("diff_to_dense", "diff_low", "diff_high") if to_dense else ("score", "low", "high")
-    return Point(100 * row["keys_read_share"], *(row[field] for field in fields))
-
-
 def _of_perplexity(rows: Sequence[Row]) -> list[Row]:
     rows = [row for row in rows if "perplexity" in row["metrics"]]
     if not rows:
@@ -264,14 +303,14 @@ def _perplexity_level(axis: Any, cell: Sequence[Row], to_dense: bool, upright: b
         figure.level(axis, metric["value"], (metric["low"], metric["high"]), upright)
 
 
-def _share_axis(axis: Any, shares: Sequence[float]) -> None:
-    """Percent on a logarithmic axis, with numbers where they can be read."""
-    least, most = min(shares) / 1.25, max(shares) * 1.25
-    ticks, finer = ([share for share in choice if least <= share <= most] for choice in (_SHARES, _FINER_SHARES))
+def _read_axis(axis: Any, amounts: Sequence[float], read: _Read) -> None:
+    """A logarithmic axis with numbers where they can be read."""
+    least, most = min(amounts) / 1.25, max(amounts) * 1.25
+    ticks, finer = ([tick for tick in choice if least <= tick <= most] for choice in (read.ticks, read.finer))
     axis.set_xscale("log")
     axis.set_xlim(least, most)
     axis.set_xticks(ticks if len(ticks) > 2 else finer)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} {read.unit}")
     axis.xaxis.set_minor_formatter(lambda value, _: "")
 
 

@@ -70,7 +70,11 @@ def _pooled(family: str, rows: Sequence[Row], dense: Sequence[Row]) -> Row:
     first, counts = rows[0], [row["n"] for row in rows]
     own, theirs = (bootstrap(_AVERAGE, {"value": _items(side)}) for side in (rows, dense))
     beside = difference(rows, dense)
-    read = [row["keys_read_share"] for row in rows]
+
+    def average(field: str) -> float | None:
+        values = [row[field] for row in rows]
+        return None if None in values else float(np.average(values, weights=counts))
+
     return {
         **first,
         "split": f"{family} ({len(rows)} splits)",
@@ -87,7 +91,8 @@ def _pooled(family: str, rows: Sequence[Row], dense: Sequence[Row]) -> Row:
         "diff_to_dense": beside.value,
         "diff_low": beside.low,
         "diff_high": beside.high,
-        "keys_read_share": None if None in read else float(np.average(read, weights=counts)),
+        "keys_read_share": average("keys_read_share"),
+        "kv_bytes_per_step": average("kv_bytes_per_step"),
         "run": {**first["run"], "items": " ".join(row["run"]["items"] for row in rows)},
     }
 

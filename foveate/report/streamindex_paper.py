@@ -72,8 +72,6 @@ SETTINGS = {  # table 6, by setting and value
         2048: Cost(2217, 6.38),
     },
 }
-SETTINGS_RECALL = (1.0, 0.998)
-"""Mean, rounded, and least in every cell of table 6, at 16,384 tokens."""
 ABLATIONS = {  # table 7, at 16,384 tokens: mean recall, least, and the share of queries with all
     "none": (1.0, 0.9980, 0.9999),
     "A1: tiles are not merged": (0.5957, 0.1914, 0.2503),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from foveate.bench import indexer
@@ -38,6 +39,11 @@ def test_a_row_for_each_implementation_and_length():
         assert row["tflop_per_s"] * row["ms"] * 1e9 == pytest.approx(
             2 * 16 * 8 * indexer.pairs(row["case"]["tokens"], 4)
         )
+        tokens = row["case"]["tokens"]
+        moved = 4 * (tokens * 16 * 8 + tokens // 4 * 8 + tokens * 16 + tokens * 20 + indexer.pairs(tokens, 4))
+        assert row["gb_per_s"] * row["ms"] * 1e6 == pytest.approx(moved)
+        for name in ("score_ms", "select_ms"):
+            assert row[name] > 0 if row["impl"] == "foveate" else row[name] is None
 
 
 def test_what_does_not_fit_is_said(monkeypatch):
@@ -54,6 +60,47 @@ def test_a_wrong_set_is_seen(monkeypatch):
     monkeypatch.setattr(indexer.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).roll(1, 1))
     (row,) = indexer.run(indexer.Plan(tokens=(200,), implementations=("foveate",), **SMALL), lambda _: None)
     assert row["recall_min"] < 1
+
+
+def test_the_materialised_path_is_judged_by_its_own_scores(monkeypatch):
+    """Which need not be those of the other paths."""
+    real = indexer.indexer.materialised_scores
+    monkeypatch.setattr(indexer.indexer, "materialised_scores", lambda *a: -real(*a))
+    plan = indexer.Plan(tokens=(200,), implementations=("foveate", "materialised"), **SMALL)
+    assert [row["recall_min"] for row in indexer.run(plan, lambda _: None)] == [1, 1]
+    monkeypatch.setattr(indexer.ops, "indexer_scores", lambda *a, **k: 1 / 0)
+    plan = indexer.Plan(tokens=(200,), implementations=("materialised",), **SMALL)
+    assert [row["recall_min"] for row in indexer.run(plan, lambda _: None)] == [1]
+
+
+def test_parts_are_those_of_the_blocks_that_the_fused_path_makes(monkeypatch):
+    seen = {True: [], False: []}
+    real = indexer.ops.indexer_scores
+    plan = indexer.Plan(tokens=(200,), implementations=("foveate",), **SMALL)
+    inputs, parts = indexer._draw(plan, 200, indexer.ALONE), [False]
+
+    def noting(q, k, w, **how):
+        seen[parts[0]].append((q.shape, k.shape, how["offset"]))
+        return real(q, k, w, **how)
+
+    monkeypatch.setattr(indexer.ops, "indexer_scores", noting)
+    monkeypatch.setattr(indexer.indexer, "SCORES_BYTES", 4 * 30 * 40)
+    indexer.csa.lightning_indexer(inputs.q, inputs.k, inputs.weights, 20, ratio=4, path="fused")
+    parts[0] = True
+    indexer._parts(plan, inputs, indexer.ALONE)
+    assert len(seen[False]) > 2
+    assert seen[True] == 2 * seen[False], "once to warm up, and once for the repeat"
+
+
+def test_weights_are_as_a_fresh_linear_map_makes_them():
+    plan = indexer.Plan(tokens=(4096,), **SMALL)
+    drawn = indexer._draw(plan, 4096, indexer.ALONE).weights * (plan.dim * plan.heads) ** 0.5
+    hidden = torch.randn(4096, 256, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    made = torch.nn.Linear(256, 16)(hidden)
+    for x in (drawn, made):
+        assert x.var().item() == pytest.approx(1 / 3, rel=0.03)
+        assert ((x / x.std()) ** 4).mean().item() == pytest.approx(3, rel=0.1)
 
 
 def test_keys_of_the_future_are_seen(monkeypatch):

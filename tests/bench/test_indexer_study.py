@@ -41,6 +41,29 @@ def test_every_setting_is_exact_and_every_ablation_loses():
     assert 0.9 < recall["ablation", "A3: scores in fp16", 400] < 1.0
 
 
+def test_small_tiles_are_skipped_in_the_loop():
+    """And what of the keys is in a tile that is large enough is taken."""
+    scores = torch.rand(1, 5, 250, generator=torch.Generator().manual_seed(0))
+    found = study._merged(scores, 60, 100, skip=True)
+    assert torch.equal(found, study._merged(scores[..., :200], 60, 100))
+    assert bool((study._merged(scores, 60, 30, skip=True) == -1).all())
+    assert torch.equal(study._merged(scores, 50, 100, skip=True), study._merged(scores, 50, 100))
+
+
+def test_what_does_not_fit_is_left_out(monkeypatch):
+    real, said = study.bench.timed, []
+
+    def timed(plan, work, ranks):
+        if indexer.QUERY_CHUNK == 16:
+            raise torch.OutOfMemoryError
+        return real(plan, work, ranks)
+
+    monkeypatch.setattr(study.bench, "timed", timed)
+    rows = study.run(study.Plan(tokens=500, small=400, **SMALL), said.append)
+    assert len(rows) == 15
+    assert sum("left out, it does not fit into memory" in line for line in said) == 2
+
+
 def test_a_wrong_set_is_seen(monkeypatch):
     real = study.csa.lightning_indexer
     monkeypatch.setattr(study.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).clamp_min(0) // 2)

@@ -28,6 +28,34 @@ def cut(number, world):
     return ends if world < 3 else [*ends[:2], ends[1], *ends[3:]]
 
 
+def refusals(rank, world):
+    """What one rank alone has wrong is an error on all, and ends no process."""
+    mine = csa.pieces(40, rank, world)
+    length = sum(stop - start for start, stop in mine)
+    good = {"q": torch.zeros(1, length, 2, 4), "k": torch.zeros(1, 6, 4), "weights": torch.zeros(1, length, 2)}
+    good |= {"top_k": 3, "pieces": mine, "ratio": 4}
+    of_last = [
+        ({"top_k": 0}, "top_k must be an integer of at least 1, not 0"),
+        ({"weights": None}, "weights must be a tensor"),
+        ({"pieces": None}, "not iterable"),
+        ({"q": good["q"].half(), "k": good["k"].half()}, "all ranks must have the same dtype, not torch.float"),
+        ({"q": good["q"][..., :3], "k": good["k"][..., :3]}, "all ranks must have the same dim, not"),
+        ({"key_scales": torch.ones(1, 6)}, "all ranks must have the same key_scales, not"),
+        ({"top_k": 4}, "all ranks must have the same top_k, not"),
+        ({"ratio": 5}, "all ranks must have the same ratio, not"),
+        ({"k": good["k"][:, :5]}, "all ranks must have the same keys in all, not"),
+    ]
+    for change, message in of_last if world > 1 else ():
+        wrong = good | (change if rank == world - 1 else {})
+        if rank < world - 1 and not message.startswith("all"):
+            message = f"arguments of rank {world - 1} are not valid"
+        with pytest.raises((ValueError, TypeError), match=message):
+            csa.sharded_lightning_indexer(**wrong)
+    if world > 1:
+        with pytest.raises(ValueError, match=r"all ranks must have the same keys, not (ring|gather) here"):
+            csa.sharded_lightning_indexer(**good, keys="ring" if rank else "gather")
+
+
 def main():
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -53,8 +81,10 @@ def main():
     ends = cut(40, world)
     for keys in csa.sharded.KEYS:
         share = k if keys == "replicated" else k[:, ends[rank] : ends[rank + 1]]
-        with pytest.raises(ValueError, match="scores are NaN"):
+        name = "^weights must" if rank == 0 else "^q, k, weights and key_scales of all ranks must"
+        with pytest.raises(ValueError, match=f"{name} be finite"):
             csa.sharded_lightning_indexer(q[:, of_mine], share, weights[:, of_mine], 5, pieces=mine, keys=keys)
+    refusals(rank, world)
     dist.destroy_process_group()
     print(f"rank {rank} of {world}: all equal\n", end="", flush=True)
 

@@ -117,13 +117,60 @@ def test_without_any_keys_there_is_nothing(indices):
     assert found.lse.isneginf().all()
 
 
-def test_bad_input_is_named():
-    q, kv, indices = torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 5, 4), torch.zeros(1, 3, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"indices \(1, 1, 2, 2\) do not fit 1 rows of 3 queries"):
-        csa.sparse_attention(q, kv, kv, indices[:, :2], scaling=1.0)
-    with pytest.raises(ValueError, match="window must be of at least 1 token and hold 4 positions, not 2 of 3"):
-        csa.sparse_attention(q, kv, kv, indices, scaling=1.0, window=csa.Window(kv[:, :, :3], kv, 2), offset=1)
-    with pytest.raises(ValueError, match="window must be of at least 1 token"):
-        csa.sparse_attention(q, kv, kv, indices, scaling=1.0, window=csa.Window(kv, kv, 0))
-    with pytest.raises(ValueError, match=r"sinks must be one logit for each of 2 heads, not \(3,\)"):
-        csa.sparse_attention(q, kv, kv, indices, scaling=1.0, sinks=torch.zeros(3))
+Q, KEYS, RAW = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4), torch.zeros(2, 1, 9, 4)
+CHOSEN, POSITIONS = torch.zeros(2, 3, 2, dtype=torch.int32), torch.arange(3).expand(2, 3)
+
+
+@pytest.mark.parametrize("indices", [None, CHOSEN], ids=["all entries", "selected"])
+@pytest.mark.parametrize("positions", [None, POSITIONS], ids=["in place", "positions"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ratio": -2}, "ratio must be an integer of at least 1, not -2"),
+        ({"ratio": 0}, "ratio must be an integer of at least 1, not 0"),
+        ({"ratio": 1.5}, r"ratio must be an integer of at least 1, not 1\.5"),
+        ({"offset": -1}, "offset must be an integer of at least 0, not -1"),
+        ({"q": Q[0]}, r"q, k and v must be \[B, H, L, D\], not \[2, 3, 4\]"),
+        ({"k": KEYS[:1], "v": KEYS[:1]}, r"shapes do not fit: q \(2, 2, 3, 4\), k \(1, 1, 5, 4\)"),
+        ({"k": KEYS[..., :3], "v": KEYS[..., :3]}, r"shapes do not fit: .* k \(2, 1, 5, 3\)"),
+        ({"v": KEYS[:, :, :4]}, r"shapes do not fit: .* v \(2, 1, 4, 4\)"),
+        ({"k": KEYS[:, :0], "v": KEYS[:, :0]}, r"shapes do not fit: .* k \(2, 0, 5, 4\)"),
+        ({"window": csa.Window(RAW[:1], RAW[:1], 2)}, r"shapes do not fit: window \(1, 1, 9, 4\)"),
+        ({"window": csa.Window(*[RAW.expand(-1, 2, -1, -1)] * 2, 2)}, r"shapes do not fit: window \(2, 2, 9, 4\)"),
+        ({"window": csa.Window(RAW[:, :, :3], RAW, 2), "offset": 1}, "hold 4 positions, not 2 of 3"),
+        ({"window": csa.Window(RAW, RAW, 0)}, "window must be of at least 1 token"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be one logit for each of 2 heads, not \(3,\)"),
+    ],
+)
+def test_bad_input_is_named(indices, positions, change, message):
+    arguments = {"q": Q, "k": KEYS, "v": KEYS, "indices": indices, "positions": positions, "scaling": 1.0}
+    with pytest.raises(ValueError, match=message):
+        csa.sparse_attention(**(arguments | change))
+
+
+@pytest.mark.parametrize("indices", [None, CHOSEN], ids=["all entries", "selected"])
+@pytest.mark.parametrize("window", [None, csa.Window(RAW, RAW, 2)], ids=["no window", "window"])
+@pytest.mark.parametrize(
+    "positions", [torch.zeros(5, 4).long(), torch.arange(3), POSITIONS[:1], POSITIONS.float()], ids=str
+)
+def test_positions_are_those_of_the_queries(indices, window, positions):
+    with pytest.raises(ValueError, match=r"positions must be int \[B, S\] = \[2, 3\], not torch"):
+        csa.sparse_attention(Q, KEYS, KEYS, indices, scaling=1.0, window=window, positions=positions)
+
+
+@pytest.mark.parametrize("positions", [None, POSITIONS], ids=["in place", "positions"])
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (CHOSEN[:, :2], r"indices \(2, 2, 2\) do not fit 2 rows of 3 queries"),
+        (CHOSEN[0], r"indices \(3, 2\) do not fit 2 rows of 3 queries"),
+        (CHOSEN.float(), "indices must be int8, int16, int32 or int64, not torch.float32"),
+        (CHOSEN.bool(), "not torch.bool"),
+        (CHOSEN + 7, "indices must be those of 5 keys, from 0 on, or -1 for none, not 7"),
+        (CHOSEN + 5, "not 5"),
+        (CHOSEN - 2, "not -2"),
+    ],
+)
+def test_indices_are_those_of_keys(positions, indices, message):
+    with pytest.raises(ValueError, match=message):
+        csa.sparse_attention(Q, KEYS, KEYS, indices, scaling=1.0, positions=positions)

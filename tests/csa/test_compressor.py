@@ -89,3 +89,41 @@ def test_shapes_that_do_not_fit():
         csa.compress_tokens(values[..., :5], gates[..., :5], bias[:, :5], overlap=True)
     with pytest.raises(ValueError, match=r"values \[2, 9, 10\], gates \[2, 9, 10\] and bias \[4, 5\] do not fit$"):
         csa.compress_tokens(values, gates, bias[:, :5], overlap=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("length", [3, 9])
+def test_a_carry_of_something_else_is_named(overlap, length):
+    values, gates, bias = problem(length, 4, 6, overlap)
+    _, carry = csa.compress_tokens(values, gates, bias, overlap=overlap)
+
+    def refused(message, carry, overlap=overlap):
+        with pytest.raises(ValueError, match=message):
+            csa.compress_tokens(values, gates, bias, overlap=overlap, carry=carry)
+
+    refused(f"carry must be of a call with overlap={not overlap}, as this one, not {overlap}", carry, not overlap)
+    refused(r"carry must hold tokens \[2, n, \d+\], not \[1, ", carry._replace(values=carry.values[:1]))
+    refused(r"carry must hold tokens \[2, n, \d+\], not", carry._replace(gates=carry.gates[..., 1:]))
+    refused(r"carry must hold tokens \[2, n, \d+\], not", carry._replace(gates=carry.gates[:, 1:]))
+    refused(r"carry must hold tokens \[2, n, \d+\], not", carry._replace(values=carry.values[0]))
+    if overlap:
+        wrong = [(x[:, 1:] for x in carry.before), (x[:1] for x in carry.before), (x[..., 1:] for x in carry.before)]
+        for before in wrong:
+            refused(r"carry must hold a window \[2, 4, 6\], not", carry._replace(before=tuple(before)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bias": torch.zeros(0, 5)}, r"bias must be \[ratio, W\] with both of at least 1, not \[0, 5\]"),
+        ({"bias": torch.zeros(5)}, r"bias must be \[ratio, W\] with both of at least 1, not \[5\]"),
+        ({"values": torch.ones(2, 9, 5).long()}, "values must be floating, not torch.int64"),
+        ({"gates": torch.ones(2, 9, 5).int()}, "gates must be floating, not torch.int32"),
+        ({"bias": torch.ones(4, 5) + 0j}, "bias must be floating, not torch.complex64"),
+        ({"values": torch.zeros(9, 5), "gates": torch.zeros(9, 5)}, r"values \[9, 5\], gates \[9, 5\]"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    values, gates, bias = problem(9, 4, 5, False)
+    with pytest.raises(ValueError, match=message):
+        csa.compress_tokens(**({"values": values, "gates": gates, "bias": bias, "overlap": False} | change))

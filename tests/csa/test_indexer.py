@@ -96,17 +96,78 @@ def test_memory_is_bounded(monkeypatch, path):
     assert gauge.bytes <= 1 << 17, gauge.what
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("path", ["auto", *PATHS])
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_scores_that_are_nan_are_an_error(path, where, value):
-    tensors = problem(whole=False)
-    tensors[where].view(-1)[-1 if where != 1 else 5] = value
+def test_scores_that_are_nan_are_an_error_that_names_what_is_not_finite(path, where, value):
+    tensors = [*problem(whole=False), torch.ones(2, 40)]
+    tensors[where].view(-1)[-1 if where in (0, 2) else 5] = value
     tensors[1][:, 7] = 0.0  # times infinity is not a number
-    if where == 1 and value == float("inf"):
-        tensors[0][:, :, 0] = 0.0
-    with pytest.raises(ValueError, match=r"scores (are|hold) NaN"):
-        csa.lightning_indexer(*tensors, 3, offset=60, path=path)
+    if where in (1, 3) and value == float("inf"):
+        tensors[0][:, :, 0] = tensors[0][:, :, 1] = 0.0
+        tensors[2][:] = 0.0
+    name = ("q", "k", "weights", "key_scales")[where]
+    *tensors, scales = tensors
+    with pytest.raises(ValueError, match=f"^{name} must be finite, without NaN and infinities; no set of keys"):
+        csa.lightning_indexer(*tensors, 3, offset=60, key_scales=scales, path=path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("every", [False, True])
+def test_weights_must_be_finite_where_a_key_is_seen(path, value, every):
+    q, k, weights = (x.abs() + 1 for x in problem())  # products are positive, so that infinite scores are not NaN
+    weights[1, 5] = value
+    if every:
+        weights[:] = value
+    with pytest.raises(ValueError, match=r"^weights must be finite"):
+        csa.lightning_indexer(q, k, weights, 3, path=path)
+    if not every:
+        q, k, weights = (x[:, :6] for x in (q, k, weights))
+        starts = torch.tensor([0, 6])  # the query is padding
+        found = csa.lightning_indexer(q, k, weights, 3, starts=starts, path=path)
+        assert bool((found[1] == -1).all())
+        csa.lightning_indexer(q, k, weights, 3, ratio=7, path=path)  # it sees no key
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_beyond_fp32_are_not_blamed_on_what_is_finite(path):
+    q, k, weights = (torch.full_like(x, 1e19) for x in problem())
+    weights[..., 0] = -1e19
+    with pytest.raises(ValueError, match="scores are NaN: sums over heads are beyond fp32"):
+        csa.lightning_indexer(q, k, weights, 3, path=path)
+
+
+def test_a_call_that_does_not_wait_selects_nothing_and_counts(monkeypatch):
+    monkeypatch.setattr(indexer, "_waits", lambda found: False)
+    q, k, weights = problem(queries=1)
+    lost = torch.zeros(1, dtype=torch.int64)
+    expected = csa.lightning_indexer(q, k, weights, 3, offset=30, lost=lost)
+    assert lost.item() == 0
+    assert bool((expected >= 0).all())
+    k[0, 3] = float("nan")
+    for count in (1, 2):
+        assert bool((csa.lightning_indexer(q, k, weights, 3, offset=30, lost=lost) == -1).all())
+        assert lost.item() == count
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_kept_for_gradients(path):
+    tensors, kept = [x.requires_grad_() for x in problem(whole=False)], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        csa.lightning_indexer(*tensors, 3, path=path)
+    assert not kept
+
+
+def test_the_path_is_chosen_by_size(monkeypatch):
+    ran = []
+    for path in PATHS:
+        monkeypatch.setattr(indexer, f"_{path}", lambda *_, path=path: ran.append(path) or torch.zeros(1).bool())
+    q, k, weights = problem(batch=1, queries=64, keys=1024, heads=16, dim=2)
+    csa.lightning_indexer(q, k, weights, 3, offset=2000)
+    csa.lightning_indexer(q, k, weights, 3)  # which reads 64 of the keys
+    csa.lightning_indexer(*(torch.cat([x, x]) for x in (q, k, weights)), 3, offset=2000)
+    assert ran == ["materialised", "materialised", "chunked"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -149,6 +210,20 @@ def test_fp8_of_nothing_is_nothing():
     assert bool(torch.isfinite(scales).all())
 
 
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(3, 4).long(), "x must be bf16, fp16 or fp32, not torch.int64"),
+        (torch.zeros(3, 4).double(), "not torch.float64"),
+        (torch.zeros(3, 0), r"x must be \[..., D\] with D of at least 1, not \[3, 0\]"),
+        (torch.zeros(()), r"with D of at least 1, not \[\]"),
+    ],
+)
+def test_what_has_no_fp8(x, message):
+    with pytest.raises(ValueError, match=message):
+        csa.to_fp8(x)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_fp32(dtype):
     q, k, weights = problem(queries=30, keys=90, heads=8, dim=32, whole=False, dtype=dtype)
@@ -164,7 +239,26 @@ def test_half_precision_is_summed_in_fp32(dtype):
         ({"q": torch.zeros(2, 11, 6)}, r"q must be \[B, S, H, D\] and k \[B, T, D\], not \[2, 11, 6\]"),
         ({"k": torch.zeros(2, 40, 5)}, r"not \[2, 11, 4, 6\] and \[2, 40, 5\]"),
         ({"k": torch.zeros(1, 40, 6)}, r"and \[1, 40, 6\]"),
-        ({"weights": torch.zeros(2, 11, 3)}, r"weights must be \[B, S, H\] = \[2, 11, 4\], not \[2, 11, 3\]"),
+        ({"q": None}, "q must be a tensor, not NoneType"),
+        ({"weights": None}, "weights must be a tensor, not NoneType"),
+        (
+            {"weights": torch.zeros(2, 11, 3)},
+            r"weights must be floating \[B, S, H\] = \[2, 11, 4\], not .* \[2, 11, 3\]",
+        ),
+        (
+            {"weights": torch.zeros(2, 11, 4, dtype=torch.complex64)},
+            r"weights must be floating .*, not torch.complex64",
+        ),
+        ({"weights": torch.zeros(2, 11, 4).long()}, r"weights must be floating .*, not torch.int64"),
+        ({"weights": torch.zeros(2, 11, 4, device="meta")}, "weights must be on the device of q, cpu, not on meta"),
+        ({"k": torch.zeros(2, 40, 6, device="meta")}, "k must be on the device of q, cpu, not on meta"),
+        ({"starts": torch.zeros(2, device="meta").long()}, "starts must be on the device of q, cpu, not on meta"),
+        ({"key_scales": torch.ones(2, 40, device="meta")}, "key_scales must be on the device of q, cpu, not on meta"),
+        (
+            {"q": torch.zeros(2, 11, 0, 6), "weights": torch.zeros(2, 11, 0)},
+            r"q must be \[B, S, H, D\] with H and D of at least 1, not \[2, 11, 0, 6\]",
+        ),
+        ({"q": torch.zeros(2, 11, 4, 0), "k": torch.zeros(2, 40, 0)}, r"at least 1, not \[2, 11, 4, 0\]"),
         ({"k": torch.zeros(2, 40, 6, dtype=torch.float16)}, "float8_e4m3fn, not torch.float32 and torch.float16"),
         ({"q": torch.zeros(2, 11, 4, 6).long(), "k": torch.zeros(2, 40, 6).long()}, "not torch.int64"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, not 0"),
@@ -173,7 +267,9 @@ def test_half_precision_is_summed_in_fp32(dtype):
         ({"offset": -1}, "offset must be an integer of at least 0, not -1"),
         ({"starts": torch.zeros(3).long()}, r"starts must be int64 \[2\], not torch.int64 \[3\]"),
         ({"starts": torch.zeros(2)}, r"starts must be int64 \[2\], not torch.float32 \[2\]"),
-        ({"key_scales": torch.ones(2, 39)}, r"key_scales must be \[B, T\] = \[2, 40\], not \[2, 39\]"),
+        ({"key_scales": torch.ones(2, 39)}, r"key_scales must be floating \[B, T\] = \[2, 40\], not .* \[2, 39\]"),
+        ({"key_scales": torch.ones(2, 40) + 0j}, r"key_scales must be floating .*, not torch.complex64"),
+        ({"lost": torch.zeros(1)}, r"lost must be int64 \[1\] on cpu, not torch.float32 \[1\] on cpu"),
         ({"path": "fast"}, "path must be one of auto, materialised, chunked, fused, not 'fast'"),
     ],
 )
@@ -184,16 +280,20 @@ def test_bad_input_is_named(change, message):
 
 
 @pytest.mark.parametrize("ratio", [1, 4])
-@pytest.mark.parametrize("offset", [0, 1, 2040, 2047, 8180, 8187, 8190, 16380, 40_000])
-@pytest.mark.parametrize("queries", [1, 15, 17, 4096, 20_000])
-def test_rows_are_cut_by_their_keys_and_never_into_a_few(ratio, offset, queries):
-    """Pieces whose queries have at most twice the keys of the first, or few; each with enough for the same kernel."""
-    first, pieces = 0, []
-    while first < queries:
-        pieces.append((offset + first, indexer._rows(queries - first, 1, 1 << 20, ratio, offset + first)))
-        first += pieces[-1][1]
-    assert first == queries
-    assert min(rows for _, rows in pieces) >= min(indexer._FEWEST, queries)
-    for at, rows in pieces:
-        most, few = (at + rows) // ratio, (at + 2 * indexer._FEWEST) // ratio
-        assert most <= max(indexer._SHORT, 2 * few)
+@pytest.mark.parametrize("offset", [0, 1, 2040, 2047, 8180, 8187, 8190, 16380, 40_000, 1 << 23])
+@pytest.mark.parametrize("queries", [1, 15, 16, 17, 31, 40, 4096, 20_000])
+@pytest.mark.parametrize("batch", [1, 4, 8, 16, 64])
+def test_rows_are_cut_by_their_keys_and_never_into_a_few(ratio, offset, queries, batch):
+    """Pieces whose queries have at most twice the keys of the first, or few; each with enough for the same kernel, and
+    no more than there is room for beyond that."""
+    keys = 1 << 20
+    pieces = list(indexer.cuts(queries, batch, keys, ratio, offset))
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+    assert pieces[-1].stop == queries
+    few = indexer._FEWEST
+    assert min(piece.stop - piece.start for piece in pieces) >= min(few, queries)
+    for piece in pieces:
+        at, rows = offset + piece.start, piece.stop - piece.start
+        most = (at + rows) // ratio
+        assert most <= max(indexer._SHORT, 2 * ((at + 2 * few) // ratio))
+        assert rows < 2 * few or 4 * batch * rows * min(most, keys) <= indexer.SCORES_BYTES

@@ -67,6 +67,7 @@ def test_a_merge_is_the_first_of_both():
         ({"pieces": [(7, 2), (0, 10)]}, "pieces must be"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, not 0"),
         ({"ratio": 0}, "ratio must be an integer of at least 1, not 0"),
+        ({}, "torch.distributed must be initialised"),
     ],
 )
 def test_bad_input_is_named(change, message):

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, counterparts, load
-from foveate.evaluation import calibrate, divergence, inference, layer_costs, tasks
+from foveate.evaluation import accounting, calibrate, divergence, inference, layer_costs, tasks
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.tasks.base import Sampling
 from foveate.integrations.transformers.study import Study
@@ -360,13 +360,25 @@ class TestWhatIsInTheWay:
         assert plan.out.stat().st_mtime_ns == before
 
     @pytest.mark.parametrize(
-        "change", [{"anchors": 3}, {"keys": 17}, {"limit": 2}, {"seed": 1}, {"time_share": 0.5}, {"dtype": "bfloat16"}]
+        ("change", "what"),
+        [
+            ({"anchors": 3}, "--anchors"),
+            ({"keys": 17}, "keys"),
+            ({"limit": 2}, "limit, items, tokens"),
+            ({"seed": 1}, "seed, items(, tokens)?"),
+            ({"anchors": None, "time_share": 0.5}, "--time-share"),
+            ({"dtype": "bfloat16"}, "dtype"),
+            ({"weights": "none", "over": "mean"}, "--over, --weights"),
+            ({"by": "divergence", "method": Kascade(top_k=5)}, "answers, --by, --method"),
+            ({"by": "together", "method": Kascade(top_k=5)}, "answers, --by, --method, --rounds"),
+        ],
     )
-    def test_another_calibration_is_kept(self, plan, change, monkeypatch):
+    def test_another_calibration_is_kept(self, plan, change, what, monkeypatch):
         run(plan)
         before = plan.out.read_bytes()
         monkeypatch.setattr(inference, "load_model", None)
-        with pytest.raises(UserError, match="is another calibration; choose another --out, or move it away"):
+        told = rf"is another calibration \(it differs in {what}\); choose another --out, or move it away"
+        with pytest.raises(UserError, match=told):
             run(dataclasses.replace(plan, **change))
         assert plan.out.read_bytes() == before
 
@@ -401,6 +413,38 @@ class TestWhatIsInTheWay:
         with pytest.raises(UserError, match=rf"belongs to another calibration \(it differs in {what}.*choose another"):
             run(dataclasses.replace(plan, **change))
         assert len(list(calibrate.partial_folder(plan.out).iterdir())) == 2
+
+    @pytest.mark.parametrize(
+        ("before", "by"), [("similarity", "divergence"), ("divergence", "together"), ("together", "similarity")]
+    )
+    def test_what_prompts_show_serves_another_choice(self, plan, read, by, before):
+        """Also where the task's own answers end at a text of theirs."""
+        how = {"method": Kascade(top_k=5), "answer_tokens": 3}
+
+        def of(by):
+            return dataclasses.replace(plan, by=by, **(how if by != "similarity" else {}))
+
+        with pytest.raises(KeyboardInterrupt):
+            run(of(before), progress=stop_at(2))
+        assert len(read) == 2
+        said = []
+        artefact = run(of(by), say=said.append)
+        assert artefact.found["chosen_by"]["by"] == by
+        assert len(read) == len(artefact.found["run"]["tokens"])
+        assert said[0].startswith("resuming: 2 of ")
+
+    @pytest.mark.parametrize(
+        ("change", "older"),
+        [({"anchors": None, "time_share": 0.9}, {"anchors": 9}), ({}, {"time_context": 256, "time_batch": 7})],
+    )
+    def test_older_ones_may_tell_of_settings_that_had_no_effect(self, plan, monkeypatch, change, older):
+        monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: STUBBED)
+        plan = dataclasses.replace(plan, **change)
+        anchors = run(plan).anchors
+        artefact = json.loads(plan.out.read_text(encoding="utf-8"))
+        artefact["found"]["chosen_by"] |= older
+        plan.out.write_text(json.dumps(artefact), encoding="utf-8")
+        assert run(plan).anchors == anchors
 
     def test_another_number_of_anchors_goes_on_from_the_same_results(self, plan, read):
         with pytest.raises(KeyboardInterrupt):
@@ -443,6 +487,12 @@ class TestBadPlans:
             ({"time_batch": 0}, "time-batch must be at least 1"),
             *(({"time_share": share}, r"time-share must be a share in \(0, 1\], got") for share in (0.0, 1.1, -0.5)),
             ({"time_share": float("nan")}, "time-share must be a share"),
+            (
+                {"time_share": 0.5},
+                "anchors has no effect beside time-share, which says how many; leave one of them out",
+            ),
+            ({"time_context": 256}, "time-context has no effect without time-share"),
+            ({"time_batch": 7}, "time-batch has no effect without time-share"),
             ({"over": "most"}, "unknown over 'most'. Allowed: least, mean"),
             ({"weights": "xy"}, "unknown weights 'xy'. Allowed: importance, none"),
             ({"rounds": -1}, "rounds must be at least 0, got -1"),
@@ -664,8 +714,10 @@ class TestTogether:
         with pytest.raises(KeyboardInterrupt):
             run(plan, progress=stop_at(9))
         assert tried == [1, 1, 3, 3]
-        steps = []
-        assert without_time(run(plan, progress=lambda *step: steps.append(step))) == without_time(whole)
+        steps, said = [], []
+        again = run(plan, progress=lambda *step: steps.append(step), say=said.append)
+        assert without_time(again) == without_time(whole)
+        assert said == ["resuming: 4 of 4 prompts and 3 files of anchors tried are there"]
         assert tried == [1, 1, 3, 3, 3, 3, 3], "the last of four again, and the second anchor in every other place"
         assert steps[-1] == (4 + 2 * (1 + 3 + 3),) * 2
         assert [done for done, _ in steps] == sorted(done for done, _ in steps)
@@ -678,7 +730,7 @@ class TestTogether:
             "together",
             lambda model, answered, methods, step: torch.tensor([losses[len(m.anchors)] for m in methods]),
         )
-        assert run(dataclasses.replace(plan, time_share=1.0)).anchors == (0, 1)
+        assert run(dataclasses.replace(plan, anchors=None, time_share=1.0)).anchors == (0, 1)
 
     def test_tells_how_it_was_made(self, plan):
         assert (
@@ -705,7 +757,7 @@ class TestTimeShare:
     def test_is_kept_by_as_many_anchors_as_fit(self, plan, monkeypatch, share, number):
         asked = []
         monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: asked.append(shape) or STUBBED)
-        artefact = run(dataclasses.replace(plan, time_share=share, time_context=99, time_batch=3, anchors=9))
+        artefact = run(dataclasses.replace(plan, time_share=share, time_context=99, time_batch=3, anchors=None))
         assert len(artefact.anchors) == number
         shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 99, "batch": 3}
         assert asked == [{**shape, "dtype": torch.float32, "device": "cpu"}]
@@ -716,9 +768,9 @@ class TestTimeShare:
     def test_that_no_number_keeps_is_told_before_the_prompts_are_read(self, plan, monkeypatch, read):
         monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: STUBBED)
         with pytest.raises(UserError, match=r"time-share 0\.5 cannot be kept: at 32,768 tokens .* takes 0\.53 of"):
-            run(dataclasses.replace(plan, time_share=0.5))
+            run(dataclasses.replace(plan, anchors=None, time_share=0.5))
         assert not read
-        assert len(run(dataclasses.replace(plan, time_share=0.7)).anchors) == 2
+        assert len(run(dataclasses.replace(plan, anchors=None, time_share=0.7)).anchors) == 2
         assert len(read) == 3
 
     def test_that_does_not_fit_into_memory_is_told(self, plan, monkeypatch):
@@ -729,7 +781,7 @@ class TestTimeShare:
         with pytest.raises(
             UserError, match=r"the keys of 1 sequences of 32,768 tokens, .* smaller time-batch or time-"
         ):
-            run(dataclasses.replace(plan, time_share=0.5))
+            run(dataclasses.replace(plan, anchors=None, time_share=0.5))
 
     def test_knows_models_whose_layer_0_is_not_one_of_the_layers(self):
         share = 0.36  # 1.4 of 4, which the dense layer 0 would exceed
@@ -744,10 +796,42 @@ class TestTimeShare:
         assert list(costs) == ["dense", "first", "anchor", "reuse"]
         assert all(0 < cost < 1000 for cost in costs.values())
 
+    @pytest.mark.parametrize(("beyond", "caches"), [(1, 1), (100_000, 2), (1 << 30, 4)])
+    def test_is_of_steps_of_each_kind_of_layer_over_all_caches(self, monkeypatch, beyond, caches):
+        """As many caches of 51,200 bytes as no cache of the device holds, four at most; the time is that of one."""
+        chose, stepped, timed = [], [], []
+        select, decode = Kascade.select, layer_costs._decode
+
+        def noting(method, cache, *more):
+            chose.clear()
+            decode(method, cache, *more)
+            dense = method.name == "dense" or method.place.dense
+            stepped.append((id(cache), "dense" if dense else "sparse", "chooses" if chose else "does not"))
+
+        def milliseconds(step, device):
+            stepped.clear()
+            step()
+            timed.append(list(stepped))
+            return float(len(timed))
+
+        monkeypatch.setattr(Kascade, "select", lambda self, *more: chose.append(self) or select(self, *more))
+        monkeypatch.setattr(layer_costs, "_decode", noting)
+        monkeypatch.setattr(layer_costs, "_BEYOND_CACHES", beyond)
+        monkeypatch.setattr(accounting, "milliseconds", milliseconds)
+        shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 200, "batch": 2}
+        costs = layer_costs.measure(Kascade(), **shape, dtype=torch.float32, device="cpu")
+        repeats = len(timed) // 4
+        assert repeats > 2
+        assert list(costs.values()) == [(repeats * (kind + 0.5) + 0.5) / caches for kind in range(4)]  # medians
+        kinds = [("dense", "does not"), ("dense", "chooses"), ("sparse", "chooses"), ("sparse", "does not")]
+        for number, steps in enumerate(timed):
+            assert len(steps) == len({cache for cache, *_ in steps}) == caches
+            assert {tuple(kind) for _, *kind in steps} == {kinds[number // repeats]}
+
     def test_is_of_costs_of_the_method(self, plan, monkeypatch):
         asked, method = [], Kascade(top_k=5, pool="layer")
         monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: asked.append(method) or STUBBED)
-        run(dataclasses.replace(plan, method=method, time_share=0.9))
+        run(dataclasses.replace(plan, method=method, anchors=None, time_share=0.9))
         assert asked == [method]
         chosen = []
         monkeypatch.undo()
@@ -765,7 +849,9 @@ class TestTimeShare:
         lost[3, 3] = 5.0
         monkeypatch.setattr(layer_costs, "measure", lambda method, **shape: STUBBED)
         monkeypatch.setattr(divergence, "measure", lambda *more: lost.index_fill(1, torch.tensor(0), 0.0))
-        artefact = run(dataclasses.replace(plan, by="divergence", method=Kascade(top_k=5), time_share=1.0))
+        artefact = run(
+            dataclasses.replace(plan, by="divergence", method=Kascade(top_k=5), anchors=None, time_share=1.0)
+        )
         assert artefact.anchors == (0, 2)
         assert list(artefact.heads) == ["1", "3"]
 

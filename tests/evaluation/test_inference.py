@@ -105,6 +105,34 @@ def test_long_prompts_are_read_in_chunks(model, tokenizer, monkeypatch, method):
     assert chunked.outputs == whole.outputs
 
 
+@pytest.mark.parametrize(
+    ("method", "piece"),
+    [
+        ("kascade:anchors=[0],top_k=3,tile=10", 15),  # of two heads a group: five tokens a tile
+        ("kascade:anchors=[0],top_k=3,tile=60", 30),
+        ('per_layer:layers={"0": "oracle_topk:top_k=3,tile=6,dense_layers=0", "1": "oracle_topk:top_k=3,tile=10"}', 15),
+        ("kascade:anchors=[0],top_k=3,tile=10,decode_only=true", 17),
+    ],
+)
+def test_long_prompts_are_cut_between_tiles(model, tokenizer, monkeypatch, method, piece):
+    ids = torch.randint(3, 600, (2, 70), generator=torch.Generator().manual_seed(0))
+    items = [Item(str(n), "", tuple(row), max_new_tokens=2) for n, row in enumerate(ids.tolist())]
+    widths, forward = [], type(model).forward
+
+    def noted(self, input_ids, **kwargs):
+        widths.append(input_ids.shape[1])
+        return forward(self, input_ids, **kwargs)
+
+    with foveate.attached(model, method):
+        whole = inference.read_prompt(model, tokenizer, items)._paused.logits[:, -1]
+        monkeypatch.setattr(type(model), "forward", noted)
+        monkeypatch.setattr(inference, "_FORWARD_TOKENS", 17 * len(items))
+        monkeypatch.setattr(inference, "_SHORTEST_CHUNK", 1)
+        chunked = inference.read_prompt(model, tokenizer, items)._paused.logits[:, -1]
+    assert widths == [piece] * (70 // piece) + [70 % piece]
+    torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
+
+
 METHODS = ["dense", "h2o:top_k=8,window=4", "luka:page_size=2,tail=3,compressor=attention", "snapkv:top_k=3,window=2"]
 
 

@@ -86,6 +86,18 @@ def test_every_sample_is_an_item_with_draws_of_its_own(problems, tokenizer):
         ("", "2", False),
         (r"\boxed{", "2", False),
         (r"\boxed{\frac{1}{", "2", False),
+        (r"\boxed{2", "2", False),
+        (r"The answer is \boxed{}. 7", "7", False),
+        (r"\boxed{} so the answer is 5", "5", False),
+        (r"\boxed{ } $5$", "5", False),
+        (r"\boxed{5}, or $\boxed{}$", "5", False),
+        (r"\boxed and 5", "5", False),
+        (r"\boxed so {5}", "5", False),
+        (r"\boxed{\text{none}} of 5", "5", False),
+        (r"\boxed{3} and $5$", "5", False),
+        (r"\boxed {5} and $3$", "5", True),
+        (r"\boxed{\left\{ 1, 2 \right\}} or 3", r"\{1, 2\}", True),
+        (r"\boxed{\{1\}, 2} or 1", "1", False),
     ],
 )
 def test_grading(problems, tokenizer, text, answer, right):

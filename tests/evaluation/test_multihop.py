@@ -170,6 +170,15 @@ def test_no_question_is_in_both_splits(houses, tokenizer, tmp_path, name):
         make(tmp_path, tokenizer, name, limit=6, split="train")
 
 
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("split", ["dev", "train"])
+def test_an_empty_data_set_is_told_as_such(tokenizer, tmp_path, name, split):
+    for other in ("dev", "train"):
+        write(tmp_path, FILES[name][other], [] if other == split else [FORMS[name](other, 0)])
+    with pytest.raises(UserError, match=rf"{re.escape(FILES[name][split])}: holds no records, and 3 are wanted"):
+        make(tmp_path, tokenizer, name, limit=3, split=split)
+
+
 @pytest.mark.parametrize(
     ("said", "answers", "f1", "em", "lenient"),
     [

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 from evaluation import tiny
+from safetensors.torch import load_file, save_file
 
 import foveate
 from foveate.evaluation import accounting, inference, resultfile, runner, tasks
@@ -331,6 +332,57 @@ def test_a_value_that_is_no_number_is_an_error(plan, monkeypatch):
     monkeypatch.setattr(type(plan.task), "grade", lambda self, item, output: {"nll": float("nan")})
     with pytest.raises(ArithmeticError, match="'dense' gave a value that is not a number"):
         runner.run(runner.prepare(plan))
+
+
+@pytest.fixture
+def broken_folder(tmp_path):
+    """A model with a weight that is no number."""
+    folder = tiny.build(tmp_path / "tiny-llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+BROKEN = r"item \S+: the predictions of the model are not finite \(NaN or infinite\); .* float32 not hold"
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        tasks.parse("niah", length=300),
+        tasks.parse("perplexity:continuation=12", length=60),
+        Fidelity(of=tasks.parse("niah", length=300)),
+    ],
+    ids=["answers", "likelihood", "fidelity"],
+)
+@pytest.mark.parametrize("spec", ["quest", "omnikv", "lessismore", "kascade", "kascade:top_p=0.9"])
+def test_predictions_that_are_not_finite_are_an_error(plan, broken_folder, task, spec):
+    methods, _ = runner.parse_methods([spec])
+    broken = dataclasses.replace(plan, model=broken_folder, methods=methods, task=task, limit=2)
+    with pytest.raises(UserError, match=f"method 'dense', {BROKEN}"):
+        runner.run(runner.prepare(broken))
+    assert not plan.out.exists()
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("task", ["niah:max_new_tokens=4", "perplexity:continuation=12"])
+def test_predictions_of_a_method_that_are_not_finite_name_it_and_the_item(plan, monkeypatch, task, share_prompt):
+    """Of one row of a batch, from a step on that no warm-up reaches."""
+    decode = foveate.methods.get("quest").decode
+
+    def broken(self, cache, *more):
+        out = decode(self, cache, *more)
+        if cache.lengths[0] > 70:
+            out[1] = float("nan")
+        return out
+
+    monkeypatch.setattr(foveate.methods.get("quest"), "decode", broken)
+    methods, _ = runner.parse_methods(["quest"])
+    own = dataclasses.replace(plan, methods=methods, task=tasks.parse(task, length=300), share_prompt=share_prompt)
+    prepared = runner.prepare(own)
+    with pytest.raises(UserError, match=f"method 'quest', item {prepared.items[1].id}: the predictions of the model"):
+        runner.run(prepared)
 
 
 def test_questions_in_batches_of_unequal_length(plan):

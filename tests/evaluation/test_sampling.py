@@ -52,6 +52,11 @@ def test_only_the_likeliest_tokens_are_drawn_from(top_p, kept):
     assert torch.allclose(drawn(probabilities.log().tolist(), 1.0, top_p), expected, atol=0.025)
 
 
+def test_probabilities_that_are_no_numbers_give_a_token_all_the_same():
+    """So that what ends the answer is the check behind it."""
+    assert len(drawn([0.0, float("nan"), 1.0], 1.0, 1.0)) == 3
+
+
 def test_an_answer_does_not_depend_on_its_batch(model, tokenizer):
     items = [question(tokenizer, text, seed) for seed in "ab" for text in TEXTS]
     together = answers(model, tokenizer, items)

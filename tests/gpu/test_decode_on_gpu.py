@@ -60,7 +60,8 @@ def selection(batch, heads, number, places, seed=0):
     drawn = uniform(batch, heads, max(number, places), seed=seed).argsort(-1)[..., :places]
     unused = (drawn >= number) | (uniform(*drawn.shape, seed=seed + 1) < 0.1)
     unused[..., places - places // 5 :] = True
-    unused[-1] = batch > 1
+    if batch > 1:
+        unused[-1] = True
     return drawn.masked_fill(unused, -1).to(torch.int32)
 
 
@@ -87,6 +88,35 @@ def test_attention_of_all_keys_of_any_group(dtype, heads, kv_heads, batch, numbe
         with poisoned_memory("cuda"):
             found = ops.attend(q, k, v, scaling=0.1, need_lse=True, **more)
         check_attended(found, exact(q, k, v, scaling=0.1, **more), dtype)
+
+
+@DTYPES
+@GROUPS
+@SIZES
+@pytest.mark.parametrize("of_heads", [False, True])
+def test_the_first_keys_alone_among_nan(dtype, heads, kv_heads, batch, number, of_heads):
+    q, k, v = problem(batch, heads, kv_heads, number, 128, 128, dtype)
+    lengths = (uniform(batch, kv_heads, seed=3) * number).long() + 1
+    lengths = lengths.to(torch.int32) if of_heads else lengths[:, 0]
+    there = (torch.arange(number, device="cuda") < lengths.view(batch, -1, 1)).expand(-1, kv_heads, -1)
+    k[~there], v[~there] = torch.nan, torch.inf
+    with poisoned_memory("cuda"):
+        found = ops.attend(q, k, v, scaling=0.1, lengths=lengths, need_lse=True)
+        mass = ops.pooled_mass(q, k, scaling=0.1, lengths=lengths)
+        chosen = ops.attend_indices(
+            q,
+            k,
+            v,
+            torch.arange(number, device="cuda").expand(there.shape),
+            scaling=0.1,
+            lengths=lengths,
+            need_lse=True,
+        )
+    expected = exact(q, k, v, scaling=0.1, mask=there[:, :, None])
+    check_attended(found, expected, dtype)
+    check_attended(chosen, expected, dtype)
+    expected = pooled.pooled_mass(q.double(), k.nan_to_num(0.0).double(), scaling=0.1, mask=there).float()
+    torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-7)
 
 
 @DTYPES

@@ -1,6 +1,7 @@
 """Models with sparse attention of their own, against what Transformers computes with masks."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -193,6 +194,46 @@ def test_what_is_refused(model):
             model.generate(ids(), max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="settings need a method: top_k"):
         foveate.attach(model, top_k=3)
+
+
+@torch.no_grad()
+def test_sets_are_those_that_transformers_selects(model):
+    """Of keys that a query may read; Transformers fills what is left with others, and -1 does here."""
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    found = []
+    for attached in (False, True):
+        selected = []
+        hooks = [one.register_forward_hook(lambda _m, _a, out, to=selected: to.append(out)) for one in indexers]
+        foveate.attach(model) if attached else None
+        model(ids(), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        found.append(selected)
+    assert len(found[0]) == len(found[1]) == len(indexers) > 0
+    for theirs, ours in zip(*found):
+        for b, t in itertools.product(range(2), range(40)):
+            expected = {key for key in theirs[b, t].tolist() if 0 <= key <= t}
+            assert {key for key in ours[b, t].tolist() if key >= 0} == expected, (b, t)
+
+
+@torch.no_grad()
+def test_a_decode_step_that_does_not_wait_says_afterwards_that_it_was_lost(model, monkeypatch):
+    monkeypatch.setattr("foveate.csa.indexer._waits", lambda found: found.shape[1] > 1)  # as on a GPU
+    cache = transformers.DynamicCache(config=model.config)
+    indexer = next(module for module in model.modules() if type(module).__name__.endswith("Indexer"))
+    with foveate.attached(model):
+        model(ids(), past_key_values=cache)
+        model(ids(length=1), past_key_values=cache)
+        assert foveate.stats(model).layers[0].selections_lost == 0
+        indexer.weights_proj.weight.fill_(torch.nan)
+        with torch.inference_mode():
+            model(ids(length=1), past_key_values=cache)
+        found = foveate.stats(model, reset=True)
+        assert found.layers[0].selections_lost == 1
+        assert any("scores were NaN" in note for note in found.summary()["notes"])
+        assert foveate.stats(model).layers[0].selections_lost == 0
+        with pytest.raises(ValueError, match="weights must be finite"):
+            model(ids())
 
 
 def test_other_models_need_a_method():

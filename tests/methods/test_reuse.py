@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.cache import Counters
+from foveate.cache import Counters, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.cache import Layer, Phase
 from tests.helpers import assert_close
@@ -220,6 +220,16 @@ def test_lessismore_written_out():
             assert_close(out[layer, 0, :, 0], read(q, k, v, i, [chosen if sparse else set(range(i + 1))] * KV_HEADS))
 
 
+@pytest.mark.parametrize("recent", [0.0, 0.25, 0.9])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_lessismore_reads_every_key_once_where_its_budget_is_the_context(recent, sinks):
+    method = methods.make("lessismore", recent=recent, sinks=sinks)
+    for length in range(1, 20):
+        ((q, k, v),) = draw(1, 1, length)
+        chosen = method.select(SlotCache.of(k, v, HEADS), q[:, :, -1:], SCALING)
+        assert [sorted(head[head >= 0].tolist()) for head in chosen[0]] == [list(range(length))] * KV_HEADS
+
+
 def test_oracle_chooses_in_every_layer():
     tokens = draw(3, 1, 30)
     method = methods.make("oracle_topk", top_k=6, decode_only=True)
@@ -309,6 +319,28 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
     assert len(stack.phase.forward) <= left  # lessismore reads prompts densely
     stack.feed(draw(layers, 1, 1))
     assert len(stack.phase.forward) == left
+
+
+@pytest.mark.parametrize(
+    ("method", "layers", "choosing"),
+    [
+        ("kascade:anchors=[0,1]", 3, [1]),
+        ("kascade:anchors=[0,2]", 3, [0, 2]),
+        ("omnikv:filters=[0,2]", 4, []),  # one dense layer waits behind each filter
+        ("omnikv:filters=[0,2],wait=0", 4, [0, 2]),
+        ("lessismore:selections=[1,2]", 4, [2]),
+        ("lessismore:selections=[0,3]", 4, [0]),
+    ],
+)
+def test_dense_layers_choose_at_a_step_only_for_others(monkeypatch, method, layers, choosing):
+    method, chose = methods.parse(method), []
+    real = type(method).select
+    monkeypatch.setattr(type(method), "select", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
+    stack = Stack(method, layers, 9)
+    stack.feed(draw(layers, 1, 9))
+    for step in range(2):
+        stack.feed(draw(layers, 1, 1, seed=step))
+    assert chose == choosing * 2
 
 
 def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():

@@ -6,6 +6,7 @@ import torch
 from foveate.ops import _tile
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.attend.pooled import attend_pooled
 from foveate.ops.score import pooled, pooled_kernel
 from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
@@ -39,15 +40,16 @@ def close(found, expected, dtype):
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=1e-4)
 
 
-def check(q, k, v, indices=None, mask=None):
+def check(q, k, v, indices=None, mask=None, lengths=None):
     """Against the reference over keys of which none is NaN."""
+    more = {"lengths": lengths, "scaling": 0.3, "need_lse": True}
     k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0)
     if indices is not None:
-        found = decode_kernel.attend_indices(q, k, v, indices, scaling=0.3, need_lse=True)
-        expected = reference.attend_indices(q, k_, v_, indices, scaling=0.3, need_lse=True)
+        found = decode_kernel.attend_indices(q, k, v, indices, **more)
+        expected = reference.attend_indices(q, k_, v_, indices, **more)
     else:
-        found = decode_kernel.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True)
-        expected = reference.attend(q, k_, v_, scaling=0.3, mask=mask, need_lse=True)
+        found = decode_kernel.attend(q, k, v, mask=mask, **more)
+        expected = reference.attend(q, k_, v_, mask=mask, **more)
     close(found, expected, q.dtype)
     return found
 
@@ -82,6 +84,29 @@ def test_keys_that_a_mask_leaves(dtype, of_heads, of_rows, splits):
     found = check(q, k, v, mask=mask)
     assert not found.out[-1].any()
     assert found.lse[-1].isneginf().all()
+
+
+LENGTHS = {
+    "rows": torch.tensor([150, 33]),
+    "rows, the second without any": torch.tensor([70, 0], dtype=torch.int32),
+    "heads": torch.tensor([[1, 150], [64, 5]], dtype=torch.int32),
+}
+
+
+@HALF
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_first_keys_alone(dtype, lengths, masked, splits):
+    q, k, v = problem(dtype=dtype)
+    mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
+    beyond = torch.arange(150) >= lengths.view(2, -1, 1).expand(-1, 2, -1)
+    k[beyond], v[beyond] = torch.nan, torch.inf
+    check(q, k, v, mask=mask, lengths=lengths)
+    indices = selection(2, 2, 150, 150)
+    chosen = indices.masked_fill(beyond, -1)
+    k, v = k.nan_to_num(0.5), v.nan_to_num(0.5, posinf=0.5)
+    found = check(q, k, v, indices, lengths=lengths)
+    close(found, decode_kernel.attend_indices(q, k, v, chosen, scaling=0.3, need_lse=True), dtype)
 
 
 @HALF
@@ -128,11 +153,12 @@ def test_what_was_not_asked_for_is_none():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_mass_of_the_keys(masked):
+@pytest.mark.parametrize("lengths", [None, *LENGTHS.values()], ids=["all", *LENGTHS])
+def test_the_mass_of_the_keys(masked, lengths):
     q, k, v = problem()
     mask = torch.rand(2, 2, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
-    found = decode_kernel.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True, need_mass=True)
-    expected = reference.attend(q, k, v, scaling=0.3, mask=mask, need_lse=True, need_mass=True)
+    more = {"scaling": 0.3, "mask": mask, "lengths": lengths, "need_lse": True, "need_mass": True}
+    found, expected = decode_kernel.attend(q, k, v, **more), reference.attend(q, k, v, **more)
     close(found, expected, q.dtype)
     torch.testing.assert_close(found.mass, expected.mass)
 
@@ -199,6 +225,26 @@ def test_pooled_mass(dtype, pooling, pool, number, splits):
 
 
 @HALF
+@POOLING
+@POOL
+@pytest.mark.parametrize("ragged", [None, "mask", "lengths"])
+def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragged, splits):
+    q, k, v = problem(number=300, dtype=dtype)
+    more = {"scaling": 0.3, "pooling": pooling, "pool": pool}
+    there = torch.ones(2, 2, 1, 300, dtype=torch.bool)
+    if ragged == "mask":
+        more["mask"] = there = torch.rand(2, 2, 1, 300, generator=torch.manual_seed(1)) < 0.5
+    elif ragged == "lengths":
+        more["lengths"] = torch.tensor([[300, 17], [0, 131]])
+        there = torch.arange(300) < more["lengths"][:, :, None, None]
+    k[~there[:, :, 0]], v[~there[:, :, 0]] = torch.nan, torch.inf
+    found = decode_kernel.attend_pooled(q, k, v, **more)
+    expected = attend_pooled(q, k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0), **more)
+    close(found, expected, dtype)
+    torch.testing.assert_close(found.mass, expected.mass, rtol=1e-5 if dtype == torch.float32 else 3e-4, atol=1e-9)
+
+
+@HALF
 @POOL
 @pytest.mark.parametrize(("of_rows", "of_heads", "pooling"), [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max")])
 def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling, splits):
@@ -210,6 +256,20 @@ def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling,
     assert torch.equal(
         found.isneginf(), ~(mask if pool == "kv_head" else mask.all(1, keepdim=True)).expand(*found.shape)
     )
+
+
+@HALF
+@POOL
+@pytest.mark.parametrize("pooling", ["sqrt", "max"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lengths", [[300, 41], [[129, 300], [64, 5]]], ids=["rows", "heads"])
+def test_pooled_mass_of_the_first_keys(dtype, pool, pooling, masked, lengths, splits):
+    q, k, _ = problem(number=300, dtype=dtype)
+    mask = torch.rand(2, 1, 300, generator=torch.manual_seed(1)) < 0.5 if masked else None
+    lengths = torch.tensor(lengths)
+    k[torch.arange(300) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = torch.nan
+    found = check_mass(q, k, mask, lengths=lengths, pool=pool, pooling=pooling)
+    assert found[1, :, 64:].isneginf().all()
 
 
 def test_masses_that_are_nothing_in_16_bits():
@@ -261,12 +321,24 @@ SCORES = {
 }
 
 
+HOW = pytest.mark.parametrize("how", ["held", "found in a sample of all", "found in a small sample", "read anew"])
+
+
+@pytest.fixture
+def sizes(how, monkeypatch):
+    """Rows kept whole; of longer ones the last score bracketed well, loosely, or with too little room between."""
+    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if how == "held" else 0)
+    monkeypatch.setattr(rows_kernel, "multiprocessors", lambda device: 1 if how == "found in a small sample" else 100)
+    samples = {"found in a small sample": (256, 4096), "read anew": (64, 64)}
+    if how in samples:
+        monkeypatch.setattr(rows_kernel, "sizes", lambda number, k: samples[how])
+
+
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("held", [True, False])
-def test_topk_of_rows(scores, held, splits, monkeypatch):
-    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if held else 0)
+@HOW
+def test_topk_of_rows(scores, sizes):
     scores = torch.stack([scores, scores.flip(0), scores.roll(5)]).view(3, 1, N)
-    for counts, dtype in (([1, 450, 2048], torch.int32), ([0, 3, N], torch.int64)):
+    for counts, dtype in (([1, 450, 2048], torch.int32), ([0, N - 1, N], torch.int64)):
         counts = torch.tensor(counts)
         arguments = (scores, counts, int(counts.max()))
         found = rows_kernel.topk_rows(*arguments, dtype=dtype)
@@ -274,10 +346,37 @@ def test_topk_of_rows(scores, held, splits, monkeypatch):
         assert torch.equal(found, select.topk_rows(*arguments, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    ("scores", "how", "by"),
+    [
+        (torch.randn(3, 1, 40_000, generator=torch.manual_seed(4)), "found in a sample", [2, 2, 2]),
+        (torch.randn(3, 1, 40_000, generator=torch.manual_seed(4)).clamp_min(0.5), "all tie", [2, 1, 1]),
+        (torch.arange(40_000.0).remainder(10).expand(3, 1, -1), "few values", [0, 1, 1]),
+    ],
+)
+def test_what_tells_where_chosen_scores_lie(scores, how, by, monkeypatch):
+    """The sample suffices for scores in no order, and for a tie that is longer than what is kept."""
+    found, settled = rows_kernel._settle, []
+
+    class Noted:
+        def __getitem__(self, grid):
+            def run(*arguments, **options):
+                found[grid](*arguments, **options)
+                settled.append(arguments[8].clone())
+
+            return run
+
+    monkeypatch.setattr(rows_kernel, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(rows_kernel, "_settle", Noted())
+    counts = torch.tensor([4000, 20_000, 39_000]) if how != "few values" else torch.tensor([4000, 18_000, 30_500])
+    chosen = rows_kernel.topk_rows(scores.contiguous(), counts, 39_000)
+    assert torch.equal(chosen, select.topk_rows(scores.contiguous(), counts, 39_000))
+    assert settled[0][2].tolist() == by
+
+
 @pytest.mark.parametrize("number", [1, 3, 2048, 2049])
-@pytest.mark.parametrize("held", [True, False])
-def test_topk_of_rows_of_any_length_and_strides(number, held, splits, monkeypatch):
-    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if held else 0)
+@HOW
+def test_topk_of_rows_of_any_length_and_strides(number, sizes):
     scores = torch.rand(2, number, 3, generator=torch.manual_seed(3)).transpose(1, 2)
     counts = torch.stack([torch.tensor([2, 1700]), torch.full((2,), 5)], 1)[:, 0]
     found = rows_kernel.topk_rows(scores, counts, 1700)

@@ -86,6 +86,18 @@ def test_nan_is_told_where_a_query_may_see_it(seen):
     assert indexer.indexer_scores(q, k, weights, offset=60).lost.tolist() == [int(seen)]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("query", [0, 1, 8])
+def test_weights_that_are_not_finite_are_told_where_their_query_sees_a_key(value, query, small_blocks):
+    q, k, weights = problem(keys=150)
+    q, k = q.abs(), k.abs()  # so that no score is NaN
+    weights[1, query, -1] = value
+    for starts, offset, seen in ((None, 0, query), (None, 140, True), (torch.tensor([0, 141]), 140, query)):
+        how = {"ratio": 1 if offset else 2, "offset": offset, "starts": starts}
+        assert indexer_kernel.indexer_scores(q, k, weights, **how).lost.tolist() == [int(bool(seen))]
+        assert indexer.indexer_scores(q, k, weights, **how).lost.tolist() == [int(bool(seen))]
+
+
 def test_what_scores_refuse():
     q, k, weights = problem()
     with pytest.raises(UnsupportedError, match="float64"):

@@ -121,7 +121,7 @@ def test_blocks_larger_than_what_is_selected(monkeypatch):
 
 def test_nothing_to_do():
     q, k, v = problem()
-    assert selected_kernel.attend_selected(q[:, :, :0], k, v, torch.zeros(2, 0, 3), scaling=1.0).out.shape[2] == 0
+    assert selected_kernel.attend_selected(q[:, :, :0], k, v, torch.zeros(2, 0, 3).int(), scaling=1.0).out.shape[2] == 0
 
 
 def test_what_it_refuses():
@@ -136,5 +136,7 @@ def test_what_it_refuses():
         selected_kernel.attend_selected(q, k, v, indices[:1], scaling=1.0)
     with pytest.raises(ValueError, match="shapes do not fit"):
         selected_kernel.attend_selected(q, k[..., :8], v, indices, scaling=1.0)
+    with pytest.raises(ValueError, match="indices must be those of 60 keys, from 0 on, or -1 for none, not 60"):
+        selected_kernel.attend_selected(q, k, v, torch.full_like(indices, 60), scaling=1.0)
     with pytest.raises(ValueError, match="window must be of at least 1 token"):
         selected_kernel.attend_selected(q, k, v, indices, scaling=1.0, window=3)

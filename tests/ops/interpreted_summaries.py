@@ -166,6 +166,24 @@ def test_pages_that_are_not_refined_are_not_read(few):
     assert again.masses == ()
 
 
+def test_room_for_more_than_rows_have(few):
+    """As in a step that is replayed while rows grow: what is on the device counts."""
+    problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.Refinement(prior=0.5)
+    found, rows = check(problem, how), problem.tree.rows
+    problem.tree = problem.tree._replace(
+        rows=rows._replace(places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), moving=True)
+    )
+    roomy = summaries_kernel.attend_summaries(
+        *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True, need_masses=True
+    )
+    for mine, its in zip((roomy.out, roomy.lse, *roomy.masses), (found.out, found.lse, *found.masses), strict=True):
+        torch.testing.assert_close(mine[..., : its.shape[-1]], its, rtol=1e-5, atol=1e-6)
+        assert not mine[..., its.shape[-1] :].any()
+    assert torch.equal(roomy.looked[0].chosen[..., : rows.most[0]], found.looked[0].chosen)
+    assert (roomy.looked[0].chosen[..., rows.most[0] :] == -1).all()
+    assert torch.equal(roomy.read, found.read)
+
+
 def test_ties_go_to_the_smaller_index(few):
     problem = Problem(pages=(40, 13), allowed=(5,))
     problem.tree.levels[0].nodes.k[0, :, 7:31] = problem.tree.levels[0].nodes.k[0, :, 7:8]

@@ -36,8 +36,12 @@ def assert_compiled_well(compiled, capability, half):
 
 @CAPABILITIES
 @HALF_AND_FULL
-@pytest.mark.parametrize(("indexed", "masked"), [(False, False), (False, True), (True, False)])
-def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked):
+@pytest.mark.parametrize(
+    ("indexed", "masked", "kept"),
+    [(False, False, False), (False, True, False), (True, False, False), (False, False, True)],
+)
+@pytest.mark.parametrize("bounded", [False, True])
+def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, kept, bounded):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
     tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
@@ -53,11 +57,19 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
             "chosen_ptr": chosen,
             **{f"chosen_stride_{axis}": "i32" for axis in "bh"},
             "chosen_stride_l": 1,
+            "length_ptr": "*i64" if bounded else None,
+            **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32:16"),
-            **dict.fromkeys(("batches", "num_kv_heads", "group", "parts", "number", "each"), "i32"),
-            "scale": "fp32",
+            "logit_ptr": ("*i16:16" if half else "*fp32:16") if kept else None,
+            **dict.fromkeys(("top_ptr", "kept_lse_ptr"), "*fp32:16" if kept else None),
+            **dict.fromkeys(("batches", "num_kv_heads", "group", "parts", "number", "each", "blocks"), "i32"),
+            "padded": "i32:16",
+            **dict.fromkeys(("scale", "steps"), "fp32"),
             "INDEXED": indexed,
             "MASKED": masked,
+            "BOUNDED": bounded,
+            "KEPT": kept,
+            "CODED": kept and half,
             "DIM": dim,
             "VALUE_DIM": dim,
             "BLOCK_D": triton.next_power_of_2(dim),
@@ -72,8 +84,8 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
 
 @CAPABILITIES
 @HALF_AND_FULL
-@pytest.mark.parametrize("masked", [False, True])
-def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked):
+@pytest.mark.parametrize(("masked", "bounded"), [(False, False), (True, False), (False, True)])
+def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked, bounded):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
     tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
@@ -89,11 +101,14 @@ def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, m
             **{f"q_stride_{axis}": "i32:16" for axis in "bh"},
             **{f"mask_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("q_stride_d", "k_stride_d", "mask_stride_l"), 1),
+            "length_ptr": "*i64" if bounded else None,
+            **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "blocks", "splits", "each"), "i32"),
             "padded": "i32:16",
             **dict.fromkeys(("scale", "steps"), "fp32"),
             "CODED": half,
             "MASKED": masked,
+            "BOUNDED": bounded,
             "DIM": dim,
             "BLOCK_D": triton.next_power_of_2(dim),
             "BLOCK_M": tile.block_m,
@@ -118,11 +133,14 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
             **dict.fromkeys(("top_ptr", "lse_ptr", "score_ptr"), "*fp32:16"),
             **{f"mask_stride_{axis}": "i32" for axis in "bh"},
             "mask_stride_l": 1,
+            "length_ptr": "*i64",
+            **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("sets", "members", "group", "number", "blocks", "splits"), "i32"),
             "padded": "i32:16",
             **dict.fromkeys(("power", "step"), "fp32"),
             "CODED": coded,
             "MASKED": True,
+            "BOUNDED": True,
             "MAX": not coded,
             "KEYS": kernel._POOLED,
             "BLOCK_N": 128,
@@ -137,25 +155,37 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
 
 
 @CAPABILITIES
-@pytest.mark.parametrize("turn", [0, 1, 2, 3, None])
-@pytest.mark.parametrize("index", ["i32", "i64"])
-def test_selection_compiles_for_ampere_and_hopper(capability, turn, index):
+@pytest.mark.parametrize("name", ["_bracket", "_keep_between", "_settle", "_write_chosen"])
+@pytest.mark.parametrize(("number", "k"), [(32_768, 3277), (131_072, 13_107), (1 << 20, 104_857)])
+def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.rows_kernel")
+    sample, room = kernel.sizes(number, k)
+    pointers = {
+        "_bracket": ("bound", "kept_count"),
+        "_keep_between": ("bound", "kept_count", "tally", "kept"),
+        "_settle": ("bound", "tally", "kept", "settled"),
+        "_write_chosen": ("tally", "kept", "settled", "found"),
+    }[name]
+    constants = {"TILE": kernel._TILE, "ROOM": room, "CHUNKS": 64}
+    if name == "_bracket":
+        constants = {"SAMPLE": sample}
+    elif name == "_keep_between":
+        del constants["CHUNKS"]
+    numbers = [x for x in ("heads", "rows", "number", "k", "each", "chunks") if (name, x) != ("_settle", "each")]
     compiled = compile_for(
         capability,
-        kernel._write_chosen if turn is None else kernel._count_digits,
+        getattr(kernel, name),
         {
             "score_ptr": "*fp32:16",
             **{f"score_stride_{axis}": "i32" for axis in "bh"},
             "count_ptr": "*i64:16",
-            **dict.fromkeys(("score_stride_n", "count_stride"), 1),
-            **dict.fromkeys(("digit_ptr", "above_ptr"), "*i32:16"),
-            **dict.fromkeys(("heads", "rows", "number", "k", "each", "chunks"), "i32"),
-            **({"found_ptr": f"*{index}:16"} if turn is None else {"TURN": turn}),
-            "TILE": kernel._TILE,
+            "count_stride": 1,
+            **{f"{pointer}_ptr": "*i32:16" for pointer in pointers},
+            **dict.fromkeys(numbers[:4] if name == "_bracket" else numbers, "i32"),
+            **constants,
         },
-        num_warps=4,
+        num_warps={"_bracket": 8, "_settle": 4 if room < 4096 else 8 if room <= 16384 else 16}.get(name, 4),
     )
     assert compiled.spilled == 0
 
@@ -172,7 +202,7 @@ def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held
             "score_ptr": "*fp32:16",
             **{f"score_stride_{axis}": "i32" for axis in "bh"},
             "count_ptr": "*i64:16",
-            **dict.fromkeys(("score_stride_n", "count_stride"), 1),
+            "count_stride": 1,
             "found_ptr": "*i32:16",
             **dict.fromkeys(("heads", "number", "k"), "i32"),
             "HELD": held,

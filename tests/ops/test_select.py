@@ -96,6 +96,27 @@ def test_nan_raises_wherever_it_is(place):
         ops.topk(without_ties, 3)
 
 
+@pytest.mark.parametrize(("k", "number"), [(2, 8), (5, 8), (2, 500)])
+@pytest.mark.parametrize("place", [0, 5])
+def test_nan_raises_among_rows_of_different_numbers(k, number, place):
+    scores = torch.arange(number).float().repeat(2, 1, 1)
+    scores[1, 0, place] = NAN
+    with pytest.raises(ValueError, match="scores hold NaN: there is no top-k of them"):
+        ops.topk_rows(scores, torch.tensor([k, 1]), k)
+
+
+def test_blocks_must_ascend():
+    best = ops.StreamingTopK(1)
+    best.update(torch.tensor([1.0]), 5)
+    for first in (0, 5):
+        with pytest.raises(ValueError, match=f"first_index must be at least 6, the end of the last block, not {first}"):
+            best.update(torch.tensor([1.0]), first)
+    best.update(torch.tensor([1.0]), 9)
+    assert best.result()[0].tolist() == [5]
+    with pytest.raises(ValueError, match="first_index must be at least 0"):
+        ops.StreamingTopK(1).update(torch.tensor([1.0]), -1)
+
+
 @pytest.mark.parametrize("k", [0, -3])
 def test_k_below_one_raises(k):
     with pytest.raises(ValueError, match=f"k must be at least 1, not {k}"):

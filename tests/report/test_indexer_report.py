@@ -20,7 +20,7 @@ MADE = {"device": "a device", "versions": {"torch": "2", "transformers": "5"}, "
 
 def of_indexer(impl="foveate", tokens=32768, ms=4.0, gb=0.5, top_k=512, dtype="bfloat16", gpus=1, recall=1.0):
     case = {"impl": impl, "tokens": tokens, "heads": 64, "dim": 128, "top_k": top_k, "ratio": 4, "dtype": dtype}
-    rates = {"tflop_per_s": 400.0, "of_matmul": 0.5}
+    rates = {"tflop_per_s": 400.0, "of_matmul": 0.5, "gb_per_s": None}
     measured = {"ms": ms, "peak_bytes": gb * 1e9, "recall_min": recall, **rates}
     return {"bench": "indexer", "impl": impl, "case": {**case, "gpus": gpus}, **measured, **MADE}
 
@@ -28,7 +28,15 @@ def of_indexer(impl="foveate", tokens=32768, ms=4.0, gb=0.5, top_k=512, dtype="b
 def of_study(study, value, tokens=262144, ms=250.0, recall=(1.0, 1.0, 1.0)):
     names = ("recall_mean", "recall_min", "recall_whole")
     case = {"study": study, "value": value, "tokens": tokens, "heads": 64, "dim": 128, "ratio": 4, "dtype": "bfloat16"}
-    return {"case": case, "ms": ms, "peak_bytes": 1.5e9, **dict(zip(names, recall)), "recall_n": 100, **MADE}
+    return {
+        "bench": "indexer-study",
+        "case": case,
+        "ms": ms,
+        "peak_bytes": 1.5e9,
+        **dict(zip(names, recall)),
+        "recall_n": 100,
+        **MADE,
+    }
 
 
 def of_layer(tokens=262144, ms=300.0, share=0.5):
@@ -63,8 +71,15 @@ class TestTables:
     def test_what_the_paper_does_not_have_takes_no_column(self):
         peer = of_indexer("deepgemm+flashinfer", dtype="float8_e4m3fn", ms=1200.0)
         (line,) = cells(indexer.lengths([peer, of_indexer(dtype="float8_e4m3fn")]))
-        assert list(line) == ["tokens", "foveate", "deepgemm+flashinfer", "TFLOP/s (of matmul)", "recall, least"]
+        rates = ["TFLOP/s (of matmul)", "GB/s", "selection, of scoring"]
+        assert list(line) == ["tokens", "foveate", "deepgemm+flashinfer", *rates, "recall, least"]
         assert line["deepgemm+flashinfer"] == "1.20 s, 0.50 GB"
+
+    def test_what_rows_do_not_have_yet_is_a_dash(self):
+        new = of_indexer(tokens=65536) | {"gb_per_s": 1234.4, "score_ms": 50.0, "select_ms": 6.0}
+        old, line = cells(indexer.lengths([of_indexer(), new]))
+        assert (old["GB/s"], old["selection, of scoring"]) == ("–", "–")
+        assert (line["GB/s"], line["selection, of scoring"]) == ("1,234", "12 %")
 
     def test_parity(self):
         rows = [of_indexer(tokens=tokens) for tokens in (2048, 32768)]
@@ -122,6 +137,20 @@ class TestTables:
         assert found["2 GPUs, 1,048,576 tokens"] == ("1.82×", "no")
         assert found["4 GPUs, 1,048,576 tokens"] == ("4.00×", "yes")
         assert found["recall by the kernel's own scores, least"] == ("1.0000 in 6 rows", "yes")
+
+    def test_recall_is_of_settings_too_and_not_of_ablations(self):
+        rows = [of_indexer(), of_study("top_k", 64), of_study("ablation", "A3: scores in fp16", recall=(0.9, 0.5, 0.1))]
+        lossy = of_study("key_chunk", 1024, recall=(1.0, 0.998, 0.9))
+        for some, expected in ((rows, ("1.0000 in 2 rows", "yes")), ([*rows, lossy], ("0.9980 in 3 rows", "no"))):
+            found = {line[""]: (line["measured"], line["met"]) for line in cells(goals(some))}
+            assert found["recall by the kernel's own scores, least"] == expected
+
+    def test_selection_is_held_against_scoring(self):
+        row = of_indexer(tokens=1048576)
+        for select_ms, expected in ((None, ("not yet", "–")), (14.9, ("14.9 %", "yes")), (15.0, ("15.0 %", "no"))):
+            more = {} if select_ms is None else {"score_ms": 100.0, "select_ms": select_ms}
+            found = {line[""]: (line["measured"], line["met"]) for line in cells(goals([row | more]))}
+            assert found["selection, of scoring: V4-Flash, 1,048,576 tokens"] == expected
 
 
 @pytest.mark.usefixtures("coarse")

@@ -18,6 +18,15 @@ def test_other_tasks_keep_their_scores():
     assert "| `h2o:top_k=0.05` | 30.0 [27.0, 33.0] | -50.0" in tables([row | MORE | COSTS for row in FRONTIER[:3]])
 
 
+def test_long_answers_tell_their_length():
+    rows = [row | MORE | COSTS for row in FRONTIER[:3]]
+    assert "answer, tokens" not in tables(rows)
+    length = {"answer_tokens": {"value": 512.4, "low": 470.0, "high": 560.6}}
+    found = tables([row | {"metrics": row["metrics"] | length} for row in rows])
+    assert "| answer, tokens [95 %] |" in found
+    assert found.count("| 512 [470, 561] |") == 3
+
+
 def test_fidelity_with_its_divergence():
     rows = [
         row | MORE | COSTS | {"task": "fidelity", "task_settings": {"of": "niah", "length": 4096}}

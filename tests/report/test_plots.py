@@ -41,6 +41,7 @@ def written(spec="dense", share=1.0, score=80.0, **more):
         "diff_low": score - 82,
         "diff_high": score - 78,
         "keys_read_share": share,
+        "kv_bytes_per_step": None if share is None else share * length * 12_000,
         "metrics": {},
         "dtype": "float32",
         "device": "cpu",
@@ -148,6 +149,25 @@ class TestFrontier:
         (axis,) = pages[0].axes
         assert axis.get_title(loc="left") == "niah / a (2 splits), 4,096 tokens"
         assert drawn(axis)["h2o"] == [[20, 50]]
+
+    def test_against_bytes(self, pages, tmp_path):
+        plots.frontier(FRONTIER, tmp_path / "a.png", against="kv_bytes_per_step", recommended="luka:top_k=0.2")
+        first, second = pages[0].axes
+        megabytes = [share * 4096 * 12_000 / 1e6 for share in (0.06, 0.21, 0.3)]
+        assert drawn(first)["h2o"] == [[pytest.approx(megabytes[0]), 30], [pytest.approx(megabytes[1]), 60]]
+        assert drawn(first)["recommended: luka:top_k=0.2"] == [[pytest.approx(megabytes[2]), 79]]
+        assert drawn(second)["luka: exact"] == [[pytest.approx(2 * megabytes[2]), 75]]
+        assert "against the bytes of keys and values" in pages[0].get_suptitle()
+        assert first.get_xlabel() == "keys and values read in a decode step, a sequence"
+        assert first.xaxis.get_major_formatter()(2.5, 0) == "2.5 MB"
+        assert list(first.get_xticks()) == [2.5, 3, 4, 5, 6, 8, 10, 12, 15]
+        with pytest.raises(UserError, match=r"--against: unknown field 'kv_bytes'\. Did you mean 'kv_bytes_per_step'"):
+            plots.frontier(FRONTIER, tmp_path / "a.png", against="kv_bytes")
+
+    @pytest.mark.parametrize("against", ["keys_read_share", "kv_bytes_per_step"])
+    def test_what_is_left_out_is_said_whatever_it_is_drawn_against(self, tmp_path, against):
+        said = plots.frontier([*FRONTIER, row("tova", None)], tmp_path / "a.png", against=against)
+        assert said == ["tova: took no decode steps, not drawn"]
 
     def test_what_is_left_out_is_said(self, tmp_path):
         rows = [*FRONTIER, FRONTIER[1], row("tova", None)]
@@ -366,7 +386,10 @@ class TestCommands:
 
     def test_from_rows_to_a_picture(self, tmp_path):
         out = tmp_path / "a.png"
-        done = self.call("frontier", NIAH, "--out", out, "--where", "length=8192", "--along", "page_size")
+        arguments = ["frontier", NIAH, "--out", out, "--where", "length=8192", "--along", "page_size"]
+        for more in ([], ["--against", "kv_bytes_per_step"]):
+            assert self.call(*arguments, *more).exit_code == 0
+        done = self.call(*arguments)
         assert done.exit_code == 0, done.output
         assert f"wrote {out}" in done.stderr
         assert out.read_bytes().startswith(b"\x89PNG")

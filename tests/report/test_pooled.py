@@ -19,6 +19,7 @@ def row(spec, split, values, share=0.2, task="ruler", length=8000, **more):
         "metrics": {"recall": {}},
         "item_values": {"recall": list(values)},
         "keys_read_share": share,
+        "kv_bytes_per_step": share * 1e6,
         "dtype": "float32",
         "commit": "abc",
         "ceiling": 100.0,
@@ -45,6 +46,7 @@ def test_each_item_counts_once_and_differences_are_paired():
     assert dense["score"] == quest["dense_score"] == dense["dense_score"] == pytest.approx(100 * 5 / 6)
     assert quest["diff_to_dense"] == pytest.approx(-100 / 3)
     assert quest["keys_read_share"] == pytest.approx((4 * 0.2 + 2 * 0.5) / 6)
+    assert quest["kv_bytes_per_step"] == pytest.approx((4 * 0.2e6 + 2 * 0.5e6) / 6)
     assert quest["low"] < quest["score"] < quest["high"]
     assert quest["diff_low"] < quest["diff_to_dense"] < quest["diff_high"] <= 0
     assert (dense["diff_low"], dense["diff_high"]) == (0, 0)
@@ -67,8 +69,8 @@ def test_a_method_that_a_split_lacks_is_left_out_and_said():
 
 
 def test_a_method_that_took_no_steps_read_nothing():
-    found, _ = pooled.over_splits([*ROWS[:3], {**ROWS[3], "keys_read_share": None}])
-    assert found[1]["keys_read_share"] is None
+    found, _ = pooled.over_splits([*ROWS[:3], {**ROWS[3], "keys_read_share": None, "kv_bytes_per_step": None}])
+    assert found[1]["keys_read_share"] is found[1]["kv_bytes_per_step"] is None
 
 
 @pytest.mark.parametrize(

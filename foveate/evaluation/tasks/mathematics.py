@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,17 +95,27 @@ class Mathematics(Task):
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Whether the last \\boxed{} of a text equals the answer (LaTeX without dollars); without a box it does not.
+    """Whether the last \\boxed{} of a text equals the answer (LaTeX without dollars); if it is empty or open, it does
+    not, and neither does a text without one.
 
     For a number in a text that broke off is no answer. Raises `UserError` if Math-Verify is not installed.
     """
-    library = _math_verify()
-    _, box, rest = text.rpartition(r"\boxed")
-    if not box:
+    library, boxed = _math_verify(), _last_boxed(text)
+    if not boxed.strip():
         return False
-    forms = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
-    gold, given = (library.parse(part, forms) for part in (rf"\boxed{{{answer}}}", box + rest[:_ANSWER_CHARS]))
+    gold, given = (library.parse(rf"\boxed{{{part}}}") for part in (answer, boxed))
     return library.verify(gold, given)
+
+
+def _last_boxed(text: str) -> str:
+    """What the last \\boxed{} holds; nothing if there is none, or if it is not closed."""
+    _, _, rest = text.rpartition(r"\boxed")
+    rest, depth = rest.lstrip(), 0
+    for brace in re.finditer(r"\\.|[{}]", rest[:_ANSWER_CHARS], re.DOTALL):  # not those behind a backslash
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return rest[1 : brace.start()] if rest[0] == "{" else ""
+    return ""
 
 
 def _math_verify() -> Any:

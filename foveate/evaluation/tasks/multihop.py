@@ -66,6 +66,8 @@ class MultiHop(ContextQuestions):
         path, *others = self.files(data)
         asked = {record.question for other in others for record in read_records(other)}
         records = read_records(path)
+        if not records:
+            raise UserError(f"{path}: holds no records, and {limit} are wanted")
         fresh = [record for record in records if record.question not in asked]
         usable = [record for record in fresh if record.passages]
         if len(usable) < limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import uuid
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -19,7 +20,8 @@ from foveate.cache import Counters
 from foveate.integrations.transformers import attention, dsa, handover
 from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
-from foveate.integrations.transformers.facts import model_facts
+from foveate.integrations.transformers.facts import kv_heads, model_facts
+from foveate.integrations.transformers.graphs import GetDecodeCall, Graphs, TakesDecodeCall
 from foveate.integrations.transformers.positions import max_positions
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
@@ -58,6 +60,7 @@ class Attachment:
     _cache: Any = None
     auto: Auto | None = None
     """Finds the anchors of a method that has to be calibrated on its first prompt."""
+    graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
     positions: int | None = None
     """Most tokens that the model has positions for; 0 when it does not say; None until it was asked."""
 
@@ -71,6 +74,12 @@ class Attachment:
         """Whether some layer must be given the prompt in one piece."""
         return any(policy.method.whole_prompt for policy in self.policies.values())
 
+    @property
+    def prompt_tile(self) -> int:
+        """Tokens of a prompt after whose multiples it can be cut in all layers (:meth:`Method.prompt_tile`)."""
+        group = self.config.num_attention_heads // kv_heads(self.config)
+        return math.lcm(*{policy.method.prompt_tile(group) for policy in self.policies.values()})
+
     def remember(self, cache: Cache) -> None:
         """Note the cache whose size :func:`stats` reports."""
         self._cache = weakref.ref(cache)
@@ -80,6 +89,7 @@ class Attachment:
         memo[id(self)] = twin
         twin._cache, twin.uid = None, _uid()
         twin.forward = {}
+        twin.graphs = copy.deepcopy(self.graphs, memo)
         twin.policies = {
             index: Policy(policy.method, twin.uid, forward=twin.forward) for index, policy in self.policies.items()
         }
@@ -91,7 +101,9 @@ class Attachment:
         return twin
 
 
-def attach(model: nn.Module, method: str | Method | None = None, **settings: Any) -> Attachment | dsa.SparseAttachment:
+def attach(
+    model: nn.Module, method: str | Method | None = None, *, cuda_graph: bool | str = "auto", **settings: Any
+) -> Attachment | dsa.SparseAttachment:
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
 
     Args:
@@ -100,15 +112,21 @@ def attach(model: nn.Module, method: str | Method | None = None, **settings: Any
             out for models with sparse attention of their own (DeepSeek-V4, DeepSeek-V3.2, GLM-MoE-DSA and kin), which
             is then computed in bounded memory, to the same result. Of DeepSeek-V4 a row with padding on the left gives
             what it gives alone, which it does not do in Transformers.
+        cuda_graph: whether `generate` records a decode step as a CUDA graph and replays it for the tokens that follow
+            (greedy or sampled, one token for each sequence at a time): True insists; "auto" does so on a GPU where
+            model and method allow, and otherwise :func:`stats` tells why not.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
-        ValueError: for an unknown method or setting, a value out of range, or a model whose attention is not supported;
-            the model is left as it was.
+        ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported, or
+            ``cuda_graph=True`` where it is not possible; the model is left as it was.
     """
+    graphs = Graphs(cuda_graph)
     if method is None:
         if settings:
             raise ValueError(f"settings need a method: {', '.join(settings)}")
+        if cuda_graph is True:
+            raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
         decoder = _decoder(model)
         dsa.check(model, decoder)
         detach(model)
@@ -125,12 +143,12 @@ def attach(model: nn.Module, method: str | Method | None = None, **settings: Any
         for index in modules
     }
     _check_artefacts(policies, config, modules)
+    memo: dict[int, Any] = {}  # one copy of each configuration, however many modules share it
+    attachment = Attachment(chosen, copy.deepcopy(config, memo), policies, unchanged, uid, forward, graphs=graphs)
+    if cuda_graph is True:
+        graphs.require(graphs.obstacle(model, attachment))
     detach(model)
     attention.register()
-
-    memo: dict[int, Any] = {}  # one copy of each configuration, however many modules share it
-    own_config = decoder.config.get_text_config(decoder=True)
-    attachment = Attachment(chosen, copy.deepcopy(own_config, memo), policies, unchanged, uid, forward)
     owners = [model, *decoder.modules()] if model is not decoder else list(decoder.modules())
     for module in owners:
         own = module.__dict__.get("config")
@@ -146,6 +164,8 @@ def attach(model: nn.Module, method: str | Method | None = None, **settings: Any
     decoder.register_forward_pre_hook(_BeforeForward(model, attachment), with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = _PrepareCache(model, attachment)
+        model._valid_auto_compile_criteria = TakesDecodeCall(model, attachment)
+        model.get_compiled_call = GetDecodeCall(model, attachment)
     return attachment
 
 
@@ -166,7 +186,8 @@ def detach(model: nn.Module) -> None:
         if isinstance(hook, _BeforeForward):
             del decoder._forward_pre_hooks[key]
             decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-    model.__dict__.pop("_prepare_cache_for_generation", None)
+    for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"):
+        model.__dict__.pop(name, None)
     for module, config in attachment._undo:
         module.config = config
     for module in decoder.modules():
@@ -176,10 +197,10 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def attached(
-    model: nn.Module, method: str | Method | None = None, **settings: Any
+    model: nn.Module, method: str | Method | None = None, *, cuda_graph: bool | str = "auto", **settings: Any
 ) -> Iterator[Attachment | dsa.SparseAttachment]:
     """:func:`attach` for the length of a ``with`` block."""
-    attachment = attach(model, method, **settings)
+    attachment = attach(model, method, cuda_graph=cuda_graph, **settings)
     try:
         yield attachment
     finally:
@@ -218,7 +239,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 keys_read_per_step=read,
                 keys_available_per_step=counted.keys_available / rows,
                 kv_bytes_per_step=read * counted.bytes_per_key,
-                tokens_evicted=counted.tokens_evicted,
+                tokens_evicted=int(counted.tokens_evicted),
                 pages_refined=round(float(counted.pages_refined)),
                 indices_reused=counted.indices_reused,
                 selections_capped=int(counted.selections_capped),
@@ -228,7 +249,11 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
             counted.reset()
     resident = sum(policy.counters.resident_bytes for policy in attachment.policies.values())
     resident += cache.unchanged_bytes if cache is not None else 0
-    return Stats(sorted(layers, key=lambda layer: layer.layer), resident)
+    graphs = copy.copy(attachment.graphs.use)
+    graphs.reason = attachment.graphs.obstacle(model, attachment) or graphs.reason
+    if reset:
+        attachment.graphs.use.reset()
+    return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs)
 
 
 def _auto(policies: dict[int, Policy]) -> Auto | None:
@@ -367,6 +392,7 @@ class _PrepareCache:
                 f"cache_implementation={generation_config.cache_implementation!r} cannot be combined with an attached "
                 "method, which brings its own cache; leave it out"
             )
+        self.attachment.graphs.check_generation(generation_mode, generation_config.use_cache)
         told = [model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
         lengths = [tensor.shape[-1] for tensor in told if tensor is not None]
         prompt_end = lengths[0] if lengths else generation_config._mask_length

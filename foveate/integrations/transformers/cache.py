@@ -19,6 +19,7 @@ from foveate.methods import Method, Together
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment
+    from foveate.integrations.transformers.steps import Steps
 
 _DEAD_SLOTS = 256
 """Slots given up during assisted decoding that are tolerated before the cache is packed again."""
@@ -367,6 +368,7 @@ class Cache(transformers.Cache):
         for index, policy in attachment.policies.items():
             layers[index] = Layer(policy.method, policy.counters, self.phase)
         super().__init__(layers=layers)
+        self.steps: Steps | None = None
         attachment.remember(self)
 
     def begin(self, prompt_end: int, assistant: bool) -> None:
@@ -436,6 +438,7 @@ class Cache(transformers.Cache):
         super().reset()
         self.phase.prompt_end, self.phase.told, self.phase.layout = None, False, None
         self.phase.forward.clear()
+        self.steps = None
 
     @property
     def resident_bytes(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from foveate.integrations.transformers.steps import Use
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class LayerStats:
     indices_reused: int = 0
     selections_capped: int = 0
     """Selections, one a step, sequence, KV head and level, that a cap such as LuKA's ``max_refined`` cut short."""
+    selections_lost: int = 0
+    """Selections of decode steps on a GPU, which do not wait to look, that were nothing because a score was NaN."""
     note: str = ""
 
 
@@ -32,6 +36,8 @@ class Stats:
 
     layers: list[LayerStats]
     resident_bytes: int
+    graphs: Use = field(default_factory=Use)
+    """Decode steps that were replayed as CUDA graphs, and why others were not."""
 
     def summary(self) -> dict[str, Any]:
         """Totals over the layers that foveate handles, with the field names of result rows."""
@@ -52,12 +58,15 @@ class Stats:
 
     def _notes(self) -> list[str]:
         notes = sorted({layer.note for layer in self.layers if layer.note})
-        capped = any(layer.selections_capped for layer in self.layers)
-        return notes + (["a cap cut selections short"] if capped else [])
+        if any(layer.selections_capped for layer in self.layers):
+            notes.append("a cap cut selections short")
+        lost = sum(layer.selections_lost for layer in self.layers)
+        return notes + ([f"scores were NaN, so that {lost} selections are of nothing"] if lost else [])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
-        return {"layers": [asdict(layer) for layer in self.layers], **self.summary()}
+        layers = [asdict(layer) for layer in self.layers]
+        return {"layers": layers, "cuda_graphs": asdict(self.graphs), **self.summary()}
 
     def __str__(self) -> str:
         total = self.summary()
@@ -68,4 +77,6 @@ class Stats:
         ]
         if total["tokens_evicted"] or total["pages_refined"]:
             lines.append(f"{total['tokens_evicted']} tokens evicted, {total['pages_refined']} pages refined")
+        if self.graphs.replayed:
+            lines.append(f"{self.graphs.replayed} steps replayed, of {self.graphs.captured} captured CUDA graphs")
         return "\n".join(lines + total["notes"])

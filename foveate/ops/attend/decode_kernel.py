@@ -1,5 +1,5 @@
-"""Attention of one query a row, over all keys or over chosen ones: Triton kernels of :func:`attend` and
-:func:`attend_indices`."""
+"""Attention of one query a row, over all keys or over chosen ones: Triton kernels of :func:`attend`,
+:func:`attend_pooled` and :func:`attend_indices`."""
 
 import torch
 import triton
@@ -11,7 +11,8 @@ from foveate.ops._tile import Tile, multiprocessors, split
 from foveate.ops.attend import reference
 from foveate.ops.attend.reference import Attended
 from foveate.ops.attend.selected_kernel import _merge_splits
-from foveate.ops.score.pooled_kernel import pooled_mass
+from foveate.ops.score.pooled import check
+from foveate.ops.score.pooled_kernel import _keep, per_head, pooled, room_for, steps
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -45,6 +46,7 @@ def attend(
     *,
     scaling: float,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -52,18 +54,42 @@ def attend(
 
     The heads of a group share a program, so that a key is read once. Keys are split among programs as far as that
     fills the GPU, and a second launch merges what they have found by their log-sum-exps (FlashDecoding, Dao et al.
-    2023). Repeats are equal bit for bit, and fp32 is multiplied in full precision. Keys that the mask leaves out are
-    not read and may hold anything. The mass takes a second pass over the keys, see :func:`pooled_mass`.
+    2023). Repeats are equal bit for bit, and fp32 is multiplied in full precision. Keys that the mask or the
+    lengths leave out are not read and may hold anything. For the mass, see :func:`attend_pooled`.
     """
     if q.shape[2] != 1:
-        return reference.attend(q, k, v, scaling=scaling, mask=mask, need_lse=need_lse, need_mass=need_mass)
-    _check(q, k, v)
-    mask = None if mask is None else mask.expand(q.shape[0], k.shape[1], 1, k.shape[2])[:, :, 0]
-    attended = _decode(q, k, v, None, mask if mask is None else mask.view(torch.int8), k.shape[2], scaling, need_lse)
-    if need_mass:
-        mass = pooled_mass(q, k, scaling=scaling, mask=mask).clamp_min_(0.0).mul_(q.shape[1] // k.shape[1])
-        attended = attended._replace(mass=mass)
-    return attended
+        more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass}
+        return reference.attend(q, k, v, scaling=scaling, **more)
+    if not need_mass:
+        return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, need_lse)
+    attended = attend_pooled(q, k, v, scaling=scaling, mask=mask, lengths=lengths)
+    attended.mass.clamp_min_(0.0).mul_(q.shape[1] // k.shape[1])
+    return attended if need_lse else attended._replace(lse=None)
+
+
+def attend_pooled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    pooling: str = "post_softmax",
+    pool: str = "kv_head",
+) -> Attended:
+    """See :func:`foveate.ops.attend.pooled.attend_pooled` and :func:`attend`.
+
+    The logits are kept on the way, as :func:`foveate.ops.score.pooled_kernel.pooled_mass` keeps them, so that a key is
+    read once; with the log-sum-exp a second pass over the logits makes attention of them and pools it.
+    """
+    check(pooling, pool)
+    return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, True, (pooling, pool))
+
+
+def _bytes(mask: Tensor | None, k: Tensor) -> Tensor | None:
+    """A mask ``[.., .., 1, Lk]`` as int8 ``[B, Hkv, Lk]``, a view."""
+    return None if mask is None else mask.expand(*k.shape[:2], 1, k.shape[2])[:, :, 0].view(torch.int8)
 
 
 def attend_indices(
@@ -73,6 +99,7 @@ def attend_indices(
     indices: Tensor,
     *,
     scaling: float,
+    lengths: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -81,10 +108,9 @@ def attend_indices(
         raise UnsupportedError("more than one query")
     if need_mass:
         raise UnsupportedError("the mass of the keys")
-    _check(q, k, v)
     if indices.shape[:2] != k.shape[:2]:
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
-    return _decode(q, k, v, indices, None, indices.shape[2], scaling, need_lse)
+    return _decode(q, k, v, indices, None, lengths, indices.shape[2], scaling, need_lse)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -104,11 +130,17 @@ def _decode(
     v: Tensor,
     indices: Tensor | None,
     mask: Tensor | None,
+    lengths: Tensor | None,
     number: int,
     scaling: float,
     need_lse: bool,
+    how: tuple[str, str] | None = None,
 ) -> Attended:
-    """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``."""
+    """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
+
+    ``how``: pooling and pool of the mass of all keys; None for none.
+    """
+    _check(q, k, v)
     batch, num_heads, _, dim = q.shape
     num_kv_heads, value_dim = v.shape[1], v.shape[3]
     group = num_heads // num_kv_heads
@@ -118,8 +150,11 @@ def _decode(
     splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
     out = q.new_empty(batch, num_heads, 1, value_dim)
     lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
+    kept = room_for(q, number, blocks, splits, tile.block_n) if how else None
+    lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     if not out.numel():
-        return Attended(out, lse if need_lse else None)
+        mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
+        return Attended(out, lse if need_lse else None, mass)
     found = (out, lse)
     if splits > 1:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
@@ -129,20 +164,29 @@ def _decode(
         k,
         v,
         chosen,
+        lengths,
         *found,
+        *(kept[:3] if kept else (None, None, None)),
         *(q.stride(axis) for axis in (0, 1, 3)),
         *k.stride(),
         *v.stride(),
         *((0, 0, 0) if chosen is None else chosen.stride()),
+        *((0, 0) if lengths is None else lengths.stride()),
         batch,
         num_kv_heads,
         group,
         parts,
         number,
         each,
+        kept.logits.shape[2] if kept else 0,
+        blocks,
         scaling * _LOG2E.value,
+        steps(how[0]) if how else 0.0,
         INDEXED=indices is not None,
         MASKED=mask is not None,
+        BOUNDED=lengths is not None,
+        KEPT=kept is not None,
+        CODED=kept is not None and kept.coded,
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -170,10 +214,12 @@ def _decode(
             BLOCK=min(16, triton.next_power_of_2(splits)),
             num_warps=4,
         )
-    return Attended(out, lse if need_lse else None)
+    mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
+    return Attended(out, lse if need_lse else None, mass)
 
 
-_VARYING = ["chosen_stride_b", "chosen_stride_h", "batches", "num_kv_heads", "parts", "number", "each"]
+_VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h"]
+_VARYING += ["batches", "num_kv_heads", "parts", "number", "each", "blocks"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -183,8 +229,12 @@ def _attend_decode(
     k_ptr,
     v_ptr,
     chosen_ptr,
+    length_ptr,
     out_ptr,
     lse_ptr,
+    logit_ptr,
+    top_ptr,
+    kept_lse_ptr,
     q_stride_b,
     q_stride_h,
     q_stride_d,
@@ -199,15 +249,23 @@ def _attend_decode(
     chosen_stride_b,
     chosen_stride_h,
     chosen_stride_l,
+    length_stride_b,
+    length_stride_h,
     batches,
     num_kv_heads,
     group,
     parts,
     number,
     each,
+    padded,
+    blocks,
     scale,
+    steps,
     INDEXED: tl.constexpr,
     MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    KEPT: tl.constexpr,
+    CODED: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -217,7 +275,8 @@ def _attend_decode(
 ):
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
 
-    ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read.
+    ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read; ``length``
+    (``BOUNDED``) how many of the first ones are looked at. ``KEPT``: and what :class:`Kept` holds.
     """
     FILL: tl.constexpr = -1 if INDEXED else 0
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
@@ -225,6 +284,7 @@ def _attend_decode(
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
     exist = member < group
     heads = head * group + tl.where(exist, member, 0)
+    kept_rows = batch * num_kv_heads * group + heads
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
@@ -233,6 +293,9 @@ def _attend_decode(
     v_ptr += batch * v_stride_b + head * v_stride_h
     if INDEXED or MASKED:
         chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
+    if BOUNDED:
+        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
+        number = tl.minimum(number, length.to(tl.int32))
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
@@ -260,7 +323,11 @@ def _attend_decode(
         k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         logits = tl.where(stored[None, :], logits, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
+        higher = tl.max(logits, 1)
+        if KEPT:
+            largest = tl.maximum(higher, _LOWEST)
+            _keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
+        higher = tl.maximum(top, higher)
         p = tl.exp2(logits - higher[:, None])
         fade = tl.exp2(top - higher)
         v_tile = (slots * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
@@ -270,9 +337,11 @@ def _attend_decode(
         top = higher
 
     out = out / tl.where(weight == 0, 1.0, weight)[:, None]
-    lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
+    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+    if KEPT:
+        tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, lse, mask=exist)
     rows = (split * batches + batch) * num_kv_heads * group + heads
     out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
     out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
     tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)
-    tl.store(lse_ptr + rows, lse, mask=exist)
+    tl.store(lse_ptr + rows, lse / _LOG2E, mask=exist)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foveate.ops._math import block_length, fold_group, matmul_fp32, unfold_group
+from foveate.ops._math import block_length, first_keys, fold_group, matmul_fp32, unfold_group
 
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's own kernels. cuDNN's plans anew for every length, which in decode and for prompts of many lengths takes
@@ -34,10 +34,11 @@ def attend(
     *,
     scaling: float,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
-    """Attention of every query over every given key that the mask leaves.
+    """Attention of every query over every given key that the mask and the lengths leave.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
@@ -45,11 +46,16 @@ def attend(
         scaling: factor of the logits.
         mask: bool, broadcastable to ``[B, Hkv, Lq, Lk]``; True where a query may look. The keys of a False entry may
             hold anything finite.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there, the others may hold anything
+            finite; None: all are.
         need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both the fastest library
             kernel runs.
     """
     num_heads, length = q.shape[1:3]
     rows = fold_group(q, k.shape[1])
+    if lengths is not None:
+        there = first_keys(lengths, k.shape[2])[:, :, None]
+        mask = there if mask is None else mask & there
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
         mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
@@ -153,6 +159,7 @@ def attend_indices(
     indices: Tensor,
     *,
     scaling: float,
+    lengths: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -160,11 +167,14 @@ def attend_indices(
 
     Args:
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
     """
     used = indices >= 0
+    if lengths is not None:
+        used &= first_keys(lengths, indices.shape[2])
     keys, values = gather_fields([k, v], indices)
     return _attend_gathered(q, keys, values, used, scaling, need_lse, need_mass)
 
@@ -223,7 +233,7 @@ def gather_fields(fields: Sequence[Tensor], indices: Tensor, *, complete: bool =
         per_head = x.stride(1) // dim
         rows = x.as_strided(((batch * num_kv_heads - 1) * per_head + length, dim), (dim, 1))
         if per_head not in rows_of:
-            rows_of[per_head] = (index + _first_rows(batch, num_kv_heads, per_head, x.device)).flatten()
+            rows_of[per_head] = (index + _begins(batch, num_kv_heads, per_head, x.device)).flatten()
         gathered.append(rows.index_select(0, rows_of[per_head]).view(*index.shape, dim))
     return gathered
 
@@ -251,6 +261,12 @@ def _packed(x: Tensor) -> bool:
     dim = x.shape[3]
     per_head = x.stride(1) // dim
     return x.stride() == (x.shape[1] * per_head * dim, per_head * dim, dim, 1)
+
+
+def _begins(batch: int, num_kv_heads: int, per_head: int, device: torch.device) -> Tensor:
+    """:func:`_first_rows`; what a graph captures is its own, since a cache may drop what the graph still reads."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return (_first_rows.__wrapped__ if capturing else _first_rows)(batch, num_kv_heads, per_head, device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,6 +7,8 @@ from foveate.ops._math import block_length, matmul_fp32
 from foveate.ops.attend.ranges import attend_recent
 from foveate.ops.attend.reference import Attended, gather_fields, merge
 
+_INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def attend_selected(
     q: Tensor,
@@ -27,8 +29,8 @@ def attend_selected(
     Args:
         q: ``[B, Hq, Lq, D]``; query i is at position ``offset + i``.
         k, v: ``[B, Hkv, Lk, D(v)]``; read once where they are one tensor.
-        indices: int ``[B, Lq, K]``, or ``[B, Hkv, Lq, K]`` where KV heads have selections of their own; -1 marks an
-            unused place. A query without any key gets 0, and -inf as its log-sum-exp.
+        indices: int ``[B, Lq, K]``, or ``[B, Hkv, Lq, K]`` where KV heads have selections of their own, below Lk; -1
+            alone marks an unused place. A query without any key gets 0, and -inf as its log-sum-exp.
         scaling: factor of the logits.
         recent_k, recent_v: ``[B, Hkv, L, D(v)]``: keys of all positions, of which a query sees the last ``window`` up
             to its own; None without a window.
@@ -40,8 +42,9 @@ def attend_selected(
         Output ``[B, Hq, Lq, Dv]`` in the dtype of q, and the log-sum-exp, fp32 ``[B, Hq, Lq]``, the sink's included.
 
     Raises:
-        ValueError: when the selections are not those of the queries, a window has not their positions, or sinks are
-            those of other heads.
+        ValueError: when the selections are not those of the queries or not of integers, an index is not that of a key
+            (on the CPU; what a GPU reads for it is not defined, for it does not wait to find out), a window has not
+            their positions, or sinks are those of other heads.
     """
     indices = check(q, k, v, indices, recent_k, recent_v, window, offset, sinks)
     parts = [_attend(q, k, v, indices, scaling)]
@@ -72,22 +75,27 @@ def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     recent_k: Tensor | None,
     recent_v: Tensor | None,
     window: int,
     offset: int,
     sinks: Tensor | None,
-) -> Tensor:
-    """The indices as ``[B, Hkv or 1, Lq, K]``; raises ValueError for arguments of :func:`attend_selected` that cannot
-    be."""
+) -> Tensor | None:
+    """The indices as ``[B, Hkv or 1, Lq, K]``, or None without any; raises ValueError for arguments of
+    :func:`attend_selected` that cannot be. What indices hold is looked at on the CPU alone: a GPU does not wait for
+    it."""
+    if any(x.dim() != 4 for x in (q, k, v)):
+        raise ValueError(f"q, k and v must be [B, H, L, D], not {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
     batch, num_heads, length, dim = q.shape
     num_kv_heads = k.shape[1]
-    indices = indices[:, None] if indices.dim() == 3 else indices
-    if indices.shape[0] != batch or indices.shape[1] not in (1, num_kv_heads) or indices.shape[2] != length:
-        raise ValueError(f"indices {tuple(indices.shape)} do not fit {batch} rows of {length} queries")
-    if num_heads % num_kv_heads or k.shape[0] != batch or k.shape[3] != dim or v.shape[:3] != k.shape[:3]:
+    grouped = num_kv_heads and num_heads % num_kv_heads == 0
+    if not grouped or k.shape[0] != batch or k.shape[3] != dim or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if not isinstance(offset, int) or offset < 0:
+        raise ValueError(f"offset must be an integer of at least 0, not {offset!r}")
+    if indices is not None:
+        indices = _checked(indices, batch, num_kv_heads, length, k.shape[2])
     if window or recent_k is not None or recent_v is not None:
         end, number = offset + length, 0 if recent_k is None or recent_v is None else recent_k.shape[2]
         if window < 1 or number < end:
@@ -97,6 +105,22 @@ def check(
             raise ValueError(f"shapes do not fit: window {tuple(recent_k.shape)} and {tuple(recent_v.shape)}")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks must be one logit for each of {num_heads} heads, not {tuple(sinks.shape)}")
+    return indices
+
+
+def _checked(indices: Tensor, batch: int, num_kv_heads: int, length: int, number: int) -> Tensor:
+    if indices.dtype not in _INDICES:
+        raise ValueError(f"indices must be int8, int16, int32 or int64, not {indices.dtype}")
+    shape = tuple(indices.shape)
+    indices = indices[:, None] if indices.dim() == 3 else indices
+    heads = 1, num_kv_heads
+    if indices.dim() != 4 or indices.shape[0] != batch or indices.shape[1] not in heads or indices.shape[2] != length:
+        raise ValueError(f"indices {shape} do not fit {batch} rows of {length} queries")
+    if indices.device.type == "cpu" and indices.numel():
+        least, most = indices.min().item(), indices.max().item()
+        if least < -1 or most >= number:
+            wrong = least if least < -1 else most
+            raise ValueError(f"indices must be those of {number} keys, from 0 on, or -1 for none, not {wrong}")
     return indices
 
 

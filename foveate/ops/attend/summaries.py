@@ -48,13 +48,15 @@ class Rows(NamedTuple):
     """int64 ``[2 + 2 * levels, B]`` on the device of the keys: slots in use; the first slot behind the pages, 0 in a
     row that has none; how many nodes of each level, the finest first, may be refined; and how many there are."""
     most: tuple[int, ...]
-    """The largest of what may be refined, by level."""
-    counts: tuple[int, ...]
-    """Nodes of the top level, by row."""
-    raw: int
-    """Raw tokens that are read, the sum over the rows."""
+    """Places for nodes that are refined, by level."""
+    places: int
+    """Places for nodes of the top level."""
     width: int
-    """Raw tokens of the row that has most."""
+    """Places for raw tokens."""
+    nodes: float | Tensor
+    """Nodes of the top level: the mean over the rows, or ``[B, 1]``."""
+    raw: float | Tensor
+    """Raw tokens, likewise."""
     start: int | None
     """The first slot behind the pages; None where rows differ."""
     alike: bool
@@ -64,7 +66,9 @@ class Rows(NamedTuple):
     raw_hidden: Tensor | None
     """bool ``[B, 1, 1, width]``: places of ``raw_slots`` that are not used."""
     hidden: Tensor | None
-    """bool ``[B, 1, 1, N]``: nodes of the top level that a row does not have."""
+    """bool ``[B, 1, 1, places]``: nodes of the top level that a row does not have."""
+    moving: bool = False
+    """Whether the step is replayed with other numbers than those of now, which no width may depend on."""
 
 
 class Tree(NamedTuple):
@@ -177,7 +181,7 @@ def attend_summaries(
     reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling)
     parts = [reader.raw()]
     raw = parts[0].logits.logsumexp(-1, keepdim=True)
-    others, read = raw, tree.rows.raw / len(q)
+    others, read = raw, tree.rows.raw
     nodes, looked = reader.top(), []
     while nodes.level >= 0:
         read = read + nodes.number * tree.levels[nodes.level].reads
@@ -280,9 +284,8 @@ class _Reader:
 
     def top(self) -> _Candidates:
         """Every node of the top level."""
-        counts = self.tree.rows.counts
-        number = sum(counts) / len(counts)
-        return self._scored(len(self.tree.levels) - 1, slice(max(counts)), self.tree.rows.hidden, number)
+        rows = self.tree.rows
+        return self._scored(len(self.tree.levels) - 1, slice(rows.places), rows.hidden, rows.nodes)
 
     def number(self, nodes: _Candidates, chosen: Tensor) -> float | Tensor:
         """How many candidates are chosen: the mean over rows and KV heads, or ``[B, Hkv]``."""
@@ -432,7 +435,9 @@ class _Reader:
         alike = self.keys.shape[1] // counts.shape[1]  # KV heads with the same selection
         self.capped = self.capped + (counts > allowed).sum() * alike
         counts = counts.minimum(allowed)
-        if order.device.type == "cpu":  # places for no more than are taken, where to know it costs nothing
+        if (
+            order.device.type == "cpu" and not self.tree.rows.moving
+        ):  # places for no more than are taken, where to know it costs nothing
             most = min(most, int(counts.max()))
         return first_of(order, counts, most)
 

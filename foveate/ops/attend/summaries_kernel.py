@@ -72,9 +72,9 @@ def attend_summaries(
     many pages are refined, or the layer chooses, a launch between them chooses; two or three more for each further
     level, and one for masses.
 
-    What rows hold is read from ``tree.rows.numbers`` on the device; its numbers on the host, ``counts``, ``width`` and
-    ``most``, say how much room there is. Repeats are equal bit for bit, and fp32 is multiplied in full precision. Keys
-    and summaries that are not read may hold anything.
+    What rows hold is read from ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` say how much
+    room there is, so that a captured step can be replayed when there is more. Repeats are equal bit for bit, and fp32
+    is multiplied in full precision. Keys and summaries that are not read may hold anything.
     """
     _check(q, k, v, tree, how)
     return _Step(q, k, v, tree, how, scaling, need_masses).run(need_lse)
@@ -149,7 +149,7 @@ class _Step:
         blocks = triton.cdiv(tree.rows.width, block)
         self.raw_splits = max(1, min(blocks, self.room // (2 * self.programs)))
         self.stages: list[_Stage] = []
-        width, begin, before = max(tree.rows.counts), 0, self.raw_splits
+        width, begin, before = tree.rows.places, 0, self.raw_splits
         for level in reversed(range(len(tree.levels))):
             k = min(tree.rows.most[level], width)
             last = not k or not level

@@ -19,7 +19,8 @@ class IndexerScores(NamedTuple):
     maxima: Tensor
     """fp32 ``[B, S, ceil(T / BLOCK)]``, over keys that a query may see; undefined for blocks of which it sees none."""
     lost: Tensor
-    """int32 ``[1]``: not 0 if a score that a query may see is NaN."""
+    """int32 ``[1]``: not 0 if a score that a query may see is NaN, or a weight of a query that sees a key is not
+    finite."""
 
 
 def indexer_scores(
@@ -47,10 +48,16 @@ def indexer_scores(
     number = k.shape[1]
     scores = weighted_relu(q, k, weights, key_scales)
     unseen = unseen_keys(visible_keys(q.shape[1], number, ratio, offset, q.device), starts, number)
-    lost = scores.isnan().logical_and_(~unseen).any().to(torch.int32).reshape(1)
+    lost = lost_scores(scores, weights, unseen)
     seen = scores.masked_fill(unseen, float("-inf"))
     padded = torch.nn.functional.pad(seen, (0, -number % BLOCK), value=float("-inf"))
     return IndexerScores(scores, padded.unflatten(-1, (-1, BLOCK)).amax(-1), lost)
+
+
+def lost_scores(scores: Tensor, weights: Tensor, unseen: Tensor) -> Tensor:
+    """:attr:`IndexerScores.lost` of scores ``[B, S, T]``, weights ``[B, S, H]`` and what :func:`unseen_keys` gives."""
+    broken = scores.isnan().logical_or_(~weights.isfinite().all(-1, keepdim=True))
+    return broken.logical_and_(~unseen).any().to(torch.int32).reshape(1)
 
 
 def weighted_relu(q: Tensor, k: Tensor, weights: Tensor, key_scales: Tensor | None = None) -> Tensor:

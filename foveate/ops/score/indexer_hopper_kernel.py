@@ -213,7 +213,10 @@ def _add_up(
         written = (block * BLOCK)[:, None] < limit[None, :]
         gl.store(max_ptr + of_row[None, :] * blocks + block[:, None], best, mask=written)
         turn += 1
-    gl.atomic_max(lost_ptr, gl.max(gl.max(lost, 1), 0))
+    own = first_query + columns // HEADS
+    sees = (own < queries) & (gl.minimum((offset + own + 1) // ratio, number) > padding)
+    broken = (sees & (w - w != 0)).to(gl.int32)  # infinite, or NaN
+    gl.atomic_max(lost_ptr, gl.maximum(gl.max(gl.max(lost, 1), 0), gl.max(broken, 0)))
 
 
 @gluon.jit(do_not_specialize=["groups", "queries", "number", "blocks", "ratio", "offset", "span"])

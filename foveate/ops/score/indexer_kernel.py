@@ -185,6 +185,9 @@ def _indexer_scores(
     own_exist = own < queries
     visible = tl.where(own_exist, tl.minimum((offset + own + 1) // ratio, number), 0)
     row = batch * queries + tl.where(own_exist, own, 0).to(tl.int64)
+    padding = 0
+    if PADDED:
+        padding = tl.load(start_ptr + batch)
     lost = tl.zeros([BLOCK_T, EACH], tl.int32)
     for start in tl.range(begin, tl.minimum(begin + span * BLOCK_T, end), BLOCK_T):
         keys = start + places
@@ -198,11 +201,14 @@ def _indexer_scores(
             score *= tl.load(scale_ptr + at, mask=keys < number, other=0.0)[:, None]
         seen = keys[:, None] < visible[None, :]
         if PADDED:
-            seen = seen & (keys >= tl.load(start_ptr + batch))[:, None]
+            seen = seen & (keys >= padding)[:, None]
         tl.store(score_ptr + row[None, :] * number + keys[:, None], score, mask=seen)
         lost |= (seen & (score != score)).to(tl.int32)
         best = tl.reshape(tl.where(seen, score, float("-inf")), [BLOCK_T // BLOCK, BLOCK, EACH])
         block = start // BLOCK + blocks_of_product
         written = block[:, None] * BLOCK < visible[None, :]
         tl.store(max_ptr + row[None, :] * blocks + block[:, None], tl.max(best, 1), mask=written)
-    tl.atomic_max(lost_ptr, tl.max(tl.max(lost, 1), 0))
+    query = first_query + rows // HEADS
+    sees = (query < queries) & (tl.minimum((offset + query + 1) // ratio, number) > padding)
+    broken = (sees & (w - w != 0)).to(tl.int32)  # infinite, or NaN
+    tl.atomic_max(lost_ptr, tl.maximum(tl.max(tl.max(lost, 1), 0), tl.max(broken, 0)))

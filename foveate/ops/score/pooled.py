@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from foveate.ops._math import fold_group
+from foveate.ops._math import first_keys, fold_group
 from foveate.ops.score.nodes import key_logits
 
 
@@ -12,6 +12,7 @@ def pooled_mass(
     *,
     scaling: float,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -22,6 +23,7 @@ def pooled_mass(
         k: ``[B, Hkv, N, D]``; read through its strides.
         scaling: factor of the logits.
         mask: bool, broadcastable to ``[B, Hkv, N]``: True where a key is. The others may hold anything finite.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), or the largest attention of
             any head (``max``).
         pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
@@ -33,6 +35,9 @@ def pooled_mass(
         ValueError: for a pooling or a pool that there is not.
     """
     check(pooling, pool)
+    if lengths is not None:
+        there = first_keys(lengths, k.shape[2])
+        mask = there if mask is None else mask & there
     logits = key_logits(fold_group(q, k.shape[1]), k, scaling)
     if mask is not None:
         logits.masked_fill_(~mask[:, :, None], float("-inf"))

@@ -1,5 +1,7 @@
 """Pooled attention of one query a row, keys read once: Triton kernels of :func:`pooled_mass`."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
 _POOLED = 1024
 """Keys of a program that pools."""
-_VARYING = ["mask_stride_b", "mask_stride_h", "number", "blocks", "splits"]
+_VARYING = ["mask_stride_b", "mask_stride_h", "length_stride_b", "length_stride_h", "number", "blocks", "splits"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -44,6 +46,7 @@ def pooled_mass(
     *,
     scaling: float,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -52,7 +55,8 @@ def pooled_mass(
     One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
     keys in half precision a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of its
     block of keys: a mass is right to 2e-4 of itself, and one of less than 2^-32 of the block's largest counts as 0.
-    Of fp32 the logits are kept as they are. Keys that the mask leaves out are not read and may hold anything.
+    Of fp32 the logits are kept as they are. Keys that the mask or the lengths leave out are not read and may hold
+    anything.
     """
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
@@ -64,77 +68,134 @@ def pooled_mass(
     if num_heads % num_kv_heads or length != 1 or k.shape != (batch, num_kv_heads, number, dim):
         raise ValueError(f"shapes do not fit one query a row: q {tuple(q.shape)}, k {tuple(k.shape)}")
     group = num_heads // num_kv_heads
-    padded = triton.cdiv(number, 16) * 16  # so that numbers are moved many at a time
-    sets = 1 if pool == "layer" else num_kv_heads
-    scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=q.device)[..., :number]
-    if not scores.numel():
-        return scores
+    if not batch * number:
+        return pooled(room_for(q, number, 0, 1, 16), num_kv_heads, number, None, None, pooling, pool)
     if mask is not None:
         mask = mask.expand(batch, num_kv_heads, number).view(torch.int8)
     mask_strides = (0, 0, 0) if mask is None else mask.stride()
+    lengths = None if lengths is None else per_head(lengths, num_kv_heads)
+    length_strides = (0, 0) if lengths is None else lengths.stride()
 
     capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
     tile = tile_for(q.dtype, dim, group, capability)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
     splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
-    power = 0.5 if pooling == "sqrt" else 1.0
-    coded = q.dtype != torch.float32
-    logits = torch.empty(batch, num_heads, padded, dtype=torch.int16 if coded else torch.float32, device=q.device)
-    tops = torch.empty(batch, num_heads, blocks if coded else 0, dtype=torch.float32, device=q.device)
-    lses = torch.empty(batch, num_heads, splits, dtype=torch.float32, device=q.device)
+    kept = room_for(q, number, blocks, splits, tile.block_n)
     _keep_logits[batch * num_kv_heads * parts, splits](
         q,
         k,
         mask,
-        logits,
-        tops,
-        lses,
+        lengths,
+        *kept[:3],
         *(q.stride(axis) for axis in (0, 1, 3)),
         *k.stride(),
         *mask_strides,
+        *length_strides,
         num_kv_heads,
         group,
         parts,
         number,
-        padded,
+        kept.logits.shape[2],
         blocks,
         splits,
         each,
         scaling * _LOG2E.value,
-        _STEPS * power,
-        CODED=coded,
+        steps(pooling),
+        CODED=kept.coded,
         MASKED=mask is not None,
+        BOUNDED=lengths is not None,
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         **tile.options,
     )
-    _pool_logits[triton.cdiv(number, _POOLED), batch * sets](
-        mask,
-        logits,
-        tops,
-        lses,
-        scores,
-        *mask_strides,
-        sets,
-        num_heads // sets,
-        group,
-        number,
-        padded,
-        blocks,
-        splits,
-        power,
-        1 / (_STEPS * power),
-        CODED=coded,
-        MASKED=mask is not None,
-        MAX=pooling == "max",
-        KEYS=_POOLED,
-        BLOCK_N=tile.block_n,
-        SPLITS=triton.next_power_of_2(splits),
-        num_warps=4,
+    return pooled(kept, num_kv_heads, number, mask, lengths, pooling, pool)
+
+
+class Kept(NamedTuple):
+    """Logits of one query a row, to the base 2; all contiguous."""
+
+    logits: Tensor
+    """``[B, Hq, padded]``: fp32, or int16, the steps below the largest of its block, minus 2^15."""
+    tops: Tensor
+    """fp32 ``[B, Hq, blocks]``: the largest of each block; of fp32 logits ``[B, Hq, 0]``."""
+    lses: Tensor
+    """fp32 ``[B, Hq, splits]``: the log-sum-exp of each part."""
+    block: int
+    """Keys of a block."""
+
+    @property
+    def coded(self) -> bool:
+        return self.logits.dtype == torch.int16
+
+
+def room_for(q: Tensor, number: int, blocks: int, splits: int, block: int) -> Kept:
+    """Room for the logits of ``number`` keys, of a length of which many are moved at a time."""
+    (batch, num_heads), padded, coded = q.shape[:2], triton.cdiv(number, 16) * 16, q.dtype != torch.float32
+    return Kept(
+        torch.empty(batch, num_heads, padded, dtype=torch.int16 if coded else torch.float32, device=q.device),
+        torch.empty(batch, num_heads, blocks if coded else 0, dtype=torch.float32, device=q.device),
+        torch.empty(batch, num_heads, splits, dtype=torch.float32, device=q.device),
+        block,
     )
-    return scores
+
+
+def steps(pooling: str) -> float:
+    """In how many steps of a logit's 16 bits what is pooled doubles."""
+    return _STEPS * (0.5 if pooling == "sqrt" else 1.0)
+
+
+def pooled(
+    kept: Kept, num_kv_heads: int, number: int, mask: Tensor | None, lengths: Tensor | None, pooling: str, pool: str
+) -> Tensor:
+    """Attention from logits that were kept, pooled; ``mask`` int8 ``[B, Hkv, N]``, ``lengths [B, Hkv]``."""
+    batch, num_heads, padded = kept.logits.shape
+    sets, splits = 1 if pool == "layer" else num_kv_heads, kept.lses.shape[2]
+    scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=kept.logits.device)
+    if scores.numel():
+        _pool_logits[triton.cdiv(number, _POOLED), batch * sets](
+            mask,
+            lengths,
+            *kept[:3],
+            scores,
+            *((0, 0, 0) if mask is None else mask.stride()),
+            *((0, 0) if lengths is None else lengths.stride()),
+            sets,
+            num_heads // sets,
+            num_heads // num_kv_heads,
+            number,
+            padded,
+            kept.tops.shape[2],
+            splits,
+            0.5 if pooling == "sqrt" else 1.0,
+            1 / steps(pooling),
+            CODED=kept.coded,
+            MASKED=mask is not None,
+            BOUNDED=lengths is not None,
+            MAX=pooling == "max",
+            KEYS=_POOLED,
+            BLOCK_N=kept.block,
+            SPLITS=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
+    return scores[..., :number]
+
+
+def per_head(lengths: Tensor, num_kv_heads: int) -> Tensor:
+    """Lengths ``[B]`` or ``[B, Hkv]`` as ``[B, Hkv]``, a view."""
+    return lengths[:, None].expand(-1, num_kv_heads) if lengths.dim() == 1 else lengths
+
+
+@triton.jit
+def _keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded, blocks, steps, CODED: tl.constexpr):
+    """Writes a block of some heads to what :class:`Kept` holds: ``logits [M, N]`` and ``largest [M]``, the largest."""
+    if CODED:
+        below = tl.minimum((largest[:, None] - logits) * steps + 0.5, _NOTHING)
+        logits = (below.to(tl.int32) - 32768).to(tl.int16)
+        tl.store(top_ptr + rows * blocks + block, largest, mask=exist)
+    moved = exist[:, None] & (place < padded)[None, :]
+    tl.store(logit_ptr + rows[:, None] * padded + place[None, :], logits, mask=moved)
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "num_kv_heads", "parts", "each"])
@@ -142,6 +203,7 @@ def _keep_logits(
     q_ptr,
     k_ptr,
     mask_ptr,
+    length_ptr,
     logit_ptr,
     top_ptr,
     lse_ptr,
@@ -155,6 +217,8 @@ def _keep_logits(
     mask_stride_b,
     mask_stride_h,
     mask_stride_l,
+    length_stride_b,
+    length_stride_h,
     num_kv_heads,
     group,
     parts,
@@ -167,6 +231,7 @@ def _keep_logits(
     steps,
     CODED: tl.constexpr,
     MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -186,11 +251,14 @@ def _keep_logits(
     k_ptr += batch * k_stride_b + head * k_stride_h
     if MASKED:
         mask_ptr += batch * mask_stride_b + head * mask_stride_h
+    if BOUNDED:
+        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
+        number = tl.minimum(number, length.to(tl.int32))
     rows = batch * num_kv_heads * group + heads
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    begin, end = split * each, tl.minimum((split + 1) * each, blocks)
+    begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
     places = tl.arange(0, BLOCK_N)
     if MASKED:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
@@ -208,14 +276,7 @@ def _keep_logits(
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest = tl.maximum(tl.max(logits, 1), _LOWEST)
-        if CODED:
-            below = tl.minimum((largest[:, None] - logits) * steps + 0.5, _NOTHING)
-            kept = (below.to(tl.int32) - 32768).to(tl.int16)
-            tl.store(top_ptr + rows * blocks + block, largest, mask=exist)
-        else:
-            kept = logits
-        moved = exist[:, None] & (place < padded)[None, :]
-        tl.store(logit_ptr + rows[:, None] * padded + place[None, :], kept, mask=moved)
+        _keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded, blocks, steps, CODED)
         higher = tl.maximum(top, largest)
         weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
         top = higher
@@ -226,6 +287,7 @@ def _keep_logits(
 @triton.jit(do_not_specialize=[*_VARYING, "sets", "members"])
 def _pool_logits(
     mask_ptr,
+    length_ptr,
     logit_ptr,
     top_ptr,
     lse_ptr,
@@ -233,6 +295,8 @@ def _pool_logits(
     mask_stride_b,
     mask_stride_h,
     mask_stride_l,
+    length_stride_b,
+    length_stride_h,
     sets,
     members,
     group,
@@ -244,6 +308,7 @@ def _pool_logits(
     step,
     CODED: tl.constexpr,
     MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     MAX: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -273,7 +338,10 @@ def _pool_logits(
         if MASKED:
             there = tl.load(mask_ptr + (first + member) // group * mask_stride_h, mask=exist, other=0)
             lost = lost | (there == 0)
+        if BOUNDED:
+            of_head = batch * length_stride_b + (first + member) // group * length_stride_h
+            lost = lost | (place >= tl.load(length_ptr + of_head).to(tl.int32))
     score = score if MAX else score / members
-    if MASKED:
+    if MASKED or BOUNDED:
         score = tl.where(lost, float("-inf"), score)
     tl.store(score_ptr + row * padded + place, score, mask=place < padded)

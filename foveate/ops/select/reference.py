@@ -29,12 +29,19 @@ class StreamingTopK:
         self.k = k
         self._scores: Tensor | None = None
         self._indices: Tensor | None = None
+        self._end = 0
 
     def update(self, scores: Tensor, first_index: int) -> None:
-        """Take the scores ``[..., n]`` of the indices ``first_index .. first_index + n - 1``; blocks must ascend."""
-        if scores.device.type == "cpu" and bool(torch.isnan(scores).any()):
-            raise ValueError("scores hold NaN: there is no top-k of them")
-        indices = torch.arange(first_index, first_index + scores.shape[-1], device=scores.device)
+        """Take the scores ``[..., n]`` of the indices ``first_index .. first_index + n - 1``.
+
+        Raises:
+            ValueError: for a block that begins before the last one ended, and on the CPU for scores that are NaN.
+        """
+        if first_index < self._end:
+            raise ValueError(f"first_index must be at least {self._end}, the end of the last block, not {first_index}")
+        _check_nan(scores)
+        self._end = first_index + scores.shape[-1]
+        indices = torch.arange(first_index, self._end, device=scores.device)
         indices = indices.expand(scores.shape)
         if self._scores is not None:
             scores = torch.cat([self._scores, scores], -1)
@@ -86,7 +93,11 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
 
     Returns:
         ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
+
+    Raises:
+        ValueError: on the CPU for scores that are NaN.
     """
+    _check_nan(scores)
     return _topk_rows(scores, counts[:, None, None], k).to(dtype)
 
 
@@ -109,6 +120,11 @@ def _first_of_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
     places = torch.where(chosen, chosen.cumsum(-1, dtype=torch.int32) - 1, k).long()
     found = torch.full((*scores.shape[:-1], k + 1), -1, device=scores.device)  # the last place takes what is not chosen
     return found.scatter_(-1, places, torch.arange(n, device=scores.device).expand(scores.shape))[..., :k]
+
+
+def _check_nan(scores: Tensor) -> None:
+    if scores.device.type == "cpu" and bool(torch.isnan(scores).any()):
+        raise ValueError("scores hold NaN: there is no top-k of them")
 
 
 def _ascending(ordered: Tensor, indices: Tensor, k: int) -> Tensor:

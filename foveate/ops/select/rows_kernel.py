@@ -1,5 +1,7 @@
 """Top-k of rows of any length with a count for each: Triton kernels of :func:`topk_rows`."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -7,7 +9,18 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import multiprocessors
-from foveate.ops.select.blocks_kernel import _HELD, _HIGHEST, _LOWEST, _NONE, _chosen, _end, _kth, _ordered, _put
+from foveate.ops.select.blocks_kernel import (
+    _HELD,
+    _HIGHEST,
+    _LOWEST,
+    _NONE,
+    _chosen,
+    _end,
+    _kth,
+    _ordered,
+    _put,
+    _score,
+)
 
 _TILE = 2048
 """Scores that a program looks at at once."""
@@ -15,8 +28,14 @@ _RESIDENT = 16
 """Programs that a multiprocessor runs at a time."""
 _MOST = 64
 """The most programs that share a row."""
-_BINS = tl.constexpr(1024)
-"""Room for the counts of a digit."""
+_SAMPLES = 4096, 16384
+"""Scores of a row that tell between which two its last one is to be expected: of up to 131,072, and of more."""
+_DEVIATIONS, _SLACK = tl.constexpr(4.5), tl.constexpr(3.0)
+"""How far from there in the sample these two lie, in standard deviations, and in scores."""
+_ROOM = 32768
+"""The most scores between the two that are kept."""
+_TALLIES, _KEPT = tl.constexpr(1), tl.constexpr(2)
+"""What tells where the chosen scores lie, see :func:`_settle`."""
 _VARYING = ["score_stride_b", "score_stride_h", "heads", "number", "k"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
@@ -24,11 +43,12 @@ _VARYING = ["score_stride_b", "score_stride_h", "heads", "number", "k"]
 def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = torch.int64) -> Tensor:
     """See :func:`foveate.ops.select.reference.topk_rows`; NaN counts as inf.
 
-    Short rows are kept in registers whole, see :func:`topk_of_blocks`. Of others the k-th largest score is found digit
-    by digit, from the highest on: programs count how many of the scores that
-    agree in the digits so far have each of the next ones (radix select). After two digits of six bits few agree, and
-    those are counted one by one. Then a program knows from the counts of those before it where its own chosen ones go.
-    Whatever the scores, they are read five times. Counts are integers: repeats are equal.
+    Short rows are kept in registers whole, see :func:`topk_of_blocks`. Of others a sample tells two scores between
+    which the last one that is chosen lies, but for one row in 10^5. Those above both are counted, and the few between
+    them kept; the last one is looked for among these. Then a program knows how many are chosen before its own part of
+    the row, and where its own go: all scores are read twice. Where the counts do not prove that the last one is among
+    those kept (many ties, an order that the sample does not show), the row is read again and again instead, which
+    costs time and never a wrong set. Repeats are equal.
     """
     batch, heads, number = scores.shape
     if scores.dtype != torch.float32:
@@ -39,11 +59,13 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     found = torch.empty(batch, heads, k, dtype=dtype, device=scores.device)
     if not found.numel():
         return found
+    if scores.stride(2) != 1:
+        scores = scores.contiguous()
     if number <= _HELD:
         held = max(256, triton.next_power_of_2(number))
         _topk_of_short_rows[(rows,)](
             scores,
-            *scores.stride(),
+            *scores.stride()[:2],
             counts,
             counts.stride(0),
             found,
@@ -58,14 +80,57 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     tiles = triton.cdiv(number, _TILE)
     each = triton.cdiv(tiles, min(tiles, _MOST, fill))
     chunks = triton.cdiv(tiles, each)
-    digits = torch.zeros(3 + chunks, rows, _BINS.value, dtype=torch.int32, device=scores.device)
-    above = torch.empty(rows, chunks, dtype=torch.int32, device=scores.device)
-    arguments = (scores, *scores.stride(), counts, counts.stride(0), digits, above)
-    numbers = (heads, rows, number, k, each, chunks)
-    for turn in range(4):
-        _count_digits[chunks, rows](*arguments, *numbers, TURN=turn, TILE=_TILE, num_warps=4)
-    _write_chosen[chunks, rows](*arguments, *numbers, found, TILE=_TILE, num_warps=4)
+    sample, room = sizes(number, k)
+    made = {"dtype": torch.int32, "device": scores.device}
+    bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
+    tallies, kept = torch.empty(2, rows, chunks, **made), torch.empty(2, rows, room, **made)
+    where = (scores, *scores.stride()[:2], counts, counts.stride(0))
+    _bracket[(rows,)](*where, bounds, count, heads, rows, number, k, SAMPLE=sample, num_warps=8)
+    _keep_between[chunks, rows](
+        *where, bounds, count, tallies, kept, heads, rows, number, k, each, chunks, TILE=_TILE, ROOM=room, num_warps=4
+    )
+    _settle[(rows,)](
+        *where,
+        bounds,
+        tallies,
+        kept,
+        settled,
+        heads,
+        rows,
+        number,
+        k,
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+        TILE=_TILE,
+        ROOM=room,
+        num_warps=4 if room < 4096 else 8 if room <= 16384 else 16,
+    )
+    _write_chosen[chunks, rows](
+        *where,
+        tallies,
+        kept,
+        settled,
+        found,
+        heads,
+        rows,
+        number,
+        k,
+        each,
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+        TILE=_TILE,
+        ROOM=room,
+        num_warps=4,
+    )
     return found
+
+
+def sizes(number: int, k: int) -> tuple[int, int]:
+    """Scores of the sample, and room for those kept, of rows of ``number`` scores."""
+    sample = _SAMPLES[number > 1 << 17]
+    share = min(k / number, 0.5)  # a row that chooses fewer keeps fewer
+    between = 2 * (_DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value) * number / sample
+    return sample, min(max(1024, triton.next_power_of_2(math.ceil(1.2 * between))), _ROOM)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -73,7 +138,6 @@ def _topk_of_short_rows(
     score_ptr,
     score_stride_b,
     score_stride_h,
-    score_stride_n,
     count_ptr,
     count_stride,
     found_ptr,
@@ -86,7 +150,7 @@ def _topk_of_short_rows(
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
     score_ptr += row // heads * score_stride_b + row % heads * score_stride_h
     allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
-    x = tl.load(score_ptr + index.to(tl.int64) * score_stride_n, mask=index < number, other=float("-inf"))
+    x = tl.load(score_ptr + index, mask=index < number, other=float("-inf"))
     x = tl.minimum(_ordered(x), _HIGHEST)
     x = tl.where(x > _LOWEST, x, _NONE)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0) + 1
@@ -100,77 +164,189 @@ def _topk_of_short_rows(
 
 
 @triton.jit
-def _scores(score_ptr, score_stride, place, number):
-    """Scores as unsigned integers of the same order, and which of them may be chosen."""
-    exist = place < number
-    x = tl.minimum(_ordered(tl.load(score_ptr + place.to(tl.int64) * score_stride, mask=exist, other=0.0)), _HIGHEST)
-    return x.to(tl.uint32, bitcast=True) ^ 0x80000000, exist & (x > _LOWEST)
+def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k):
+    """Where the scores of a row begin, and how many of them are chosen."""
+    allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
+    return score_ptr + row // heads * score_stride_b + row % heads * score_stride_h, allowed
 
 
 @triton.jit
-def _digit(counts, bins, left):
-    """The highest digit that ``left`` scores or more reach (0 if none), and how many of the ``left`` have it."""
-    reach = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    digit = tl.maximum(tl.sum((reach >= left).to(tl.int32), 0) - 1, 0)
-    return digit, left - tl.sum(tl.where(bins > digit, counts, 0), 0)
+def _tile(score_ptr, place, number):
+    """Scores as integers of the same order, none where there is no score or -inf."""
+    _, x = _score(score_ptr, score_ptr, place, number, 0, number, False, 1)
+    return x
 
 
-@triton.jit
-def _known(digit_ptr, rows, left, TURNS: tl.constexpr):
-    """The first digits of the ``left``-th largest score of a row, and how many of the ``left`` begin with them."""
-    known = tl.zeros([], tl.uint32)
-    for turn in tl.static_range(TURNS):
-        bins = tl.arange(0, 64 if turn < 2 else 1024)
-        digit, left = _digit(tl.load(digit_ptr + turn * rows * _BINS + bins), bins, left)
-        known = (known << (6 if turn < 2 else 10)) | digit.to(tl.uint32)
-    return known, left
-
-
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "each", "chunks"])
-def _count_digits(
+@triton.jit(do_not_specialize=[*_VARYING, "rows"])
+def _bracket(
     score_ptr,
     score_stride_b,
     score_stride_h,
-    score_stride_n,
     count_ptr,
     count_stride,
-    digit_ptr,
-    above_ptr,
+    bound_ptr,
+    kept_count_ptr,
+    heads,
+    rows,
+    number,
+    k,
+    SAMPLE: tl.constexpr,
+):
+    """Writes ``bound [2, rows]``, the two scores, and 0 to ``kept_count [rows]``."""
+    row = tl.program_id(0).to(tl.int64)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    drawn, size = tl.arange(0, SAMPLE), tl.minimum(number, SAMPLE)
+    # one of each of as many equal parts, here and there in it, so that a period of the scores is not met
+    place = (drawn.to(tl.int64) * number // size).to(tl.int32) + (drawn * 40503 >> 5) % (number // size)
+    x = _tile(score_ptr, tl.where(drawn < size, place, number), number)
+    valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0)
+    share = allowed.to(tl.float32) / number
+    expected = share * size
+    away = _DEVIATIONS * tl.sqrt(tl.maximum(expected * (1 - share), 0.0)) + _SLACK
+    last, first = tl.ceil(expected + away).to(tl.int32), tl.floor(expected - away).to(tl.int32)
+    low, _, _ = _kth(
+        x, score_ptr, score_ptr, 0, 0, 0, last, _LOWEST + 1, valid, high + 1, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
+    )
+    if first > 0:
+        high, _, _ = _kth(
+            x,
+            score_ptr,
+            score_ptr,
+            0,
+            0,
+            0,
+            first,
+            _LOWEST + 1,
+            valid,
+            high + 1,
+            HOLDS=True,
+            LISTED=False,
+            BLOCK=1,
+            CHUNK=1,
+        )
+    else:
+        high = tl.zeros([], tl.int32) + _HIGHEST
+    tl.store(bound_ptr + row, low)
+    tl.store(bound_ptr + rows + row, high)
+    tl.store(kept_count_ptr + row, 0)
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "rows", "each", "chunks"])
+def _keep_between(
+    score_ptr,
+    score_stride_b,
+    score_stride_h,
+    count_ptr,
+    count_stride,
+    bound_ptr,
+    kept_count_ptr,
+    tally_ptr,
+    kept_ptr,
     heads,
     rows,
     number,
     k,
     each,
     chunks,
-    TURN: tl.constexpr,
     TILE: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
-    """Adds to ``digit[TURN] [rows, 1024]`` how often each digit comes next among the scores that may still be the last
-    one chosen. The last digits are counted for each chunk, in ``digit[3 + chunk]``, and in ``above [rows, chunks]`` the
-    scores that are chosen whatever these are."""
-    SHIFT: tl.constexpr = 26 - 6 * TURN if TURN < 2 else 30 - 10 * TURN
-    BITS: tl.constexpr = 6 if TURN < 2 else 10
+    """Writes ``kept [2, rows, ROOM]``, the scores from the lower to the higher one and where they are, in any order
+    and as many as there is room for, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score_ptr += row // heads * score_stride_b + row % heads * score_stride_h
-    allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
-    known, _ = _known(digit_ptr + row * _BINS, rows, allowed, TURN)
-    digit_ptr += ((TURN + chunk if TURN == 3 else TURN) * rows + row) * _BINS
-    counts, above = tl.zeros([64], tl.int32), tl.zeros([TILE], tl.int32)
+    score_ptr, _ = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
+    kept_ptr += row * ROOM
+    above, inside = tl.zeros([TILE], tl.int32), tl.zeros([], tl.int32)
     for tile in tl.range(chunk * each, chunk * each + each):
-        x, valid = _scores(score_ptr, score_stride_n, tile * TILE + tl.arange(0, TILE), number)
-        if TURN > 0:
-            if TURN == 3:
-                above += (valid & (x >> (SHIFT + BITS) > known)).to(tl.int32)
-            valid = valid & (x >> (SHIFT + BITS) == known)
-        digit = ((x >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
-        if TURN < 2:
-            counts += tl.histogram(digit, 64, mask=valid)
-        else:
-            tl.atomic_add(digit_ptr + digit, 1, mask=valid, sem="relaxed")
-    if TURN < 2:
-        tl.atomic_add(digit_ptr + tl.arange(0, 64), counts, mask=counts > 0, sem="relaxed")
-    if TURN == 3:
-        tl.store(above_ptr + row * chunks + chunk, tl.sum(above, 0))
+        place = tile * TILE + tl.arange(0, TILE)
+        x = _tile(score_ptr, place, number)
+        above += (x > high).to(tl.int32)
+        between = (x >= low) & (x <= high)
+        some = tl.sum(between.to(tl.int32), 0)
+        if some > 0:
+            at = tl.atomic_add(kept_count_ptr + row, some, sem="relaxed") + tl.cumsum(between.to(tl.int32), 0) - 1
+            tl.store(kept_ptr + at, x, mask=between & (at < ROOM))
+            tl.store(kept_ptr + rows.to(tl.int64) * ROOM + at, place, mask=between & (at < ROOM))
+        inside += some
+    tl.store(tally_ptr + row * chunks + chunk, tl.sum(above, 0))
+    tl.store(tally_ptr + (rows + row) * chunks + chunk, inside)
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
+def _settle(
+    score_ptr,
+    score_stride_b,
+    score_stride_h,
+    count_ptr,
+    count_stride,
+    bound_ptr,
+    tally_ptr,
+    kept_ptr,
+    settled_ptr,
+    heads,
+    rows,
+    number,
+    k,
+    chunks,
+    CHUNKS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """Writes ``settled [3, rows]``: the last score that is chosen, how many equal to it are, and what tells where they
+    lie: the tallies, what was kept, or (0) the scores alone."""
+    row = tl.program_id(0).to(tl.int64)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
+    every, slots = tl.arange(0, CHUNKS), tl.arange(0, ROOM)
+    above = tl.sum(tl.load(tally_ptr + row * chunks + every, mask=every < chunks, other=0), 0)
+    kept = tl.sum(tl.load(tally_ptr + (rows + row) * chunks + every, mask=every < chunks, other=0), 0)
+    proved = (above <= allowed) & ((allowed <= above + kept) | (low == _LOWEST + 1))  # both are exact
+    by = tl.where(low == high, _TALLIES, tl.where(kept <= ROOM, _KEPT, 0))
+    if proved & (low == high):
+        last, room = low, tl.minimum(allowed - above, kept)
+    elif proved & (kept <= ROOM):
+        x = tl.load(kept_ptr + row * ROOM + slots, mask=slots < kept, other=_NONE)
+        last, room, _ = _kth(
+            x,
+            score_ptr,
+            score_ptr,
+            0,
+            0,
+            0,
+            allowed - above,
+            low,
+            kept,
+            high + 1,
+            HOLDS=True,
+            LISTED=False,
+            BLOCK=1,
+            CHUNK=1,
+        )
+    else:
+        places = tl.arange(0, TILE)
+        valid = tl.zeros([TILE], tl.int32)
+        for begin in tl.range(0, number, TILE):
+            valid += (_tile(score_ptr, begin + places, number) != _NONE).to(tl.int32)
+        last, room, _ = _kth(
+            places,
+            score_ptr,
+            score_ptr,
+            number,
+            0,
+            number,
+            allowed,
+            _LOWEST + 1,
+            tl.sum(valid, 0),
+            tl.zeros([], tl.int32) + _HIGHEST + 1,
+            HOLDS=False,
+            LISTED=False,
+            BLOCK=1,
+            CHUNK=TILE,
+        )
+    tl.store(settled_ptr + row, last)
+    tl.store(settled_ptr + rows + row, room)
+    tl.store(settled_ptr + 2 * rows + row, tl.where(proved, by, 0))
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "rows", "each", "chunks"])
@@ -178,47 +354,58 @@ def _write_chosen(
     score_ptr,
     score_stride_b,
     score_stride_h,
-    score_stride_n,
     count_ptr,
     count_stride,
-    digit_ptr,
-    above_ptr,
+    tally_ptr,
+    kept_ptr,
+    settled_ptr,
+    found_ptr,
     heads,
     rows,
     number,
     k,
     each,
     chunks,
-    found_ptr,
+    CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     """Writes ``found [rows, k]``: chunk after chunk, and -1 behind the last of them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score_ptr += row // heads * score_stride_b + row % heads * score_stride_h
-    allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
-    digit_ptr += row * _BINS
-    known, left = _known(digit_ptr, rows, allowed, 3)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    last, room = tl.load(settled_ptr + row), tl.load(settled_ptr + rows + row)
+    begin, places = chunk * each * TILE, tl.arange(0, TILE)
 
-    bins, some = tl.arange(0, _BINS), tl.arange(0, 4)
-    counts, before = tl.zeros([_BINS], tl.int32), tl.zeros([_BINS], tl.int32)
-    higher = tl.zeros([], tl.int32)  # that are chosen in the chunks before this one
-    for first in tl.range(0, chunks, 4):
-        others = first + some
-        of_chunks = digit_ptr + (3 + others.to(tl.int64))[:, None] * rows * _BINS + bins[None, :]
-        found = tl.load(of_chunks, mask=(others < chunks)[:, None], other=0)
-        counts += tl.sum(found, 0)
-        before += tl.sum(tl.where((others < chunk)[:, None], found, 0), 0)
-        higher += tl.sum(tl.load(above_ptr + row * chunks + others, mask=others < chunk, other=0), 0)
-    digit, room = _digit(counts, bins, left)  # room for scores equal to the last one chosen
-    higher += tl.sum(tl.where(bins > digit, before, 0), 0)
-    equal = tl.sum(tl.where(bins == digit, before, 0), 0)
-    kth = (known << 10) | digit.to(tl.uint32)
+    # what is chosen before this chunk, and what equals the last one there
+    higher, equal = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    above, inside, every = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.arange(0, CHUNKS)
+    by = tl.load(settled_ptr + 2 * rows + row)
+    if by == 0:
+        for first in tl.range(0, begin, TILE):
+            x = _tile(score_ptr, first + places, number)
+            higher += (x > last).to(tl.int32)
+            equal += (x == last).to(tl.int32)
+    else:
+        above = tl.sum(tl.load(tally_ptr + row * chunks + every, mask=every < chunk, other=0), 0)
+        tally_ptr += (rows + row) * chunks
+        if by == _TALLIES:
+            inside = tl.sum(tl.load(tally_ptr + every, mask=every < chunk, other=0), 0)
+        else:
+            kept = tl.sum(tl.load(tally_ptr + every, mask=every < chunks, other=0), 0)
+            kept_ptr += row * ROOM
+            for first in tl.range(0, kept, TILE):
+                slots = first + places
+                x = tl.load(kept_ptr + slots, mask=slots < kept, other=_NONE)
+                index = tl.load(kept_ptr + rows.to(tl.int64) * ROOM + slots, mask=slots < kept, other=number)
+                higher += ((x > last) & (index < begin)).to(tl.int32)
+                equal += ((x == last) & (index < begin)).to(tl.int32)
+    higher, equal = above + tl.sum(higher, 0), inside + tl.sum(equal, 0)
 
     found_ptr += row * k
     for tile in tl.range(chunk * each, chunk * each + each):
-        place = tile * TILE + tl.arange(0, TILE)
-        x, valid = _scores(score_ptr, score_stride_n, place, number)
-        over, tie = valid & (x > kth), valid & (x == kth)
+        place = tile * TILE + places
+        x = _tile(score_ptr, place, number)
+        over, tie = x > last, (x == last) & (x != _NONE)
         both = tl.cumsum(over.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
         rank = equal + (both >> 16)
         at = higher + (both & 0xFFFF) + tl.minimum(rank, room) - 1
@@ -227,5 +414,4 @@ def _write_chosen(
         equal += tl.sum(tie.to(tl.int32), 0)
     if chunk == chunks - 1:
         for first in tl.range(higher + tl.minimum(equal, room), k, TILE):
-            places = first + tl.arange(0, TILE)
-            tl.store(found_ptr + places, -1, mask=places < k)
+            tl.store(found_ptr + first + places, -1, mask=first + places < k)

@@ -13,6 +13,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -43,6 +44,8 @@ class Selection:
     steps: int = 0
     read: int = 0
     available: int = 0
+    lost: Tensor | None = None
+    """int64 ``[1]``: selections that were nothing because a score was NaN."""
 
     def count(self, queries: int, read: int, available: int) -> None:
         """One forward over ``queries`` tokens, each of which reads at most ``read`` keys of ``available``."""
@@ -50,6 +53,19 @@ class Selection:
             self.steps, self.read, self.available = self.steps + 1, self.read + read, self.available + available
         else:
             self.prompt_tokens += queries
+
+    def counter(self, device: torch.device) -> Tensor:
+        """Where the indexer counts what it has lost, on the device."""
+        if self.lost is None or self.lost.device != device:
+            with torch.inference_mode(False):  # it goes on to be written to outside of any such block
+                self.lost = torch.zeros(1, dtype=torch.int64, device=device)
+        return self.lost
+
+    def reset(self) -> None:
+        """Begin anew, with the same counter, which a CUDA graph may hold."""
+        self.prompt_tokens = self.steps = self.read = self.available = 0
+        if self.lost is not None:
+            self.lost.zero_()
 
 
 @dataclass
@@ -69,11 +85,13 @@ class SparseAttachment:
                 decode_steps=seen.steps,
                 keys_read_per_step=seen.read / max(seen.steps, 1),
                 keys_available_per_step=seen.available / max(seen.steps, 1),
+                selections_lost=0 if seen.lost is None else int(seen.lost),
             )
             for index, seen in sorted(self.layers.items())
         ]
         if reset:
-            self.layers.update((index, Selection()) for index in self.layers)
+            for seen in self.layers.values():
+                seen.reset()
         return Stats(rows, 0)
 
     def undo(self, model: nn.Module) -> None:

@@ -94,10 +94,8 @@ class Compress:
                 raise ValueError("past_key_values holds padded rows that were compressed without foveate: begin anew")
             config = self.own.rotary_emb.config
             rows = layer.compressed_kv[_ROWS] = Rows([type(layer)(config) for _ in range(batch)])
-            for states in (
-                layer.buffer_kv,
-                layer.entry_count,
-            ):  # without foveate it could not go on, and would not tell
+            # without foveate it could not go on, and would not tell
+            for states in (layer.buffer_kv, layer.entry_count):
                 del states["compressor"]
         if real is None:
             waiting = [not _tokens(row) and bool(position_ids[b, -1] < 0) for b, row in enumerate(rows.layers)]
@@ -141,8 +139,9 @@ class Compress:
             cos, sin = own.rotary_emb(hidden_states, position_ids=position_ids, layer_type=own.rope_layer_type)
             q, scorer = self.rotate(q, cos, sin, unsqueeze_dim=2), own.scorer
             weights = scorer.weights_proj(hidden_states).float() * (scorer.weights_scaling * scorer.softmax_scale)
-            top_k = min(own.index_topk, keys.shape[1])
-            indices = csa.lightning_indexer(q, keys, weights, top_k, ratio=own.compress_rate, offset=before)
+            top_k, lost = min(own.index_topk, keys.shape[1]), self.seen[self.layer_idx].counter(q.device)
+            how = {"ratio": own.compress_rate, "offset": before, "lost": lost}
+            indices = csa.lightning_indexer(q, keys, weights, top_k, **how)
         return entries, indices, before
 
     def _entries(self, own: nn.Module, name: str, hidden_states: Tensor, layer: Any, overlap: bool) -> Tensor:

@@ -75,7 +75,8 @@ class SelectPools:
         keys, gates, _ = states[:, start:].split((own.head_dim, own.head_dim, 1), -1)
         pools = self._pools(keys, gates)
         top_k = own.index_topk // size
-        found = csa.lightning_indexer(q[:, padding:], pools, weights[:, padding:], top_k, ratio=size, offset=before)
+        how = {"ratio": size, "offset": before, "lost": self.seen[self.layer_idx].counter(q.device)}
+        found = csa.lightning_indexer(q[:, padding:], pools, weights[:, padding:], top_k, **how)
         places = torch.arange(size, dtype=torch.int32, device=q.device)
         chosen = (found[..., None] * size + places + start).masked_fill(found[..., None] < 0, -1).flatten(-2)
         if own.index_kpool_always_select_tail:

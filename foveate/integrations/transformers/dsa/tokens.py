@@ -63,10 +63,10 @@ class Select:
         weights = weights * (own.n_heads * own.head_dim) ** -0.5
         queries, keys = q.shape[1], k.shape[1]
         starts = (-attention_mask[:, 0, 0].to(q.device)).expand(len(q))  # the position of key 0 is minus the padding
-        selected = csa.lightning_indexer(
-            q, k, weights, min(own.index_topk, keys), offset=keys - queries, starts=starts.contiguous()
-        )
-        self.seen[self.layer_idx].count(queries, selected.shape[2], keys)
+        seen = self.seen[self.layer_idx]
+        how = {"offset": keys - queries, "starts": starts.contiguous(), "lost": seen.counter(q.device)}
+        selected = csa.lightning_indexer(q, k, weights, min(own.index_topk, keys), **how)
+        seen.count(queries, selected.shape[2], keys)
         return selected
 
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,232 @@
+"""Tokens a second of `generate`: a model with dense attention, with sparse attention, and on Transformers' own path.
+
+The model is a folder's, or one of a known shape with random weights: what a step costs does not depend on them. Prompts
+are random tokens, read in chunks; a step's time is that from one token to the next, everything included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import foveate
+from foveate.bench.decode import BENCH
+from foveate.evaluation import accounting, inference
+from foveate.evaluation.errors import UserError, unknown
+
+TRANSFORMERS = "transformers-sdpa"
+METHODS = ("dense", "kascade:decode_only=true", "luka")
+SHAPES: dict[str, PreTrainedConfig] = {
+    "llama-3.1-8b": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    ),
+    "qwen3-8b": Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=131072,
+    ),
+}
+_DTYPES = ("bfloat16", "float16", "float32")
+_CHUNK = 8192
+"""Tokens of a prompt, all sequences together, that are read at once."""
+_WARM_UP = 8
+"""Steps that are not timed: the first ones compile kernels and record graphs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    model: str
+    """A folder, or the name of one of :data:`SHAPES`."""
+    methods: Sequence[str] = METHODS
+    contexts: Sequence[int] = (32768,)
+    batches: Sequence[int] = (1,)
+    steps: int = 64
+    dtype: str = "bfloat16"
+    seed: int = 0
+    device: str = "cuda"
+
+    def check(self) -> None:
+        """Raises UserError naming what cannot be."""
+        if self.model not in SHAPES and not Path(self.model).is_dir():
+            raise unknown("model", self.model, (*SHAPES, "a model folder"))
+        for name, least in (("contexts", 1), ("batches", 1)):
+            numbers = getattr(self, name)
+            if not numbers or min(numbers) < least:
+                raise UserError(f"{name} must be at least {least}, not {min(numbers, default='none')}")
+        if self.steps < 1:
+            raise UserError(f"steps must be at least 1, not {self.steps}")
+        if self.dtype not in _DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
+        inference.choose_device(self.device)
+        for spec in self.methods:
+            try:
+                foveate.methods.parse(spec)
+            except ValueError as error:
+                raise UserError(str(error)) from None
+        facts = {"max_positions": self.config().max_position_embeddings}
+        accounting.check_positions(max(self.contexts) + self.steps + _WARM_UP, facts, "context and steps need")
+
+    def config(self) -> PreTrainedConfig:
+        if self.model in SHAPES:
+            longest = max(self.contexts) + self.steps + _WARM_UP
+            config = SHAPES[self.model]
+            return type(config)(
+                **{**config.to_dict(), "max_position_embeddings": max(longest, config.max_position_embeddings)}
+            )
+        return AutoConfig.from_pretrained(self.model, local_files_only=True)
+
+
+@torch.inference_mode()
+def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """A row for each method, at every context and batch size; the baseline is foveate's own dense.
+
+    Raises:
+        UserError: for a plan that cannot be.
+    """
+    plan.check()
+    specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in plan.methods)]))
+    model = _model(plan)
+    rows: list[dict[str, Any]] = []
+    for batch in plan.batches:
+        for context in plan.contexts:
+            generator = torch.Generator(plan.device).manual_seed(plan.seed)
+            shape = (batch, context)
+            ids = torch.randint(0, model.config.vocab_size, shape, generator=generator, device=plan.device)
+            found = {}
+            for spec in (*specs, TRANSFORMERS):
+                found[spec] = one = _measured(plan, model, spec, ids)
+                tokens = 1e3 * batch / one["ms"]
+                say(f"{spec} at {context:,} × {batch}: {one['ms']:.2f} ms a step, {tokens:,.1f} tokens/s")
+            rows += [_row(plan, model, spec, context, batch, one, found["dense"]) for spec, one in found.items()]
+    return rows
+
+
+def _model(plan: Plan) -> PreTrainedModel:
+    if plan.model not in SHAPES:
+        return inference.load_model(Path(plan.model), plan.dtype, plan.device)
+    torch.manual_seed(plan.seed)
+    with torch.device(plan.device):
+        model = AutoModelForCausalLM.from_config(plan.config(), dtype=getattr(torch, plan.dtype))
+    model.generation_config = GenerationConfig(do_sample=False)
+    return model.eval()
+
+
+class _Clock(StoppingCriteria):
+    """Notes when each token is there: `generate` looks at every one before it asks for the next."""
+
+    def __init__(self) -> None:
+        self.ticks: list[float] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
+        self.ticks.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _measured(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor) -> dict[str, Any]:
+    """Milliseconds of a step, of the prompt, and what the attachment says of them."""
+    clock, memory = _Clock(), accounting.PeakMemory(plan.device)
+    whole = False
+    if spec != TRANSFORMERS:
+        try:
+            whole = foveate.attach(model, spec).whole_prompt
+        except ValueError as error:
+            raise UserError(f"{plan.model}: {error}") from None
+    memory.start()
+    begin = time.perf_counter()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=plan.steps + _WARM_UP + 1,
+        eos_token_id=None,
+        pad_token_id=0,
+        prefill_chunk_size=None if whole else max(1, _CHUNK // len(ids)),
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )
+    steps = [1e3 * (after - before) for before, after in zip(clock.ticks, clock.ticks[1:])][_WARM_UP:]
+    one = {
+        "ms": statistics.median(steps),
+        "ms_quartiles": statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3,
+        "prefill_ms": 1e3 * (clock.ticks[0] - begin),
+        "peak_bytes": memory.peak(),
+        "peak_kind": memory.kind,
+        "stats": None,
+    }
+    if spec != TRANSFORMERS:
+        one["stats"] = foveate.stats(model).summary()
+        foveate.detach(model)
+    return one
+
+
+def _row(
+    plan: Plan,
+    model: PreTrainedModel,
+    spec: str,
+    context: int,
+    batch: int,
+    one: dict[str, Any],
+    dense: dict[str, Any],
+) -> dict[str, Any]:
+    share = None if spec == TRANSFORMERS else getattr(foveate.methods.parse(spec), "top_k", None)
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        weights += model.get_output_embeddings().weight.nbytes
+    read = None if one["stats"] is None else weights + batch * one["stats"]["kv_bytes_per_step"]
+    random = plan.model in SHAPES
+    return {
+        "bench": BENCH,
+        "case": {
+            "method": spec,
+            "context": context,
+            "batch": batch,
+            "share": share if isinstance(share, float) else None,
+            "level": "model",
+            "model": plan.model if random else Path(plan.model).resolve().name,
+            "weights": "random" if random else "trained",
+            "dtype": plan.dtype,
+            "steps": plan.steps,
+            "seed": plan.seed,
+        },
+        **one,
+        "tokens_per_s": 1e3 * batch / one["ms"],
+        "baseline": "dense",
+        "baseline_ms": dense["ms"],
+        "speedup": dense["ms"] / one["ms"],
+        "gb_per_s": None if read is None else read / one["ms"] / 1e6,
+        "gb_counts": "weights but for the embedding of tokens, and keys and values",
+        "tflop_per_s": None,
+        "device": accounting.device_name(plan.device),
+        "versions": accounting.versions(),
+        "commit": accounting.commit(),
+    }

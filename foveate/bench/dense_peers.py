@@ -1,0 +1,49 @@
+"""Dense attention of a decode step by libraries, the fastest of which is what sparse attention is compared with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Of ``q [B, Hq, 1, D]``, ``k, v [B, Hkv, N, D]`` and the factor of the logits: ``[B, Hq, 1, D]``."""
+
+
+def available(device: str, say: Callable[[str], None] = print) -> dict[str, Attend]:
+    """The libraries that are here, by name; says which one is missing and how to get it."""
+    if device != "cuda":
+        return {"sdpa": functools.partial(_sdpa, backend=SDPBackend.MATH)}
+    found: dict[str, Attend] = {
+        "sdpa-cudnn": functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    }
+    flash = _flash_attention_3()
+    if flash is None:
+        say("FlashAttention-3 is not here: pip install tokenspeed-fa3==3.0.0.post20260810")
+    else:
+        found["flash-attention-3"] = flash
+    return found
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@functools.cache
+def _flash_attention_3() -> Attend | None:
+    try:
+        from flash_attn_interface import flash_attn_func
+    except Exception:  # it loads a library, which may not fit the device or torch
+        return None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        moved = (x.transpose(1, 2) for x in (q, k, v))
+        found = flash_attn_func(*moved, softmax_scale=scaling, causal=False)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    return attend

@@ -1,0 +1,191 @@
+"""CUDA graphs for the decode steps of `generate`: when they are used, and the call that `generate` makes for a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation import GenerationMode
+
+from foveate.integrations.transformers.cache import Cache, Layer
+from foveate.integrations.transformers.steps import CaptureError, CudaRecorder, Recording, Steps, Use
+from foveate.ops._dispatch import runs_kernel
+
+if TYPE_CHECKING:
+    from foveate.integrations.transformers.attach import Attachment
+
+_WATCHING = ("output_attentions", "output_hidden_states", "output_router_logits")
+_SHAPES = ("dynamic", "longrope")
+"""Rotary embeddings that look at how long the context is at every step."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Graphs:
+    """Whether and how an attached model replays its decode steps.
+
+    Args:
+        mode: True, False or "auto".
+
+    Raises:
+        ValueError: for another mode.
+    """
+
+    def __init__(self, mode: bool | str):
+        if not (isinstance(mode, bool) or mode == "auto"):
+            raise ValueError(f"cuda_graph must be True, False or 'auto', not {mode!r}")
+        self.mode, self.use = mode, Use()
+        self.recorder: Callable[[Callable[[], Any]], Recording] | None = None
+        """Records steps in another way than as CUDA graphs."""
+        self._of_devices: dict[torch.device, CudaRecorder] = {}
+        self._broken = ""
+
+    def obstacle(self, model: nn.Module, attachment: Attachment) -> str:
+        """Why steps of this model and method are never replayed; empty when they are."""
+        if self.mode is False:
+            return "switched off"
+        if self._broken:
+            return self._broken
+        config = attachment.config
+        if attachment.unchanged:
+            layers = ", ".join(str(layer) for layer in sorted(attachment.unchanged))
+            return f"layers {layers} stay as they are, with a cache whose memory moves"
+        for policy in attachment.policies.values():
+            if policy.method.graph_obstacle:
+                return policy.method.graph_obstacle
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = {rope.get("rope_type")} | {one.get("rope_type") for one in rope.values() if isinstance(one, dict)}
+        if kinds & set(_SHAPES):
+            return f"{sorted(kinds & set(_SHAPES))[0]} rotary embeddings depend on the length of the context"
+        if model.training:
+            return "the model is in training mode"
+        if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+            return "the model is spread over several devices"
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            return "the model is tensor-parallel"
+        if self.recorder is None and model.device.type != "cuda":
+            return f"the model is on the {model.device.type.upper()}, and CUDA graphs need a GPU"
+        if self.mode == "auto" and self.recorder is None and not runs_kernel("attend"):
+            return (
+                "without the kernels of decoding, which stop where a row ends, replays can be slower (insist with True)"
+            )
+        return ""
+
+    def require(self, reason: str) -> None:
+        """Note why steps are not replayed.
+
+        Raises:
+            ValueError: when the attachment insists on it, with ``cuda_graph=True``.
+        """
+        self.use.reason = reason
+        if reason and self.mode is True:
+            raise ValueError(f"cuda_graph=True is not possible: {reason}; with cuda_graph='auto' it would be left out")
+
+    def check_generation(self, mode: GenerationMode, use_cache: bool | None) -> None:
+        """A call of `generate` starts.
+
+        Raises:
+            ValueError: as :meth:`require`, when its steps cannot be replayed.
+        """
+        if self.mode is False:
+            return
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            self.require(f"{mode.value} takes other steps than one token for each sequence after the other")
+        elif use_cache is False:
+            self.require("use_cache=False computes all tokens at every step")
+
+    def recorder_for(self, device: torch.device) -> Callable[[Callable[[], Any]], Recording]:
+        """What records steps on a device."""
+        return self.recorder or self._of_devices.setdefault(device, CudaRecorder(device))
+
+    def broke(self, error: CaptureError) -> None:
+        """A step could not be recorded: from now on none is."""
+        self._broken = f"a step could not be captured ({error})"
+        self.require(self._broken)
+        warnings.warn(f"foveate: {self._broken}; steps are run one by one", stacklevel=3)
+
+    def __deepcopy__(self, memo):
+        return Graphs(self.mode)
+
+
+class DecodeCall:
+    """What `generate` calls for a decode step, and for a chunk of a prompt: the model, or a replay of its last step."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        graphs, cache = self.attachment.graphs, inputs.get("past_key_values")
+        if args or not isinstance(cache, Cache) or not _is_step(cache, inputs):
+            return self.model(*args, **inputs)
+        reason = graphs.obstacle(self.model, self.attachment) or _refusal(cache, inputs, self.attachment)
+        if graphs.mode is not False:
+            graphs.require(reason)
+        if reason or _pauses(cache):
+            return self.model(**inputs)
+        told = {key: value for key, value in inputs.items() if key not in ("past_key_values", "attention_mask")}
+        tensors = {key: value for key, value in told.items() if isinstance(value, Tensor)}
+        if "position_ids" not in tensors:
+            ids = tensors["input_ids"]
+            tensors["position_ids"] = ids.new_full((1, 1), cache.get_seq_length())
+        options = {key: value for key, value in told.items() if key not in tensors}
+        if cache.steps is None:
+            cache.steps = Steps(graphs.recorder_for(self.model.device), graphs.use)
+        try:
+            return cache.steps(cache, self.model, tensors, options)
+        except CaptureError as error:
+            graphs.broke(error)
+            return self.model(**inputs)
+
+
+class TakesDecodeCall:
+    """Stands in for the model's ``_valid_auto_compile_criteria``: has `generate` use ``get_compiled_call``."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        return self.attachment.graphs.mode is not False
+
+
+class GetDecodeCall:
+    """Stands in for the model's ``get_compiled_call``, which `generate` asks what to call for a step."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.call = DecodeCall(model, attachment)
+
+    def __call__(self, compile_config: Any) -> DecodeCall:
+        return self.call
+
+
+def _is_step(cache: Cache, inputs: dict[str, Any]) -> bool:
+    """Whether this is one token for each sequence, and not the first after a prompt, in which methods may settle."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
+        return False
+    return cache.phase.told and cache.get_seq_length() > (cache.phase.prompt_end or 0)
+
+
+def _refusal(cache: Cache, inputs: dict[str, Any], attachment: Attachment) -> str:
+    """Why this step cannot be replayed though others could; empty when it can."""
+    if cache.phase.assistant or any(layer.record_past for layer in cache.layers if isinstance(layer, Layer)):
+        return "the cache records its past, for assisted decoding"
+    watched = [name for name in _WATCHING if inputs.get(name)]
+    if watched:
+        return f"{watched[0]}=True returns more than the logits"
+    if any(policy.look is not None for policy in attachment.policies.values()):
+        return "its attention is being watched"
+    odd = [
+        key for key, value in inputs.items() if key != "past_key_values" and not isinstance(value, (Tensor, *_PLAIN))
+    ]
+    if odd:
+        return f"the model is given {odd[0]}, a {type(inputs[odd[0]]).__name__}"
+    return ""
+
+
+def _pauses(cache: Cache) -> bool:
+    """Whether a method wants to run this step by itself."""
+    layers = [layer for layer in cache.layers if isinstance(layer, Layer)]
+    return any(layer.method.pauses(layer.store.decoded + 1) for layer in layers)

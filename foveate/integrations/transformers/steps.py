@@ -1,0 +1,240 @@
+"""Decode steps of one cache over buffers at fixed addresses, recorded once and replayed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from foveate.integrations.transformers.cache import Cache, Layer
+from foveate.moving_rows import MovingRows
+
+ROOM = 256
+"""Tokens for which a cache gets room before its steps are recorded, where it has less: a full one is recorded anew."""
+
+
+class CaptureError(RuntimeError):
+    """A step could not be recorded; the cache is as it was before."""
+
+
+class Recording(NamedTuple):
+    """A recorded step."""
+
+    out: ModelOutput
+    """What it returned; a replay writes it anew."""
+    replay: Callable[[], None]
+
+
+class CudaRecorder:
+    """Records steps as CUDA graphs. They share memory for what lives within a step, since one runs at a time.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def __call__(self, run: Callable[[], Any]) -> Recording:
+        with torch.cuda.device(self.device):
+            graph = torch.cuda.CUDAGraph()
+            if self._stream is None:  # PyTorch's own is on whichever GPU came first
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                out = run()
+        return Recording(out, graph.replay)
+
+
+@dataclass
+class Use:
+    """How decode steps were run since the last reset."""
+
+    replayed: int = 0
+    captured: int = 0
+    reason: str = ""
+    """Why the last step that could not be replayed was not."""
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.replayed = self.captured = 0
+
+
+class Steps:
+    """Runs the decode steps of a cache: the first one as it is, the next ones as replays of what it recorded.
+
+    While it does, the numbers of the cache's rows move on the device; whoever asks for them gets them back, and the
+    next step puts them there again. A recording is good as long as the cache keeps its memory.
+
+    Args:
+        record: makes a :class:`Recording` of what it is given to call.
+        use: where to count.
+    """
+
+    def __init__(self, record: Callable[[Callable[[], Any]], Recording], use: Use):
+        self._record, self._use = record, use
+        self._recording: Recording | None = None
+        self._warm = False
+        self._inputs: dict[str, Tensor] = {}
+        self._options: dict[str, Any] = {}
+        self._groups: list[MovingRows] = []
+        self._grouping: list[int] = []
+        self._batch = 0
+        self._places: list[Tensor | None] = []
+        self._memory: list[weakref.ref] = []
+        self._methods: list[Any] = []
+        self._room = 0
+        self._totals: list[int] = []
+        self._reused: list[int] = []
+
+    def __deepcopy__(self, memo):  # a copy of the cache has memory of its own
+        return None
+
+    def __call__(
+        self, cache: Cache, run: Callable[..., Any], inputs: dict[str, Tensor], options: dict[str, Any]
+    ) -> Any:
+        """One token for every row.
+
+        Args:
+            run: the model.
+            inputs: its inputs whose contents change, each ``[B or 1, 1]``.
+            options: the others, which do not change, or else the step is recorded anew.
+
+        Raises:
+            CaptureError: when the step cannot be recorded.
+        """
+        layers = [layer for layer in cache.layers if isinstance(layer, Layer)]
+        self._load(inputs, options)
+        if not self._ready(layers):
+            self._enter(layers)
+        if self._recording is None and not self._warm:
+            before = [layer.counters.indices_reused for layer in layers]
+            out = self._run(run, cache)
+            self._reused = [layer.counters.indices_reused - n for layer, n in zip(layers, before)]
+            self._warm = True
+        else:
+            if self._recording is None:
+                self._recording = self._recorded(layers, run, cache)
+                self._use.captured += 1
+            self._recording.replay()
+            self._use.replayed += 1
+            out = self._recording.out
+            for layer, reused in zip(layers, self._reused):
+                layer.seen += 1
+                layer.counters.indices_reused += reused
+        for rows in self._groups:
+            rows.steps += 1
+        for layer, group in zip(layers, self._grouping):
+            available = self._totals[group] + self._batch * self._groups[group].steps
+            layer.counters.count_steps(1, self._batch, available)
+        return type(out)(**out, past_key_values=cache)
+
+    # Inputs
+
+    def _load(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
+        """Put the inputs where the recorded step reads them."""
+        shapes = {name: (x.shape, x.dtype, x.device) for name, x in inputs.items()}
+        if options != self._options or shapes != {n: (x.shape, x.dtype, x.device) for n, x in self._inputs.items()}:
+            self._forget()
+            self._options = dict(options)
+            with torch.inference_mode(False):
+                self._inputs = {name: torch.empty_like(x, requires_grad=False) for name, x in inputs.items()}
+        for name, x in inputs.items():
+            self._inputs[name].copy_(x)
+
+    def _forget(self) -> None:
+        self._recording, self._warm = None, False
+
+    # The cache
+
+    def _ready(self, layers: list[Layer]) -> bool:
+        """Whether the rows' numbers are on the device and there is room for a token."""
+        moving = [layer.store.moving for layer in layers]
+        if len(moving) != len(self._grouping) or any(one is None for one in moving):
+            return False
+        rows = [self._groups[group] for group in self._grouping]
+        return all(one.rows is its for one, its in zip(moving, rows)) and all(its.steps < self._room for its in rows)
+
+    def _enter(self, layers: list[Layer]) -> None:
+        """Put the rows' numbers on the device; forget what was recorded for other memory."""
+        stores = [layer.store for layer in layers]
+        for store in stores:
+            used = store.used
+            if store.capacity - used < (1 if self._warm else ROOM):
+                store.reserve(used + ROOM)
+            if store.evicts:
+                store.own_memory()
+        self._room = min(store.capacity - store.used for store in stores)
+        keys = [
+            (
+                layer.method if store.evicts else None,
+                store.capacity,
+                *(tuple(numbers) for numbers in store.rows.values()),
+                None if store.freed is None else tuple(store.freed.rows),
+            )
+            for layer, store in zip(layers, stores)
+        ]
+        different = list(dict.fromkeys(keys))
+        grouping = [different.index(key) for key in keys]
+        if grouping != self._grouping or stores[0].batch_size != self._batch:
+            self._forget()
+            self._grouping, self._batch = grouping, stores[0].batch_size
+            of_groups = [stores[grouping.index(group)] for group in range(len(different))]
+            self._groups = [MovingRows(store.batch_size, store.evicts, store.device) for store in of_groups]
+            with torch.inference_mode(False):
+                self._places = [
+                    torch.full((one.batch_size, one.geometry.num_kv_heads), -1, device=one.device)
+                    if one.evicts
+                    else None
+                    for one in stores
+                ]
+        self._totals = []
+        for group, rows in enumerate(self._groups):
+            store = stores[self._grouping.index(group)]
+            rows.write(store.rows, None if store.freed is None else store.freed.rows, store.capacity)
+            self._totals.append(sum(store.lengths))
+        memory = [tensor for store in stores for tensor in store.tensors.values()]
+        memory += [count for store in stores for count in store.counters.on_device(store.device)]
+        methods = [layer.method for layer in layers]
+        same = len(memory) == len(self._memory) and all(ref() is now for ref, now in zip(self._memory, memory))
+        if not same or methods != self._methods:
+            self._forget()
+            self._memory, self._methods = [weakref.ref(tensor) for tensor in memory], methods
+        for store, group, places in zip(stores, self._grouping, self._places):
+            store.move(self._groups[group], places)
+
+    # Running
+
+    def _run(self, run: Callable[..., Any], cache: Cache) -> ModelOutput:
+        """The step itself: what is recorded, or done once to make ready what is made at a first use."""
+        for rows in self._groups:
+            rows.sealed = True
+            rows.begin()
+        try:
+            out = run(**self._inputs, **self._options, past_key_values=cache)
+        finally:
+            for rows in self._groups:
+                rows.sealed = False
+        return _without_cache(out)
+
+    def _recorded(self, layers: list[Layer], run: Callable[..., Any], cache: Cache) -> Recording:
+        """The step, recorded and not yet done: nothing has changed but what is recorded to change."""
+        before = [(layer.seen, layer.counters.indices_reused) for layer in layers]
+        try:
+            return self._record(lambda: self._run(run, cache))
+        except (RuntimeError, NotImplementedError) as error:
+            raise CaptureError(str(error).partition("\n")[0]) from error
+        finally:
+            for layer, (seen, reused) in zip(layers, before):
+                layer.seen, layer._pending, layer.counters.indices_reused = seen, False, reused
+
+
+def _without_cache(out: ModelOutput) -> ModelOutput:
+    """The same without the cache, which would keep itself alive through what was recorded for it."""
+    return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})

@@ -1,0 +1,40 @@
+"""Attention of one query a row over all keys, and how much each of them got of it."""
+
+from torch import Tensor
+
+from foveate.ops.attend.reference import Attended, attend
+from foveate.ops.score.pooled import pooled_mass
+
+
+def attend_pooled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    pooling: str = "post_softmax",
+    pool: str = "kv_head",
+) -> Attended:
+    """Attention over all keys, with its log-sum-exp, and their scores as :func:`pooled_mass` has them.
+
+    What Kascade's first layer does (Kascade, section 3.1), which reads all keys and chooses for others.
+
+    Args:
+        q: ``[B, Hq, 1, D]``.
+        k, v: ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``; read through their strides.
+        scaling: factor of the logits.
+        mask: bool, broadcastable to ``[B, Hkv, 1, N]``: True where a key is. The others may hold anything finite.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
+        pooling, pool: see :func:`pooled_mass`.
+
+    Returns:
+        ``out [B, Hq, 1, Dv]``, ``lse [B, Hq, 1]`` and ``mass``, fp32 ``[B, Hkv, N]``, ``[B, 1, N]`` of a whole layer.
+
+    Raises:
+        ValueError: for a pooling or a pool that there is not.
+    """
+    by_head = None if mask is None else mask.expand(*k.shape[:2], 1, k.shape[2])[:, :, 0]
+    mass = pooled_mass(q, k, scaling=scaling, mask=by_head, lengths=lengths, pooling=pooling, pool=pool)
+    return attend(q, k, v, scaling=scaling, mask=mask, lengths=lengths, need_lse=True)._replace(mass=mass)

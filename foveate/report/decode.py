@@ -1,0 +1,67 @@
+"""Rows of `foveate bench decode` as a Markdown table: a method's time, its floor, and what its layers take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foveate.report.markdown import made_with, markdown_table
+
+Row = Mapping[str, Any]
+_OWN = ("method", "context", "batch", "share", "level", "seed")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One table for each level and shape, one line for each method and size."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["case"]["level"], _shape(row)), []).append(row)
+    return "\n\n".join(
+        f"{shape}, {level} ({made_with(group)}):\n\n{(_models if level == 'model' else _layers)(group)}"
+        for (level, shape), group in groups.items()
+    )
+
+
+def _shape(row: Row) -> str:
+    case = row["case"]
+    if case["level"] == "model":
+        return f"{case['model']} ({case['weights']} weights), {case['dtype']}"
+    return f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
+
+
+def _layers(rows: Sequence[Row]) -> str:
+    lines = [("method", "tokens", "batch", "ms", "floor, ms", "over the fastest library", "kinds of layers, ms each")]
+    for row in rows:
+        case, kinds = row["case"], row["layers"] or {}
+        told = "; ".join(f"{one['layers']} {name} {one['ms']:.3f}" for name, one in kinds.items())
+        lines.append(
+            (
+                f"`{case['method']}`",
+                f"{case['context']:,}",
+                str(case["batch"]),
+                f"{row['ms']:.3f}",
+                f"{row['floor_ms']:.3f}",
+                f"{row['speedup']:.2f}×",
+                told if len(kinds) > 1 else "",
+            )
+        )
+    return markdown_table(lines)
+
+
+def _models(rows: Sequence[Row]) -> str:
+    lines = [("method", "tokens", "batch", "ms a step", "tokens/s", "over dense", "prompt, s", "peak")]
+    for row in rows:
+        case = row["case"]
+        lines.append(
+            (
+                f"`{case['method']}`",
+                f"{case['context']:,}",
+                str(case["batch"]),
+                f"{row['ms']:.2f}",
+                f"{row['tokens_per_s']:,.1f}",
+                f"{row['speedup']:.2f}×",
+                f"{row['prefill_ms'] / 1e3:.2f}",
+                f"{row['peak_bytes'] / 1e9:.2f} GB",
+            )
+        )
+    return markdown_table(lines)

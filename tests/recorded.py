@@ -1,0 +1,107 @@
+"""Recorded decode steps of one layer, and on the CPU a stand-in for a CUDA graph.
+
+What a callable does to memory is recorded, and done again without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import ModelOutput
+
+from foveate.integrations.transformers.steps import Recording, Steps, Use
+
+_WAITING = {
+    "_local_scalar_dense": "reads a number from the device",
+    "nonzero": "has as many results as the data say",
+    "masked_select": "has as many results as the data say",
+    "unique_dim": "has as many results as the data say",
+    "_unique2": "has as many results as the data say",
+    "equal": "reads a number from the device",
+    "lift_fresh": "sends numbers of the host to the device",
+}
+
+
+class RecordedOps(TorchDispatchMode):
+    """Records every operation on tensors, with the memory that it read and wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[tuple[Any, tuple, dict[str, Any], Any]] = []
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in _WAITING:
+            raise RuntimeError(f"{name} {_WAITING[name]}, which no graph can capture")
+        if _writes(func):
+            for argument, given in zip(func._schema.arguments, args):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    storage = given.untyped_storage()
+                    self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = func(*args, **(kwargs or {}))
+        if not _is_view(func):
+            self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    def undo(self) -> None:
+        """Put back what was written over: under a capture nothing is done yet."""
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+    def replay(self) -> None:
+        """Do everything again, over the same memory: what the host decided stays decided."""
+        for func, args, kwargs, out in self.operations:
+            again = func(*args, **kwargs)
+            if not _writes(func):
+                for old, new in zip(_tensors(out), _tensors(again), strict=True):
+                    assert old.shape == new.shape
+                    old.copy_(new)
+
+
+def record(run) -> Recording:
+    """Stands in for :class:`~foveate.integrations.transformers.steps.CudaRecorder`."""
+    operations = RecordedOps()
+    try:
+        with operations:
+            out = run()
+    finally:
+        operations.undo()
+    return Recording(out, operations.replay)
+
+
+def _is_view(func) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _writes(func) -> bool:
+    return any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+
+
+def _tensors(x) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(x) if isinstance(leaf, torch.Tensor)]
+
+
+class Replayed:
+    """A driver of the matrix, one attention layer, whose decode steps are recorded and replayed as those of a model."""
+
+    def __init__(self, driver, recorder=record):
+        self.driver, self.layers, self.use = driver, [driver.layer], Use()
+        self.steps = Steps(recorder, self.use)
+
+    def run(self, q, k, v, past_key_values):
+        assert past_key_values is self
+        return ModelOutput(out=self.driver.feed(self.kind(q, k, v)), past_key_values=self)
+
+    def feed_steps(self, tokens):
+        """The outputs for tokens that are fed one by one."""
+        outs, self.kind = [], type(tokens)
+        for i in range(len(tokens)):
+            layer, one = self.driver.layer, tokens[i : i + 1]
+            if layer.method.pauses(layer.store.decoded + 1):
+                outs.append(self.driver.feed(one))
+            else:
+                outs.append(self.steps(self, self.run, vars(one), {}).out.clone())
+        return torch.cat(outs, 2)
