@@ -19,7 +19,7 @@ families=(--where task=ruler --where task=hotpotqa --where task=2wiki)
 for length in 8192 16384 30720; do families+=(--where "length=$length"); done
 for spec in "${swept[@]}"; do families+=(--where "spec=$spec"); done
 for model in $(grep -oh '"model": "[^"]*"' "$rows" | cut -d'"' -f4 | sort -u); do
-  foveate plot frontier "$rows" --where "model=$model" "${families[@]}" --over-splits --margin 1 \
+  foveate plot frontier "$rows" --where "model=$model" "${families[@]}" --over-splits --margin 1 --against kv_bytes_per_step \
     --out "$figures/kascade-frontier-$model.png"
   foveate plot calibration "$results/calibrations/$model/musique.json" \
     --out "$figures/kascade-calibration-$model.png" # figures 1, 3 and 4

@@ -60,6 +60,10 @@ class SelectOnce(Method):
         """Keys chosen for one token a row: slots, int ``[B, Hkv, K]``, -1 for none."""
         raise NotImplementedError
 
+    def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """What :meth:`select` chooses, and attention over all keys, counted."""
+        return self.select(cache, q, scaling), attend_all(cache, q, scaling).out
+
     @property
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
         """A decoded token reads its own choice of keys, the tokens of a prompt all keys, or those of their tile."""
@@ -86,11 +90,13 @@ class SelectOnce(Method):
         place = self.place
         if place.anchor is None or (place.dense and not place.has_readers):
             return attend_all(cache, q, scaling).out
+        if place.chooses and place.dense:
+            indices, out = self.select_densely(cache, q, scaling)
+            self._hand_on(cache, indices)
+            return out
         if place.chooses:
             indices = self.select(cache, q, scaling)
             self._hand_on(cache, indices)
-            if place.dense:
-                return attend_all(cache, q, scaling).out
         else:
             indices, heads = self._handed_on(cache)
             indices = indices if heads is None else indices.index_select(1, heads)
@@ -217,9 +223,23 @@ class TopKByMass(SelectOnce):
             mask, lengths = cache.stored()
             how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
             scores = ops.pooled_mass(q, cache.keys, scaling=scaling, **how)
+        return self._chosen(cache, scores)
+
+    def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        if self.pooling == "pre_softmax":
+            return super().select_densely(cache, q, scaling)
+        mask, lengths = cache.stored()
+        cache.count_read(cache.held(mask, lengths))
+        mask = None if mask is None else mask[:, :, None]
+        how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
+        attended = ops.attend_pooled(q, cache.keys, cache.values, scaling=scaling, **how)
+        return self._chosen(cache, attended.mass), attended.out
+
+    def _chosen(self, cache: SlotCache, scores: Tensor) -> Tensor:
+        """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``."""
         alike = cache.step is None and len(set(cache.lengths)) == 1
         best = self._best(scores, cache.each_row(self.count), cache.most(self.count), alike)
-        return best.expand(-1, num_kv_heads, -1)
+        return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool) -> Tensor:
         """The keys of the highest scores ``[B, Hkv, N]``: ``[B, Hkv or 1, K]``.

@@ -43,6 +43,7 @@ _STYLE = {
 }
 
 _DASHES = ("-", "--", ":", "-.")
+_HOLLOW = ("o", "s", "^", "D", "v", "p", "P")
 _LOG_FROM = 3.0  # a logarithmic axis once the largest value is so many times the smallest
 
 
@@ -134,8 +135,13 @@ def legend(figure: Any, axes: Sequence[Any]) -> None:
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels()):
             entries.setdefault(label, handle)
-    across = 3 if max(map(len, entries)) > 24 else 5
+    across = _entries_across(max(map(len, entries)))
     figure.legend(entries.values(), entries, loc="outside lower left", ncols=min(len(entries), across))
+
+
+def _entries_across(longest: int) -> int:
+    """Entries of a legend side by side, of which the longest has so many letters."""
+    return max(1, min(3 if longest > 24 else 5, int(WIDTH / (0.6 + 0.065 * longest))))
 
 
 def name_axes(axes: Sequence[Any], x: str, y: str) -> None:
@@ -148,10 +154,11 @@ def name_axes(axes: Sequence[Any], x: str, y: str) -> None:
             axis.set_ylabel(y)
 
 
-def height(count: int, entries: int) -> float:
-    """Inches for so many panels and so many lines in the legend."""
+def height(count: int, entries: int, longest: int = 25) -> float:
+    """Inches for so many panels and so many entries in the legend, the longest of so many letters."""
     across = columns(count)
-    return 0.9 + -(-count // across) * {1: 4.4, 2: 3.3, 3: 2.6}[across] + 0.2 * -(-entries // 3)
+    lines = -(-entries // _entries_across(longest))
+    return 0.9 + -(-count // across) * {1: 4.4, 2: 3.3, 3: 2.6}[across] + 0.2 * lines
 
 
 def list_height(count: int, entries: int) -> float:
@@ -172,14 +179,15 @@ class Point(NamedTuple):
 
 
 def line(axis: Any, points: Sequence[Point], name: str, style: Look, variant: int) -> None:
-    """Points with their intervals, joined; variants of one look differ in their dashes and fillings."""
+    """Points with their intervals, joined; variants of one look differ in their dashes and hollow markers."""
     if not points:
         return
     x, y = [point.x for point in points], [point.y for point in points]
     reach = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
     axis.errorbar(x, y, yerr=reach, fmt="none", ecolor=style.color, elinewidth=1.1, alpha=0.45)
     dashes, filling = _DASHES[variant % len(_DASHES)], "white" if variant else style.color
-    axis.plot(x, y, dashes, color=style.color, marker=style.marker, markerfacecolor=filling, label=name)
+    marker = _HOLLOW[(variant - 1) % len(_HOLLOW)] if variant else style.marker
+    axis.plot(x, y, dashes, color=style.color, marker=marker, markerfacecolor=filling, label=name)
 
 
 def dot(axis: Any, point: Point, place: int, style: Look, digits: int) -> None:

@@ -55,7 +55,7 @@ _READ = {
         (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 100),
     ),
     "kv_bytes_per_step": _Read(
-        "keys and values read in a decode step, a sequence",
+        "bytes read in a decode step, a sequence",
         "the bytes of keys and values that a decode step reads",
         "MB",
         1e-6,
@@ -122,7 +122,7 @@ def frontier(
         return Point(read.scale * row[against], *(row[field] for field in fields))
 
     methods = [method for method, _ in names]
-    with figure.drawing(out, figure.height(len(cells), len(names))) as page:
+    with figure.drawing(out, figure.height(len(cells), len(names), max(map(len, names.values())))) as page:
         axes = figure.panels(page, len(cells))
         for axis, cell in zip(axes, cells.values()):
             dense = next(filter(_dense, cell), None)

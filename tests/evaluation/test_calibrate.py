@@ -800,7 +800,7 @@ class TestTimeShare:
     def test_is_of_steps_of_each_kind_of_layer_over_all_caches(self, monkeypatch, beyond, caches):
         """As many caches of 51,200 bytes as no cache of the device holds, four at most; the time is that of one."""
         chose, stepped, timed = [], [], []
-        select, decode = Kascade.select, layer_costs._decode
+        hand_on, decode = Kascade._hand_on, layer_costs._decode
 
         def noting(method, cache, *more):
             chose.clear()
@@ -814,7 +814,7 @@ class TestTimeShare:
             timed.append(list(stepped))
             return float(len(timed))
 
-        monkeypatch.setattr(Kascade, "select", lambda self, *more: chose.append(self) or select(self, *more))
+        monkeypatch.setattr(Kascade, "_hand_on", lambda self, *more: chose.append(self) or hand_on(self, *more))
         monkeypatch.setattr(layer_costs, "_decode", noting)
         monkeypatch.setattr(layer_costs, "_BEYOND_CACHES", beyond)
         monkeypatch.setattr(accounting, "milliseconds", milliseconds)

@@ -334,10 +334,11 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
 )
 def test_dense_layers_choose_at_a_step_only_for_others(monkeypatch, method, layers, choosing):
     method, chose = methods.parse(method), []
-    real = type(method).select
-    monkeypatch.setattr(type(method), "select", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
+    real = type(method)._hand_on
+    monkeypatch.setattr(type(method), "_hand_on", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
     stack = Stack(method, layers, 9)
     stack.feed(draw(layers, 1, 9))
+    chose.clear()
     for step in range(2):
         stack.feed(draw(layers, 1, 1, seed=step))
     assert chose == choosing * 2

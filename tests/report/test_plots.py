@@ -158,7 +158,7 @@ class TestFrontier:
         assert drawn(first)["recommended: luka:top_k=0.2"] == [[pytest.approx(megabytes[2]), 79]]
         assert drawn(second)["luka: exact"] == [[pytest.approx(2 * megabytes[2]), 75]]
         assert "against the bytes of keys and values" in pages[0].get_suptitle()
-        assert first.get_xlabel() == "keys and values read in a decode step, a sequence"
+        assert first.get_xlabel() == "bytes read in a decode step, a sequence"
         assert first.xaxis.get_major_formatter()(2.5, 0) == "2.5 MB"
         assert list(first.get_xticks()) == [2.5, 3, 4, 5, 6, 8, 10, 12, 15]
         with pytest.raises(UserError, match=r"--against: unknown field 'kv_bytes'\. Did you mean 'kv_bytes_per_step'"):

@@ -39,7 +39,8 @@ class StreamingTopK:
         """
         if first_index < self._end:
             raise ValueError(f"first_index must be at least {self._end}, the end of the last block, not {first_index}")
-        _check_nan(scores)
+        if scores.device.type == "cpu" and bool(torch.isnan(scores).any()):
+            raise ValueError("scores hold NaN: there is no top-k of them")
         self._end = first_index + scores.shape[-1]
         indices = torch.arange(first_index, self._end, device=scores.device)
         indices = indices.expand(scores.shape)
@@ -86,18 +87,17 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     """:func:`topk` with a number of its own for each row of a batch.
 
     Args:
-        scores: ``[B, Hkv, n]``; -inf marks what must not be chosen.
+        scores: ``[B, Hkv, n]``; -inf marks what must not be chosen, and NaN counts as inf: to find it would take a
+            look at the device, which a step that is recorded cannot take.
         counts: int64 ``[B]``: how many in each row, at most k.
         k: the largest of the counts.
         dtype: of the indices.
 
     Returns:
         ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
-
-    Raises:
-        ValueError: on the CPU for scores that are NaN.
     """
-    _check_nan(scores)
+    infinity = float("inf")
+    scores = scores.nan_to_num(nan=infinity, posinf=infinity, neginf=-infinity)
     return _topk_rows(scores, counts[:, None, None], k).to(dtype)
 
 
@@ -120,11 +120,6 @@ def _first_of_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
     places = torch.where(chosen, chosen.cumsum(-1, dtype=torch.int32) - 1, k).long()
     found = torch.full((*scores.shape[:-1], k + 1), -1, device=scores.device)  # the last place takes what is not chosen
     return found.scatter_(-1, places, torch.arange(n, device=scores.device).expand(scores.shape))[..., :k]
-
-
-def _check_nan(scores: Tensor) -> None:
-    if scores.device.type == "cpu" and bool(torch.isnan(scores).any()):
-        raise ValueError("scores hold NaN: there is no top-k of them")
 
 
 def _ascending(ordered: Tensor, indices: Tensor, k: int) -> Tensor:
