@@ -17,9 +17,9 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods._cover import Candidates, Reader
+from foveate.methods._cover import add_mass, look_back, tree_of
 from foveate.methods._pages import KL_LAG, Pages
-from foveate.methods.base import Method, Number, budget, clamp, setting
+from foveate.methods.base import Method, setting
 from foveate.modules import PageSummariser
 
 
@@ -269,129 +269,43 @@ class LuKA(Method):
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """One query a row over the cover: sinks and tail, and from the top level down whatever is not refined."""
-        reader = Reader(self, cache, ops.fold_group(q, cache.geometry.num_kv_heads), scaling)
-        parts = [reader.raw()]
-        raw = parts[0].logits.logsumexp(-1, keepdim=True)
-        others, read = raw, reader.layout.raw
-        nodes, looked = reader.top(), []
-        while nodes.level >= 0:
-            read = read + nodes.number * self.reads_per_summary
-            chosen = self._choose(reader, nodes, others, raw)
-            looked.append((nodes, chosen))
-            if not chosen.shape[-1]:
-                parts.append(ops.Part(nodes.logits, nodes.values()))
-                refined = 0
-                break
-            refined = reader.number(nodes, chosen)
-            below = reader.below(nodes, chosen, refined)
-            children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
-            left, children = ops.refine(
-                nodes.logits, chosen, children, preserve=self.mass == "preserve", complete=reader.complete(nodes)
-            )
-            parts.append(ops.Part(left, nodes.values()))
-            nodes = below.weighted(children)
-            if nodes.level >= 0:
-                others = torch.logaddexp(others, left.logsumexp(-1, keepdim=True))
-        else:
-            read = read + nodes.number
-            parts.append(ops.Part(nodes.logits, nodes.values()))
-        out, masses = ops.attend_cover(parts)
+        tree = tree_of(self, cache)
+        covered = ops.attend_summaries(
+            q,
+            cache.keys,
+            cache.values,
+            tree,
+            self.refinement,
+            scaling=scaling,
+            need_masses=self.weighs_mass or self.looks_back,
+        )
         if self.weighs_mass:
-            reader.add_mass(masses[..., : parts[0].logits.shape[-1]].sum(2))
+            add_mass(cache, tree, covered.masses[0])
         if self.looks_back:
-            reader.look_back(masses.mean(2).split([part.logits.shape[-1] for part in parts], -1), looked)
-        batch = cache.batch_size  # what the reader counted are sums over the rows
-        cache.count_read(*(number if isinstance(number, Tensor) else number / batch for number in (read, refined)))
-        return out
+            look_back(self, cache, tree, covered)
+        cache.counters.add("selections_capped", covered.capped)
+        cache.count_read(covered.read, covered.refined)
+        return covered.out
 
-    # Refinement rules
+    @functools.cached_property
+    def refinement(self) -> ops.Refinement:
+        """Which nodes give way to what is beneath them."""
+        limits = {"threshold": self.epsilon, "top_p": 1.0 - self.top_p, "missed_mass": self.max_missed_mass}
+        return ops.Refinement(
+            self.refine,
+            limits.get(self.refine, 0.0),
+            self.pool,
+            self.score,
+            self.bias,
+            self.mass,
+            self.prior,
+            self.first,
+            self.compressor == "mean" and self.pages.fixed,
+        )
 
-    def _choose(self, reader: Reader, nodes: Candidates, others: Tensor, raw: Tensor) -> Tensor:
-        """Candidates to refine, int64 ``[B, Hkv, K]`` ascending, -1 for none.
-
-        Args:
-            others, raw: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover, and of its raw tokens.
-        """
-        heads = reader.cache.geometry.num_kv_heads
-        if self.estimates:
-            chosen = self._choose_by_mass(reader, nodes, others)
-        else:
-            chosen = self._choose_by_bound(reader, nodes, raw)
-        return chosen.expand(-1, heads, -1)
-
-    def _choose_by_bound(self, reader: Reader, nodes: Candidates, raw: Tensor) -> Tensor:
-        """``[B, Hkv or 1, K]``: refined until what is not refined cannot hold more than ``max_missed_mass``."""
-        limit = self.max_missed_mass / len(self.sizes)  # the levels share it: what they miss adds up
-        bounds = [nodes.upper, nodes.lower, raw]
-        if self.pool == "layer":
-            bounds = [x.flatten(1, 2)[:, None] for x in bounds]
-        order, counts, _ = ops.by_bound(*bounds, limit)
-        return self._take(reader.cache, nodes.level, order, counts)
-
-    def _choose_by_mass(self, reader: Reader, nodes: Candidates, others: Tensor) -> Tensor:
-        """``[B, Hkv or 1, K]``: by the attention that nodes seem to get now, and that they got lately."""
-        cache, level = reader.cache, nodes.level
-        recent = reader.recent(nodes) if self.prior else None
-        total = torch.logaddexp(nodes.ranks.logsumexp(-1, keepdim=True), others)
-        mass = nodes.ranks.sub(total).exp_()
-        if self.pool == "layer":  # whose KV heads have the same candidates
-            mass = mass.flatten(1, 2).amax(1, keepdim=True)
-            recent = None if recent is None else recent.amax(1, keepdim=True)
-        else:
-            mass = mass.mean(2)
-        exist = None if nodes.complete else nodes.exist[:, : mass.shape[1]]
-        if recent is not None:
-            mass = mass.lerp(recent if exist is None else recent.masked_fill(~exist, 0.0), self.prior)
-        if self.first:
-            begins = nodes.first_page if nodes.index is None else nodes.first_page[:, : mass.shape[1]]
-            wanted = begins < self.first
-            mass = mass.masked_fill(wanted if exist is None else exist & wanted, float("inf"))
-        if self.refine == "top_p":
-            return self._take(cache, level, *ops.by_mass(mass, (1.0 - self.top_p) / len(self.sizes)))
-        if self.refine == "threshold":
-            # the masses of the heads of a group sum to at most 1, so no more than this many can be above epsilon
-            heads = 1 if self.pool == "kv_head" else cache.geometry.num_heads
-            capacity = min(mass.shape[-1], math.ceil(heads / self.epsilon) + self.first)
-            low = mass <= self.epsilon
-            mass = mass.masked_fill(low if exist is None else low | ~exist, float("-inf"))
-            if cache.step is None:
-                return ops.topk(mass, capacity)
-            return ops.topk_rows(mass, torch.full_like(cache.row_tensor("pages"), capacity), capacity)
-        share = self.expand if level else self.top_k
-        most = self._most(cache, share, level)
-        if exist is not None:
-            mass = mass.masked_fill(~exist, float("-inf"))
-        if most == 0:
-            return mass.new_empty((*mass.shape[:-1], 0), dtype=torch.int64)
-        if cache.step is None and len(set(cache.rows["pages"])) == 1:
-            return ops.topk(mass, most)
-        return ops.topk_rows(mass, cache.each_row(self._allowed, share, level, of="pages"), most)
-
-    def _allowed(self, pages: Number, share: int | float, level: int) -> Number:
-        """How many nodes of a level a row with so many pages may refine."""
-        return clamp(budget(share, self.pages.count(level, pages), 1), self._first(level), 1 << 62)
-
-    def _most(self, cache: SlotCache, share: int | float, level: int) -> int:
-        """No row may refine more."""
-        pages = max(cache.rows["pages"]) if cache.step is None else self.pages.most(cache.step.bound)
-        return self._allowed(pages, share, level)
-
-    def _first(self, level: int) -> int:
-        """Nodes of a level over the first pages."""
-        return -(-self.first * self.sizes[0] // self.sizes[level])
-
-    def _take(self, cache: SlotCache, level: int, order: Tensor, counts: Tensor) -> Tensor:
-        """The first ``counts [B, Hkv]`` of an order, but no more than a row may refine."""
-        most = min(order.shape[-1], self._most(cache, self.max_refined, level))
-        allowed = cache.each_row(self._allowed, self.max_refined, level, of="pages")[:, None]
-        alike = cache.geometry.num_kv_heads // counts.shape[1]  # KV heads with the same selection
-        cache.counters.add("selections_capped", (counts > allowed).sum() * alike)
-        counts = counts.minimum(allowed)
-        if (
-            order.device.type == "cpu" and cache.step is None
-        ):  # places for no more than are taken, where to know it costs nothing
-            most = min(most, int(counts.max()))
-        return ops.first_of(order, counts, most)
+    def most_above_epsilon(self, num_heads: int) -> int:
+        """The most pages of a KV head, or of a layer of so many heads, whose mass can exceed ``epsilon``."""
+        return math.ceil((1 if self.pool == "kv_head" else num_heads) / self.epsilon)
 
 
 @dataclass(frozen=True)

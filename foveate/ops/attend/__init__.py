@@ -1,7 +1,7 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.attend import pooled, reference, selected, tiles
+from foveate.ops.attend import pooled, reference, selected, summaries, tiles
 from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
@@ -16,17 +16,24 @@ from foveate.ops.attend.reference import (
     prompt_path,
 )
 from foveate.ops.attend.selected import with_sinks
+from foveate.ops.attend.summaries import Covered, Level, Refinement, Rows, Tree
 
 attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel", tried=False)
 attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel", tried=False)
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel", tried=False)
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
+attend_summaries = dispatch(summaries.attend_summaries, "foveate.ops.attend.summaries_kernel", tried=False)
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
 
 __all__ = [
     "Attended",
+    "Covered",
+    "Level",
     "Part",
+    "Refinement",
+    "Rows",
+    "Tree",
     "attend",
     "attend_causal",
     "attend_cover",
@@ -36,6 +43,7 @@ __all__ = [
     "attend_prefix",
     "attend_recent",
     "attend_selected",
+    "attend_summaries",
     "attend_tiles",
     "attend_window",
     "gather_fields",

@@ -1,0 +1,457 @@
+"""Attention over summaries of pages, of which those that matter to the query give way to what they stand for (LuKA)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foveate.ops._math import fold_group, unfold_group
+from foveate.ops.attend.cover import Part, attend_cover, refine
+from foveate.ops.attend.reference import gather_fields, gather_pages, page_slots
+from foveate.ops.compress.reference import Nodes
+from foveate.ops.score.nodes import free_energy, key_logits, largest_logit, logit_deviation, logit_reach
+from foveate.ops.select.mass import by_bound, by_mass, first_of
+from foveate.ops.select.reference import topk, topk_rows
+
+WEIGHT_SPREAD = 0.6
+"""Share of the deviation that enters a summary's own weight under bias=spread. Its value is the mean of the page's,
+which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm (docs/luka.md)."""
+
+
+class Level(NamedTuple):
+    """Summaries of one level. Entries behind those that a row has are not read and may hold anything finite."""
+
+    nodes: Nodes
+    """Fields ``[B, Hkv, N, ...]``; what the rule does not look at is None."""
+    size: int
+    """Tokens beneath a node, where all have as many."""
+    tokens: Tensor | None = None
+    """fp32 ``[B, Hkv, N]``: tokens beneath each node; None where pages have one size."""
+    recent: Tensor | None = None
+    """fp32 ``[B, Hkv, N]``: attention that each node got lately, the mean over the group; None where it does not count.
+    """
+
+    @property
+    def reads(self) -> float:
+        """Vectors read of a summary, in those of a raw token (its key and its value)."""
+        return 1.0 + 0.5 * (self.nodes.spread is not None) + 1.0 * (self.nodes.low is not None)
+
+
+class Rows(NamedTuple):
+    """Which slots and nodes each row has. Masks are None where all rows are alike."""
+
+    numbers: Tensor
+    """int64 ``[2 + 2 * levels, B]`` on the device of the keys: slots in use; the first slot behind the pages, 0 in a
+    row that has none; how many nodes of each level, the finest first, may be refined; and how many there are."""
+    most: tuple[int, ...]
+    """Places for nodes that are refined, by level."""
+    places: int
+    """Places for nodes of the top level."""
+    width: int
+    """Places for raw tokens."""
+    nodes: float | Tensor
+    """Nodes of the top level: the mean over the rows, or ``[B, 1]``."""
+    raw: float | Tensor
+    """Raw tokens, likewise."""
+    start: int | None
+    """The first slot behind the pages; None where rows differ."""
+    alike: bool
+    """Whether as many nodes may be refined in all rows."""
+    raw_slots: Tensor | None
+    """int64 ``[B, Hkv, width]``: sinks and tail; a row's last slot where it has fewer."""
+    raw_hidden: Tensor | None
+    """bool ``[B, 1, 1, width]``: places of ``raw_slots`` that are not used."""
+    hidden: Tensor | None
+    """bool ``[B, 1, 1, places]``: nodes of the top level that a row does not have."""
+    moving: bool = False
+    """Whether the step is replayed with other numbers than those of now, which no width may depend on."""
+
+
+class Tree(NamedTuple):
+    """Summaries, summaries of these, and so on, above the keys of a cache.
+
+    The first ``sinks`` slots stay raw. Pages of keys follow without gaps, and raw slots behind them. Node n of a level
+    stands for the nodes ``n * branch .. (n + 1) * branch - 1`` of the level below.
+    """
+
+    levels: tuple[Level, ...]
+    """The finest first."""
+    rows: Rows
+    sinks: int
+    width: int
+    """Tokens of a page, or the most that one has."""
+    page_end: Tensor | None = None
+    """``[B, Hkv, pages]``: the exclusive ends of pages, where they are of different sizes."""
+
+    def branch(self, level: int) -> int:
+        """Children of a node above the pages."""
+        return self.levels[level].size // self.levels[level - 1].size
+
+
+@dataclasses.dataclass(frozen=True)
+class Refinement:
+    """Which nodes give way to what is beneath them, and with what weight.
+
+    ``Rows.numbers`` says how many may: under ``top_k`` so many do, under other rules no more.
+    """
+
+    rule: str = "top_k"
+    """``top_k``: the heaviest; ``threshold``: those of more than ``limit`` mass; ``top_p``: the heaviest, until at most
+    ``limit`` is left in the others of all levels; ``missed_mass``: until these cannot hold more than ``limit``."""
+    limit: float = 0.0
+    pool: str = "kv_head"
+    """Whose choice it is: that of each ``kv_head``, by the mean over its group, or of the whole ``layer``, by the
+    largest mass in any head."""
+    score: str = "summary"
+    """A node's mass as ``summary`` (its weight), ``spread``, ``box`` or ``bound`` see it."""
+    bias: str = "log"
+    """Added to a summary's logit: ``none``, ``log`` (of its tokens), ``entropy`` or ``spread``."""
+    mass: str = "exact"
+    """Children enter the softmax themselves (``exact``) or share their parent's mass (``preserve``, equation 3)."""
+    prior: float = 0.0
+    """Share of recent attention in the mass by which nodes are chosen."""
+    first: int = 0
+    """First pages that are chosen whatever their mass."""
+    means: bool = True
+    """Whether a summary's key is the mean of the keys beneath, which bounds their mass from below."""
+
+
+class Looked(NamedTuple):
+    """The nodes of one level that a query looked at."""
+
+    level: int
+    index: Tensor | None
+    """int64 ``[B, Hkv, C]``: their numbers, -1 for none; None: ``0 .. C - 1``."""
+    complete: bool
+    """Whether none is -1."""
+    chosen: Tensor
+    """int ``[B, Hkv, K]``, ascending: places among them that were refined; -1 behind, unless ``all_chosen``."""
+    all_chosen: bool
+
+
+class Covered(NamedTuple):
+    """What :func:`attend_summaries` returns."""
+
+    out: Tensor
+    """``[B, Hq, 1, Dv]``, in the dtype of the values."""
+    lse: Tensor | None
+    """fp32 ``[B, Hq, 1]``: log-sum-exp of the cover's log-weights, if asked for."""
+    masses: tuple[Tensor, ...]
+    """If asked for, fp32 ``[B, Hkv, places]``, the softmax summed over the group: of raw tokens, of the nodes of each
+    level that were looked at (0 where refined), and of the tokens of refined pages, page by page, if there are any."""
+    looked: tuple[Looked, ...]
+    """From the top level down."""
+    read: float | Tensor
+    """Keys read, summaries among them (:attr:`Level.reads`): the mean over rows and KV heads, or ``[B, Hkv]``."""
+    refined: float | Tensor
+    """Pages refined, likewise."""
+    capped: Tensor | int
+    """Selections of a KV head that :attr:`Rows.numbers` cut short."""
+
+
+def attend_summaries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree: Tree,
+    how: Refinement,
+    *,
+    scaling: float,
+    need_lse: bool = False,
+    need_masses: bool = False,
+) -> Covered:
+    """Attention of one query a row over sinks, tail and summaries, the heaviest of which give way to what is beneath.
+
+    From the top level down (LuKA, section 3.2, Algorithm 1), nodes are weighed by ``q . k`` of their summary and what
+    the bias adds; those that the rule chooses are replaced by their children, at last by the keys of their page, with
+    the mass of equations 2 and 3 or with their own; attention is the softmax over all that is left (equation 4).
+
+    Args:
+        q: ``[B, Hq, 1, D]``.
+        k, v: ``[B, Hkv, Lk, D(v)]``; read through their strides.
+        tree: summaries of these keys, and which of them each row has.
+        how: the rule.
+        scaling: factor of the logits.
+        need_lse, need_masses: whether to return them.
+    """
+    reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling)
+    parts = [reader.raw()]
+    raw = parts[0].logits.logsumexp(-1, keepdim=True)
+    others, read = raw, tree.rows.raw
+    nodes, looked = reader.top(), []
+    while nodes.level >= 0:
+        read = read + nodes.number * tree.levels[nodes.level].reads
+        chosen = reader.choose(nodes, others, raw)
+        looked.append(Looked(nodes.level, nodes.index, nodes.complete, chosen, reader.complete(nodes)))
+        if not chosen.shape[-1]:
+            parts.append(Part(nodes.logits, nodes.v))
+            refined = 0.0
+            break
+        refined = reader.number(nodes, chosen)
+        below = reader.below(nodes, chosen, refined)
+        children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
+        left, children = refine(
+            nodes.logits, chosen, children, preserve=how.mass == "preserve", complete=reader.complete(nodes)
+        )
+        parts.append(Part(left, nodes.v))
+        nodes = below.weighted(children, how)
+        if nodes.level >= 0:
+            others = torch.logaddexp(others, left.logsumexp(-1, keepdim=True))
+    else:
+        read = read + nodes.number
+        parts.append(Part(nodes.logits, nodes.v))
+    out, masses = attend_cover(parts)
+    lse = None
+    if need_lse:
+        lse = unfold_group(torch.cat([part.logits for part in parts], -1).logsumexp(-1), q.shape[1])
+    masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1) if need_masses else ()
+    return Covered(out, lse, masses, tuple(looked), read, refined, reader.capped)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidates:
+    """Nodes of one level, or raw tokens (level -1), that a query may look at; the heads of a group side by side."""
+
+    level: int
+    index: Tensor | None
+    """int64 ``[B, Hkv, C]``: numbers of the nodes, -1 for none; None: ``0 .. C - 1``, or raw tokens."""
+    logits: Tensor
+    """fp32 ``[B, Hkv, G, C]``: log-weights; -inf where there is none. The fields below alike, where they are needed."""
+    number: float | Tensor
+    """How many there are: the mean over rows and KV heads, or ``[B, Hkv]``."""
+    complete: bool
+    """Whether every place is used."""
+    v: Tensor
+    """``[B, Hkv, C, Dv]``, finite everywhere."""
+    rank: Tensor | None = None
+    """Logarithm of the mass by which nodes are chosen; None where it is the log-weight."""
+    upper: Tensor | None = None
+    lower: Tensor | None = None
+    """Bounds of the log partition sum of the tokens beneath."""
+
+    @property
+    def ranks(self) -> Tensor:
+        return self.logits if self.rank is None else self.rank
+
+    @property
+    def exist(self) -> Tensor:
+        """bool ``[B, Hkv, C]``: the places that are used."""
+        return self.logits[:, :, 0] > float("-inf")
+
+    def weighted(self, log_weights: Tensor, how: Refinement) -> _Candidates:
+        """The same with other log-weights; ranks follow."""
+        rank = self.rank
+        if rank is not None and how.mass == "preserve":
+            rank = (rank + (log_weights - self.logits)).masked_fill(log_weights.isneginf(), float("-inf"))
+        return dataclasses.replace(self, logits=log_weights, rank=rank)
+
+
+class _Reader:
+    """One query a row's view of a tree.
+
+    Args:
+        rows: the queries, ``[B, Hkv, G, D]``.
+    """
+
+    def __init__(self, tree: Tree, how: Refinement, k: Tensor, v: Tensor, rows: Tensor, scaling: float):
+        self.tree, self.how, self.keys, self.values = tree, how, k, v
+        self.rows, self.scaling = rows, scaling
+        self.capped: Tensor | int = 0
+
+    @property
+    def estimates(self) -> bool:
+        """Whether nodes are chosen by an estimate of their mass; ``missed_mass`` goes by bounds alone."""
+        return self.how.rule != "missed_mass"
+
+    def raw(self) -> Part:
+        """Sinks and tail."""
+        rows, sinks = self.tree.rows, self.tree.sinks
+        if rows.raw_slots is not None:
+            keys, values = gather_fields([self.keys, self.values], rows.raw_slots, complete=True)
+        else:
+            keys, values = (x[:, :, rows.start :] for x in (self.keys, self.values))
+            if sinks:
+                keys = torch.cat([self.keys[:, :, :sinks], keys], 2)
+                values = torch.cat([self.values[:, :, :sinks], values], 2)
+        logits = key_logits(self.rows, keys, self.scaling)
+        if rows.raw_slots is not None:
+            logits.masked_fill_(rows.raw_hidden, float("-inf"))
+        return Part(logits, values)
+
+    def top(self) -> _Candidates:
+        """Every node of the top level."""
+        rows = self.tree.rows
+        return self._scored(len(self.tree.levels) - 1, slice(rows.places), rows.hidden, rows.nodes)
+
+    def number(self, nodes: _Candidates, chosen: Tensor) -> float | Tensor:
+        """How many candidates are chosen: the mean over rows and KV heads, or ``[B, Hkv]``."""
+        return float(chosen.shape[2]) if self.complete(nodes) else (chosen >= 0).sum(-1, dtype=torch.float64)
+
+    def complete(self, nodes: _Candidates) -> bool:
+        """Whether every place of a selection among these is used."""
+        return nodes.complete and self.how.rule == "top_k"
+
+    def below(self, nodes: _Candidates, chosen: Tensor, number: float | Tensor) -> _Candidates:
+        """The children of chosen candidates, ``[B, Hkv, K]`` places in them, -1 for none; K groups of equal width."""
+        complete = self.complete(nodes)
+        index = chosen if nodes.index is None else nodes.index.gather(-1, chosen if complete else chosen.clamp_min(0))
+        if not complete and nodes.index is not None:
+            index = index.masked_fill(chosen < 0, -1)
+        if nodes.level == 0:
+            return self._tokens(index, complete, number)
+        branch = self.tree.branch(nodes.level)
+        index = page_slots(index, branch, complete=complete).flatten(-2)
+        return self._scored(nodes.level - 1, index, None if complete else (index < 0)[:, :, None], number * branch)
+
+    def _tokens(self, pages: Tensor, complete: bool, number: float | Tensor) -> _Candidates:
+        """The raw tokens of pages, ``[B, Hkv, K]``, -1 for none."""
+        tree, sinks, width = self.tree, self.tree.sinks, self.tree.width
+        hidden = None
+        if tree.page_end is None:
+            number = number * width
+            keys, values = (
+                gather_pages(x[:, :, sinks:], pages, width, complete=complete) for x in (self.keys, self.values)
+            )
+            if not complete:
+                hidden = (pages < 0).repeat_interleave(width, -1, output_size=keys.shape[2])
+        else:
+            end = tree.page_end.gather(-1, pages.clamp_min(0)).long()
+            start = tree.page_end.gather(-1, (pages - 1).clamp_min(0)).long().where(pages > 0, sinks)
+            slots = start[..., None] + torch.arange(width, device=pages.device)
+            hidden = ((slots >= end[..., None]) | (pages < 0)[..., None]).flatten(-2)
+            slots = slots.flatten(-2).masked_fill(hidden, 0)
+            keys, values = gather_fields([self.keys, self.values], slots, complete=True)
+            number = (~hidden).sum(-1, dtype=torch.float64)
+        logits = key_logits(self.rows, keys, self.scaling)
+        if hidden is not None:
+            logits.masked_fill_(hidden[:, :, None], float("-inf"))
+            values = values.masked_fill_(hidden[..., None], 0)
+        return _Candidates(-1, None, logits, number, hidden is None, values)
+
+    def _scored(self, level: int, index: Tensor | slice, hidden: Tensor | None, number: float | Tensor) -> _Candidates:
+        """Nodes of a level with what the rule wants to know of them.
+
+        Args:
+            index: int64 ``[B, Hkv, C]``, -1 for none, or a slice.
+            hidden: bool ``[B, Hkv or 1, 1, C]``: places that are not used; None when all are.
+            number: how many are.
+        """
+        how, of = self.how, self.tree.levels[level]
+        fields = {name: field for name, field in zip(Nodes._fields, of.nodes) if field is not None}
+        if of.tokens is not None:
+            fields["log_size"] = of.tokens.clamp_min(1.0).log()
+        if isinstance(index, slice):
+            fields = {name: field[:, :, index] for name, field in fields.items()}
+        else:
+            fields = dict(zip(fields, gather_fields(list(fields.values()), index, complete=hidden is None)))
+        log_size = math.log(of.size) if of.tokens is None else fields["log_size"][:, :, None]
+        dot = key_logits(self.rows, fields["k"], self.scaling)
+        spread = None
+        if how.bias == "spread" or (how.score == "spread" and self.estimates):
+            spread = logit_deviation(self.rows, fields["spread"], self.scaling)
+        bias = {
+            "none": lambda: None,
+            "log": lambda: log_size,
+            "entropy": lambda: fields["entropy"][:, :, None],
+            "spread": lambda: free_energy(spread * WEIGHT_SPREAD, log_size).add_(log_size),
+        }[how.bias]()
+        logits, rank, upper, lower = dot if bias is None else dot + bias, None, None, None
+        if "low" in fields:
+            upper = largest_logit(self.rows, fields["low"], fields["high"], self.scaling) + log_size
+        if not self.estimates:
+            # Jensen's inequality for the mean; any other average of keys has a logit below their largest
+            lower = dot + log_size if how.means else dot.clone()
+        elif how.score == "spread":
+            rank = free_energy(spread, log_size).add_(logits if how.bias == "log" else dot + log_size)
+        elif how.score == "box":
+            rank = logit_reach(self.rows, fields["spread"], self.scaling).add_(log_size).add_(dot)
+        elif how.score == "bound":
+            rank = upper
+        if hidden is not None:
+            for estimate in (logits, rank, upper, lower):
+                if estimate is not None:
+                    estimate.masked_fill_(hidden, float("-inf"))
+        index = None if isinstance(index, slice) else index
+        return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank, upper, lower)
+
+    # Which nodes are refined
+
+    def choose(self, nodes: _Candidates, others: Tensor, raw: Tensor) -> Tensor:
+        """Candidates to refine, int64 ``[B, Hkv, K]`` ascending, -1 for none.
+
+        Args:
+            others, raw: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover, and of its raw tokens.
+        """
+        chosen = self._by_mass(nodes, others) if self.estimates else self._by_bound(nodes, raw)
+        return chosen.expand(-1, self.keys.shape[1], -1)
+
+    def _by_bound(self, nodes: _Candidates, raw: Tensor) -> Tensor:
+        """``[B, Hkv or 1, K]``: refined until what is not refined cannot hold more than the limit."""
+        limit = self.how.limit / len(self.tree.levels)  # the levels share it: what they miss adds up
+        bounds = [nodes.upper, nodes.lower, raw]
+        if self.how.pool == "layer":
+            bounds = [x.flatten(1, 2)[:, None] for x in bounds]
+        order, counts, _ = by_bound(*bounds, limit)
+        return self._take(nodes.level, order, counts)
+
+    def _by_mass(self, nodes: _Candidates, others: Tensor) -> Tensor:
+        """``[B, Hkv or 1, K]``: by the attention that nodes seem to get now, and that they got lately."""
+        how, level, rows = self.how, nodes.level, self.tree.rows
+        recent = self._recent(nodes) if how.prior else None
+        total = torch.logaddexp(nodes.ranks.logsumexp(-1, keepdim=True), others)
+        mass = nodes.ranks.sub(total).exp_()
+        if how.pool == "layer":  # whose KV heads have the same candidates
+            mass = mass.flatten(1, 2).amax(1, keepdim=True)
+            recent = None if recent is None else recent.amax(1, keepdim=True)
+        else:
+            mass = mass.mean(2)
+        exist = None if nodes.complete else nodes.exist[:, : mass.shape[1]]
+        if recent is not None:
+            mass = mass.lerp(recent if exist is None else recent.masked_fill(~exist, 0.0), how.prior)
+        if how.first:
+            begins = self._first_page(nodes, mass.shape[1])
+            wanted = begins < how.first
+            mass = mass.masked_fill(wanted if exist is None else exist & wanted, float("inf"))
+        if how.rule == "top_p":
+            return self._take(level, *by_mass(mass, how.limit / len(self.tree.levels)))
+        if how.rule == "threshold":
+            mass = mass.masked_fill(mass <= how.limit, float("-inf"))
+        if exist is not None:
+            mass = mass.masked_fill(~exist, float("-inf"))
+        if not rows.most[level]:
+            return mass.new_empty((*mass.shape[:-1], 0), dtype=torch.int64)
+        if rows.alike:
+            return topk(mass, rows.most[level])
+        return topk_rows(mass, rows.numbers[2 + level], rows.most[level])
+
+    def _take(self, level: int, order: Tensor, counts: Tensor) -> Tensor:
+        """The first ``counts [B, Hkv or 1]`` of an order, but no more than a row may refine."""
+        allowed = self.tree.rows.numbers[2 + level][:, None]
+        most = min(order.shape[-1], self.tree.rows.most[level])
+        alike = self.keys.shape[1] // counts.shape[1]  # KV heads with the same selection
+        self.capped = self.capped + (counts > allowed).sum() * alike
+        counts = counts.minimum(allowed)
+        if (
+            order.device.type == "cpu" and not self.tree.rows.moving
+        ):  # places for no more than are taken, where to know it costs nothing
+            most = min(most, int(counts.max()))
+        return first_of(order, counts, most)
+
+    def _recent(self, nodes: _Candidates) -> Tensor:
+        """Attention that nodes got lately: fp32 ``[B, Hkv, C]``."""
+        recent = self.tree.levels[nodes.level].recent
+        if nodes.index is None:
+            return recent[:, :, : nodes.logits.shape[-1]]
+        return recent.gather(2, nodes.index if nodes.complete else nodes.index.clamp_min(0))
+
+    def _first_page(self, nodes: _Candidates, heads: int) -> Tensor:
+        """Number of the first page beneath each node, ``[C]`` or ``[B, heads, C]``."""
+        levels = self.tree.levels
+        pages = levels[nodes.level].size // levels[0].size
+        if nodes.index is None:
+            return torch.arange(nodes.logits.shape[-1], device=nodes.logits.device) * pages
+        return nodes.index[:, :heads] * pages

@@ -1,0 +1,467 @@
+"""Attention over summaries, few launches a step: Triton kernels of :func:`attend_summaries`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile, multiprocessors, split
+from foveate.ops.attend._nodes_kernel import attend_nodes, pool_masses
+from foveate.ops.attend.reference import page_slots
+from foveate.ops.attend.summaries import WEIGHT_SPREAD, Covered, Level, Looked, Refinement, Tree
+from foveate.ops.score.summaries_kernel import score_nodes
+from foveate.ops.select.summaries_kernel import choose_nodes
+
+_LARGEST = 256
+"""The largest head dim."""
+_HEADS = 64
+"""The most heads of a program."""
+_RESIDENT = 2
+"""Programs that a multiprocessor runs at a time."""
+_FEW = 8
+"""Up to so many pages every program that attends chooses for itself, which saves a launch."""
+_FEW_OF = 16384
+"""The same of so many."""
+_FEW_HEADS = 16
+"""The same of groups of so many heads."""
+_HELD = 32768
+"""The most nodes that are chosen from."""
+_POOLED = 512
+"""Places of a program that pools masses."""
+_RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
+_SCORES = {"summary": 0, "spread": 1, "box": 2}
+_BIASES = {"none": 0, "log": 1, "entropy": 2, "spread": 3}
+
+
+def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int, spread: bool) -> Tile:
+    """Heads and nodes of a program for head dims of which ``dim`` is the larger: blocks of 16 KB of half precision."""
+    heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
+    if dtype == torch.float32:  # multiplied without tensor cores
+        return Tile(16, 16, num_warps=8 if dim > 128 else 4, num_stages=1)
+    nodes = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
+    return Tile(
+        heads,
+        nodes,
+        num_warps=4 if heads < 64 else 8,
+        num_stages=2 if heads == 64 or (spread and capability < 9) else 3,
+    )
+
+
+def attend_summaries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree: Tree,
+    how: Refinement,
+    *,
+    scaling: float,
+    need_lse: bool = False,
+    need_masses: bool = False,
+) -> Covered:
+    """See :func:`foveate.ops.attend.summaries.attend_summaries`.
+
+    Two launches for one level of which few pages are refined: the first weighs summaries and attends to sinks and tail;
+    in the second every program finds out which pages are refined, and attends to its part of the other summaries'
+    values or to refined pages; the last one of a row to be ready merges them (FlashDecoding, Dao et al. 2023). Where
+    many pages are refined, or the layer chooses, a launch between them chooses; two or three more for each further
+    level, and one for masses.
+
+    What rows hold is read from ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` say how much
+    room there is, so that a captured step can be replayed when there is more. Repeats are equal bit for bit, and fp32
+    is multiplied in full precision. Keys and summaries that are not read may hold anything.
+    """
+    _check(q, k, v, tree, how)
+    return _Step(q, k, v, tree, how, scaling, need_masses).run(need_lse)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement) -> None:
+    (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
+    if how.rule not in _RULES or how.score not in _SCORES:
+        raise UnsupportedError(f"refinement by bounds ({how.rule}, {how.score})")
+    vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or any(x.dtype != q.dtype for x in (k, v)):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if any(x.dtype != q.dtype for x in vectors):
+        raise UnsupportedError(f"summaries in other dtypes than {q.dtype}")
+    if max(dim, value_dim) > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
+    if length != 1 or num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, number, dim):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
+        raise ValueError(f"shapes do not fit one query a row: {shapes}")
+
+
+@dataclass
+class _Stage:
+    """What is done at one level, and the room for what comes of it."""
+
+    level: int
+    width: int
+    """Nodes of a row that may be looked at."""
+    k: int
+    """How many of them may be refined."""
+    begin: int
+    padded: int
+    """Where their log-weights begin, and how many places they have."""
+    scoring: int
+    attending: int
+    """Programs of a row that weigh nodes, and that attend to them."""
+    before: int
+    """Parts of the output that are there by then."""
+    few: bool
+    """Whether programs choose for themselves."""
+    chosen: Tensor
+    pages: Tensor
+    picked: Tensor
+    gone: Tensor
+    """See :func:`choose_nodes`."""
+
+
+class _Step:
+    """One call."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, scaling: float, masses: bool):
+        self.q, self.k, self.v, self.tree, self.how, self.scaling, self.keeps = q, k, v, tree, how, scaling, masses
+        self.batch, self.num_heads, _, self.dim = q.shape
+        self.num_kv_heads, self.value_dim = v.shape[1], v.shape[3]
+        self.group = self.num_heads // self.num_kv_heads
+        self.sets = 1 if how.pool == "layer" else self.num_kv_heads
+        capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
+        spread = tree.levels[0].nodes.spread is not None
+        self.tile = tile_for(q.dtype, max(self.dim, self.value_dim), self.group, capability, spread)
+        self.block_w = min(triton.next_power_of_2(tree.width), self.tile.block_n)
+        self.parts = triton.cdiv(self.group, self.tile.block_m)
+        self.programs = self.batch * self.num_kv_heads * self.parts
+        self.room = _RESIDENT * multiprocessors(q.device)
+        if how.mass == "preserve" and tree.width > self.tile.block_n:
+            raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
+        self._plan()
+        self._make_room()
+
+    def _plan(self) -> None:
+        """The levels that are looked at, from the top down."""
+        tree, how, block, new = self.tree, self.how, self.tile.block_n, {"device": self.q.device}
+        blocks = triton.cdiv(tree.rows.width, block)
+        self.raw_splits = max(1, min(blocks, self.room // (2 * self.programs)))
+        self.stages: list[_Stage] = []
+        width, begin, before = tree.rows.places, 0, self.raw_splits
+        for level in reversed(range(len(tree.levels))):
+            k = min(tree.rows.most[level], width)
+            last = not k or not level
+            few = last and k <= _FEW and width <= _FEW_OF and how.pool == "kv_head" and how.rule == "top_k"
+            few = few and self.group <= _FEW_HEADS
+            if width > _HELD:
+                raise UnsupportedError(f"more than {_HELD} nodes of a level")
+            tiles = triton.cdiv(k * triton.cdiv(tree.width, self.block_w) * self.block_w, block) if last else 0
+            scoring, _ = split(self.programs, triton.cdiv(width, block), self.room)
+            attending, _ = split(self.programs, triton.cdiv(width, block) + tiles, self.room)
+            padded = triton.cdiv(width, 16) * 16
+            chosen = torch.empty(self.batch, self.sets, k, dtype=torch.int64, **new)
+            pages = torch.empty_like(chosen) if self.stages else chosen
+            picked = torch.empty(self.batch, self.sets, dtype=torch.int32, **new)
+            self.stages.append(
+                _Stage(level, width, k, begin, padded, scoring, attending, before, few, chosen, pages, picked, picked)
+            )
+            begin, before = begin + padded, before + attending
+            if last:
+                break
+            branch = tree.branch(level)
+            if how.mass == "preserve" and (branch & (branch - 1) or branch > block):
+                raise UnsupportedError(f"{branch} children of a node under mass=preserve")
+            width = k * branch
+        self.found_parts = before
+
+    def _make_room(self) -> None:
+        batch, heads, new, last = self.batch, self.num_heads, {"device": self.q.device}, self.stages[-1]
+        self.raw = last.begin + last.padded
+        self.tokens = self.raw + triton.cdiv(self.tree.rows.width, 16) * 16
+        places = self.tokens + last.k * self.tree.width if self.keeps else self.raw
+        self.places = triton.cdiv(places, 16) * 16
+        self.weights = torch.empty(batch, heads, self.places, dtype=torch.float32, **new)
+        gone = torch.empty(batch, self.sets, self.raw, dtype=torch.int8, **new)
+        for stage in self.stages:
+            stage.gone = gone[:, :, stage.begin : stage.begin + stage.padded]
+        self.gone = gone
+        self.arrived = torch.empty(self.programs, dtype=torch.int32, **new)
+        self.read = torch.empty(batch, self.num_kv_heads, dtype=torch.float32, **new)
+        self.refined = torch.empty_like(self.read)
+        self.found = torch.empty(self.found_parts, batch, heads, self.value_dim, dtype=torch.float32, **new)
+        self.found_lse = torch.empty(self.found_parts, batch, heads, dtype=torch.float32, **new)
+        self.out = self.q.new_empty(batch, heads, 1, self.value_dim)
+        self.lse = torch.empty(batch, heads, 1, dtype=torch.float32, **new)
+
+    def run(self, need_lse: bool) -> Covered:
+        """All launches."""
+        above, looked, capped = None, [], 0
+        for stage in self.stages:
+            ranks = self._score(stage, above)
+            if not stage.few:
+                capped = capped + self._choose(stage, above, *ranks)
+            self._attend(stage, above, *ranks)
+            looked.append(self._looked(stage, above))
+            above = stage
+        masses = self._masses() if self.keeps else ()
+        return Covered(self.out, self.lse if need_lse else None, masses, tuple(looked), self.read, self.refined, capped)
+
+    def _looked(self, stage: _Stage, above: _Stage | None) -> Looked:
+        index, all_chosen = None, self.tree.rows.hidden is None and self.how.rule == "top_k"
+        if above is not None:
+            index = page_slots(above.pages, self.tree.branch(above.level), complete=all_chosen).flatten(-2)
+            index = index.expand(-1, self.num_kv_heads, -1)
+        complete = all_chosen or (above is None and self.tree.rows.hidden is None)
+        return Looked(stage.level, index, complete, stage.chosen.expand(-1, self.num_kv_heads, -1), all_chosen)
+
+    def _count(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, int, int]:
+        """How many nodes there are, or of how many the children, with its strides by row and head."""
+        if above is None:
+            return self.tree.rows.numbers[2 + len(self.tree.levels) + stage.level], 1, 0
+        return above.picked, *self._strides(above.picked)
+
+    def _strides(self, x: Tensor) -> tuple[int, int]:
+        """Of a row and of a KV head, which are alike where the layer chooses."""
+        return x.stride(0), x.stride(1) if self.sets > 1 else 0
+
+    @property
+    def _dims(self) -> dict[str, int]:
+        return {
+            "DIM": self.dim,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(self.dim)),
+            "BLOCK_DV": max(16, triton.next_power_of_2(self.value_dim)),
+            "BLOCK_M": self.tile.block_m,
+            "BLOCK_N": self.tile.block_n,
+        }
+
+    def _score(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, Tensor]:
+        """Weighs nodes; returns the ranks and the log-sum-exps of each program's."""
+        of, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
+        weights = self.weights[:, :, stage.begin :]
+        rank = weights
+        if how.score != "summary":
+            rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
+        rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
+        count, *count_strides = self._count(stage, above)
+        listed = (None, None, None) if raw else (above.pages, above.chosen, self.weights[:, :, above.begin :])
+        nodes, spread, entropy = of.nodes.k, of.nodes.spread, of.nodes.entropy
+        score_nodes[self.programs, stage.scoring + (self.raw_splits if raw else 0)](
+            q,
+            self.k,
+            self.v,
+            nodes,
+            spread,
+            of.tokens,
+            entropy,
+            self.tree.rows.numbers,
+            count,
+            *listed,
+            weights,
+            rank,
+            rank_lse,
+            self.weights[:, :, self.raw :] if self.keeps else None,
+            self.found,
+            self.found_lse,
+            self.arrived,
+            self.read,
+            *(q.stride(axis) for axis in (0, 1, 3)),
+            *self.k.stride(),
+            *self.v.stride(),
+            *nodes.stride(),
+            *((0,) * 4 if spread is None else spread.stride()),
+            *((0,) * 3 if of.tokens is None else of.tokens.stride()),
+            *((0,) * 3 if entropy is None else entropy.stride()),
+            *count_strides,
+            *((0, 0) if raw else self._strides(above.pages)),
+            self.batch,
+            self.num_kv_heads,
+            self.group,
+            self.parts,
+            stage.scoring,
+            self.raw_splits,
+            self.tree.sinks,
+            self.places,
+            rank.stride(1),
+            self.places,
+            self.scaling,
+            math.log(of.size),
+            of.reads,
+            WEIGHT_SPREAD,
+            BRANCH=0 if raw else self.tree.branch(above.level),
+            RAW=raw,
+            KEEPS_RAW=self.keeps,
+            PRESERVE=how.mass == "preserve",
+            BIAS=_BIASES[how.bias],
+            SCORE=_SCORES[how.score],
+            SIZED=of.tokens is not None,
+            LARGEST=torch.finfo(q.dtype).max,
+            **self._dims,
+            **self.tile.options,
+        )
+        return rank, rank_lse
+
+    def _chosen_by(self, stage: _Stage, above: _Stage | None) -> dict[str, Any]:
+        """Arguments that say by what nodes of a level are chosen."""
+        sizes = [of.size for of in self.tree.levels]
+        return {
+            "first": -(-self.how.first * sizes[0] // sizes[stage.level]),
+            "prior": self.how.prior,
+            "BRANCH": 0 if above is None else self.tree.branch(above.level),
+            "PRIOR": self.how.prior > 0,
+            "SPLITS": triton.next_power_of_2(stage.scoring),
+        }
+
+    def _recent(self, of: Level) -> tuple[Tensor | None, tuple[int, int, int]]:
+        return (None, (0, 0, 0)) if not self.how.prior else (of.recent, of.recent.stride())
+
+    def _choose(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
+        """Which nodes are refined; returns how many selections were cut short."""
+        how, levels = self.how, self.tree.levels
+        count, *count_strides = self._count(stage, above)
+        recent, recent_strides = self._recent(levels[stage.level])
+        capped = torch.empty_like(stage.picked) if how.rule == "top_p" else None
+        held = max(256, triton.next_power_of_2(stage.padded))
+        choose_nodes[(self.batch * self.sets,)](
+            rank,
+            rank_lse,
+            self.found_lse,
+            recent,
+            count,
+            self.tree.rows.numbers[2 + stage.level],
+            None if above is None else above.pages,
+            stage.chosen,
+            stage.pages,
+            stage.picked,
+            stage.gone,
+            capped,
+            *recent_strides,
+            *count_strides,
+            *((0, 0) if above is None else self._strides(above.pages)),
+            self.batch * self.num_heads,
+            self.num_kv_heads,
+            self.group,
+            stage.scoring,
+            stage.before,
+            rank.stride(1),
+            self.raw,
+            stage.padded,
+            k=stage.k,
+            limit=how.limit / (len(levels) if how.rule == "top_p" else 1),
+            RULE=_RULES[how.rule],
+            LAYER=how.pool == "layer",
+            OTHERS=triton.next_power_of_2(stage.before),
+            HELD=held,
+            num_warps=4 if held <= 2048 else 8 if held <= 8192 else 16,
+            **self._chosen_by(stage, above),
+        )
+        return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
+
+    def _attend(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor) -> None:
+        """Attends to what is not refined of a level and, of the last one, to the keys of what is; and merges."""
+        q, tree, of = self.q, self.tree, self.tree.levels[stage.level]
+        count, *count_strides = self._count(stage, above)
+        recent, recent_strides = self._recent(of)
+        last, members = stage is self.stages[-1], triton.next_power_of_2(min(self.group, self.tile.block_m))
+        held = max(256, triton.next_power_of_2(stage.padded)) if stage.few else 1
+        options = self.tile.options | ({"num_warps": 8} if held > 2048 else {})
+        rows = members * max(16, triton.next_power_of_2(self.value_dim))  # of a part that is merged
+        end = tree.page_end
+        attend_nodes[self.programs, stage.attending](
+            q,
+            self.k,
+            self.v,
+            of.nodes.v,
+            count,
+            None if above is None else above.pages,
+            tree.rows.numbers[2 + stage.level],
+            recent,
+            rank,
+            rank_lse,
+            stage.chosen,
+            stage.pages,
+            stage.picked,
+            stage.gone,
+            end,
+            self.weights[:, :, stage.begin :],
+            self.weights[:, :, self.tokens :] if self.keeps else None,
+            self.found,
+            self.found_lse,
+            self.arrived,
+            self.out,
+            self.lse,
+            self.read,
+            self.refined,
+            *(q.stride(axis) for axis in (0, 1, 3)),
+            *self.k.stride(),
+            *self.v.stride(),
+            *of.nodes.v.stride(),
+            *count_strides,
+            *((0, 0) if above is None else self._strides(above.pages)),
+            *recent_strides,
+            *self._strides(stage.chosen),
+            *self._strides(stage.picked),
+            *self._strides(stage.gone),
+            *((0, 0, 0) if end is None else end.stride()),
+            self.batch,
+            self.num_kv_heads,
+            self.group,
+            self.parts,
+            stage.attending,
+            stage.scoring,
+            stage.before,
+            stage.k,
+            tree.sinks,
+            self.places,
+            rank.stride(1),
+            stage.padded,
+            tree.width,
+            scaling=self.scaling,
+            WIDTH=tree.width if end is None else 0,
+            FEW=max(1, stage.k) if stage.few else 0,
+            GROUP=self.group if stage.few else 0,
+            ROOM=max(2, triton.next_power_of_2(stage.k)) if stage.few else 1,
+            HELD=held,
+            BEFORE=triton.next_power_of_2(stage.before),
+            LAST=last,
+            PRESERVE=self.how.mass == "preserve",
+            KEEPS=self.keeps,
+            MEMBERS=members,
+            PARTS=min(64, triton.next_power_of_2(self.found_parts)),
+            AT_ONCE=max(1, min(8, options["num_warps"] * 1024 // rows)),
+            BLOCK_W=self.block_w,
+            CHUNKS=triton.cdiv(tree.width, self.block_w),
+            **self._chosen_by(stage, above),
+            **self._dims,
+            **options,
+        )
+
+    def _masses(self) -> tuple[Tensor, ...]:
+        """Masses of raw tokens, of the nodes of each level, and of the tokens of refined pages, if there can be any."""
+        last, width = self.stages[-1], self.tree.width
+        mass = torch.empty(self.batch, self.num_kv_heads, self.places, dtype=torch.float32, device=self.q.device)
+        pool_masses[triton.cdiv(self.places, _POOLED), self.batch * self.num_kv_heads](
+            self.weights,
+            self.lse,
+            self.gone,
+            last.picked,
+            self.tree.rows.numbers,
+            mass,
+            *self._strides(self.gone),
+            *self._strides(last.picked),
+            self.batch,
+            self.num_kv_heads,
+            self.group,
+            self.tree.sinks,
+            self.places,
+            self.raw,
+            self.tokens,
+            width,
+            BLOCK=_POOLED,
+            num_warps=4,
+        )
+        parts = [(self.raw, self.tree.rows.width), *((stage.begin, stage.width) for stage in self.stages)]
+        parts += [(self.tokens, last.k * width)] * (last.k > 0)
+        return tuple(mass[:, :, begin : begin + number] for begin, number in parts)

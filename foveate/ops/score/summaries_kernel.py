@@ -1,0 +1,286 @@
+"""What summaries weigh to one query a row: Triton kernel of :func:`attend_summaries`' scores, and of its raw tokens."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+
+VARYING = ["batches", "num_kv_heads", "parts", "splits", "places"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
+
+
+@triton.jit
+def online(logits, v, top, weight, out):
+    """One more block of ``logits [M, N]``, to the base 2, and of ``v [N, Dv]`` in an online softmax."""
+    higher = tl.maximum(top, tl.max(logits, 1))
+    p = tl.exp2(logits - higher[:, None])
+    fade = tl.exp2(top - higher)
+    out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+    return higher, weight * fade + tl.sum(p, 1), out
+
+
+@triton.jit
+def shared_out(logits, mass, GROUPS: tl.constexpr):
+    """Log-weights of children ``[M, N]``, group by group, with which they share out ``mass [M, GROUPS]`` (LuKA,
+    equation 3): all to the base 2; -inf for children that are not there."""
+    M: tl.constexpr = logits.shape[0]
+    EACH: tl.constexpr = logits.shape[1] // GROUPS
+    of_group = tl.reshape(logits, [M, GROUPS, EACH])
+    top = tl.maximum(tl.max(of_group, 2), LOWEST)
+    total = top + tl.log2(tl.sum(tl.exp2(of_group - top[:, :, None]), 2))
+    share = tl.where(total == float("-inf"), float("-inf"), mass - total)
+    return tl.reshape(of_group + share[:, :, None], [M, GROUPS * EACH])
+
+
+@triton.jit
+def free_energy(deviation, log_size):
+    """See :func:`foveate.ops.score.nodes.free_energy`."""
+    within = tl.minimum(deviation, tl.sqrt(2.0 * log_size))
+    return (deviation - 0.5 * within) * within
+
+
+@triton.jit(
+    do_not_specialize=[
+        *VARYING,
+        "raw_splits",
+        "sinks",
+        "rank_places",
+        "parent_places",
+        "list_stride_b",
+        "list_stride_h",
+    ]
+)
+def score_nodes(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    node_ptr,
+    spread_ptr,
+    size_ptr,
+    entropy_ptr,
+    slots_ptr,
+    count_ptr,
+    list_ptr,
+    chosen_ptr,
+    parent_ptr,
+    weight_ptr,
+    rank_ptr,
+    rank_lse_ptr,
+    raw_ptr,
+    found_ptr,
+    found_lse_ptr,
+    arrived_ptr,
+    read_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    v_stride_d,
+    node_stride_b,
+    node_stride_h,
+    node_stride_n,
+    node_stride_d,
+    spread_stride_b,
+    spread_stride_h,
+    spread_stride_n,
+    spread_stride_d,
+    size_stride_b,
+    size_stride_h,
+    size_stride_n,
+    entropy_stride_b,
+    entropy_stride_h,
+    entropy_stride_n,
+    count_stride_b,
+    count_stride_h,
+    list_stride_b,
+    list_stride_h,
+    batches,
+    num_kv_heads,
+    group,
+    parts,
+    splits,
+    raw_splits,
+    sinks,
+    places,
+    rank_places,
+    parent_places,
+    scaling,
+    log_size,
+    reads,
+    weight_spread,
+    BRANCH: tl.constexpr,
+    RAW: tl.constexpr,
+    KEEPS_RAW: tl.constexpr,
+    PRESERVE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCORE: tl.constexpr,
+    SIZED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``weight [B, Hq, places]``, the log-weights of nodes, ``rank [B, Hq, rank_places]`` where pages are ranked
+    by another estimate, and ``rank_lse [B, Hq, splits]``, all to the base 2.
+
+    Nodes are the first ``count`` of a level or, with a ``BRANCH``, the children of those in ``list``, which are at the
+    places ``chosen`` among their own (``count`` says how many), with the log-weights ``parent``.
+
+    ``RAW``: the first ``raw_splits`` programs of a row attend to sinks and tail instead (``slots [2, B]``: how many are
+    in use, and the first behind the pages): ``found [raw_splits, B, Hq, Dv]``, ``found_lse`` likewise, and with
+    ``KEEPS_RAW`` the log-weights ``raw [B, Hq, places]``.
+
+    ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]``: keys read.
+    """
+    row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    exist = member < group
+    heads = head * group + tl.where(exist, member, 0)
+    rows = batch * num_kv_heads * group + heads
+    dims = tl.arange(0, BLOCK_D)
+    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    lanes = tl.arange(0, BLOCK_N)
+    count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
+    if BRANCH:
+        count = count * BRANCH
+
+    first_node = raw_splits if RAW else 0
+    if RAW:
+        length = tl.load(slots_ptr + batch).to(tl.int32)
+        start = tl.load(slots_ptr + batches + batch).to(tl.int32)
+        lead = tl.where(start > 0, sinks, 0)
+        number = length - start + lead
+        if split < raw_splits:
+            value_dims = tl.arange(0, BLOCK_DV)
+            k_ptr += batch * k_stride_b + head * k_stride_h
+            v_ptr += batch * v_stride_b + head * v_stride_h
+            top = tl.full([BLOCK_M], LOWEST, tl.float32)
+            weight = tl.zeros([BLOCK_M], tl.float32)
+            out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            blocks = tl.cdiv(number, BLOCK_N)
+            each = tl.cdiv(blocks, raw_splits)
+            for block in tl.range(split * each, tl.minimum((split + 1) * each, blocks)):
+                place = block * BLOCK_N + lanes
+                stored = place < number
+                slot = tl.where(place < lead, place, start + place - lead).to(tl.int64)
+                k_mask, v_mask = stored[:, None], stored[:, None]
+                if BLOCK_D > DIM:
+                    k_mask = k_mask & (dims < DIM)[None, :]
+                if BLOCK_DV > VALUE_DIM:
+                    v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
+                k_tile = (slot * k_stride_l)[:, None] + dims[None, :] * k_stride_d
+                k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
+                v_tile = (slot * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
+                v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
+                logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E)
+                logits = tl.where(stored[None, :], logits, float("-inf"))
+                if KEEPS_RAW:
+                    kept = raw_ptr + rows[:, None] * places + place[None, :]
+                    tl.store(kept, logits, mask=exist[:, None] & stored[None, :])
+                top, weight, out = online(logits, v, top, weight, out)
+            out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+            lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+            found = split.to(tl.int64) * batches * num_kv_heads * group + rows
+            out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
+            tl.store(found_ptr + found[:, None] * VALUE_DIM + value_dims[None, :], out, mask=out_mask)
+            tl.store(found_lse_ptr + found, lse, mask=exist)
+        if split == 0:
+            tl.store(arrived_ptr + tl.program_id(0), 0)
+
+    if split >= first_node:
+        split -= first_node
+        node_ptr += batch * node_stride_b + head * node_stride_h
+        if BRANCH:
+            list_ptr += batch * list_stride_b + head * list_stride_h
+            chosen_ptr += batch * list_stride_b + head * list_stride_h
+        if SIZED:
+            size_ptr += batch * size_stride_b + head * size_stride_h
+        if BIAS == 2:
+            entropy_ptr += batch * entropy_stride_b + head * entropy_stride_h
+        if BIAS == 3 or SCORE > 0:
+            spread_ptr += batch * spread_stride_b + head * spread_stride_h
+            scaled = q.to(tl.float32) * scaling
+            squared = tl.minimum(scaled * scaled, LARGEST).to(q.dtype)
+        top = tl.full([BLOCK_M], LOWEST, tl.float32)
+        weight = tl.zeros([BLOCK_M], tl.float32)
+        blocks = tl.cdiv(count, BLOCK_N)
+        each = tl.cdiv(blocks, splits)
+        for block in tl.range(split * each, tl.minimum((split + 1) * each, blocks)):
+            place = block * BLOCK_N + lanes
+            there = place < count
+            node = place
+            if BRANCH:
+                node = tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
+            node = node.to(tl.int64)
+            node_mask = there[:, None]
+            if BLOCK_D > DIM:
+                node_mask = node_mask & (dims < DIM)[None, :]
+            k_tile = (node * node_stride_n)[:, None] + dims[None, :] * node_stride_d
+            k = tl.load(node_ptr + k_tile, mask=node_mask, other=0.0)
+            dot = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+
+            size = log_size
+            if SIZED:
+                tokens = tl.load(size_ptr + node * size_stride_n, mask=there, other=1.0)
+                size = tl.log2(tl.maximum(tokens, 1.0))[None, :] / LOG2E
+            if BIAS == 3 or SCORE > 0:
+                spread_tile = (node * spread_stride_n)[:, None] + dims[None, :] * spread_stride_d
+                spread = tl.load(spread_ptr + spread_tile, mask=node_mask, other=0.0)
+            if BIAS == 3 or SCORE == 1:
+                variance = tl.dot(squared, tl.trans(spread), input_precision="ieee")
+                deviation = tl.sqrt(tl.maximum(variance, 0.0))
+            logits = dot
+            if BIAS == 1:
+                logits = dot + size
+            elif BIAS == 2:
+                entropy = tl.load(entropy_ptr + node * entropy_stride_n, mask=there, other=0.0)
+                logits = dot + entropy[None, :]
+            elif BIAS == 3:
+                logits = dot + (free_energy(deviation * weight_spread, size) + size)
+            logits = tl.where(there[None, :], logits * LOG2E, float("-inf"))
+            ranks = logits
+            if SCORE == 1:
+                ranks = tl.where(there[None, :], (dot + size + free_energy(deviation, size)) * LOG2E, float("-inf"))
+            elif SCORE == 2:
+                root = tl.sqrt(spread.to(tl.float32)).to(q.dtype)
+                reach = tl.dot(tl.abs(q), tl.trans(root), input_precision="ieee") * scaling
+                ranks = tl.where(there[None, :], (dot + size + reach) * LOG2E, float("-inf"))
+            if BRANCH and PRESERVE:
+                GROUPS: tl.constexpr = BLOCK_N // BRANCH
+                sibling = block * GROUPS + tl.arange(0, GROUPS)
+                known = sibling * BRANCH < count
+                parent = tl.load(chosen_ptr + sibling, mask=known, other=0).to(tl.int64)
+                of_parent = rows[:, None] * parent_places + parent[None, :]
+                mass = tl.load(parent_ptr + of_parent, mask=exist[:, None] & known[None, :], other=0.0)
+                given = shared_out(logits, mass, GROUPS)
+                moved = tl.where(there[None, :], ranks + (given - logits), float("-inf"))
+                ranks, logits = moved if SCORE > 0 else given, given
+            stored = exist[:, None] & there[None, :]
+            tl.store(weight_ptr + rows[:, None] * places + place[None, :], logits, mask=stored)
+            if SCORE > 0:
+                tl.store(rank_ptr + rows[:, None] * rank_places + place[None, :], ranks, mask=stored)
+            higher = tl.maximum(top, tl.max(ranks, 1))
+            weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(ranks - higher[:, None]), 1)
+            top = higher
+        lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+        tl.store(rank_lse_ptr + rows * splits + split, lse, mask=exist)
+        if (split == 0) & (part == 0):
+            read = count * reads
+            if RAW:
+                read += number
+            else:
+                read += tl.load(read_ptr + row)
+            tl.store(read_ptr + row, read)

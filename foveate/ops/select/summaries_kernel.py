@@ -1,0 +1,262 @@
+"""Which summaries give way to what is beneath them: Triton kernel of :func:`attend_summaries`' choice."""
+
+import triton
+import triton.language as tl
+
+from foveate.ops.select.blocks_kernel import _HIGHEST, _LOWEST, _NONE, _chosen, _end, _kth, _ordered, _put
+
+_BOTTOM = tl.constexpr(-3.4e38)
+
+VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h", "first"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
+
+
+@triton.jit
+def log_sum(x):
+    """Logarithm of the sum, to the base 2."""
+    top = tl.maximum(tl.max(x, 0), _BOTTOM)
+    return top + tl.log2(tl.sum(tl.exp2(x - top), 0))
+
+
+@triton.jit
+def _share(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    row,
+    index,
+    there,
+    rows,
+    splits,
+    others,
+    rank_places,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """The masses of nodes that one head sees; see :func:`masses`."""
+    some, parts = tl.arange(0, SPLITS), tl.arange(0, OTHERS)
+    rank = tl.load(rank_ptr + row * rank_places + index, mask=there, other=float("-inf"))
+    lse = log_sum(tl.load(rank_lse_ptr + row * splits + some, mask=some < splits, other=float("-inf")))
+    of_others = found_lse_ptr + parts.to(tl.int64) * rows + row
+    rest = log_sum(tl.load(of_others, mask=parts < others, other=float("-inf")))
+    top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
+    return tl.exp2(rank - (top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))))
+
+
+@triton.jit
+def masses(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    recent_ptr,
+    recent_stride_h,
+    recent_stride_n,
+    list_ptr,
+    index,
+    count,
+    head,
+    members,
+    group,
+    rows,
+    splits,
+    others,
+    rank_places,
+    first,
+    prior,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    LAYER: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """Pooled masses of the nodes at ``index [HELD]``, -inf where none is, and their numbers.
+
+    Of ``members`` query heads (``MEMBERS``, unless it is 0) from ``head`` on, counted over the batch: their mean or
+    (``LAYER``) the largest. ``rows``
+    query heads have the log-sum-exps ``rank_lse [rows, splits]`` and, of the rest of the cover, ``found_lse
+    [others, rows]``.
+    """
+    there = index < count
+    node = index
+    if BRANCH:
+        node = tl.load(list_ptr + index // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + index % BRANCH
+    mass = tl.zeros(index.shape, tl.float32)
+    if MEMBERS:  # a loop would keep Triton from reading ahead in the loops behind it
+        for member in tl.static_range(MEMBERS):
+            mass += _share(
+                rank_ptr,
+                rank_lse_ptr,
+                found_lse_ptr,
+                head + member,
+                index,
+                there,
+                rows,
+                splits,
+                others,
+                rank_places,
+                SPLITS,
+                OTHERS,
+            )
+    else:
+        for member in tl.range(0, members):
+            share = _share(
+                rank_ptr,
+                rank_lse_ptr,
+                found_lse_ptr,
+                head + member,
+                index,
+                there,
+                rows,
+                splits,
+                others,
+                rank_places,
+                SPLITS,
+                OTHERS,
+            )
+            mass = tl.maximum(mass, share) if LAYER else mass + share
+    if not LAYER:
+        mass = mass / members
+    if PRIOR:
+        recent_ptr += node.to(tl.int64) * recent_stride_n
+        recent = tl.load(recent_ptr, mask=there, other=0.0)
+        if LAYER:
+            for kv_head in tl.range(1, members // group):
+                recent = tl.maximum(recent, tl.load(recent_ptr + kv_head * recent_stride_h, mask=there, other=0.0))
+        mass = mass + prior * (recent - mass)
+    mass = tl.where(node < first, float("inf"), mass)
+    return tl.where(there, mass, float("-inf")), node
+
+
+@triton.jit
+def _enough(mass, x, valid, limit):
+    """How many of the heaviest leave at most ``limit`` in the others; ``x``: :func:`_ordered` masses, or none."""
+    low, high = tl.zeros([], tl.int32), tl.max(x, 0) + 1
+    while low + 1 < high:
+        middle = low + (high - low) // 2
+        fits = tl.sum(tl.where((x < middle) & (x != _NONE), mass, 0.0), 0) <= limit
+        low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
+    left = tl.sum(tl.where((x < low) & (x != _NONE), mass, 0.0), 0)
+    value = low.to(tl.float32, bitcast=True)
+    ties = tl.sum((x == low).to(tl.int32), 0)
+    spared = tl.where(value > 0, tl.floor((limit - left) / tl.where(value > 0, value, 1.0)), ties.to(tl.float32))
+    return tl.sum((x >= low).to(tl.int32), 0) - tl.minimum(spared, ties.to(tl.float32)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "k", "gone_stride", "gone_places"])
+def choose_nodes(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    recent_ptr,
+    count_ptr,
+    allowed_ptr,
+    list_ptr,
+    found_ptr,
+    node_ptr,
+    picked_ptr,
+    gone_ptr,
+    capped_ptr,
+    recent_stride_b,
+    recent_stride_h,
+    recent_stride_n,
+    count_stride_b,
+    count_stride_h,
+    list_stride_b,
+    list_stride_h,
+    rows,
+    num_kv_heads,
+    group,
+    splits,
+    others,
+    rank_places,
+    gone_stride,
+    gone_places,
+    first,
+    k,
+    prior,
+    limit,
+    RULE: tl.constexpr,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    LAYER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Writes of each KV head, or of the ``LAYER``: ``found [B, sets, k]``, the places of chosen nodes, ascending and -1
+    behind; ``node``, their numbers, likewise (``BRANCH``); ``picked [B, sets]``, how many; ``gone int8 [B, sets,
+    gone_places]``, rows ``gone_stride`` apart, which places no longer count, or never did; and ``capped [B, sets]``,
+    whether more were wanted."""
+    sets = 1 if LAYER else num_kv_heads
+    row = tl.program_id(0).to(tl.int64)
+    batch, kv_head = row // sets, row % sets
+    members = group * num_kv_heads if LAYER else group
+    index = tl.arange(0, HELD)
+    count = tl.load(count_ptr + batch * count_stride_b + kv_head * count_stride_h).to(tl.int32)
+    if BRANCH:
+        count = count * BRANCH
+        list_ptr += batch * list_stride_b + kv_head * list_stride_h
+    if PRIOR:
+        recent_ptr += batch * recent_stride_b + kv_head * recent_stride_h
+    mass, node = masses(
+        rank_ptr,
+        rank_lse_ptr,
+        found_lse_ptr,
+        recent_ptr,
+        recent_stride_h,
+        recent_stride_n,
+        list_ptr,
+        index,
+        count,
+        row * members,
+        members,
+        group,
+        rows,
+        splits,
+        others,
+        rank_places,
+        first,
+        prior,
+        BRANCH,
+        PRIOR,
+        LAYER,
+        0,
+        SPLITS,
+        OTHERS,
+    )
+    x = tl.where(mass > float("-inf"), tl.minimum(_ordered(mass), _HIGHEST), _NONE)
+    if RULE == 1:
+        x = tl.where(mass > limit, x, _NONE)
+    valid = tl.sum((x != _NONE).to(tl.int32), 0)
+    allowed = tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), k)
+    if RULE == 2:
+        wanted = _enough(mass, x, valid, limit)
+        tl.store(capped_ptr + row, (wanted > allowed).to(tl.int32))
+        allowed = tl.minimum(wanted, allowed)
+    kth, room, crowded = _kth(
+        x,
+        rank_ptr,
+        rank_ptr,
+        0,
+        0,
+        0,
+        allowed,
+        _LOWEST + 1,
+        valid,
+        tl.max(x, 0) + 1,
+        HOLDS=True,
+        LISTED=False,
+        BLOCK=1,
+        CHUNK=1,
+    )
+    chosen, _ = _chosen(x, kth, room, crowded, 0)
+    picked = tl.minimum(valid, allowed)
+    _put(found_ptr + row * k, 0, index, chosen, allowed)
+    _end(found_ptr + row * k, picked, k, 1024)
+    if BRANCH:
+        _put(node_ptr + row * k, 0, node, chosen, allowed)
+        _end(node_ptr + row * k, picked, k, 1024)
+    tl.store(picked_ptr + row, picked)
+    gone = (chosen | (index >= count)).to(tl.int8)
+    tl.store(gone_ptr + row * gone_stride + index, gone, mask=index < gone_places)

@@ -1,0 +1,213 @@
+"""Attention over summaries on a GPU against the reference in fp32: odd sizes, dtypes, poison, repeats, graphs."""
+
+import pytest
+import torch
+from matrix import Driver, Tokens
+
+from foveate import methods, ops
+from foveate.ops import _dispatch
+from foveate.ops.attend import summaries, summaries_kernel
+from tests.kernels import poisoned_memory
+from tests.trees import Problem
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+GROUPS = pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (32, 4), (16, 1), (70, 1)])
+DIMS = pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
+MASS = pytest.mark.parametrize("mass", ["exact", "preserve"])
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
+SCALING = 0.1
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch):
+    """A reference that is reached without being asked for fails the test."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FOVEATE_KERNELS", "all")
+    assert "attend_summaries" in _dispatch.kernel_status().split(", ")
+    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+
+
+@pytest.fixture(params=[True, False], ids=["few", "chosen before"])
+def few(request, monkeypatch):
+    """Every program chooses, or a launch before."""
+    if not request.param:
+        monkeypatch.setattr(summaries_kernel, "_FEW", -1)
+
+
+def problem(pages, **more):
+    return Problem(pages, device="cuda", **{"dim": 128, "heads": 8, "kv_heads": 2, "loudness": 1.0} | more)
+
+
+def in_fp32(tree):
+    def single(x):
+        return None if x is None else x.float()
+
+    levels = [
+        of._replace(nodes=ops.Nodes(*map(single, of.nodes)), tokens=single(of.tokens), recent=single(of.recent))
+        for of in tree.levels
+    ]
+    return tree._replace(levels=tuple(levels))
+
+
+def check(some, how, need_masses=True):
+    """Against the reference in fp32; which nodes are refined may differ where their masses hardly do."""
+    q, k, v = some.arguments
+    given = {"scaling": SCALING, "need_lse": True, "need_masses": need_masses}
+    k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
+    expected = summaries.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
+    with poisoned_memory("cuda"):
+        found = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
+    again = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
+    for mine, its in zip((found.out, found.lse, *found.masses), (again.out, again.lse, *again.masses), strict=True):
+        assert torch.equal(mine, its)
+    alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
+    for mine, its in zip(found.looked, expected.looked, strict=True):
+        padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
+        same = (mine.chosen == padded).all(-1)
+        alike &= same.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    assert alike.float().mean() > (0.6 if q.dtype == torch.bfloat16 else 0.85)
+    tolerance = TOLERANCE[q.dtype]
+    torch.testing.assert_close(found.out[alike].float(), expected.out[alike], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found.lse[alike], expected.lse[alike], rtol=1e-4, atol=3e-3 if tolerance > 1e-3 else 1e-4
+    )
+    rows = alike[:, :: q.shape[1] // k.shape[1]]
+    for mine, its in zip(found.masses, expected.masses, strict=True):
+        its = torch.nn.functional.pad(its, (0, mine.shape[2] - its.shape[2]))
+        torch.testing.assert_close(mine[rows], its[rows], rtol=max(tolerance, 1e-3), atol=1e-5)
+    total = sum(mass.sum(-1) for mass in found.masses)
+    if need_masses:
+        torch.testing.assert_close(total, torch.full_like(total, q.shape[1] / k.shape[1]), rtol=1e-3, atol=0)
+    return found
+
+
+@DTYPES
+@GROUPS
+@MASS
+@pytest.mark.parametrize("pages", [(1,), (37, 4, 0), (700, 699), (5000,)])
+def test_few_pages_of_any_group(dtype, heads, kv_heads, mass, pages, few):
+    check(problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype), ops.Refinement(mass=mass))
+
+
+@DTYPES
+@DIMS
+@MASS
+def test_any_head_dim(dtype, dim, value_dim, mass, few):
+    how = ops.Refinement(mass=mass, score="spread")
+    check(problem((300, 41), dim=dim, value_dim=value_dim, sizes=(16,), dtype=dtype), how)
+
+
+@DTYPES
+@MASS
+@pytest.mark.parametrize("sizes", [(8, 32), (16, 64, 256), (16,)])
+@pytest.mark.parametrize("score", ["summary", "spread", "box"])
+def test_shares_of_levels(dtype, mass, sizes, score):
+    pages, allowed = (1600, 1024, 64), (0.11, 0.3, 0.5)[: len(sizes)]
+    check(problem(pages, sizes=sizes, allowed=allowed, dtype=dtype), ops.Refinement(mass=mass, score=score, prior=0.5))
+
+
+@DTYPES
+@pytest.mark.parametrize("rule", [("top_p", 0.1), ("threshold", 0.004)])
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+def test_other_rules_and_pools(dtype, rule, pool):
+    check(problem((800, 123), sizes=(16,), allowed=(0.4,), dtype=dtype), ops.Refinement(*rule, pool))
+    check(problem((800, 123), sizes=(16,), allowed=(5,), dtype=dtype), ops.Refinement(pool=pool, first=2))
+
+
+@DTYPES
+@MASS
+def test_pages_of_varied_sizes(dtype, mass, few):
+    check(problem((500, 33), sizes=(8,), varied=True, dtype=dtype), ops.Refinement(mass=mass))
+    check(problem((512, 32), sizes=(8, 32), allowed=(0.1, 0.3), varied=True, dtype=dtype), ops.Refinement(mass=mass))
+
+
+@pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
+def test_biases(bias):
+    check(problem((500, 33), sizes=(16,), dtype=torch.float16), ops.Refinement(bias=bias))
+
+
+def test_pages_that_are_not_refined_are_not_read(few):
+    some, how = problem((90, 40), sizes=(16,), dtype=torch.float16), ops.Refinement()
+    found = check(some, how)
+    slots = torch.arange(some.k.shape[2], device="cuda")
+    for b in range(2):
+        start = int(some.tree.rows.numbers[1, b])
+        for head in range(2):
+            pages = found.looked[0].chosen[b, head]
+            read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 16, pages[pages >= 0])
+            some.k[b, head, ~read], some.v[b, head, ~read] = torch.nan, torch.inf
+    again = ops.attend_summaries(
+        *some.arguments, some.looked_at(how, False), how, scaling=SCALING, need_lse=True, need_masses=True
+    )
+    assert torch.equal(again.out, found.out)
+    assert torch.equal(again.lse, found.lse)
+
+
+@pytest.mark.parametrize(("pages", "sizes", "allowed"), [((4000,), (16,), (3,)), ((512,) * 16, (8, 32), (0.1, 0.3))])
+def test_graphs_and_no_wait(pages, sizes, allowed):
+    """Equal to the last bit when a captured graph is replayed over other contents and other lengths; nothing waits."""
+    how = ops.Refinement(score="spread", prior=0.5)
+    first, second = (
+        problem(pages, heads=32, kv_heads=8, sizes=sizes, allowed=allowed, dtype=torch.float16, same=True, seed=seed)
+        for seed in (0, 1)
+    )
+    second.tree.rows.numbers[0] -= 3  # three tokens of the tail fewer, in all rows
+
+    def step(some):
+        found = ops.attend_summaries(
+            some.q, some.k, some.v, some.looked_at(how, False), how, scaling=SCALING, need_lse=True, need_masses=True
+        )
+        return found.out, found.lse, *found.masses, found.read, found.refined
+
+    def contents(some):
+        levels = [x for of in some.tree.levels for x in (*of.nodes, of.recent) if x is not None]
+        return [some.q, some.k, some.v, some.tree.rows.numbers, *levels]
+
+    expected = [[x.clone() for x in step(some)] for some in (first, second)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = step(first)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step(first)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(*pair) for pair in zip(again, expected[0], strict=True))
+    for some, wanted in ((first, expected[0]), (second, expected[1])):
+        for old, new in zip(contents(first), [x.clone() for x in contents(some)], strict=True):
+            old.copy_(new)
+        for _ in range(3):
+            graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def test_many_steps_are_equal_bit_for_bit():
+    """The last program of a row to be ready merges: whichever it is, and however the others were scheduled."""
+    some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
+    tree = some.looked_at(how, False)
+    outs = [ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_lse=True)[:2] for _ in range(300)]
+    assert all(torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1]) for out, lse in outs)
+
+
+def test_methods_run_on_the_kernels(monkeypatch):
+    ran, real = [], summaries_kernel.attend_summaries
+    monkeypatch.setattr(summaries_kernel, "attend_summaries", lambda *a, **k: ran.append(1) or real(*a, **k))
+    tokens = Tokens.random(2, 700)
+    cuda = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
+    for spec in (
+        "luka",
+        "luka_paper:tail=16",
+        "luka:page_size=16,top_k=3,prior=0.0,score=summary",
+        "luka:refine=top_p",
+    ):
+        outs = []
+        for kernels in (True, False):
+            monkeypatch.setenv("FOVEATE_KERNELS", "all" if kernels else "0")
+            driver = Driver(methods.parse(spec), 690)
+            driver.feed(cuda[:690])
+            outs.append(driver.feed_steps(cuda[690:]))
+        torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
+    assert len(ran) == 4 * 10

@@ -1,0 +1,214 @@
+"""The kernels of attention over summaries against the reference, in numbers that Triton's interpreter gets right."""
+
+import pytest
+import torch
+
+from foveate import ops
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.attend import summaries, summaries_kernel
+from tests.helpers import in_buffer
+from tests.trees import Problem
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+MASS = pytest.mark.parametrize("mass", ["exact", "preserve"])
+
+
+@pytest.fixture(params=[1, 8], ids=["one program", "many programs"])
+def splits(request, monkeypatch):
+    """Few programs, and so many multiprocessors that rows are split."""
+    monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: request.param)
+
+
+@pytest.fixture(params=[True, False], ids=["few", "chosen before"])
+def few(request, monkeypatch):
+    """Every program chooses, or a launch before."""
+    if not request.param:
+        monkeypatch.setattr(summaries_kernel, "_FEW", -1)
+
+
+def assert_same(found, expected, number_of_rows):
+    """The whole result; the reference may have left away places that nothing is in."""
+    half = found.out.dtype != torch.float32
+    tolerance = 3e-3 if half else 2e-5
+    torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=2e-3 if half else 1e-4)
+    assert len(found.looked) == len(expected.looked)
+    for mine, its in zip(found.looked, expected.looked):
+        assert mine.level == its.level
+        padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
+        assert torch.equal(mine.chosen.long(), padded)
+        assert (mine.complete, mine.all_chosen) == (its.complete, its.all_chosen)
+        if its.index is not None:
+            assert torch.equal(mine.index[..., : its.index.shape[2]], its.index)
+            assert (mine.index[..., its.index.shape[2] :] == -1).all()
+    assert len(found.masses) == len(expected.masses)
+    for mine, its in zip(found.masses, expected.masses):
+        torch.testing.assert_close(mine[..., : its.shape[2]], its, rtol=4e-3 if half else 1e-4, atol=1e-5)
+        assert not mine[..., its.shape[2] :].any()
+    for mine, its in ((found.read, expected.read), (found.refined, expected.refined)):
+        its = its.double().mean(1).sum() if isinstance(its, torch.Tensor) else torch.tensor(its * number_of_rows)
+        torch.testing.assert_close(mine.double().mean(1).sum(), its.double(), rtol=1e-6, atol=1e-4)
+    assert int(found.capped) == int(expected.capped)
+
+
+def check(problem, how, need_masses=True):
+    q, k, v = problem.arguments
+    given = {"scaling": 0.3, "need_lse": True, "need_masses": need_masses}
+    k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0)
+    expected = summaries.attend_summaries(q, k_, v_, problem.looked_at(how, True), how, **given)
+    found = summaries_kernel.attend_summaries(q, k, v, problem.looked_at(how, False), how, **given)
+    assert_same(found, expected, len(q))
+    return found
+
+
+@MASS
+@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, False), (torch.float16, True)], ids=str)
+def test_few_pages(dtype, mass, same, splits, few):
+    check(Problem(dtype=dtype, same=same), ops.Refinement(mass=mass))
+    check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.Refinement(mass=mass), False)
+
+
+@MASS
+@pytest.mark.parametrize("allowed", [0, 1, 0.4, 1.0])
+def test_budgets(mass, allowed):
+    check(Problem(pages=(40, 13), allowed=(allowed,)), ops.Refinement(mass=mass))
+
+
+@HALF
+@MASS
+@pytest.mark.parametrize(
+    ("sizes", "pages", "score"),
+    [((2, 8), (32, 12), "spread"), ((4, 8, 32), (40, 24, 0), "summary"), ((3, 12), (40, 8), "box")],
+)
+def test_levels(dtype, mass, sizes, pages, score, splits):
+    how = ops.Refinement(mass=mass, score=score)
+    check(Problem(pages, sizes, (5, *[2] * (len(sizes) - 1)), dtype=dtype), how)
+    check(Problem(pages, sizes, (0.3, *[0.5] * (len(sizes) - 1)), dtype=dtype, same=True), how)
+
+
+@pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
+@pytest.mark.parametrize("score", ["summary", "spread", "box"])
+def test_weights_and_scores(bias, score):
+    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score))
+    check(Problem(varied=True), ops.Refinement(bias=bias, score=score))
+
+
+@MASS
+def test_pages_of_varied_sizes(mass, few):
+    check(Problem(pages=(30, 12), varied=True), ops.Refinement(mass=mass))
+    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
+
+
+@pytest.mark.parametrize("rule", ["top_p", "threshold"])
+@pytest.mark.parametrize(("limit", "allowed"), [(0.7, 0.9), (0.3, 4), (0.02, 0.9), (1e-6, 4)])
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+def test_other_rules(rule, limit, allowed, pool):
+    how = ops.Refinement(rule, limit, pool)
+    check(Problem(pages=(40, 13), allowed=(allowed,), loudness=1.0), how)
+    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(allowed, 2)), how)
+
+
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+@pytest.mark.parametrize(("prior", "first"), [(0.5, 0), (0.3, 2), (0.0, 5)])
+def test_pools_recent_attention_and_first_pages(pool, prior, first, few):
+    how = ops.Refinement(pool=pool, prior=prior, first=first)
+    check(Problem(pages=(40, 13), allowed=(6,)), how)
+    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(5, 3)), how)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (24, 64), (80, 64), (192, 128), (256, 256)])
+def test_head_dims(dim, value_dim):
+    check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (6, 6), (14, 2), (32, 2), (130, 1)])
+def test_groups(heads, kv_heads, few):
+    check(Problem(heads=heads, kv_heads=kv_heads), ops.Refinement(mass="preserve"))
+
+
+@pytest.mark.parametrize("page", [1, 5, 16, 40])
+def test_page_sizes(page, few):
+    check(Problem(sizes=(page,)), ops.Refinement())
+    if page <= 16:
+        check(Problem(sizes=(page,)), ops.Refinement(mass="preserve"))
+
+
+@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+def test_strides_among_nan(layout):
+    problem = Problem(value_dim=24)
+    problem.k, problem.v = in_buffer(problem.k, layout), in_buffer(problem.v, layout)
+    levels = [
+        of._replace(
+            nodes=of.nodes._replace(**{x: in_buffer(getattr(of.nodes, x), layout) for x in ("k", "v", "spread")})
+        )
+        for of in problem.tree.levels
+    ]
+    problem.tree = problem.tree._replace(levels=tuple(levels))
+    check(problem, ops.Refinement(score="spread"))
+
+
+def test_pages_that_are_not_refined_are_not_read(few):
+    problem, how = Problem(), ops.Refinement()
+    found = check(problem, how)
+    chosen, slots = found.looked[0].chosen, torch.arange(problem.k.shape[2])
+    for b in range(3):
+        start = int(problem.tree.rows.numbers[1, b])
+        for head in range(2):
+            pages = chosen[b, head][chosen[b, head] >= 0]
+            read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 4, pages)
+            problem.k[b, head, ~read], problem.v[b, head, ~read] = torch.nan, torch.nan
+    again = summaries_kernel.attend_summaries(
+        *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True
+    )
+    assert torch.equal(again.out, found.out)
+    assert again.masses == ()
+
+
+def test_room_for_more_than_rows_have(few):
+    """As in a step that is replayed while rows grow: what is on the device counts."""
+    problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.Refinement(prior=0.5)
+    found, rows = check(problem, how), problem.tree.rows
+    problem.tree = problem.tree._replace(
+        rows=rows._replace(places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), moving=True)
+    )
+    roomy = summaries_kernel.attend_summaries(
+        *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True, need_masses=True
+    )
+    for mine, its in zip((roomy.out, roomy.lse, *roomy.masses), (found.out, found.lse, *found.masses), strict=True):
+        torch.testing.assert_close(mine[..., : its.shape[-1]], its, rtol=1e-5, atol=1e-6)
+        assert not mine[..., its.shape[-1] :].any()
+    assert torch.equal(roomy.looked[0].chosen[..., : rows.most[0]], found.looked[0].chosen)
+    assert (roomy.looked[0].chosen[..., rows.most[0] :] == -1).all()
+    assert torch.equal(roomy.read, found.read)
+
+
+def test_ties_go_to_the_smaller_index(few):
+    problem = Problem(pages=(40, 13), allowed=(5,))
+    problem.tree.levels[0].nodes.k[0, :, 7:31] = problem.tree.levels[0].nodes.k[0, :, 7:8]
+    problem.q.zero_()
+    found = check(problem, ops.Refinement())
+    assert (found.looked[0].chosen == torch.arange(5)).all()
+
+
+def test_what_it_refuses():
+    def run(problem, how=None, **changed):
+        how = how or ops.Refinement()
+        arguments = dict(zip("qkv", problem.arguments)) | changed
+        return summaries_kernel.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
+
+    with pytest.raises(UnsupportedError, match="bounds"):
+        run(Problem(), ops.Refinement("missed_mass", 0.1))
+    with pytest.raises(UnsupportedError, match="bounds"):
+        run(Problem(), ops.Refinement(score="bound"))
+    with pytest.raises(UnsupportedError, match="float64"):
+        run(Problem(dtype=torch.float64))
+    with pytest.raises(UnsupportedError, match="head dims above 256"):
+        run(Problem(dim=257))
+    with pytest.raises(UnsupportedError, match="mass=preserve"):
+        run(Problem(sizes=(100,)), ops.Refinement(mass="preserve"))
+    with pytest.raises(UnsupportedError, match="3 children"):
+        run(Problem((6,), (2, 6), (2, 1)), ops.Refinement(mass="preserve"))
+    with pytest.raises(ValueError, match="do not fit one query"):
+        run(Problem(), q=torch.zeros(3, 4, 2, 16))

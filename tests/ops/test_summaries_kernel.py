@@ -1,0 +1,155 @@
+"""The kernels of attention over summaries: what they compute (under the interpreter) and what they compile to."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.kernels import compile_for, run_interpreted
+
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+SHAPES = pytest.mark.parametrize(
+    ("dtype", "dim", "group"), [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 256, 8), ("fp32", 128, 7)]
+)
+LAST_STRIDES = {"size_stride_n", "entropy_stride_n", "recent_stride_n", "end_stride_n"}
+
+
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("ops/interpreted_summaries.py")
+
+
+def _compiled(kernel, vectors, options, **given):
+    """``vectors``: which tensors hold vectors, which begin at multiples of 16 bytes; given: pointers and constants."""
+    arguments = {}
+    for name in kernel.arg_names:
+        field, _, axis = name.partition("_stride_")
+        if name in given:
+            arguments[name] = given[name]
+        elif axis:
+            one = name in LAST_STRIDES or (field in vectors and axis == "d")
+            arguments[name] = 1 if one else "i32:16" if field in vectors else "i32"
+        else:
+            numbers = ("scaling", "log_size", "reads", "weight_spread", "prior", "limit")
+            arguments[name] = "fp32" if name in numbers else "i32"
+    return compile_for(90, kernel, arguments, **options)
+
+
+def _sizes(tile, dim):
+    padded = 1 << (dim - 1).bit_length()
+    return {
+        "DIM": dim,
+        "VALUE_DIM": dim,
+        "BLOCK_D": padded,
+        "BLOCK_DV": padded,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+
+
+def assert_compiled_well(compiled, half, spilled):
+    assert ("mma.sync" in compiled.ptx or "wgmma.mma_async" in compiled.ptx) == half
+    assert ("cp.async.cg.shared.global" in compiled.ptx) == half, "vectors are fetched ahead, 16 bytes at a time"
+    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert compiled.shared <= 113 << 10, "two programs to a multiprocessor"
+    assert compiled.spilled <= spilled
+
+
+@SHAPES
+@pytest.mark.parametrize("how", ["plain", "spread", "children"])
+def test_scores_compile_for_hopper(dtype, dim, group, how):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.score.summaries_kernel").score_nodes
+    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    tile = host.tile_for(TYPES[dtype], dim, group, 9, how != "plain")
+    vector, number, children = f"*{dtype}:16", "*fp32:16", how == "children"
+    compiled = _compiled(
+        kernel,
+        ("q", "k", "v", "node", "spread"),
+        tile.options,
+        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "node_ptr"), vector),
+        spread_ptr=None if how == "plain" else vector,
+        **dict.fromkeys(("size_ptr", "entropy_ptr"), None),
+        **dict.fromkeys(("slots_ptr", "count_ptr"), "*i64:16"),
+        **dict.fromkeys(("list_ptr", "chosen_ptr"), "*i64:16" if children else None),
+        parent_ptr=number if children else None,
+        **dict.fromkeys(("weight_ptr", "rank_ptr", "rank_lse_ptr", "raw_ptr"), number),
+        **dict.fromkeys(("found_ptr", "found_lse_ptr", "read_ptr"), number),
+        arrived_ptr="*i32:16",
+        BRANCH=4 if children else 0,
+        RAW=not children,
+        KEEPS_RAW=True,
+        PRESERVE=children,
+        BIAS=1,
+        SCORE=int(how != "plain"),
+        SIZED=False,
+        LARGEST=torch.finfo(TYPES[dtype]).max,
+        **_sizes(tile, dim),
+    )
+    assert_compiled_well(compiled, dtype != "fp32", 0 if dtype != "fp32" else 192)
+
+
+@SHAPES
+@pytest.mark.parametrize(("few", "held", "width"), [(3, 512, 16), (3, 8192, 16), (0, 1, 16), (0, 1, 0)])
+def test_attention_compiles_for_hopper(dtype, dim, group, few, held, width):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend._nodes_kernel").attend_nodes
+    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    tile = host.tile_for(TYPES[dtype], dim, group, 9, False)
+    vector, number = f"*{dtype}:16", "*fp32:16"
+    compiled = _compiled(
+        kernel,
+        ("q", "k", "v", "value"),
+        tile.options | ({"num_warps": 8} if held > 2048 else {}),
+        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "value_ptr", "out_ptr"), vector),
+        **dict.fromkeys(("count_ptr", "allowed_ptr", "chosen_ptr", "page_ptr"), "*i64:16"),
+        list_ptr=None,
+        end_ptr=None if width else number,
+        **dict.fromkeys(("recent_ptr", "rank_ptr", "rank_lse_ptr", "weight_ptr", "token_ptr"), number),
+        **dict.fromkeys(("found_ptr", "found_lse_ptr", "lse_ptr", "read_ptr", "refined_ptr"), number),
+        **dict.fromkeys(("picked_ptr", "arrived_ptr"), "*i32:16"),
+        gone_ptr="*i8:16",
+        WIDTH=width,
+        BRANCH=0,
+        PRIOR=True,
+        FEW=few,
+        GROUP=group if few else 0,
+        ROOM=4 if few else 1,
+        HELD=held,
+        SPLITS=16,
+        BEFORE=4,
+        LAST=True,
+        PRESERVE=bool(width),
+        KEEPS=True,
+        MEMBERS=1 << (group - 1).bit_length(),
+        PARTS=32,
+        AT_ONCE=4,
+        BLOCK_W=min(16 if width else 32, tile.block_n),
+        CHUNKS=1 if width or tile.block_n >= 32 else 2,
+        **_sizes(tile, dim),
+    )
+    assert_compiled_well(compiled, dtype != "fp32", 96)
+
+
+@pytest.mark.parametrize(("held", "warps"), [(2048, 4), (8192, 8)])
+@pytest.mark.parametrize("rule", [0, 1, 2])
+def test_choice_compiles_for_hopper(held, warps, rule):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.summaries_kernel").choose_nodes
+    compiled = _compiled(
+        kernel,
+        (),
+        {"num_warps": warps},
+        **dict.fromkeys(("rank_ptr", "rank_lse_ptr", "found_lse_ptr", "recent_ptr"), "*fp32:16"),
+        **dict.fromkeys(("count_ptr", "allowed_ptr", "found_ptr", "node_ptr", "list_ptr"), "*i64:16"),
+        **dict.fromkeys(("picked_ptr", "capped_ptr"), "*i32:16"),
+        gone_ptr="*i8:16",
+        RULE=rule,
+        BRANCH=4,
+        PRIOR=True,
+        LAYER=rule == 1,
+        SPLITS=16,
+        OTHERS=4,
+        HELD=held,
+    )
+    assert compiled.spilled <= 256

@@ -1,0 +1,141 @@
+"""Trees of summaries with random contents, for the kernels of :func:`foveate.ops.attend_summaries`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+
+LONGEST = 3
+"""Pages of varied sizes have at most so many times the tokens of the shortest."""
+
+
+class Problem:
+    """Rows of different lengths above one cache, whose unused entries are NaN.
+
+    Args:
+        pages: pages of each row, multiples of what a node of the top level stands for.
+        sizes: tokens of a node, by level, the finest first.
+        allowed: nodes that may be refined, by level: a number for all rows, or a share of each row's.
+        varied: whether pages have sizes of their own, up to ``LONGEST`` times ``sizes[0]``.
+        same: whether all rows end alike (the first one's pages and tail).
+    """
+
+    def __init__(
+        self,
+        pages=(9, 3, 0),
+        sizes=(4,),
+        allowed=(3,),
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        value_dim=None,
+        sinks=2,
+        tail=11,
+        dtype=torch.float32,
+        device="cpu",
+        varied=False,
+        same=False,
+        seed=0,
+        loudness=3.0,
+    ):
+        self.generator, self.device, self.dtype = torch.Generator(device).manual_seed(seed), device, dtype
+        self.loudness = loudness
+        pages = [pages[0]] * len(pages) if same else list(pages)
+        batch, value_dim, self.kv_heads, self.sizes = len(pages), value_dim or dim, kv_heads, sizes
+        widths = torch.full((batch, max(pages)), sizes[0], dtype=torch.long, device=device)
+        if varied:
+            widths = torch.randint(
+                sizes[0], LONGEST * sizes[0] + 1, widths.shape, generator=self.generator, device=device
+            )
+        ends = sinks + widths.cumsum(-1)
+        starts = [int(ends[b, n - 1]) if n else 0 for b, n in enumerate(pages)]
+        lengths = [start + tail + (0 if same or varied else 3 * b) for b, start in enumerate(starts)]
+        if same:
+            starts, lengths = [starts[0]] * batch, [lengths[0]] * batch
+            ends = ends[:1].expand(batch, -1)
+        counts = [[n * sizes[0] // size for n in pages] for size in sizes]
+        allowed = [
+            [max(1, int(share * n)) if isinstance(share, float) else share for n in of_level]
+            for share, of_level in zip(allowed, counts)
+        ]
+        self.q = self.draw(batch, heads, 1, dim)
+        self.k = self.draw(batch, kv_heads, max(lengths), dim)
+        self.v = self.draw(batch, kv_heads, max(lengths), value_dim)
+        for b, length in enumerate(lengths):
+            self.k[b, :, length:], self.v[b, :, length:] = torch.nan, torch.nan
+        levels = []
+        for size, of_level in zip(sizes, counts):
+            shape = (batch, kv_heads, max(of_level) + 5)
+            beneath = torch.where(self.uniform(*shape) < 0.5, 1.0, 2.0) * size
+            nodes = ops.Nodes(
+                self.draw(*shape, dim),
+                self.draw(*shape, value_dim),
+                (self.uniform(*shape, dim) / 4).to(dtype),
+                entropy=self.uniform(*shape),
+            )
+            recent = self.uniform(*shape) / shape[2]
+            for b, number in enumerate(of_level):
+                for field in (*(x for x in nodes if x is not None), beneath, recent):
+                    field[b, :, number:] = torch.nan
+            levels.append(ops.Level(nodes, size, beneath if varied else None, recent))
+        page_end = ends[:, None].expand(-1, kv_heads, -1).float().contiguous() if varied else None
+        rows = self._rows(lengths, starts, pages, sinks, counts, allowed)
+        self.tree = ops.Tree(tuple(levels), rows, sinks, LONGEST * sizes[0] if varied else sizes[0], page_end)
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def _rows(self, lengths, starts, pages, sinks, counts, allowed) -> ops.Rows:
+        even = len(set(zip(lengths, starts, pages))) == 1
+        raw = [length - start + (sinks if start else 0) for length, start in zip(lengths, starts)]
+        slots = hidden = missing = None
+        if not even:
+            rows = [
+                [*range(sinks if start else 0), *range(start, length)] + [length - 1] * (max(raw) - used)
+                for length, start, used in zip(lengths, starts, raw)
+            ]
+            slots = torch.tensor(rows, device=self.device)[:, None].expand(-1, self.kv_heads, -1)
+            hidden = torch.arange(max(raw)) >= torch.tensor(raw)[:, None]
+            missing = torch.arange(max(counts[-1])) >= torch.tensor(counts[-1])[:, None]
+            hidden, missing = (x[:, None, None].to(self.device) for x in (hidden, missing))
+        return ops.Rows(
+            torch.tensor([lengths, starts, *allowed, *counts], device=self.device),
+            tuple(max(of_level) for of_level in allowed),
+            max(counts[-1]),
+            max(raw),
+            sum(counts[-1]) / len(raw),
+            sum(raw) / len(raw),
+            starts[0] if even else None,
+            all(len(set(of_level)) == 1 for of_level in allowed),
+            slots,
+            hidden,
+            missing,
+        )
+
+    def looked_at(self, how: ops.Refinement, as_read: bool) -> ops.Tree:
+        """The tree with the fields that a rule looks at; ``as_read``: finite everywhere, as the reference wants it."""
+
+        def field(x: Tensor | None, wanted: bool = True) -> Tensor | None:
+            return None if x is None or not wanted else x.nan_to_num(0.0) if as_read else x
+
+        levels = []
+        for of in self.tree.levels:
+            spread = how.score in ("spread", "box") or how.bias == "spread"
+            nodes = of.nodes._replace(
+                k=field(of.nodes.k),
+                v=field(of.nodes.v),
+                spread=field(of.nodes.spread, spread),
+                entropy=field(of.nodes.entropy, how.bias == "entropy"),
+            )
+            levels.append(of._replace(nodes=nodes, tokens=field(of.tokens), recent=field(of.recent, how.prior > 0)))
+        return self.tree._replace(levels=tuple(levels))
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``q, k, v``, the queries loud enough to make some nodes stand out."""
+        return self.q * self.loudness, self.k, self.v
