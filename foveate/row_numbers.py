@@ -151,5 +151,10 @@ class RowNumbers:
 
 
 def _known(rule: Callable[..., Any]) -> Hashable:
-    """What tells rules apart: those of equal methods are equal, though Python's own comparison says no."""
-    return (rule.__func__, rule.__self__) if inspect.ismethod(rule) else rule
+    """What tells rules apart: those of methods with the same spec are equal, though Python's own comparison says no.
+
+    Not those of equal methods: 1 key is as equal to a share of 1.0 as Python's numbers are.
+    """
+    if not inspect.ismethod(rule):
+        return rule
+    return rule.__func__, type(rule.__self__), getattr(rule.__self__, "spec", rule.__self__)

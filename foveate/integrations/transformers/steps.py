@@ -173,7 +173,7 @@ class Steps:
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
-                layer.method if store.evicts else None,
+                layer.method.spec if store.evicts else None,
                 store.capacity,
                 *(tuple(numbers) for numbers in store.rows.values()),
                 None if store.freed is None else tuple(store.freed.rows),
@@ -201,7 +201,7 @@ class Steps:
             self._totals.append(sum(store.lengths))
         memory = [tensor for store in stores for tensor in store.tensors.values()]
         memory += [count for store in stores for count in store.counters.on_device(store.device)]
-        methods = [layer.method for layer in layers]
+        methods = [layer.method.spec for layer in layers]
         same = len(memory) == len(self._memory) and all(ref() is now for ref, now in zip(self._memory, memory))
         if not same or methods != self._methods:
             self._forget()
