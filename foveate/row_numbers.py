@@ -118,7 +118,7 @@ class RowNumbers:
             found = rule(step[of], *args)
             return found if isinstance(found, Tensor) else torch.full_like(step[of], found)
 
-        return step.once((_known(rule), args, of), numbers)
+        return step.once((_known(rule), args, tuple(map(type, args)), of), numbers)
 
     def most(self, rule: Callable[[int], int], of: str = "lengths") -> int:
         """The largest ``rule`` of a row, or in a replayed step of the longest that a row can get: a width.

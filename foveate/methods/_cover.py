@@ -38,22 +38,23 @@ def tree_of(method: LuKA, cache: SlotCache) -> ops.Tree:
     step = cache.step
     if step is None:
         numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
-        rows = _rows(method, *numbers, cache.geometry, cache.device)
+        rows = _rows(method, method.spec, *numbers, cache.geometry, cache.device)
     else:
-        rows = step.once(("tree", method), lambda: _moving_rows(method, step, cache.geometry))
+        rows = step.once(("tree", method.spec), lambda: _moving_rows(method, step, cache.geometry))
     return ops.Tree(levels, rows, method.sinks, pages.width, None if pages.fixed else cache.channel("page_end"))
 
 
 @functools.lru_cache(maxsize=64)
 def _rows(
     method: LuKA,
+    spec: str,
     lengths: tuple[int, ...],
     pages: tuple[int, ...],
     paged: tuple[int, ...],
     geometry: Geometry,
     device: torch.device,
 ) -> ops.Rows:
-    """Which slots and nodes each row has, for all layers of a step."""
+    """Which slots and nodes each row has, for all layers of a step; ``spec`` tells 1 from a share of 1.0."""
     even, levels = len(set(zip(lengths, pages, paged))) == 1, range(len(method.sizes))
     nodes = [[method.pages.count(level, n) for n in pages] for level in levels]
     allowed = [[_allowed(method, level, n, geometry.num_heads) for n in nodes[level]] for level in levels]

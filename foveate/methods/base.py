@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import operator
@@ -164,7 +165,7 @@ class Method:
             if not (field.metadata.get("later") and value == field.default)
         }
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         """The method in one string that :func:`parse` reads back: only settings that differ from the defaults."""
         return self._spell({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})

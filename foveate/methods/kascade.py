@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -85,7 +86,7 @@ class Kascade(TopKByMass):
     def __hash__(self):
         return hash(self.spec)
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         """A calibration stands for its anchors and heads."""
         if not self._of_file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Together(Method):
             if method.sparse_prompt:
                 raise ValueError(f"{method.spec} is sparse in prefill: its prompt is no other method's")
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         return " + ".join(method.spec for method in self.methods)
 

@@ -146,6 +146,45 @@ def test_other_decoding_takes_ordinary_steps_and_says_why():
     assert foveate.stats(model).graphs.replayed == 0
 
 
+def test_a_hook_is_called_at_every_step():
+    model, calls = attached("dense"), []
+    hook = model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+    generate(model, tokens(30))
+    assert len(calls) == 12
+    assert "model.layers.1 has a forward hook" in foveate.stats(model).graphs.reason
+    model.foveate.graphs.mode = True
+    with pytest.raises(ValueError, match=r"model\.layers\.1 has a forward hook"):
+        generate(model, tokens(30))
+    hook.remove()
+    generate(model, tokens(30))
+    assert foveate.stats(model).graphs.replayed == 9
+
+
+def test_weights_may_be_replaced_between_turns():
+    outs = []
+    for settings in ({"cuda_graph": False}, {}):
+        model = attached("dense", **settings)
+        cache = foveate.Cache(model)
+        first = model.generate(tokens(40, 2), max_new_tokens=9, do_sample=False, past_key_values=cache)
+        torch.manual_seed(5)
+        for weight in model.parameters():  # others at other addresses, and what was there is gone
+            old, weight.data = weight.data, torch.randn_like(weight) * 0.2
+            old.fill_(torch.nan)
+        second = torch.cat([first, tokens(12, 2, seed=4)], 1)
+        more = {"past_key_values": cache, "attention_mask": torch.ones_like(second)}
+        outs.append(model.generate(second, max_new_tokens=9, do_sample=False, **more))
+    assert torch.equal(*outs)
+    assert foveate.stats(model).graphs.captured == 2
+
+
+@pytest.mark.parametrize("spec", ["quest:dense_layers=0,page_size=4,top_k=", "luka:page_size=4,tail=8,top_k="])
+def test_one_key_is_not_a_share_of_one(spec):
+    spec = f'per_layer:layers={{"0": "{spec}1", "1-2": "{spec}1.0"}}'
+    plain, model = attached(spec, cuda_graph=False), attached(spec)
+    assert torch.equal(*(generate(one, tokens(90, 2)) for one in (plain, model)))
+    assert_same_stats(model, plain)
+
+
 def generate_with(model, **options):
     out = model.generate(tokens(30), max_new_tokens=12, do_sample=False, **options)
     return getattr(out, "sequences", out)

@@ -372,7 +372,11 @@ class Cache(transformers.Cache):
         attachment.remember(self)
 
     def begin(self, prompt_end: int, assistant: bool) -> None:
-        """A call of `generate` starts: tell where its prompt ends."""
+        """A call of `generate` starts: tell where its prompt ends.
+
+        What an earlier call recorded is forgotten, since it reads weights that may have moved since.
+        """
+        self.steps = None
         empty = self.get_seq_length() == 0
         self.phase.told, self.phase.assistant = True, assistant
         if not assistant:

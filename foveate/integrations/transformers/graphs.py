@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _WATCHING = ("output_attentions", "output_hidden_states", "output_router_logits")
 _SHAPES = ("dynamic", "longrope")
 """Rotary embeddings that look at how long the context is at every step."""
+_OWN_HOOKS = ("foveate.integrations.transformers.attach", "transformers.")
+"""Modules whose forward hooks replays may leave out: what they check does not change from step to step."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -121,6 +123,8 @@ class DecodeCall:
         if args or not isinstance(cache, Cache) or not _is_step(cache, inputs):
             return self.model(*args, **inputs)
         reason = graphs.obstacle(self.model, self.attachment) or _refusal(cache, inputs, self.attachment)
+        if cache.steps is None:  # else there was nothing when the call of `generate` began
+            reason = reason or _hooked(self.model)
         if graphs.mode is not False:
             graphs.require(reason)
         if reason or _pauses(cache):
@@ -182,6 +186,17 @@ def _refusal(cache: Cache, inputs: dict[str, Any], attachment: Attachment) -> st
     ]
     if odd:
         return f"the model is given {odd[0]}, a {type(inputs[odd[0]]).__name__}"
+    return ""
+
+
+def _hooked(model: nn.Module) -> str:
+    """Why replays would leave out what others had modules call; empty when there is nothing."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not getattr(hook, "__module__", "").startswith(
+                ("foveate.integrations.transformers.attach", "transformers.")
+            ):
+                return f"{name or 'the model'} has a forward hook, which a replay does not call"
     return ""
 
 
