@@ -38,14 +38,14 @@ def assert_compiled_well(compiled, capability, half):
 @HALF_AND_FULL
 @pytest.mark.parametrize(
     ("indexed", "masked", "kept"),
-    [(False, False, False), (False, True, False), (True, False, False), (False, False, True)],
+    [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
 )
 @pytest.mark.parametrize("bounded", [False, True])
 def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, kept, bounded):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
     tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
-    chosen = "*i32:16" if indexed else "*i8" if masked else None
+    chosen = f"*{indexed}:16" if indexed else "*i8" if masked else None
     compiled = compile_for(
         capability,
         kernel._attend_decode,
@@ -65,7 +65,7 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
             **dict.fromkeys(("batches", "num_kv_heads", "group", "parts", "number", "each", "blocks"), "i32"),
             "padded": "i32:16",
             **dict.fromkeys(("scale", "steps"), "fp32"),
-            "INDEXED": indexed,
+            "INDEXED": indexed is not None,
             "MASKED": masked,
             "BOUNDED": bounded,
             "KEPT": kept,

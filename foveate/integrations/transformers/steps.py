@@ -41,14 +41,18 @@ class CudaRecorder:
         self.device = device
         self._pool: Any = None
         self._stream: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, run: Callable[[], Any]) -> Recording:
         with torch.cuda.device(self.device):
             graph = torch.cuda.CUDAGraph()
             if self._stream is None:  # PyTorch's own is on whichever GPU came first
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+                self._stream = torch.cuda.Stream(self.device)
+            if not self._graphs:  # memory that no graph uses any more is given back, and taken by no other
+                self._pool = torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 out = run()
+        self._graphs.add(graph)
         return Recording(out, graph.replay)
 
 

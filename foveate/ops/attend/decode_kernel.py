@@ -313,7 +313,7 @@ def _attend_decode(
             following = tl.load(chosen_ptr + next_place * chosen_stride_l, mask=next_place < number, other=FILL)
             stored = chosen > FILL
             if INDEXED:
-                slots = tl.where(stored, chosen, 0).to(tl.int64)
+                slots = tl.maximum(chosen.to(tl.int32), 0).to(tl.int64)  # a choice among int64 does not compile
         k_mask, v_mask = stored[:, None], stored[:, None]
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]
