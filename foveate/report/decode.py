@@ -9,6 +9,7 @@ from foveate.report.markdown import made_with, markdown_table
 
 Row = Mapping[str, Any]
 _OWN = ("method", "context", "batch", "share", "level", "seed")
+_ABOVE = " (above the time: not all was read from memory)"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -30,7 +31,7 @@ def _shape(row: Row) -> str:
 
 
 def _layers(rows: Sequence[Row]) -> str:
-    lines = [("method", "tokens", "batch", "ms", "floor, ms", "over the fastest library", "kinds of layers, ms each")]
+    lines = [("method", "tokens", "batch", "ms", "floor, ms", "over the fastest dense", "kinds of layers, ms each")]
     for row in rows:
         case, kinds = row["case"], row["layers"] or {}
         told = "; ".join(f"{one['layers']} {name} {one['ms']:.3f}" for name, one in kinds.items())
@@ -40,7 +41,7 @@ def _layers(rows: Sequence[Row]) -> str:
                 f"{case['context']:,}",
                 str(case["batch"]),
                 f"{row['ms']:.3f}",
-                f"{row['floor_ms']:.3f}",
+                f"{row['floor_ms']:.3f}{_ABOVE if row['below_floor'] else ''}",
                 f"{row['speedup']:.2f}×",
                 told if len(kinds) > 1 else "",
             )
@@ -49,7 +50,7 @@ def _layers(rows: Sequence[Row]) -> str:
 
 
 def _models(rows: Sequence[Row]) -> str:
-    lines = [("method", "tokens", "batch", "ms a step", "tokens/s", "over dense", "prompt, s", "peak")]
+    lines = [("method", "tokens", "batch", "ms a step", "floor, ms", "tokens/s", "over dense", "prompt, s", "peak")]
     for row in rows:
         case = row["case"]
         lines.append(
@@ -58,6 +59,7 @@ def _models(rows: Sequence[Row]) -> str:
                 f"{case['context']:,}",
                 str(case["batch"]),
                 f"{row['ms']:.2f}",
+                "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}{_ABOVE if row['below_floor'] else ''}",
                 f"{row['tokens_per_s']:,.1f}",
                 f"{row['speedup']:.2f}×",
                 f"{row['prefill_ms'] / 1e3:.2f}",
