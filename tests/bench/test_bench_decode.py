@@ -351,3 +351,33 @@ def test_the_command_of_a_row_makes_its_case_again(tmp_path, monkeypatch):
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert row["case"] in [one["case"] for one in again]
     assert {one["command"] for one in again} == {row["command"]}
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("kernel", "float16"), ("layer", "float16"), ("model", "bfloat16")])
+def test_each_level_has_its_dtype(monkeypatch, level, dtype):
+    plans = []
+    for bench in (decode, decode_model):
+        monkeypatch.setattr(bench, "run", lambda plan, say: plans.append(plan) or [])
+    assert CliRunner().invoke(app, ["bench", "decode", "--level", level]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "decode", "--level", level, "--dtype", "float32"]).exit_code == 0
+    assert [plan.dtype for plan in plans] == [dtype, "float32"]
+    assert type(plans[0]) is (decode_model if level == "model" else decode).Plan
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--level modle --model nowhere --device tpu", "unknown level 'modle'. Did you mean 'model'?"),
+        (
+            "--level model --model nowhere --kv-heads 8",
+            "--kv-heads 8 does nothing at level model; of its own it has --mo",
+        ),
+        ("--steps 64", "--steps 64 does nothing at level kernel; of its own it has --heads, --kv-heads, --head-dim"),
+        ("--level layer --model llama-3.1-8b", "--model llama-3.1-8b does nothing at level layer"),
+        ("--level model --heads 0", "--heads 0 does nothing at level model"),
+    ],
+)
+def test_options_that_a_level_has_not(options, message):
+    done = CliRunner().invoke(app, ["bench", "decode", *options.split()])
+    assert done.exit_code == 2
+    assert message in done.output
