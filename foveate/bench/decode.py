@@ -117,7 +117,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     plan.check()
     peers = dense_peers.available(plan.device, plan.dtype, say)
     rate = cold.memory_rate(plan.device)
-    say(f"device memory: {rate / 1e3:.2f} TB/s")
+    say(f"device memory: {rate:,.1f} GB/s")
     rows: list[dict[str, Any]] = []
     for batch in plan.batches:
         for context in plan.contexts:
@@ -157,11 +157,6 @@ class _Found(NamedTuple):
     graph: bool
     layers: dict[str, dict[str, Any]] | None
     """What each kind of them takes; None for a library."""
-
-    def below(self, rate: float) -> bool:
-        """Whether the time, or that of a kind, is less than memory with this rate (GB/s) can give: it was not read."""
-        kinds = [] if self.layers is None else [(kind["ms"], kind["bytes"]) for kind in self.layers.values()]
-        return any(ms < size / rate / 1e6 for ms, size in [(self.ms, self.bytes), *kinds])
 
 
 def _of_size(
@@ -259,9 +254,11 @@ def _rows(
     own = {name: getattr(plan, name) for name in ("heads", "kv_heads", "head_dim", "dtype", "seed")}
     rows = []
     for name, one in found.items():
-        floor, below, speedup = one.bytes / rate / 1e6, one.below(rate), dense[fastest] / one.ms
+        floor, speedup = one.bytes / rate / 1e6, dense[fastest] / one.ms
+        layers, below = _beside_floors(name, one, rate)
         told = f"{one.ms:.4f} ms (floor {floor:.4f}), {speedup:.2f}× {fastest}"
-        say(f"{name} at {context:,} × {batch}: {told}{'; BELOW ITS FLOOR, not read from memory' if below else ''}")
+        warning = f"; BELOW THE FLOOR, so not read from memory: {', '.join(below)}" if below else ""
+        say(f"{name} at {context:,} × {batch}: {told}{warning}")
         share = None if one.layers is None else getattr(_parsed(name), "top_k", None)
         share = share if isinstance(share, float) else None
         case = {"method": name, "context": context, "batch": batch, "share": share, "level": plan.level, **own}
@@ -272,9 +269,9 @@ def _rows(
                 "ms": one.ms,
                 "floor_ms": floor,
                 "floor_counts": "bytes of keys, values and summaries read, over the fastest read or copy measured",
-                "below_floor": below,
+                "below_floor": bool(below),
                 "memory_gb_per_s": rate,
-                "layers": one.layers,
+                "layers": layers,
                 "cuda_graph": one.graph,
                 "baseline": fastest,
                 "baseline_ms": dense[fastest],
@@ -290,6 +287,15 @@ def _rows(
             }
         )
     return rows
+
+
+def _beside_floors(name: str, one: _Found, rate: float) -> tuple[dict[str, dict[str, Any]] | None, list[str]]:
+    """The kinds of layers with what memory of this rate (GB/s) needs for them, and the names of what took less."""
+    below = [name] if one.ms < one.bytes / rate / 1e6 else []
+    if one.layers is None:
+        return None, below
+    layers = {kind: {**its, "floor_ms": its["bytes"] / rate / 1e6} for kind, its in one.layers.items()}
+    return layers, below + [f"{kind} layers" for kind, its in layers.items() if its["ms"] < its["floor_ms"]]
 
 
 def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> SlotCache:

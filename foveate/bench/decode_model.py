@@ -127,7 +127,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     plan.check()
     specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in plan.methods)]))
     rate = cold.memory_rate(plan.device)
-    say(f"device memory: {rate / 1e3:.2f} TB/s")
+    say(f"device memory: {rate:,.1f} GB/s")
     model = _model(plan)
     rows: list[dict[str, Any]] = []
     for batch in plan.batches:
@@ -143,7 +143,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
             for spec, one in found.items():
                 rows.append(row := _row(plan, model, spec, context, batch, one, found["dense"], rate))
                 if row["below_floor"]:
-                    say(f"{spec} at {context:,} × {batch}: BELOW ITS FLOOR of {row['floor_ms']:.2f} ms")
+                    say(f"{spec}: BELOW THE FLOOR of {row['floor_ms']:.2f} ms, so not read from memory")
     return rows
 
 

@@ -214,20 +214,24 @@ def test_a_time_that_memory_cannot_give_is_told(monkeypatch, times):
     monkeypatch.setattr(cold, "memory_rate", lambda device: 1e-9)
     found = _quick("quest", say=said.append)
     assert all(row["below_floor"] for row in found.values())
-    assert sum("BELOW ITS FLOOR" in line for line in said) == len(found) == 3
-    assert report.table(list(found.values())).count("above the time") == 3
+    assert sum("BELOW THE FLOOR" in line for line in said) == len(found) == 3
+    assert report.table(list(found.values())).count("(below its floor)") == 5  # and the two kinds of Quest
     monkeypatch.setattr(cold, "memory_rate", lambda device: 1e9)
     found = _quick("quest")
     assert not any(row["below_floor"] for row in found.values())
-    assert "above the time" not in report.table(list(found.values()))
+    assert "below its floor" not in report.table(list(found.values()))
 
 
 def test_one_kind_below_its_floor_is_not_hidden_by_the_others():
     kinds = {"dense": {"layers": 1, "ms": 9.0, "bytes": 1e6}, "reading": {"layers": 1, "ms": 0.5, "bytes": 1e6}}
     one = decode._Found(ms=4.75, bytes=1e6, graph=False, layers=kinds)
-    assert one.below(rate=1.0)  # a floor of 1 ms
-    assert not one.below(rate=2.1)
-    assert not one._replace(layers=None).below(rate=1.0)
+    plan, said = decode.Plan(**SMALL), []
+    found = {"dense": one, "sdpa": one._replace(layers=None)}
+    below, library = decode._rows(plan, 2, 100, found, 1.0, said.append)  # floors of 1 ms
+    assert (below["below_floor"], library["below_floor"]) == (True, False)
+    assert said[0].endswith("; BELOW THE FLOOR, so not read from memory: reading layers")
+    assert "1 dense 9.000; 1 reading 0.500 (below its floor) |" in report.table([below])
+    assert not any(row["below_floor"] for row in decode._rows(plan, 2, 100, found, 2.1, said.append))
 
 
 def test_libraries_of_each_dtype(monkeypatch):
@@ -291,6 +295,12 @@ def test_tokens_of_a_model(monkeypatch):
     assert read / found[0]["ms"] / 1e6 == pytest.approx(found[0]["gb_per_s"])
     assert not found[0]["below_floor"]
     assert report.table(found).startswith("tiny (random weights), float32, model (")
+    said = []
+    monkeypatch.setattr(cold, "memory_rate", lambda device: 1e-9)
+    dense, transformers = decode_model.run(decode_model.Plan("tiny", (), **how), say=said.append)
+    assert dense["below_floor"]
+    assert not transformers["below_floor"]  # which tells nothing of what it reads
+    assert [line.split(":")[0] for line in said if "BELOW THE FLOOR" in line] == ["dense"]
     with pytest.raises(UserError, match="tiny: kascade: anchors must be at most 4"):
         decode_model.run(decode_model.Plan("tiny", ("kascade",), **how), say=lambda _: None)
 
