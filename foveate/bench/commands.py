@@ -56,38 +56,76 @@ def decode(
     level: Annotated[str, typer.Option(help="kernel, layer (as a model decodes, with its bookkeeping) or model.")] = (
         "kernel"
     ),
-    context: Annotated[list[int] | None, typer.Option(help="Tokens so far; may be given often.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be given often.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads (kernel, layer).")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="KV heads (kernel, layer).")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Dimensions of a head (kernel, layer).")] = 128,
-    layers: Annotated[int, typer.Option(help="Layers, of which each kind is timed once (kernel, layer).")] = 32,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens so far; may be given often.", show_default="8192, 32768 and 131072; at level model 32768"
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Sequences; may be given often.", show_default="1 and 32; at level model 1"),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads (kernel, layer).", show_default="32")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads (kernel, layer).", show_default="8")] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Dimensions of a head (kernel, layer).", show_default="128")
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Layers, of which each kind is timed once (kernel, layer).", show_default="32"),
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).")
-    ] = "llama-3.1-8b",
-    steps: Annotated[int, typer.Option(help="Timed tokens (model).")] = 64,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+        str | None,
+        typer.Option(
+            help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).", show_default="llama-3.1-8b"
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed tokens (model).", show_default="64")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     method: Methods = None,
     out: Out = None,
 ) -> None:
-    """A decode step: its attention, beside the fastest dense library, or tokens a second of a model's generate."""
+    """A decode step: its attention, beside the fastest dense there is, or tokens a second of a model's generate."""
+    of_layers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
+    of_model = {"model": model, "steps": steps}
+    _check_level(level, {"kernel": of_layers, "layer": of_layers, "model": of_model})
+
     from foveate.bench import decode as bench
     from foveate.bench import decode_model
     from foveate.report.decode import table
 
-    contexts, batches = tuple(context or ()), tuple(batch or ())
+    lists = {"methods": method, "contexts": context, "batches": batch}
+    options = {**lists, **of_layers, **of_model, "dtype": dtype, "seed": seed, "device": device}
+    given = {name: value for name, value in options.items() if value is not None}
     if level == "model":
-        given = {name: value for name, value in (("contexts", contexts), ("batches", batches)) if value}
-        chosen = tuple(method or decode_model.METHODS)
-        of_model = decode_model.Plan(model, chosen, **given, steps=steps, dtype=dtype, seed=seed, device=device)
-        _measure(bench.BENCH, out, lambda say: decode_model.run(of_model, say), table)
-        return
-    sizes = contexts or bench.CONTEXTS, batches or bench.BATCHES
-    shape = heads, kv_heads, head_dim, layers
-    plan = bench.Plan(tuple(method or bench.METHODS), *sizes, *shape, level, dtype, seed, device)
-    _measure(bench.BENCH, out, lambda say: bench.run(plan, say), table)
+        of = decode_model.Plan(**given)
+        _measure(bench.BENCH, out, lambda say: decode_model.run(of, say), table)
+    else:
+        plan = bench.Plan(level=level, **given)
+        _measure(bench.BENCH, out, lambda say: bench.run(plan, say), table)
+
+
+def _check_level(level: str, own: dict[str, dict[str, Any]]) -> None:
+    """Refuses a level that there is not, and options that others have and it has not."""
+    from foveate.evaluation.errors import UserError, unknown
+
+    if level not in own:
+        raise unknown("level", level, own)
+    for options in own.values():
+        for name, value in options.items():
+            if value is not None and name not in own[level]:
+                allowed = ", ".join(map(_flag, own[level]))
+                raise UserError(f"{_flag(name)} {value} does nothing at level {level}; of its own it has {allowed}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @app.command("indexer")

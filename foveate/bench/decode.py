@@ -4,23 +4,23 @@ Keys and values are drawn, and no model is there: of a method with 32 layers eac
 mean, each as often as it occurs, is the method's time. Of the prompt the last queries alone are shown to methods that
 learn from them. Level `kernel` looks at one token again and again, recorded as a CUDA graph where that is possible, so
 that it is the kernels that are timed; level `layer` decodes token after token as a model's layer does, with the key and
-value stored, what is evicted, and the time that the host takes.
+value stored, what is evicted, and the time that the host takes. On a GPU no step finds its keys in the cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import dense_peers
+from foveate.bench import cold, dense_peers
 from foveate.cache import Counters, Geometry, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
@@ -31,14 +31,10 @@ METHODS = ("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3", "lu
 CONTEXTS, BATCHES = (8192, 32768, 131072), (1, 32)
 LEVELS = ("kernel", "layer")
 _DTYPES = ("float16", "bfloat16", "float32")
-_BEYOND_CACHES = 512 << 20
-"""Bytes of keys and values that no cache of a device holds."""
 _OBSERVED = 64
 """Queries of a prompt that methods learn from."""
 _CHUNK = 8192
 """Tokens drawn at once."""
-_SECONDS, _MOST = 0.5, 200
-"""How long one thing is timed, and how often at most."""
 _WARM_UP, _STEPS = 8, 32
 """Tokens of level `layer` that are not timed, and those that are."""
 
@@ -61,6 +57,8 @@ class Plan:
 
     def check(self) -> None:
         """Raises UserError naming what cannot be."""
+        if self.level not in LEVELS:
+            raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{self.level}'")
         for name in ("heads", "kv_heads", "head_dim", "layers"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -69,8 +67,6 @@ class Plan:
                 raise UserError(f"{name} must be at least 1, not {min(numbers, default='none')}")
         if self.heads % self.kv_heads:
             raise UserError(f"heads must be a multiple of kv-heads, {self.kv_heads}, not {self.heads}")
-        if self.level not in LEVELS:
-            raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{self.level}'")
         if self.dtype not in _DTYPES:
             raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
         if self.device not in ("cuda", "cpu"):
@@ -82,9 +78,24 @@ class Plan:
             if method.evicts and self.level == "kernel":
                 raise UserError(f"{method.name} gives up tokens as it decodes, which is seen at level layer alone")
 
+    def command(self) -> str:
+        """The command line that makes the rows."""
+        sizes = {"method": self.methods, "context": self.contexts, "batch": self.batches}
+        rest = ("heads", "kv_heads", "head_dim", "layers", "dtype", "seed", "device")
+        return command({"level": self.level, **sizes, **{name: getattr(self, name) for name in rest}})
+
     @property
     def scaling(self) -> float:
         return self.head_dim**-0.5
+
+
+def command(options: Mapping[str, Any]) -> str:
+    """The command line of this bench with some options, each as often as it has values."""
+    parts = [f"foveate bench {BENCH}"]
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        parts += [f"--{name.replace('_', '-')} {shlex.quote(str(one))}" for one in values]
+    return " ".join(parts)
 
 
 def _parsed(spec: str) -> Method:
@@ -98,23 +109,21 @@ def _parsed(spec: str) -> Method:
 def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """A row for each implementation of dense attention and each method, at every context and batch size.
 
+    Dense attention of our own is always among them: it may be what the others are compared with.
+
     Raises:
         UserError: for a plan that cannot be.
     """
     plan.check()
-    bandwidth = copy_rate(plan.device)
-    say(f"device copy: {bandwidth / 1e3:.2f} TB/s")
+    peers = dense_peers.available(plan.device, plan.dtype, say)
+    rate = cold.memory_rate(plan.device)
+    say(f"device memory: {rate:,.1f} GB/s")
     rows: list[dict[str, Any]] = []
     for batch in plan.batches:
         for context in plan.contexts:
-            rows += _of_size(plan, batch, context, bandwidth, say)
+            found = _of_size(plan, peers, batch, context, say)
+            rows += _rows(plan, batch, context, found, rate, say)
     return rows
-
-
-class _Timed(NamedTuple):
-    ms: float
-    graph: bool
-    """Whether a CUDA graph was replayed."""
 
 
 class _Kind(NamedTuple):
@@ -127,99 +136,178 @@ class _Kind(NamedTuple):
     """The policy of the layer whose choice these read."""
 
 
+class _Layer(NamedTuple):
+    """A cache, and what looks at it in a step."""
+
+    cache: SlotCache
+    decode: Callable[[SlotCache], Any]
+
+    def look(self) -> None:
+        self.decode(self.cache)
+
+    def token(self, k: Tensor, v: Tensor) -> None:
+        self.cache.write_step(k, v)
+        self.look()
+
+
+class _Found(NamedTuple):
+    ms: float
+    bytes: float
+    """Read in a step, on average."""
+    graph: bool
+    layers: dict[str, dict[str, Any]] | None
+    """What each kind of them takes; None for a library."""
+
+
 def _of_size(
-    plan: Plan, batch: int, context: int, bandwidth: float, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    caches = _drawn(plan, batch, context)
+    plan: Plan, peers: Mapping[str, dense_peers.Attend], batch: int, context: int, say: Callable[[str], None]
+) -> dict[str, _Found]:
+    """What each library and each method takes, by name."""
+    kinds = {
+        method.spec: _kinds(method, plan.layers) for method in map(_parsed, dict.fromkeys(("dense", *plan.methods)))
+    }
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
+    choosing = any(kind.chooser is not None for those in kinds.values() for kind in those)
+    caches = [_drawn(plan, batch, context, generator) for _ in range(2 if choosing else 1)]
     shape = (batch, plan.heads, _OBSERVED, plan.head_dim)
     queries = torch.randn(shape, generator=generator, device=plan.device).to(caches[0].dtype)
-    q = queries[:, :, -1:]
-    size = caches[0].keys.nbytes + caches[0].values.nbytes
-    found: dict[str, dict[str, Any]] = {}
-    for name, attend in dense_peers.available(plan.device, say).items():
-        steps = [functools.partial(attend, q, cache.keys, cache.values, plan.scaling) for cache in caches]
+    found = {}
+    for name, attend in peers.items():
         try:
-            timed = _time(steps, plan.device, plan.level == "kernel")
+            found[name] = _peer(plan, attend, caches[0], queries[:, :, -1:])
         except RuntimeError as error:
             say(f"{name}: left out at {context:,} tokens, {' '.join(str(error).split())[:200]}")
-            continue
-        found[name] = {"ms": timed.ms, "graph": timed.graph, "bytes": float(size), "layers": None}
-    for spec in plan.methods:
-        method = _parsed(spec)
-        ms, read, graph, layers = 0.0, 0.0, True, {}
-        for kind in _kinds(method, plan.layers):
-            timed, bytes_read = _timed(plan, kind, caches, queries)
-            ms += kind.number * timed.ms / plan.layers
-            read += kind.number * bytes_read / plan.layers
-            graph = graph and timed.graph
-            layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": bytes_read}
-        found[method.spec] = {"ms": ms, "graph": graph, "bytes": read, "layers": layers}
-    peers = {name: one["ms"] for name, one in found.items() if one["layers"] is None}
-    fastest = min(peers, key=peers.__getitem__)
+    if not found:
+        say(f"no library attends densely to {context:,} tokens in {plan.dtype} here: foveate's own is the baseline")
+    for spec, those in kinds.items():
+        found[spec] = _method(plan, those, caches, queries)
+    return found
+
+
+def _peer(plan: Plan, attend: dense_peers.Attend, cache: SlotCache, q: Tensor) -> _Found:
+    branch = cache.branch({}, False, Counters(), {})
+    layer = _Layer(branch, lambda branch: attend(q, branch.keys, branch.values, plan.scaling))
+    tokens = branch.used if plan.level == "kernel" else branch.used + (_WARM_UP + _STEPS + 1) / 2
+    timed = _timed(plan, layer)
+    return _Found(timed.ms, tokens * branch.batch_size * branch.counters.bytes_per_key, timed.graph, None)
+
+
+def _method(plan: Plan, kinds: Sequence[_Kind], caches: Sequence[SlotCache], queries: Tensor) -> _Found:
+    layers, graphs = {}, []
+    for kind in kinds:
+        layer, chooser = _layers(plan, kind, caches, queries)
+        if plan.level == "kernel":  # counted before it is recorded
+            if chooser is not None:
+                chooser.look()
+            layer.look()
+            read = _bytes_read(layer)
+            timed = _timed(plan, layer)
+        else:
+            timed = _timed(plan, layer, chooser)
+            read = _bytes_read(layer)
+        graphs.append(timed.graph)
+        layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": read}
+    ms, read = (sum(one["layers"] * one[what] for one in layers.values()) / plan.layers for what in ("ms", "bytes"))
+    return _Found(ms, read, all(graphs), layers)
+
+
+def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[_Layer, _Layer | None]:
+    """The layer that is timed, and the one whose choice it reads: of the same pass, with keys of its own."""
+
+    def prepared(policy: Method, cache: SlotCache) -> _Layer:
+        branch = _prepared(policy, cache, queries, plan.scaling)
+        return _Layer(branch, lambda branch: policy.decode(branch, queries[:, :, -1:], plan.scaling))
+
+    layer = prepared(kind.policy, caches[0])
+    if kind.chooser is None:
+        return layer, None
+    chooser = prepared(kind.chooser, caches[1])
+    chooser.cache.forward = layer.cache.forward
+    return layer, chooser
+
+
+def _timed(plan: Plan, layer: _Layer, chooser: _Layer | None = None) -> cold.Timed:
+    """A step of a layer at the plan's level, which is the same for libraries and methods."""
+    if plan.level == "kernel":
+        return cold.repeated(layer.look, plan.device)
+    k, v = (x[:, :, -1:].clone() for x in (layer.cache.keys, layer.cache.values))
+    times = []
+    for _ in range(_WARM_UP + _STEPS):
+        layer.cache.forward.clear()
+        if chooser is not None:
+            chooser.token(k, v)
+        times.append(cold.once(functools.partial(layer.token, k, v), plan.device))
+    return cold.Timed(statistics.median(times[_WARM_UP:]), False)
+
+
+def _bytes_read(layer: _Layer) -> float:
+    counters = layer.cache.counters
+    return float(counters.keys_read) / counters.decode_steps * counters.bytes_per_key
+
+
+def _rows(
+    plan: Plan, batch: int, context: int, found: Mapping[str, _Found], rate: float, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    dense = {name: one.ms for name, one in found.items() if one.layers is None or name == "dense"}
+    fastest = min(dense, key=dense.__getitem__)
+    size = 2 * batch * plan.kv_heads * context * plan.head_dim * getattr(torch, plan.dtype).itemsize
+    own = {name: getattr(plan, name) for name in ("heads", "kv_heads", "head_dim", "dtype", "seed")}
     rows = []
     for name, one in found.items():
-        floor = one["bytes"] / bandwidth / 1e6
-        speedup = peers[fastest] / one["ms"]
-        say(f"{name} at {context:,} × {batch}: {one['ms']:.4f} ms (floor {floor:.4f}), {speedup:.2f}× {fastest}")
-        own = ("heads", "kv_heads", "head_dim", "dtype", "seed")
-        share = getattr(_parsed(name), "top_k", None) if one["layers"] else None
+        floor, speedup = one.bytes / rate / 1e6, dense[fastest] / one.ms
+        layers, below = _beside_floors(name, one, rate)
+        told = f"{one.ms:.4f} ms (floor {floor:.4f}), {speedup:.2f}× {fastest}"
+        warning = f"; BELOW THE FLOOR, so not read from memory: {', '.join(below)}" if below else ""
+        say(f"{name} at {context:,} × {batch}: {told}{warning}")
+        share = None if one.layers is None else getattr(_parsed(name), "top_k", None)
+        share = share if isinstance(share, float) else None
+        case = {"method": name, "context": context, "batch": batch, "share": share, "level": plan.level, **own}
         rows.append(
             {
                 "bench": BENCH,
-                "case": {
-                    "method": name,
-                    "context": context,
-                    "batch": batch,
-                    "share": share if isinstance(share, float) else None,
-                    "level": plan.level,
-                    **{setting: getattr(plan, setting) for setting in own},
-                },
-                "ms": one["ms"],
+                "case": case,
+                "ms": one.ms,
                 "floor_ms": floor,
-                "floor_counts": "bytes of keys, values and summaries read, over the measured rate of a device copy",
-                "copy_gb_per_s": bandwidth,
-                "layers": one["layers"],
-                "cuda_graph": one["graph"],
+                "floor_counts": "bytes of keys, values and summaries read, over the fastest read or copy measured",
+                "below_floor": bool(below),
+                "memory_gb_per_s": rate,
+                "layers": layers,
+                "cuda_graph": one.graph,
                 "baseline": fastest,
-                "baseline_ms": peers[fastest],
+                "baseline_ms": dense[fastest],
                 "speedup": speedup,
-                "gb_per_s": one["bytes"] / one["ms"] / 1e6,
+                "gb_per_s": one.bytes / one.ms / 1e6,
                 "tflop_per_s": None,
                 "peak_bytes": size,
                 "peak_kind": "keys and values of a layer",
                 "device": accounting.device_name(plan.device),
                 "versions": accounting.versions(),
                 "commit": accounting.commit(),
+                "command": plan.command(),
             }
         )
     return rows
 
 
-def copy_rate(device: str) -> float:
-    """GB/s of a copy on the device, what is read and what is written both counted: what it can move at most."""
-    source = torch.empty((1 << 30) if device == "cuda" else (1 << 24), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = [accounting.milliseconds(functools.partial(target.copy_, source), device) for _ in range(12)]
-    return 2 * source.nbytes / statistics.median(times[2:]) / 1e6
+def _beside_floors(name: str, one: _Found, rate: float) -> tuple[dict[str, dict[str, Any]] | None, list[str]]:
+    """The kinds of layers with what memory of this rate (GB/s) needs for them, and the names of what took less."""
+    below = [name] if one.ms < one.bytes / rate / 1e6 else []
+    if one.layers is None:
+        return None, below
+    layers = {kind: {**its, "floor_ms": its["bytes"] / rate / 1e6} for kind, its in one.layers.items()}
+    return layers, below + [f"{kind} layers" for kind, its in layers.items() if its["ms"] < its["floor_ms"]]
 
 
-def _drawn(plan: Plan, batch: int, context: int) -> list[SlotCache]:
-    """Caches of a layer with normal keys and values, so many that what one needs is not still at hand."""
-    dtype, generator = getattr(torch, plan.dtype), torch.Generator(plan.device).manual_seed(plan.seed)
-    geometry = Geometry(plan.heads, plan.kv_heads, plan.head_dim, plan.head_dim)
-    size = 2 * batch * plan.kv_heads * context * plan.head_dim * dtype.itemsize
-    number = min(-(-_BEYOND_CACHES // size), 16) if plan.device == "cuda" else 1
-    caches = []
-    for _ in range(number):
-        cache = SlotCache(geometry, batch, dtype, torch.device(plan.device))
-        cache.reserve(context + _WARM_UP + _STEPS)
-        for first in range(0, context, _CHUNK):
-            shape = (batch, plan.kv_heads, min(_CHUNK, context - first), plan.head_dim)
-            k, v = (torch.randn(shape, generator=generator, device=plan.device).to(dtype) for _ in range(2))
-            cache.append(k, v)
-        caches.append(cache)
-    return caches
+def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> SlotCache:
+    """A layer's cache with normal keys and values, and room for the tokens to come."""
+    dtype, geometry = getattr(torch, plan.dtype), Geometry(plan.heads, plan.kv_heads, plan.head_dim, plan.head_dim)
+    cache = SlotCache(geometry, batch, dtype, torch.device(plan.device))
+    cache.reserve(context + _WARM_UP + _STEPS)
+    for first in range(0, context, _CHUNK):
+        shape = (batch, plan.kv_heads, min(_CHUNK, context - first), plan.head_dim)
+        k, v = (torch.randn(shape, generator=generator, device=plan.device).to(dtype) for _ in range(2))
+        cache.append(k, v)
+    return cache
 
 
 def _kinds(method: Method, layers: int) -> list[_Kind]:
@@ -249,53 +337,8 @@ def _name(policy: Method) -> str:
     return "dense, choosing" if place.dense else "choosing"
 
 
-def _timed(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[_Timed, float]:
-    """Milliseconds of a step of layers of one kind, and the bytes that it reads."""
-    branches = [_prepared(plan, kind, cache, queries) for cache in caches]
-    q, scaling = queries[:, :, -1:], plan.scaling
-    if plan.level == "kernel":
-        for branch in branches:
-            _choose(kind, branch, q, scaling)
-        steps = [functools.partial(kind.policy.decode, branch, q, scaling) for branch in branches]
-        steps[0]()
-        timed = None
-    else:
-        timed = _Timed(statistics.median(_token_times(plan, kind, branches, q)), False)
-    counters = branches[0].counters
-    read = float(counters.keys_read) / counters.decode_steps * counters.bytes_per_key
-    return timed or _time(steps, plan.device), read
-
-
-def _choose(kind: _Kind, branch: SlotCache, q: Tensor, scaling: float) -> None:
-    """What the layers before this one have chosen, which is not counted."""
-    if kind.chooser is not None:
-        own, branch.counters = branch.counters, Counters()
-        kind.chooser.decode(branch, q, scaling)
-        branch.counters = own
-
-
-def _token_times(plan: Plan, kind: _Kind, branches: Sequence[SlotCache], q: Tensor) -> list[float]:
-    """Milliseconds of token after token, the last of them."""
-    k, v = (x[:, :, -1:].clone() for x in (branches[0].keys, branches[0].values))
-
-    def step(branch: SlotCache) -> None:
-        branch.write_step(k, v)
-        kind.policy.decode(branch, q, plan.scaling)
-
-    times = []
-    for number in range(_WARM_UP + _STEPS):
-        branch = branches[number % len(branches)]
-        if kind.chooser is not None:  # of the token that is about to come
-            branch.write_step(k, v)
-            _choose(kind, branch, q, plan.scaling)
-            branch.truncate(1)
-        times.append(accounting.milliseconds(functools.partial(step, branch), plan.device))
-    return times[_WARM_UP:]
-
-
-def _prepared(plan: Plan, kind: _Kind, cache: SlotCache, queries: Tensor) -> SlotCache:
+def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float) -> SlotCache:
     """The cache with what the method would know of it behind a prompt, over the same keys and values."""
-    policy, scaling = kind.policy, plan.scaling
     branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters(), {})
     if policy.observation is not None:
         last = queries[:, :, -min(_OBSERVED, cache.used) :]
@@ -308,36 +351,3 @@ def _prepared(plan: Plan, kind: _Kind, cache: SlotCache, queries: Tensor) -> Slo
         branch.retain(keep)
     branch.rows["prompt"], branch.rows["observed"] = list(branch.lengths), [0] * branch.batch_size
     return branch
-
-
-def _time(steps: Sequence[Callable[[], Any]], device: str, record: bool = True) -> _Timed:
-    """Median milliseconds of a step, all of them one behind another."""
-    for _ in range(2):
-        for step in steps:
-            step()
-    work, graph = functools.partial(_all, steps), False
-    if device == "cuda" and record:
-        recorded = _recorded(steps)
-        work, graph = (recorded.replay, True) if recorded is not None else (work, False)
-    work()
-    first = accounting.milliseconds(work, device)
-    repeats = max(5, min(_MOST, math.ceil(1e3 * _SECONDS / max(first, 1e-3))))
-    times = [accounting.milliseconds(work, device) for _ in range(repeats)]
-    return _Timed(statistics.median(times) / len(steps), graph)
-
-
-def _all(steps: Sequence[Callable[[], Any]]) -> None:
-    for step in steps:
-        step()
-
-
-def _recorded(steps: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph | None:
-    """The steps as a CUDA graph; None where one of them waits for the device."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            _all(steps)
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
-    return graph

@@ -27,7 +27,8 @@ from transformers import (
 )
 
 import foveate
-from foveate.bench.decode import BENCH
+from foveate.bench import cold
+from foveate.bench.decode import BENCH, command
 from foveate.evaluation import accounting, inference
 from foveate.evaluation.errors import UserError, unknown
 
@@ -65,7 +66,7 @@ _WARM_UP = 8
 class Plan:
     """What to measure."""
 
-    model: str
+    model: str = "llama-3.1-8b"
     """A folder, or the name of one of :data:`SHAPES`."""
     methods: Sequence[str] = METHODS
     contexts: Sequence[int] = (32768,)
@@ -96,6 +97,16 @@ class Plan:
         facts = {"max_positions": self.config().max_position_embeddings}
         accounting.check_positions(max(self.contexts) + self.steps + _WARM_UP, facts, "context and steps need")
 
+    def command(self) -> str:
+        """The command line that makes the rows, a folder shortened to its last name."""
+        sizes = {"method": self.methods, "context": self.contexts, "batch": self.batches}
+        rest = {name: getattr(self, name) for name in ("steps", "dtype", "seed", "device")}
+        return command({"level": "model", "model": self.name, **sizes, **rest})
+
+    @property
+    def name(self) -> str:
+        return self.model if self.model in SHAPES else Path(self.model).resolve().name
+
     def config(self) -> PreTrainedConfig:
         if self.model in SHAPES:
             longest = max(self.contexts) + self.steps + _WARM_UP
@@ -115,6 +126,8 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """
     plan.check()
     specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in plan.methods)]))
+    rate = cold.memory_rate(plan.device)
+    say(f"device memory: {rate:,.1f} GB/s")
     model = _model(plan)
     rows: list[dict[str, Any]] = []
     for batch in plan.batches:
@@ -122,12 +135,15 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
             generator = torch.Generator(plan.device).manual_seed(plan.seed)
             shape = (batch, context)
             ids = torch.randint(0, model.config.vocab_size, shape, generator=generator, device=plan.device)
-            found = {}
+            found: dict[str, dict[str, Any]] = {}
             for spec in (*specs, TRANSFORMERS):
                 found[spec] = one = _measured(plan, model, spec, ids)
                 tokens = 1e3 * batch / one["ms"]
                 say(f"{spec} at {context:,} × {batch}: {one['ms']:.2f} ms a step, {tokens:,.1f} tokens/s")
-            rows += [_row(plan, model, spec, context, batch, one, found["dense"]) for spec, one in found.items()]
+            for spec, one in found.items():
+                rows.append(row := _row(plan, model, spec, context, batch, one, found["dense"], rate))
+                if row["below_floor"]:
+                    say(f"{spec}: BELOW THE FLOOR of {row['floor_ms']:.2f} ms, so not read from memory")
     return rows
 
 
@@ -197,13 +213,14 @@ def _row(
     batch: int,
     one: dict[str, Any],
     dense: dict[str, Any],
+    rate: float,
 ) -> dict[str, Any]:
     share = None if spec == TRANSFORMERS else getattr(foveate.methods.parse(spec), "top_k", None)
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         weights += model.get_output_embeddings().weight.nbytes
     read = None if one["stats"] is None else weights + batch * one["stats"]["kv_bytes_per_step"]
-    random = plan.model in SHAPES
+    floor = None if read is None else read / rate / 1e6
     return {
         "bench": BENCH,
         "case": {
@@ -212,13 +229,17 @@ def _row(
             "batch": batch,
             "share": share if isinstance(share, float) else None,
             "level": "model",
-            "model": plan.model if random else Path(plan.model).resolve().name,
-            "weights": "random" if random else "trained",
+            "model": plan.name,
+            "weights": "random" if plan.model in SHAPES else "trained",
             "dtype": plan.dtype,
             "steps": plan.steps,
             "seed": plan.seed,
         },
         **one,
+        "floor_ms": floor,
+        "floor_counts": "weights, keys and values, over the fastest read or copy measured",
+        "below_floor": floor is not None and one["ms"] < floor,
+        "memory_gb_per_s": rate,
         "tokens_per_s": 1e3 * batch / one["ms"],
         "baseline": "dense",
         "baseline_ms": dense["ms"],
@@ -229,4 +250,5 @@ def _row(
         "device": accounting.device_name(plan.device),
         "versions": accounting.versions(),
         "commit": accounting.commit(),
+        "command": plan.command(),
     }

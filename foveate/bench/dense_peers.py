@@ -13,14 +13,15 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of ``q [B, Hq, 1, D]``, ``k, v [B, Hkv, N, D]`` and the factor of the logits: ``[B, Hq, 1, D]``."""
 
 
-def available(device: str, say: Callable[[str], None] = print) -> dict[str, Attend]:
-    """The libraries that are here, by name; says which one is missing and how to get it."""
+def available(device: str, dtype: str, say: Callable[[str], None] = print) -> dict[str, Attend]:
+    """The libraries that are here and know the dtype, by name; says which one is missing and how to get it."""
     if device != "cuda":
         return {"sdpa": functools.partial(_sdpa, backend=SDPBackend.MATH)}
-    found: dict[str, Attend] = {
-        "sdpa-cudnn": functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-        "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
-    }
+    found: dict[str, Attend] = {"sdpa-efficient": functools.partial(_folded, backend=SDPBackend.EFFICIENT_ATTENTION)}
+    if dtype == "float32":  # which the others do not know
+        return found | {"sdpa-math": functools.partial(_folded, backend=SDPBackend.MATH)}
+    found["sdpa-cudnn"] = functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
+    found["sdpa-flash"] = functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)
     flash = _flash_attention_3()
     if flash is None:
         say("FlashAttention-3 is not here: pip install tokenspeed-fa3==3.0.0.post20260810")
@@ -32,6 +33,12 @@ def available(device: str, say: Callable[[str], None] = print) -> dict[str, Atte
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend) -> Tensor:
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _folded(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend) -> Tensor:
+    """The heads of a group as queries of their KV head, for what knows no groups or would repeat keys for them."""
+    rows = q[:, :, 0].unflatten(1, (k.shape[1], -1))
+    return _sdpa(rows, k, v, scaling, backend).flatten(1, 2)[:, :, None]
 
 
 @functools.cache

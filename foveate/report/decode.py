@@ -8,7 +8,7 @@ from typing import Any
 from foveate.report.markdown import made_with, markdown_table
 
 Row = Mapping[str, Any]
-_OWN = ("method", "context", "batch", "share", "level", "seed")
+_BELOW = " (below its floor)"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -30,16 +30,16 @@ def _shape(row: Row) -> str:
 
 
 def _layers(rows: Sequence[Row]) -> str:
-    lines = [("method", "tokens", "batch", "ms", "floor, ms", "over the fastest library", "kinds of layers, ms each")]
+    lines = [("method", "tokens", "batch", "ms", "floor, ms", "over the fastest dense", "kinds of layers, ms each")]
     for row in rows:
         case, kinds = row["case"], row["layers"] or {}
-        told = "; ".join(f"{one['layers']} {name} {one['ms']:.3f}" for name, one in kinds.items())
+        told = "; ".join(f"{one['layers']} {name} {_time(one, 3)}" for name, one in kinds.items())
         lines.append(
             (
                 f"`{case['method']}`",
                 f"{case['context']:,}",
                 str(case["batch"]),
-                f"{row['ms']:.3f}",
+                _time(row, 3),
                 f"{row['floor_ms']:.3f}",
                 f"{row['speedup']:.2f}×",
                 told if len(kinds) > 1 else "",
@@ -48,8 +48,14 @@ def _layers(rows: Sequence[Row]) -> str:
     return markdown_table(lines)
 
 
+def _time(one: Row, digits: int) -> str:
+    """Milliseconds of a row or of a kind of layers, and whether memory cannot have given them."""
+    below = one["floor_ms"] is not None and one["ms"] < one["floor_ms"]
+    return f"{one['ms']:.{digits}f}{_BELOW if below else ''}"
+
+
 def _models(rows: Sequence[Row]) -> str:
-    lines = [("method", "tokens", "batch", "ms a step", "tokens/s", "over dense", "prompt, s", "peak")]
+    lines = [("method", "tokens", "batch", "ms a step", "floor, ms", "tokens/s", "over dense", "prompt, s", "peak")]
     for row in rows:
         case = row["case"]
         lines.append(
@@ -57,7 +63,8 @@ def _models(rows: Sequence[Row]) -> str:
                 f"`{case['method']}`",
                 f"{case['context']:,}",
                 str(case["batch"]),
-                f"{row['ms']:.2f}",
+                _time(row, 2),
+                "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
                 f"{row['tokens_per_s']:,.1f}",
                 f"{row['speedup']:.2f}×",
                 f"{row['prefill_ms'] / 1e3:.2f}",

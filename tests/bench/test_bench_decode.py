@@ -1,6 +1,7 @@
 """What a decode step's attention costs: which layers are timed, what they read, what is refused."""
 
 import json
+import shlex
 import sys
 from types import ModuleType
 
@@ -10,7 +11,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import decode, decode_model, dense_peers, rows
+from foveate.bench import cold, decode, decode_model, dense_peers, rows
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 from foveate.methods import parse
@@ -31,7 +32,7 @@ TINY = {
 @pytest.fixture(scope="module")
 def found():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_SECONDS", 0.0)
+        patch.setattr(cold, "_SECONDS", 0.0)
         return {
             row["case"]["method"]: row for row in decode.run(decode.Plan(METHODS, (400,), **SMALL), say=lambda _: None)
         }
@@ -58,33 +59,188 @@ def test_bytes_are_those_that_a_kind_reads(found):
     assert kinds["dense, choosing"]["bytes"] == found["dense"]["layers"]["dense"]["bytes"] == everything
     assert kinds["reading"]["bytes"] == 2 * 40 * a_key
     assert kinds["choosing"]["bytes"] == 2 * (40 + 400 / 2) * a_key
-    assert found["dense"]["floor_ms"] == pytest.approx(everything / found["dense"]["copy_gb_per_s"] / 1e6)
+    assert found["dense"]["floor_ms"] == pytest.approx(everything / found["dense"]["memory_gb_per_s"] / 1e6)
     assert found["luka:page_size=16,top_k=2"]["layers"]["luka"]["bytes"] <= everything / 2
 
 
-def test_rows_are_beside_the_fastest_library_and_complete(found):
-    assert found["sdpa"]["speedup"] == 1.0
+def test_rows_are_beside_the_fastest_dense_and_complete(found):
+    fastest = min(("sdpa", "dense"), key=lambda name: found[name]["ms"])
+    assert found[fastest]["speedup"] == 1.0
     for row in found.values():
-        assert row["baseline"] == "sdpa"
-        assert row["speedup"] == pytest.approx(found["sdpa"]["ms"] / row["ms"])
+        assert row["baseline"] == fastest
+        assert row["speedup"] == pytest.approx(found[fastest]["ms"] / row["ms"])
         assert set(rows.FIELDS) <= set(row)
     assert found["omnikv"]["case"]["share"] == 0.1
     assert found["sdpa"]["case"]["share"] is None
 
 
-def test_a_reading_layer_reads_what_its_chooser_chose(monkeypatch):
+def _quick(*methods, context=100, say=lambda _: None, **changed):
+    plan = decode.Plan(methods, (context,), **SMALL | changed)
+    return {row["case"]["method"]: row for row in decode.run(plan, say=say)}
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Times in place of measured ones: of each step, its number."""
+    taken = []
+
+    def measured(work, device):
+        work()
+        taken.append(float(len(taken)))
+        return taken[-1]
+
+    monkeypatch.setattr(decode.accounting, "milliseconds", measured)
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
+    monkeypatch.setattr(cold, "memory_rate", lambda device: 1e6)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "baseline"),
+    [({"library": 2.0, "dense": 1.0}, "dense"), ({"library": 1.0, "dense": 2.0}, "library")],
+)
+def test_dense_of_our_own_competes_for_the_baseline(monkeypatch, milliseconds, baseline):
+    def attend(q, k, v, scaling):
+        return ops.attend(q, k, v, scaling=scaling).out
+
+    monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
+    monkeypatch.setattr(decode, "_peer", lambda *args: decode._Found(milliseconds["library"], 1.0, False, None))
+    method = decode._method
+
+    def measured(plan, kinds, caches, queries):
+        one = method(plan, kinds, caches, queries)
+        return one._replace(ms=milliseconds["dense"] if kinds[0].policy.name == "dense" else 0.5)
+
+    monkeypatch.setattr(decode, "_method", measured)
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
+    found = _quick("quest")  # which did not ask for dense
+    assert {row["baseline"] for row in found.values()} == {baseline}
+    assert [found[name]["speedup"] for name in (baseline, "quest")] == [1.0, 2.0]
+
+
+def test_without_any_library_the_baseline_is_our_own(monkeypatch, times):
+    def refused(*args):
+        raise RuntimeError("No available kernel")
+
+    monkeypatch.setattr(dense_peers, "available", lambda *args: {"sdpa-flash": refused})
+    said = []
+    found = _quick("quest", say=said.append)
+    assert {row["baseline"] for row in found.values()} == {"dense"}
+    assert "sdpa-flash: left out at 100 tokens, No available kernel" in said
+    assert any(line.startswith("no library attends densely to 100 tokens in float32 here") for line in said)
+
+
+@pytest.mark.parametrize("level", decode.LEVELS)
+def test_the_cache_is_flushed_before_each_timed_step_and_nothing_comes_between(monkeypatch, times, level):
+    events, measured, look = [], decode.accounting.milliseconds, decode._Layer.look
+
+    def timed(work, device):
+        events.append("begin")
+        ms = measured(work, device)
+        events.append("end")
+        return ms
+
+    monkeypatch.setattr(cold, "flush", lambda device: events.append("flush"))
+    monkeypatch.setattr(decode.accounting, "milliseconds", timed)
+    monkeypatch.setattr(decode._Layer, "look", lambda layer: (events.append("look"), look(layer)))
+    _quick(METHODS[1], level=level)
+    begins = [place for place, event in enumerate(events) if event == "begin"]
+    kinds = 5  # of Kascade three, dense, and the library
+    assert len(begins) == kinds * (7 if level == "kernel" else 40)
+    assert all(events[place - 1 : place + 3] == ["flush", "begin", "look", "end"] for place in begins)
+
+
+def test_flushing_reads_more_than_any_cache_holds(monkeypatch):
+    class Filler:
+        read = 0
+
+        def sum(self):
+            Filler.read += 1
+
+    monkeypatch.setattr(cold, "_filler", Filler)
+    cold.flush("cuda")
+    assert Filler.read == 1
+    assert cold._BEYOND_CACHES >= 256 << 20
+
+
+def test_libraries_and_methods_decode_the_same_tokens(monkeypatch, times):
+    written, lengths = [], []
+    write = decode.SlotCache.write_step
+    monkeypatch.setattr(
+        decode.SlotCache, "write_step", lambda cache, k, v: (written.append(cache.used), write(cache, k, v))
+    )
+
+    def attend(q, k, v, scaling):
+        lengths.append(k.shape[2])
+        return ops.attend(q, k, v, scaling=scaling).out
+
+    monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
+    found = _quick("dense", level="layer")
+    assert written == 2 * list(range(100, 140))
+    assert lengths == list(range(101, 141))
+    assert found["library"]["floor_ms"] == pytest.approx(found["dense"]["floor_ms"])
+    assert [found[name]["ms"] for name in ("library", "dense")] == [23.5, 63.5]  # medians of the last 32 of 40 each
+
+
+@pytest.mark.parametrize("level", decode.LEVELS)
+def test_a_reading_layer_reads_what_another_with_its_own_keys_chose(monkeypatch, level):
     chosen, attend = [], ops.attend_indices
-    monkeypatch.setattr(ops, "attend_indices", lambda *args, **more: chosen.append(args[3]) or attend(*args, **more))
+    monkeypatch.setattr(
+        ops, "attend_indices", lambda *args, **more: chosen.append((args[1], args[3])) or attend(*args, **more)
+    )
     (reading,) = (kind for kind in decode._kinds(parse(METHODS[1]), 12) if kind.name == "reading")
-    plan = decode.Plan(METHODS[1:2], (400,), **SMALL)
-    (cache,) = decode._drawn(plan, 2, 400)
-    queries = torch.randn(2, 8, 64, 16)
-    branch = decode._prepared(plan, reading, cache, queries)
-    decode._choose(reading, branch, queries[:, :, -1:], plan.scaling)
-    reading.policy.decode(branch, queries[:, :, -1:], plan.scaling)
-    by_chooser, by_reader = chosen
+    plan = decode.Plan(METHODS[1:2], (400,), **SMALL | {"level": level})
+    generator = torch.Generator().manual_seed(0)
+    caches = [decode._drawn(plan, 2, 400, generator) for _ in range(2)]
+    layer, chooser = decode._layers(plan, reading, caches, torch.randn(2, 8, 64, 16))
+    for one in (chooser, layer):
+        one.look()
+    (keys, by_chooser), (others, by_reader) = chosen
     assert torch.equal(by_chooser, by_reader)
-    assert branch.counters.decode_steps == 1
+    assert keys.data_ptr() != others.data_ptr()
+    assert not torch.equal(keys, others)
+    assert layer.cache.counters.decode_steps == 1
+    chosen.clear()
+    decode._timed(plan, layer, chooser if level == "layer" else None)
+    caches = [keys.data_ptr() for keys, _ in chosen]
+    alone = [others.data_ptr()] * len(caches)
+    assert caches == (alone if level == "kernel" else [keys.data_ptr(), others.data_ptr()] * 40)
+    for (_, by_chooser), (_, by_reader) in zip(chosen[::2], chosen[1::2]):
+        assert torch.equal(by_chooser, by_reader)
+
+
+def test_a_time_that_memory_cannot_give_is_told(monkeypatch, times):
+    said = []
+    monkeypatch.setattr(cold, "memory_rate", lambda device: 1e-9)
+    found = _quick("quest", say=said.append)
+    assert all(row["below_floor"] for row in found.values())
+    assert sum("BELOW THE FLOOR" in line for line in said) == len(found) == 3
+    assert report.table(list(found.values())).count("(below its floor)") == 5  # and the two kinds of Quest
+    monkeypatch.setattr(cold, "memory_rate", lambda device: 1e9)
+    found = _quick("quest")
+    assert not any(row["below_floor"] for row in found.values())
+    assert "below its floor" not in report.table(list(found.values()))
+
+
+def test_one_kind_below_its_floor_is_not_hidden_by_the_others():
+    kinds = {"dense": {"layers": 1, "ms": 9.0, "bytes": 1e6}, "reading": {"layers": 1, "ms": 0.5, "bytes": 1e6}}
+    one = decode._Found(ms=4.75, bytes=1e6, graph=False, layers=kinds)
+    plan, said = decode.Plan(**SMALL), []
+    found = {"dense": one, "sdpa": one._replace(layers=None)}
+    below, library = decode._rows(plan, 2, 100, found, 1.0, said.append)  # floors of 1 ms
+    assert (below["below_floor"], library["below_floor"]) == (True, False)
+    assert said[0].endswith("; BELOW THE FLOOR, so not read from memory: reading layers")
+    assert "1 dense 9.000; 1 reading 0.500 (below its floor) |" in report.table([below])
+    assert not any(row["below_floor"] for row in decode._rows(plan, 2, 100, found, 2.1, said.append))
+
+
+def test_libraries_of_each_dtype(monkeypatch):
+    monkeypatch.setattr(dense_peers, "_flash_attention_3", lambda: None)
+    said = []
+    assert set(dense_peers.available("cuda", "float32", said.append)) == {"sdpa-efficient", "sdpa-math"}
+    assert said == []  # FlashAttention-3 would not help
+    assert set(dense_peers.available("cuda", "float16", said.append)) == {"sdpa-efficient", "sdpa-cudnn", "sdpa-flash"}
+    assert said[0].startswith("FlashAttention-3 is not here")
 
 
 def test_libraries_give_dense_attention(monkeypatch):
@@ -99,7 +255,8 @@ def test_libraries_give_dense_attention(monkeypatch):
     dense_peers._flash_attention_3.cache_clear()
     q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
     expected = ops.attend(q, k, v, scaling=0.3).out
-    for attend in (dense_peers._flash_attention_3(), dense_peers.available("cpu")["sdpa"]):
+    libraries = dense_peers.available("cpu", "float32"), dense_peers.available("cuda", "float32")
+    for attend in (dense_peers._flash_attention_3(), libraries[0]["sdpa"], libraries[1]["sdpa-math"]):
         torch.testing.assert_close(attend(q, k, v, 0.3), expected)
     dense_peers._flash_attention_3.cache_clear()
 
@@ -127,12 +284,23 @@ def test_tokens_of_a_model(monkeypatch):
     assert [row["case"]["method"] for row in found] == ["dense", parse(method).spec, "transformers-sdpa"]
     for row in found:
         assert set(rows.FIELDS) <= set(row)
+        assert row["command"].startswith("foveate bench decode --level model --model tiny --method kascade:")
         assert row["speedup"] == pytest.approx(found[0]["ms"] / row["ms"])
         assert row["tokens_per_s"] == pytest.approx(2000 / row["ms"])
     assert found[0]["stats"]["decode_steps"] == 3 + 8
     assert 0.2 < found[1]["stats"]["keys_read_share"] < 0.9
     assert found[2]["stats"] is None
+    assert found[2]["floor_ms"] is None
+    read = found[0]["floor_ms"] * found[0]["memory_gb_per_s"] * 1e6
+    assert read / found[0]["ms"] / 1e6 == pytest.approx(found[0]["gb_per_s"])
+    assert not found[0]["below_floor"]
     assert report.table(found).startswith("tiny (random weights), float32, model (")
+    said = []
+    monkeypatch.setattr(cold, "memory_rate", lambda device: 1e-9)
+    dense, transformers = decode_model.run(decode_model.Plan("tiny", (), **how), say=said.append)
+    assert dense["below_floor"]
+    assert not transformers["below_floor"]  # which tells nothing of what it reads
+    assert [line.split(":")[0] for line in said if "BELOW THE FLOOR" in line] == ["dense"]
     with pytest.raises(UserError, match="tiny: kascade: anchors must be at most 4"):
         decode_model.run(decode_model.Plan("tiny", ("kascade",), **how), say=lambda _: None)
 
@@ -163,6 +331,7 @@ def test_models_that_cannot_be_measured(changed, message):
         ({"batches": ()}, "batch must be at least 1, not none"),
         ({"dtype": "float8"}, "dtype must be one of float16, bfloat16, float32, not 'float8'"),
         ({"device": "tpu"}, "device must be cuda or cpu, not 'tpu'"),
+        ({"level": "modle", "heads": 0}, "level must be one of kernel, layer, not 'modle'"),
         ({"level": "model"}, "level must be one of kernel, layer, not 'model'"),
     ],
 )
@@ -172,7 +341,7 @@ def test_plans_that_cannot_be(changed, message):
 
 
 def test_from_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "_SECONDS", 0.0)
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
     out = tmp_path / "decode.jsonl"
     shape = "--context 64 --batch 1 --heads 4 --kv-heads 2 --head-dim 16 --layers 4"
     how = ["--level", "kernel", "--dtype", "float32", "--device", "cpu", "--method", "dense", "--out", str(out)]
@@ -180,3 +349,45 @@ def test_from_the_command_line(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"]["method"] for row in written] == ["sdpa", "dense"]
+    assert {"ms", "floor_ms", "below_floor", "command", "commit"} <= set(written[0])
+
+
+def test_the_command_of_a_row_makes_its_case_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
+    row = _quick("luka:page_size=16,top_k=2", context=70, level="layer", layers=4)["dense"]
+    out = tmp_path / "again.jsonl"
+    done = CliRunner().invoke(app, [*shlex.split(row["command"])[1:], "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert row["case"] in [one["case"] for one in again]
+    assert {one["command"] for one in again} == {row["command"]}
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("kernel", "float16"), ("layer", "float16"), ("model", "bfloat16")])
+def test_each_level_has_its_dtype(monkeypatch, level, dtype):
+    plans = []
+    for bench in (decode, decode_model):
+        monkeypatch.setattr(bench, "run", lambda plan, say: plans.append(plan) or [])
+    assert CliRunner().invoke(app, ["bench", "decode", "--level", level]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "decode", "--level", level, "--dtype", "float32"]).exit_code == 0
+    assert [plan.dtype for plan in plans] == [dtype, "float32"]
+    assert type(plans[0]) is (decode_model if level == "model" else decode).Plan
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--level modle --model nowhere --device tpu", "unknown level 'modle'. Did you mean 'model'?"),
+        (
+            "--level model --model nowhere --kv-heads 8",
+            "--kv-heads 8 does nothing at level model; of its own it has --mo",
+        ),
+        ("--steps 64", "--steps 64 does nothing at level kernel; of its own it has --heads, --kv-heads, --head-dim"),
+        ("--level layer --model llama-3.1-8b", "--model llama-3.1-8b does nothing at level layer"),
+        ("--level model --heads 0", "--heads 0 does nothing at level model"),
+    ],
+)
+def test_options_that_a_level_has_not(options, message):
+    done = CliRunner().invoke(app, ["bench", "decode", *options.split()])
+    assert done.exit_code == 2
+    assert message in done.output

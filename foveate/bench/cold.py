@@ -1,0 +1,91 @@
+"""How long a step takes that finds nothing of what it reads in a GPU's cache, and how fast memory is read at most.
+
+In a model the weights and the other layers' keys lie between two looks at the same key. Here a buffer larger than any
+cache is read before each step, and what that takes is not counted. On a CPU nothing is: steps there are references.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foveate.evaluation import accounting
+
+_BEYOND_CACHES = 512 << 20
+"""Bytes that no cache of a device holds."""
+_SECONDS, _MOST = 0.5, 200
+"""How long one step is timed, and how often at most."""
+
+
+class Timed(NamedTuple):
+    ms: float
+    graph: bool
+    """Whether a CUDA graph was replayed."""
+
+
+def flush(device: str) -> None:
+    """Push everything else out of a GPU's cache: by reading, which leaves nothing to be written back later."""
+    if device == "cuda":
+        _filler().sum()
+
+
+@functools.cache
+def _filler() -> Tensor:
+    return torch.zeros(_BEYOND_CACHES // 4, device="cuda")
+
+
+def repeated(step: Callable[[], Any], device: str) -> Timed:
+    """Median of a step that is the same each time, recorded as a CUDA graph where that is possible.
+
+    The device is still busy with the buffer when the step is handed to it, so that the host's time does not count.
+    """
+    for _ in range(3):
+        step()
+    graph = _recorded(step) if device == "cuda" else None
+    work = step if graph is None else graph.replay
+
+    def measure() -> float:
+        flush(device)
+        return accounting.milliseconds(work, device)
+
+    measure()
+    repeats = max(5, min(_MOST, math.ceil(1e3 * _SECONDS / max(measure(), 1e-3))))
+    return Timed(statistics.median(measure() for _ in range(repeats)), graph is not None)
+
+
+def once(step: Callable[[], Any], device: str) -> float:
+    """Milliseconds of a step that changes what it works on: of an idle device, so that the host's time counts."""
+    flush(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return accounting.milliseconds(step, device)
+
+
+def memory_rate(device: str) -> float:
+    """GB/s that the device's memory moves at most: in a read, or in a copy, both ways counted."""
+    source = torch.zeros((1 << 28) if device == "cuda" else (1 << 22), device=device)
+    target = torch.empty_like(source)
+    moved = {source.sum: source.nbytes, functools.partial(target.copy_, source): 2 * source.nbytes}
+    rates = []
+    for work, size in moved.items():
+        times = [accounting.milliseconds(work, device) for _ in range(12)]
+        rates.append(size / statistics.median(times[2:]) / 1e6)
+    return max(rates)
+
+
+def _recorded(step: Callable[[], Any]) -> torch.cuda.CUDAGraph | None:
+    """The step as a CUDA graph; None where it waits for the device."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph
