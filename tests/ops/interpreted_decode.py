@@ -383,6 +383,20 @@ def test_topk_of_rows_of_any_length_and_strides(number, sizes):
     assert torch.equal(found, select.topk_rows(scores, counts, 1700))
 
 
+@HOW
+def test_nan_of_either_sign_counts_as_infinite_among_rows(sizes):
+    scores = torch.randn(2, 2, N, generator=torch.manual_seed(5))
+    bits = scores.view(torch.int32)
+    bits[:, :, 5::1000], bits[:, :, 17::1100] = 0x7FC00000, -0x400000  # 0xFFC00000, what x86 and 0 * inf make
+    bits[:, 1, ::3], bits[:, 1, 1::3] = -1, 0x7FFFFFFF  # as GPUs spell it
+    scores[0, 0, 100::1000] = INF
+    for counts in ([6, 1500], [N, 12]):
+        arguments = (scores, torch.tensor(counts), max(counts))
+        found = rows_kernel.topk_rows(*arguments)
+        assert torch.equal(found, select.topk_rows(*arguments))
+    assert {17, 1005} <= set(found[1, 0].tolist())
+
+
 def test_topk_of_one_score_for_all_rows():
     scores = torch.rand(1, 1, 100, generator=torch.manual_seed(3)).expand(2, 3, -1)
     assert torch.equal(

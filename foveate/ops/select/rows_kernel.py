@@ -17,7 +17,6 @@ from foveate.ops.select.blocks_kernel import (
     _chosen,
     _end,
     _kth,
-    _ordered,
     _put,
     _score,
 )
@@ -133,6 +132,13 @@ def sizes(number: int, k: int) -> tuple[int, int]:
     return sample, min(max(1024, triton.next_power_of_2(math.ceil(1.2 * between))), _ROOM)
 
 
+@triton.jit
+def _tile(score_ptr, place, number):
+    """Scores as integers of the same order, none where there is no score or -inf."""
+    _, x = _score(score_ptr, score_ptr, place, number, 0, number, False, 1)
+    return x
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _topk_of_short_rows(
     score_ptr,
@@ -150,9 +156,7 @@ def _topk_of_short_rows(
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
     score_ptr += row // heads * score_stride_b + row % heads * score_stride_h
     allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
-    x = tl.load(score_ptr + index, mask=index < number, other=float("-inf"))
-    x = tl.minimum(_ordered(x), _HIGHEST)
-    x = tl.where(x > _LOWEST, x, _NONE)
+    x = _tile(score_ptr, index, number)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0) + 1
     kth, room, crowded = _kth(
         x, score_ptr, score_ptr, 0, 0, 0, allowed, _LOWEST + 1, valid, high, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
@@ -168,13 +172,6 @@ def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row
     """Where the scores of a row begin, and how many of them are chosen."""
     allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
     return score_ptr + row // heads * score_stride_b + row % heads * score_stride_h, allowed
-
-
-@triton.jit
-def _tile(score_ptr, place, number):
-    """Scores as integers of the same order, none where there is no score or -inf."""
-    _, x = _score(score_ptr, score_ptr, place, number, 0, number, False, 1)
-    return x
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "rows"])
