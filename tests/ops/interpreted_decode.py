@@ -384,6 +384,16 @@ def test_topk_of_rows_of_any_length_and_strides(number, sizes):
 
 
 @HOW
+def test_rows_of_which_fewer_than_none_are_chosen(sizes):
+    """Nothing is written before a row, neither into the row before it nor into what lies before the first."""
+    scores = torch.randn(4, 2, N, generator=torch.manual_seed(6))
+    counts = torch.tensor([-1, 300, -(2**40), -299])
+    chosen = rows_kernel.topk_rows(scores, counts, 300)
+    assert torch.equal(chosen, select.topk_rows(scores, counts, 300))
+    assert bool((chosen[[0, 2, 3]] == -1).all())
+
+
+@HOW
 def test_nan_of_either_sign_counts_as_infinite_among_rows(sizes):
     scores = torch.randn(2, 2, N, generator=torch.manual_seed(5))
     bits = scores.view(torch.int32)

@@ -133,6 +133,13 @@ def sizes(number: int, k: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k):
+    """Where the scores of a row begin, and how many of them are chosen: none where the count is negative."""
+    allowed = tl.maximum(tl.minimum(tl.load(count_ptr + row // heads * count_stride), k), 0).to(tl.int32)
+    return score_ptr + row // heads * score_stride_b + row % heads * score_stride_h, allowed
+
+
+@triton.jit
 def _tile(score_ptr, place, number):
     """Scores as integers of the same order, none where there is no score or -inf."""
     _, x = _score(score_ptr, score_ptr, place, number, 0, number, False, 1)
@@ -154,8 +161,7 @@ def _topk_of_short_rows(
 ):
     """Writes ``found [rows, k]``."""
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
-    score_ptr += row // heads * score_stride_b + row % heads * score_stride_h
-    allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
     x = _tile(score_ptr, index, number)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0) + 1
     kth, room, crowded = _kth(
@@ -165,13 +171,6 @@ def _topk_of_short_rows(
     found_ptr += row * k
     _put(found_ptr, 0, index, chosen, allowed)
     _end(found_ptr, tl.minimum(valid, allowed), k, 1024)
-
-
-@triton.jit
-def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k):
-    """Where the scores of a row begin, and how many of them are chosen."""
-    allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
-    return score_ptr + row // heads * score_stride_b + row % heads * score_stride_h, allowed
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "rows"])
