@@ -27,12 +27,16 @@ _RESIDENT = 16
 """Programs that a multiprocessor runs at a time."""
 _MOST = 64
 """The most programs that share a row."""
-_SAMPLES = 4096, 16384
-"""Scores of a row that tell between which two its last one is to be expected: of up to 131,072, and of more."""
+_SAMPLES = 4096, 16384, 32768
+"""Scores of a row that tell between which two its last one is to be expected: of up to 131,072, of up to 524,288, and
+of more."""
 _DEVIATIONS, _SLACK = tl.constexpr(4.5), tl.constexpr(3.0)
 """How far from there in the sample these two lie, in standard deviations, and in scores."""
-_ROOM = 32768
-"""The most scores between the two that are kept."""
+_ROOM = 1 << 17
+"""The most scores between the two that are kept: a megabyte a row. Enough for rows of up to 4 million."""
+_HOLDS = tl.constexpr(32768)
+"""The most of these that fit into registers; more are read once for each threshold, :data:`_AT_ONCE` at once."""
+_AT_ONCE = tl.constexpr(8192)
 _TALLIES, _KEPT = tl.constexpr(1), tl.constexpr(2)
 """What tells where the chosen scores lie, see :func:`_settle`."""
 _VARYING = ["score_stride_b", "score_stride_h", "heads", "number", "k"]
@@ -45,9 +49,10 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     Short rows are kept in registers whole, see :func:`topk_of_blocks`. Of others a sample tells two scores between
     which the last one that is chosen lies, but for one row in 10^5. Those above both are counted, and the few between
     them kept; the last one is looked for among these. Then a program knows how many are chosen before its own part of
-    the row, and where its own go: all scores are read twice. Where the counts do not prove that the last one is among
-    those kept (many ties, an order that the sample does not show), the row is read again and again instead, which
-    costs time and never a wrong set. Repeats are equal.
+    the row, and where its own go: all scores are read twice. Room for those kept grows with the row, up to
+    :data:`_ROOM`. Where the counts do not prove that the last one is among those kept (many ties, an order that the
+    sample does not show), the row is read again and again instead, which costs time and never a wrong set. Repeats are
+    equal.
     """
     batch, heads, number = scores.shape
     if scores.dtype != torch.float32:
@@ -72,7 +77,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
             number,
             k,
             HELD=held,
-            num_warps=4 if held < 4096 else 8,
+            num_warps=warps(held),
         )
         return found
     fill = max(1, _RESIDENT * multiprocessors(scores.device) // rows)
@@ -84,7 +89,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
     tallies, kept = torch.empty(2, rows, chunks, **made), torch.empty(2, rows, room, **made)
     where = (scores, *scores.stride()[:2], counts, counts.stride(0))
-    _bracket[(rows,)](*where, bounds, count, heads, rows, number, k, SAMPLE=sample, num_warps=8)
+    _bracket[(rows,)](*where, bounds, count, heads, rows, number, k, SAMPLE=sample, num_warps=warps(sample))
     _keep_between[chunks, rows](
         *where, bounds, count, tallies, kept, heads, rows, number, k, each, chunks, TILE=_TILE, ROOM=room, num_warps=4
     )
@@ -102,7 +107,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         CHUNKS=triton.next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
-        num_warps=4 if room < 4096 else 8 if room <= 16384 else 16,
+        num_warps=warps(room),
     )
     _write_chosen[chunks, rows](
         *where,
@@ -126,10 +131,16 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
 
 def sizes(number: int, k: int) -> tuple[int, int]:
     """Scores of the sample, and room for those kept, of rows of ``number`` scores."""
-    sample = _SAMPLES[number > 1 << 17]
+    sample = _SAMPLES[(number > 1 << 17) + (number > 1 << 19)]
     share = min(k / number, 0.5)  # a row that chooses fewer keeps fewer
-    between = 2 * (_DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value) * number / sample
-    return sample, min(max(1024, triton.next_power_of_2(math.ceil(1.2 * between))), _ROOM)
+    drawn = 2 * (_DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value + 1)  # between the two
+    between = (drawn + _DEVIATIONS.value * math.sqrt(drawn)) * number / sample
+    return sample, min(max(1024, triton.next_power_of_2(math.ceil(between))), _ROOM)
+
+
+def warps(held: int) -> int:
+    """Warps of a program that keeps so many scores in its registers."""
+    return 4 if held < 4096 else 8 if held <= 16384 else 16
 
 
 @triton.jit
@@ -193,7 +204,9 @@ def _bracket(
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
     drawn, size = tl.arange(0, SAMPLE), tl.minimum(number, SAMPLE)
     # one of each of as many equal parts, here and there in it, so that a period of the scores is not met
-    place = (drawn.to(tl.int64) * number // size).to(tl.int32) + (drawn * 40503 >> 5) % (number // size)
+    each = number // size
+    within = ((drawn * 40503 >> 5).to(tl.uint32) % each.to(tl.uint32)).to(tl.int32)
+    place = drawn * each + drawn * (number % size) // SAMPLE + within  # where size is not SAMPLE, nothing remains
     x = _tile(score_ptr, tl.where(drawn < size, place, number), number)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0)
     share = allowed.to(tl.float32) / number
@@ -302,22 +315,25 @@ def _settle(
     if proved & (low == high):
         last, room = low, tl.minimum(allowed - above, kept)
     elif proved & (kept <= ROOM):
-        x = tl.load(kept_ptr + row * ROOM + slots, mask=slots < kept, other=_NONE)
+        if ROOM <= _HOLDS:
+            x, there = tl.load(kept_ptr + row * ROOM + slots, mask=slots < kept, other=_NONE), 0
+        else:
+            x, there = tl.arange(0, _AT_ONCE), kept
         last, room, _ = _kth(
             x,
-            score_ptr,
-            score_ptr,
+            kept_ptr + row * ROOM,
+            kept_ptr,
+            there,
             0,
-            0,
-            0,
+            there,
             allowed - above,
             low,
             kept,
             high + 1,
-            HOLDS=True,
+            HOLDS=ROOM <= _HOLDS,
             LISTED=False,
             BLOCK=1,
-            CHUNK=1,
+            CHUNK=_AT_ONCE,
         )
     else:
         places = tl.arange(0, TILE)
