@@ -85,6 +85,22 @@ def run_interpreted(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def noted(monkeypatch: Any, rows_kernel: Any) -> list[torch.Tensor]:
+    """What ``_settle`` of the top-k of rows writes from now on, of each call."""
+    kernel, settled = rows_kernel._settle, []
+
+    class Noted:
+        def __getitem__(self, grid: Any) -> Any:
+            def run(*arguments: Any, **options: Any) -> None:
+                kernel[grid](*arguments, **options)
+                settled.append(arguments[kernel.arg_names.index("settled_ptr")].clone())
+
+            return run
+
+    monkeypatch.setattr(rows_kernel, "_settle", Noted())
+    return settled
+
+
 @contextmanager
 def poisoned_memory(device: str = "cpu") -> Iterator[None]:
     """Fresh memory holds NaN inside the block, so that what a kernel fails to write is seen."""

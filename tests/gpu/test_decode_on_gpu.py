@@ -11,7 +11,7 @@ from foveate.ops.score import pooled, pooled_kernel
 from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
 from tests.helpers import in_buffer
-from tests.kernels import poisoned_memory
+from tests.kernels import noted, poisoned_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -218,6 +218,32 @@ def test_topk_of_rows(scores, number, share):
         found = ops.topk_rows(scores, counts, most, dtype=torch.int32)
     assert torch.equal(found, select.topk_rows(scores, counts, most, dtype=torch.int32))
     assert torch.equal(found, ops.topk_rows(scores, counts, most, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("number", "share"), [(1 << 20, 0.1), (1 << 20, 0.5), (1 << 21, 0.05), (1 << 21, 0.5), (1 << 21, 0.9)]
+)
+@pytest.mark.parametrize("scores", [SCORES["random"], SCORES["signed"]], ids=["random", "signed"])
+def test_long_rows_are_read_twice(scores, number, share, monkeypatch):
+    """The scores kept between two bounds fit their room, so that none is read a third time."""
+    settled = noted(monkeypatch, rows_kernel)
+    scores, most = scores(number), int(share * number)
+    counts = torch.tensor([most, most // 2, most // 100], device="cuda")
+    with poisoned_memory("cuda"):
+        found = ops.topk_rows(scores, counts, most, dtype=torch.int32)
+    assert torch.equal(found, select.topk_rows(scores, counts, most, dtype=torch.int32))
+    assert bool((settled[0][2] == rows_kernel._KEPT.value).all())
+
+
+@pytest.mark.parametrize("number", [3000, 1 << 20])
+def test_topk_of_rows_of_nan_and_of_negative_counts(number):
+    scores = draw(4, 2, number)
+    for first, bits in ((3, 0x7FC00000), (4, -0x400000), (5, -1)):
+        scores.view(torch.int32)[:, :, first::50] = bits
+    counts = torch.tensor([20, -1, number // 2, -(2**40)], device="cuda")
+    found = ops.topk_rows(scores, counts, number // 2)
+    assert torch.equal(found, select.topk_rows(scores, counts, number // 2))
+    assert bool((found[1::2] == -1).all())
 
 
 def steps(q, k, v, mask, indices, counts, most):

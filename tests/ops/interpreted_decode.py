@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 from foveate.ops import _tile
 from foveate.ops._dispatch import UnsupportedError
@@ -11,6 +12,7 @@ from foveate.ops.score import pooled, pooled_kernel
 from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
 from tests.helpers import in_buffer
+from tests.kernels import noted
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -321,15 +323,21 @@ SCORES = {
 }
 
 
-HOW = pytest.mark.parametrize("how", ["held", "found in a sample of all", "found in a small sample", "read anew"])
+HOW = pytest.mark.parametrize(
+    "how", ["held", "found in a sample of all", "found in a small sample", "found out of registers", "read anew"]
+)
 
 
 @pytest.fixture
 def sizes(how, monkeypatch):
-    """Rows kept whole; of longer ones the last score bracketed well, loosely, or with too little room between."""
+    """Rows kept whole; of longer ones the last score bracketed well, loosely, with more between than registers hold,
+    or with too little room between."""
     monkeypatch.setattr(rows_kernel, "_HELD", 16384 if how == "held" else 0)
     monkeypatch.setattr(rows_kernel, "multiprocessors", lambda device: 1 if how == "found in a small sample" else 100)
-    samples = {"found in a small sample": (256, 4096), "read anew": (64, 64)}
+    samples = {"found in a small sample": (256, 4096), "found out of registers": (256, 4096), "read anew": (64, 64)}
+    if how == "found out of registers":
+        monkeypatch.setattr(rows_kernel, "_HOLDS", tl.constexpr(64))
+        monkeypatch.setattr(rows_kernel, "_AT_ONCE", tl.constexpr(256))
     if how in samples:
         monkeypatch.setattr(rows_kernel, "sizes", lambda number, k: samples[how])
 
@@ -356,22 +364,40 @@ def test_topk_of_rows(scores, sizes):
 )
 def test_what_tells_where_chosen_scores_lie(scores, how, by, monkeypatch):
     """The sample suffices for scores in no order, and for a tie that is longer than what is kept."""
-    found, settled = rows_kernel._settle, []
-
-    class Noted:
-        def __getitem__(self, grid):
-            def run(*arguments, **options):
-                found[grid](*arguments, **options)
-                settled.append(arguments[8].clone())
-
-            return run
-
+    settled = noted(monkeypatch, rows_kernel)
     monkeypatch.setattr(rows_kernel, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(rows_kernel, "_settle", Noted())
     counts = torch.tensor([4000, 20_000, 39_000]) if how != "few values" else torch.tensor([4000, 18_000, 30_500])
     chosen = rows_kernel.topk_rows(scores.contiguous(), counts, 39_000)
     assert torch.equal(chosen, select.topk_rows(scores.contiguous(), counts, 39_000))
     assert settled[0][2].tolist() == by
+
+
+@pytest.mark.parametrize(
+    ("number", "share", "room"),
+    [(524_288, 0.3, 32_768), (1 << 20, 0.5, 32_768), ((1 << 21) - 5, 0.05, 32_768), ((1 << 21) - 5, 0.5, 65_536)],
+)
+def test_long_rows_are_read_twice(number, share, room, monkeypatch):
+    """What is kept of them fits its room, also where that is more than registers hold."""
+    settled = noted(monkeypatch, rows_kernel)
+    monkeypatch.setattr(rows_kernel, "_TILE", 32_768)  # the interpreter takes its time for each
+    scores, k = torch.randn(1, 1, number, generator=torch.manual_seed(7)), int(share * number)
+    chosen = rows_kernel.topk_rows(scores, torch.tensor([k]), k)
+    assert torch.equal(chosen, select.topk_rows(scores, torch.tensor([k]), k))
+    assert settled[0][2].tolist() == [rows_kernel._KEPT.value]
+    assert rows_kernel.sizes(number, k)[1] == room
+
+
+@pytest.mark.parametrize("number", [20_000, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22])
+def test_there_is_room_for_what_lies_between(number):
+    """In samples that are drawn at random, of shares of which the sizes of rooms are close to what they need."""
+    generator, draws = torch.Generator().manual_seed(8), 60
+    for k in (number * torch.logspace(-4, -0.3, 12)).long().tolist():
+        sample, room = rows_kernel.sizes(number, k)
+        share = k / number
+        away = rows_kernel._DEVIATIONS.value * (sample * share * (1 - share)) ** 0.5 + rows_kernel._SLACK.value
+        ends = [max(0, int(sample * share - away)), min(sample, int(sample * share + away) + 1) - 1]
+        ranks = torch.rand(draws, sample, generator=generator).sort(-1).values[:, ends] * number
+        assert float((ranks[:, 1] - ranks[:, 0]).max()) < room
 
 
 @pytest.mark.parametrize("number", [1, 3, 2048, 2049])
@@ -381,6 +407,30 @@ def test_topk_of_rows_of_any_length_and_strides(number, sizes):
     counts = torch.stack([torch.tensor([2, 1700]), torch.full((2,), 5)], 1)[:, 0]
     found = rows_kernel.topk_rows(scores, counts, 1700)
     assert torch.equal(found, select.topk_rows(scores, counts, 1700))
+
+
+@HOW
+def test_rows_of_which_fewer_than_none_are_chosen(sizes):
+    """Nothing is written before a row, neither into the row before it nor into what lies before the first."""
+    scores = torch.randn(4, 2, N, generator=torch.manual_seed(6))
+    counts = torch.tensor([-1, 300, -(2**40), -299])
+    chosen = rows_kernel.topk_rows(scores, counts, 300)
+    assert torch.equal(chosen, select.topk_rows(scores, counts, 300))
+    assert bool((chosen[[0, 2, 3]] == -1).all())
+
+
+@HOW
+def test_nan_of_either_sign_counts_as_infinite_among_rows(sizes):
+    scores = torch.randn(2, 2, N, generator=torch.manual_seed(5))
+    bits = scores.view(torch.int32)
+    bits[:, :, 5::1000], bits[:, :, 17::1100] = 0x7FC00000, -0x400000  # 0xFFC00000, what x86 and 0 * inf make
+    bits[:, 1, ::3], bits[:, 1, 1::3] = -1, 0x7FFFFFFF  # as GPUs spell it
+    scores[0, 0, 100::1000] = INF
+    for counts in ([6, 1500], [N, 12]):
+        arguments = (scores, torch.tensor(counts), max(counts))
+        found = rows_kernel.topk_rows(*arguments)
+        assert torch.equal(found, select.topk_rows(*arguments))
+    assert {17, 1005} <= set(found[1, 0].tolist())
 
 
 def test_topk_of_one_score_for_all_rows():

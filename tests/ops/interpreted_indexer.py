@@ -205,6 +205,24 @@ def test_nan_writes_nothing_beyond_its_row(name, held, where, small_blocks, monk
     assert bool(((found >= -1) & (found < 333)).all())
 
 
+@pytest.mark.parametrize("k", [7, 40])
+@pytest.mark.parametrize("held", [64, 16384])
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, -1], ids=["positive", "negative", "all bits"])
+def test_nan_of_either_sign_counts_as_infinite(k, held, bits, small_blocks, monkeypatch):
+    monkeypatch.setattr(blocks_kernel, "_HELD", held)
+    scores = rows("normal", 333)
+    scores.view(torch.int32)[:, :, 3::20] = bits
+    infinite = scores.nan_to_num(float("inf"))
+    maxima = torch.nn.functional.pad(infinite, (0, 3), value=float("-inf")).unflatten(-1, (-1, 16)).amax(-1)
+    visible = torch.tensor([0, 200, 333])
+    of_nan = torch.where(
+        maxima.isinf() & (maxima > 0), torch.tensor(bits, dtype=torch.int32).view(torch.float32), maxima
+    )
+    found = blocks_kernel.topk_of_blocks(scores, of_nan, visible, k, 16)
+    assert torch.equal(found, blocks_kernel.topk_of_blocks(infinite, maxima, visible, k, 16))
+    assert 3 in found[0, 2]
+
+
 @pytest.mark.parametrize("number", [1, 16, 17, 2048, 2049])
 @pytest.mark.parametrize("block", [1, 16, 64])
 @pytest.mark.parametrize("held", [256, 16384])

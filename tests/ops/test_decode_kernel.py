@@ -156,7 +156,7 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
 
 @CAPABILITIES
 @pytest.mark.parametrize("name", ["_bracket", "_keep_between", "_settle", "_write_chosen"])
-@pytest.mark.parametrize(("number", "k"), [(32_768, 3277), (131_072, 13_107), (1 << 20, 104_857)])
+@pytest.mark.parametrize(("number", "k"), [(32_768, 3277), (131_072, 13_107), (1 << 20, 104_857), (1 << 21, 1 << 20)])
 def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.rows_kernel")
@@ -185,7 +185,7 @@ def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k):
             **dict.fromkeys(numbers[:4] if name == "_bracket" else numbers, "i32"),
             **constants,
         },
-        num_warps={"_bracket": 8, "_settle": 4 if room < 4096 else 8 if room <= 16384 else 16}.get(name, 4),
+        num_warps={"_bracket": kernel.warps(sample), "_settle": kernel.warps(room)}.get(name, 4),
     )
     assert compiled.spilled == 0
 
@@ -207,6 +207,6 @@ def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held
             **dict.fromkeys(("heads", "number", "k"), "i32"),
             "HELD": held,
         },
-        num_warps=4 if held < 4096 else 8,
+        num_warps=kernel.warps(held),
     )
     assert compiled.spilled == 0

@@ -95,13 +95,17 @@ def _between(low, high, reach_low, reach_high, k, turn):
 
 @triton.jit
 def _score(ptr, list_ptr, place, count, begin, limit, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The scores in some places of the listed blocks, or of the row: indices, and :func:`_ordered` or none. NaN, of
-    which no selection comes (the caller sees to that), counts as inf."""
+    """The scores in some places of the listed blocks, or of the row: indices, and :func:`_ordered` or none. NaN counts
+    as inf, whatever its sign. Integers are scores that are :func:`_ordered` already."""
     index = place
     if LISTED:
         index = tl.load(list_ptr + place // BLOCK, mask=place < count, other=0) * BLOCK + place % BLOCK
     there = (place < count) & (index >= begin) & (index < limit)
-    x = tl.minimum(_ordered(tl.load(ptr + index, mask=there, other=float("-inf"))), _HIGHEST)
+    if ptr.dtype.element_ty == tl.int32:
+        x = tl.load(ptr + index, mask=there, other=_NONE)
+    else:
+        x = tl.load(ptr + index, mask=there, other=float("-inf"))
+        x = _ordered(tl.where(x != x, float("inf"), x))
     return index, tl.where(there & (x > _LOWEST), x, _NONE)
 
 

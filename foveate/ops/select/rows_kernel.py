@@ -17,7 +17,6 @@ from foveate.ops.select.blocks_kernel import (
     _chosen,
     _end,
     _kth,
-    _ordered,
     _put,
     _score,
 )
@@ -28,12 +27,16 @@ _RESIDENT = 16
 """Programs that a multiprocessor runs at a time."""
 _MOST = 64
 """The most programs that share a row."""
-_SAMPLES = 4096, 16384
-"""Scores of a row that tell between which two its last one is to be expected: of up to 131,072, and of more."""
+_SAMPLES = 4096, 16384, 32768
+"""Scores of a row that tell between which two its last one is to be expected: of up to 131,072, of up to 524,288, and
+of more."""
 _DEVIATIONS, _SLACK = tl.constexpr(4.5), tl.constexpr(3.0)
 """How far from there in the sample these two lie, in standard deviations, and in scores."""
-_ROOM = 32768
-"""The most scores between the two that are kept."""
+_ROOM = 1 << 17
+"""The most scores between the two that are kept: a megabyte a row. Enough for rows of up to 4 million."""
+_HOLDS = tl.constexpr(32768)
+"""The most of these that fit into registers; more are read once for each threshold, :data:`_AT_ONCE` at once."""
+_AT_ONCE = tl.constexpr(8192)
 _TALLIES, _KEPT = tl.constexpr(1), tl.constexpr(2)
 """What tells where the chosen scores lie, see :func:`_settle`."""
 _VARYING = ["score_stride_b", "score_stride_h", "heads", "number", "k"]
@@ -46,9 +49,10 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     Short rows are kept in registers whole, see :func:`topk_of_blocks`. Of others a sample tells two scores between
     which the last one that is chosen lies, but for one row in 10^5. Those above both are counted, and the few between
     them kept; the last one is looked for among these. Then a program knows how many are chosen before its own part of
-    the row, and where its own go: all scores are read twice. Where the counts do not prove that the last one is among
-    those kept (many ties, an order that the sample does not show), the row is read again and again instead, which
-    costs time and never a wrong set. Repeats are equal.
+    the row, and where its own go: all scores are read twice. Room for those kept grows with the row, up to
+    :data:`_ROOM`. Where the counts do not prove that the last one is among those kept (many ties, an order that the
+    sample does not show), the row is read again and again instead, which costs time and never a wrong set. Repeats are
+    equal.
     """
     batch, heads, number = scores.shape
     if scores.dtype != torch.float32:
@@ -73,7 +77,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
             number,
             k,
             HELD=held,
-            num_warps=4 if held < 4096 else 8,
+            num_warps=warps(held),
         )
         return found
     fill = max(1, _RESIDENT * multiprocessors(scores.device) // rows)
@@ -85,7 +89,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
     tallies, kept = torch.empty(2, rows, chunks, **made), torch.empty(2, rows, room, **made)
     where = (scores, *scores.stride()[:2], counts, counts.stride(0))
-    _bracket[(rows,)](*where, bounds, count, heads, rows, number, k, SAMPLE=sample, num_warps=8)
+    _bracket[(rows,)](*where, bounds, count, heads, rows, number, k, SAMPLE=sample, num_warps=warps(sample))
     _keep_between[chunks, rows](
         *where, bounds, count, tallies, kept, heads, rows, number, k, each, chunks, TILE=_TILE, ROOM=room, num_warps=4
     )
@@ -103,7 +107,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         CHUNKS=triton.next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
-        num_warps=4 if room < 4096 else 8 if room <= 16384 else 16,
+        num_warps=warps(room),
     )
     _write_chosen[chunks, rows](
         *where,
@@ -127,10 +131,30 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
 
 def sizes(number: int, k: int) -> tuple[int, int]:
     """Scores of the sample, and room for those kept, of rows of ``number`` scores."""
-    sample = _SAMPLES[number > 1 << 17]
+    sample = _SAMPLES[(number > 1 << 17) + (number > 1 << 19)]
     share = min(k / number, 0.5)  # a row that chooses fewer keeps fewer
-    between = 2 * (_DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value) * number / sample
-    return sample, min(max(1024, triton.next_power_of_2(math.ceil(1.2 * between))), _ROOM)
+    drawn = 2 * (_DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value + 1)  # between the two
+    between = (drawn + _DEVIATIONS.value * math.sqrt(drawn)) * number / sample
+    return sample, min(max(1024, triton.next_power_of_2(math.ceil(between))), _ROOM)
+
+
+def warps(held: int) -> int:
+    """Warps of a program that keeps so many scores in its registers."""
+    return 4 if held < 4096 else 8 if held <= 16384 else 16
+
+
+@triton.jit
+def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k):
+    """Where the scores of a row begin, and how many of them are chosen: none where the count is negative."""
+    allowed = tl.maximum(tl.minimum(tl.load(count_ptr + row // heads * count_stride), k), 0).to(tl.int32)
+    return score_ptr + row // heads * score_stride_b + row % heads * score_stride_h, allowed
+
+
+@triton.jit
+def _tile(score_ptr, place, number):
+    """Scores as integers of the same order, none where there is no score or -inf."""
+    _, x = _score(score_ptr, score_ptr, place, number, 0, number, False, 1)
+    return x
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -148,11 +172,8 @@ def _topk_of_short_rows(
 ):
     """Writes ``found [rows, k]``."""
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
-    score_ptr += row // heads * score_stride_b + row % heads * score_stride_h
-    allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
-    x = tl.load(score_ptr + index, mask=index < number, other=float("-inf"))
-    x = tl.minimum(_ordered(x), _HIGHEST)
-    x = tl.where(x > _LOWEST, x, _NONE)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    x = _tile(score_ptr, index, number)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0) + 1
     kth, room, crowded = _kth(
         x, score_ptr, score_ptr, 0, 0, 0, allowed, _LOWEST + 1, valid, high, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
@@ -161,20 +182,6 @@ def _topk_of_short_rows(
     found_ptr += row * k
     _put(found_ptr, 0, index, chosen, allowed)
     _end(found_ptr, tl.minimum(valid, allowed), k, 1024)
-
-
-@triton.jit
-def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k):
-    """Where the scores of a row begin, and how many of them are chosen."""
-    allowed = tl.minimum(tl.load(count_ptr + row // heads * count_stride), k).to(tl.int32)
-    return score_ptr + row // heads * score_stride_b + row % heads * score_stride_h, allowed
-
-
-@triton.jit
-def _tile(score_ptr, place, number):
-    """Scores as integers of the same order, none where there is no score or -inf."""
-    _, x = _score(score_ptr, score_ptr, place, number, 0, number, False, 1)
-    return x
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "rows"])
@@ -197,7 +204,9 @@ def _bracket(
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
     drawn, size = tl.arange(0, SAMPLE), tl.minimum(number, SAMPLE)
     # one of each of as many equal parts, here and there in it, so that a period of the scores is not met
-    place = (drawn.to(tl.int64) * number // size).to(tl.int32) + (drawn * 40503 >> 5) % (number // size)
+    each = number // size
+    within = ((drawn * 40503 >> 5).to(tl.uint32) % each.to(tl.uint32)).to(tl.int32)
+    place = drawn * each + drawn * (number % size) // SAMPLE + within  # where size is not SAMPLE, nothing remains
     x = _tile(score_ptr, tl.where(drawn < size, place, number), number)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0)
     share = allowed.to(tl.float32) / number
@@ -306,22 +315,25 @@ def _settle(
     if proved & (low == high):
         last, room = low, tl.minimum(allowed - above, kept)
     elif proved & (kept <= ROOM):
-        x = tl.load(kept_ptr + row * ROOM + slots, mask=slots < kept, other=_NONE)
+        if ROOM <= _HOLDS:
+            x, there = tl.load(kept_ptr + row * ROOM + slots, mask=slots < kept, other=_NONE), 0
+        else:
+            x, there = tl.arange(0, _AT_ONCE), kept
         last, room, _ = _kth(
             x,
-            score_ptr,
-            score_ptr,
+            kept_ptr + row * ROOM,
+            kept_ptr,
+            there,
             0,
-            0,
-            0,
+            there,
             allowed - above,
             low,
             kept,
             high + 1,
-            HOLDS=True,
+            HOLDS=ROOM <= _HOLDS,
             LISTED=False,
             BLOCK=1,
-            CHUNK=1,
+            CHUNK=_AT_ONCE,
         )
     else:
         places = tl.arange(0, TILE)
