@@ -17,8 +17,8 @@ from foveate.ops.select.blocks_kernel import (
     _chosen,
     _end,
     _kth,
+    _ordered,
     _put,
-    _score,
 )
 
 _TILE = 2048
@@ -65,17 +65,18 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         return found
     if scores.stride(2) != 1:
         scores = scores.contiguous()
+    apart = scores.stride()[:2]
+    vector = 1 if apart[0] % 4 or apart[1] % 4 or scores.data_ptr() % 16 else 4
+    rows_of_scores = (scores, apart[0] // vector, apart[1] // vector, counts, counts.stride(0))
     if number <= _HELD:
         held = max(256, triton.next_power_of_2(number))
         _topk_of_short_rows[(rows,)](
-            scores,
-            *scores.stride()[:2],
-            counts,
-            counts.stride(0),
+            *rows_of_scores,
             found,
             heads,
             number,
             k,
+            VECTOR=vector,
             HELD=held,
             num_warps=warps(held),
         )
@@ -88,13 +89,28 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     made = {"dtype": torch.int32, "device": scores.device}
     bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
     tallies, kept = torch.empty(2, rows, chunks, **made), torch.empty(2, rows, room, **made)
-    where = (scores, *scores.stride()[:2], counts, counts.stride(0))
-    _bracket[(rows,)](*where, bounds, count, heads, rows, number, k, SAMPLE=sample, num_warps=warps(sample))
+    _bracket[(rows,)](
+        *rows_of_scores, bounds, count, heads, rows, number, k, VECTOR=vector, SAMPLE=sample, num_warps=warps(sample)
+    )
     _keep_between[chunks, rows](
-        *where, bounds, count, tallies, kept, heads, rows, number, k, each, chunks, TILE=_TILE, ROOM=room, num_warps=4
+        *rows_of_scores,
+        bounds,
+        count,
+        tallies,
+        kept,
+        heads,
+        rows,
+        number,
+        k,
+        each,
+        chunks,
+        VECTOR=vector,
+        TILE=_TILE,
+        ROOM=room,
+        num_warps=4,
     )
     _settle[(rows,)](
-        *where,
+        *rows_of_scores,
         bounds,
         tallies,
         kept,
@@ -104,13 +120,14 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         number,
         k,
         chunks,
+        VECTOR=vector,
         CHUNKS=triton.next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
         num_warps=warps(room),
     )
     _write_chosen[chunks, rows](
-        *where,
+        *rows_of_scores,
         tallies,
         kept,
         settled,
@@ -121,6 +138,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         k,
         each,
         chunks,
+        VECTOR=vector,
         CHUNKS=triton.next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
@@ -144,17 +162,30 @@ def warps(held: int) -> int:
 
 
 @triton.jit
-def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k):
+def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR: tl.constexpr):
     """Where the scores of a row begin, and how many of them are chosen: none where the count is negative."""
     allowed = tl.maximum(tl.minimum(tl.load(count_ptr + row // heads * count_stride), k), 0).to(tl.int32)
-    return score_ptr + row // heads * score_stride_b + row % heads * score_stride_h, allowed
+    return score_ptr + (row // heads * score_stride_b + row % heads * score_stride_h) * VECTOR, allowed
 
 
 @triton.jit
-def _tile(score_ptr, place, number):
-    """Scores as integers of the same order, none where there is no score or -inf."""
-    _, x = _score(score_ptr, score_ptr, place, number, 0, number, False, 1)
-    return x
+def _read(score_ptr, place, limit, VECTOR: tl.constexpr):
+    """Scores before ``limit``, -inf elsewhere, and whatever is behind it in the ``VECTOR`` that it cuts: a mask that
+    changes within one would have each score read by itself."""
+    return tl.load(score_ptr + place, mask=place < tl.cdiv(limit, VECTOR) * VECTOR, other=float("-inf"))
+
+
+@triton.jit
+def _order(x, place, number):
+    """Scores as integers of the same order, none where there is no score or -inf; NaN counts as inf."""
+    x = _ordered(tl.where(x != x, float("inf"), x))
+    return tl.where((place < number) & (x > _LOWEST), x, _NONE)
+
+
+@triton.jit
+def _tile(score_ptr, place, number, VECTOR: tl.constexpr):
+    """The scores in some places, see :func:`_order`."""
+    return _order(_read(score_ptr, place, number, VECTOR), place, number)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -168,12 +199,13 @@ def _topk_of_short_rows(
     heads,
     number,
     k,
+    VECTOR: tl.constexpr,
     HELD: tl.constexpr,
 ):
     """Writes ``found [rows, k]``."""
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
-    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
-    x = _tile(score_ptr, index, number)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
+    x = _tile(score_ptr, index, number, VECTOR)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0) + 1
     kth, room, crowded = _kth(
         x, score_ptr, score_ptr, 0, 0, 0, allowed, _LOWEST + 1, valid, high, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
@@ -197,17 +229,18 @@ def _bracket(
     rows,
     number,
     k,
+    VECTOR: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):
     """Writes ``bound [2, rows]``, the two scores, and 0 to ``kept_count [rows]``."""
     row = tl.program_id(0).to(tl.int64)
-    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     drawn, size = tl.arange(0, SAMPLE), tl.minimum(number, SAMPLE)
     # one of each of as many equal parts, here and there in it, so that a period of the scores is not met
     each = number // size
     within = ((drawn * 40503 >> 5).to(tl.uint32) % each.to(tl.uint32)).to(tl.int32)
     place = drawn * each + drawn * (number % size) // SAMPLE + within  # where size is not SAMPLE, nothing remains
-    x = _tile(score_ptr, tl.where(drawn < size, place, number), number)
+    x = _tile(score_ptr, tl.where(drawn < size, place, number), number, 1)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0)
     share = allowed.to(tl.float32) / number
     expected = share * size
@@ -257,27 +290,29 @@ def _keep_between(
     k,
     each,
     chunks,
+    VECTOR: tl.constexpr,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
     """Writes ``kept [2, rows, ROOM]``, the scores from the lower to the higher one and where they are, in any order
     and as many as there is room for, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score_ptr, _ = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    score_ptr, _ = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
     kept_ptr += row * ROOM
+    index_ptr = kept_ptr + rows.to(tl.int64) * ROOM
     above, inside = tl.zeros([TILE], tl.int32), tl.zeros([], tl.int32)
-    for tile in tl.range(chunk * each, chunk * each + each):
-        place = tile * TILE + tl.arange(0, TILE)
-        x = _tile(score_ptr, place, number)
+    place, end = chunk * each * TILE + tl.arange(0, TILE), tl.minimum(number, (chunk + 1) * each * TILE)
+    following = _read(score_ptr, place, end, VECTOR)
+    for _ in tl.range(each):
+        x, following = _order(following, place, number), _read(score_ptr, place + TILE, end, VECTOR)
         above += (x > high).to(tl.int32)
         between = (x >= low) & (x <= high)
         some = tl.sum(between.to(tl.int32), 0)
-        if some > 0:
-            at = tl.atomic_add(kept_count_ptr + row, some, sem="relaxed") + tl.cumsum(between.to(tl.int32), 0) - 1
-            tl.store(kept_ptr + at, x, mask=between & (at < ROOM))
-            tl.store(kept_ptr + rows.to(tl.int64) * ROOM + at, place, mask=between & (at < ROOM))
+        at = tl.atomic_add(kept_count_ptr + row, some, sem="relaxed") + tl.cumsum(between.to(tl.int32), 0) - 1
+        tl.store(index_ptr + at, place, mask=between & (at < ROOM))
         inside += some
+        place += TILE
     tl.store(tally_ptr + row * chunks + chunk, tl.sum(above, 0))
     tl.store(tally_ptr + (rows + row) * chunks + chunk, inside)
 
@@ -298,6 +333,7 @@ def _settle(
     number,
     k,
     chunks,
+    VECTOR: tl.constexpr,
     CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
@@ -305,7 +341,7 @@ def _settle(
     """Writes ``settled [3, rows]``: the last score that is chosen, how many equal to it are, and what tells where they
     lie: the tallies, what was kept, or (0) the scores alone."""
     row = tl.program_id(0).to(tl.int64)
-    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
     every, slots = tl.arange(0, CHUNKS), tl.arange(0, ROOM)
     above = tl.sum(tl.load(tally_ptr + row * chunks + every, mask=every < chunks, other=0), 0)
@@ -339,7 +375,7 @@ def _settle(
         places = tl.arange(0, TILE)
         valid = tl.zeros([TILE], tl.int32)
         for begin in tl.range(0, number, TILE):
-            valid += (_tile(score_ptr, begin + places, number) != _NONE).to(tl.int32)
+            valid += (_tile(score_ptr, begin + places, number, VECTOR) != _NONE).to(tl.int32)
         last, room, _ = _kth(
             places,
             score_ptr,
@@ -378,13 +414,14 @@ def _write_chosen(
     k,
     each,
     chunks,
+    VECTOR: tl.constexpr,
     CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
     """Writes ``found [rows, k]``: chunk after chunk, and -1 behind the last of them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k)
+    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     last, room = tl.load(settled_ptr + row), tl.load(settled_ptr + rows + row)
     begin, places = chunk * each * TILE, tl.arange(0, TILE)
 
@@ -394,7 +431,7 @@ def _write_chosen(
     by = tl.load(settled_ptr + 2 * rows + row)
     if by == 0:
         for first in tl.range(0, begin, TILE):
-            x = _tile(score_ptr, first + places, number)
+            x = _tile(score_ptr, first + places, number, VECTOR)
             higher += (x > last).to(tl.int32)
             equal += (x == last).to(tl.int32)
     else:
@@ -414,16 +451,19 @@ def _write_chosen(
     higher, equal = above + tl.sum(higher, 0), inside + tl.sum(equal, 0)
 
     found_ptr += row * k
-    for tile in tl.range(chunk * each, chunk * each + each):
-        place = tile * TILE + places
-        x = _tile(score_ptr, place, number)
+    place, end = begin + places, tl.minimum(number, begin + each * TILE)
+    following = _read(score_ptr, place, end, VECTOR)
+    for _ in tl.range(each):
+        x, following = _order(following, place, number), _read(score_ptr, place + TILE, end, VECTOR)
         over, tie = x > last, (x == last) & (x != _NONE)
-        both = tl.cumsum(over.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
-        rank = equal + (both >> 16)
-        at = higher + (both & 0xFFFF) + tl.minimum(rank, room) - 1
+        both = over.to(tl.int32) + (tie.to(tl.int32) << 16)
+        seen, all_of_it = tl.cumsum(both, 0), tl.sum(both, 0)
+        rank = equal + (seen >> 16)
+        at = higher + (seen & 0xFFFF) + tl.minimum(rank, room) - 1
         tl.store(found_ptr + at, place, mask=(over | (tie & (rank <= room))) & (at < allowed))
-        higher += tl.sum(over.to(tl.int32), 0)
-        equal += tl.sum(tie.to(tl.int32), 0)
+        higher += all_of_it & 0xFFFF
+        equal += all_of_it >> 16
+        place += TILE
     if chunk == chunks - 1:
         for first in tl.range(higher + tl.minimum(equal, room), k, TILE):
             tl.store(found_ptr + first + places, -1, mask=first + places < k)
