@@ -8,12 +8,10 @@ rows=$results/kascade-accuracy.jsonl
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 ours='kascade:calibration="divergence.json",pool=layer' paper='kascade:calibration="paper.json"'
 swept=(streaming:window=0.3)
-for share in 0.025 0.05 0.1 0.2; do
-  swept+=("$ours,decode_only=true,top_k=$share" "$ours,rest=mean,top_k=$share" "$ours,top_k=$share")
-  swept+=("$ten,decode_only=true,top_k=$share" "$ten,exact_anchors=true,rest=mean,top_k=$share")
-  swept+=("$paper,decode_only=true,top_k=$share")
-  swept+=("oracle_topk:decode_only=true,top_k=$share" "quest:top_k=$share" "omnikv:top_k=$share")
-  swept+=("lessismore:top_k=$share" "streaming:window=$share")
+for method in "$ours,decode_only=true,top_k" "$ours,rest=mean,top_k" "$ours,top_k" "$ten,decode_only=true,top_k" \
+  "$ten,exact_anchors=true,rest=mean,top_k" "$paper,decode_only=true,top_k" \
+  oracle_topk:decode_only=true,top_k quest:top_k omnikv:top_k lessismore:top_k streaming:window; do
+  for share in 0.025 0.05 0.1 0.2; do swept+=("$method=$share"); done
 done
 families=(--where task=ruler --where task=hotpotqa --where task=2wiki)
 for length in 8192 16384 30720; do families+=(--where "length=$length"); done

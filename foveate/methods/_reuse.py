@@ -43,6 +43,21 @@ class Place(NamedTuple):
         return self.anchor is not None and not self.chooses
 
 
+class Selection(NamedTuple):
+    """The keys that one layer has chosen, for those behind it."""
+
+    indices: Tensor
+    """int ``[B, Hkv, ...]``, -1 for none."""
+    read: Tensor | None = None
+    """Of a decoded token: how many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
+    total: Tensor | None = None
+    """And the sum over the rows of its mean over the heads, ``[]``."""
+
+    def to(self, device: torch.device) -> Selection:
+        """The same on another device."""
+        return Selection(*(x if x is None else x.to(device) for x in self))
+
+
 @dataclass(frozen=True)
 class SelectOnce(Method):
     """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
@@ -92,21 +107,22 @@ class SelectOnce(Method):
             return attend_all(cache, q, scaling).out
         if place.chooses and place.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, indices)
+            self._hand_on(cache, indices, (indices >= 0).sum(-1))
             return out
         if place.chooses:
             indices = self.select(cache, q, scaling)
-            self._hand_on(cache, indices)
-        else:
-            indices, heads = self._handed_on(cache)
-            indices = indices if heads is None else indices.index_select(1, heads)
-            cache.counters.indices_reused += cache.batch_size
-        read = (indices >= 0).sum(-1)
-        if place.chooses:  # all keys without their values, and then the chosen ones with them
+            read = (indices >= 0).sum(-1)
+            self._hand_on(cache, indices, read)
+            # all keys without their values, and then the chosen ones with them
             geometry = cache.geometry
             share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)
-            read = read + share * cache.row_tensor("counts")[:, None]
-        cache.count_read(read)
+            cache.count_read(read + share * cache.row_tensor("counts")[:, None])
+        else:
+            (indices, read, total), heads = self._handed_on(cache)
+            if heads is not None:
+                indices, total = indices.index_select(1, heads), read.index_select(1, heads)
+            cache.counters.indices_reused += cache.batch_size
+            cache.count_read(total)
         return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling).out
 
     def _check_layers(self, name: str) -> None:
@@ -124,22 +140,25 @@ class SelectOnce(Method):
         """Keys that a row of this length may read."""
         return clamp(budget(self.top_k, length, self.min_k), 1, length)
 
-    def _hand_on(self, cache: SlotCache, indices: Tensor) -> None:
+    def _hand_on(self, cache: SlotCache, indices: Tensor, read: Tensor | None = None) -> None:
+        """For the layers that read them, if any; see :class:`Selection`."""
         if self.place.has_readers:
-            cache.hand_on((self.name, self.place.layer), indices, instead_of=(self.name, self.place.before))
+            total = None if read is None else read.double().mean(1).sum()
+            own, before = ((self.name, layer) for layer in (self.place.layer, self.place.before))
+            cache.hand_on(own, Selection(indices, read, total), instead_of=before)
 
-    def _handed_on(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
-        """The anchor's selection, ``[B, Hkv, ...]``, and which of its heads each of this layer reads; None: its own."""
-        indices, heads = cache.handed_on((self.name, self.place.anchor)).to(cache.device), self.place.heads
+    def _handed_on(self, cache: SlotCache) -> tuple[Selection, Tensor | None]:
+        """The anchor's selection, and which of its heads each of this layer reads; None: its own."""
+        selection, heads = cache.handed_on((self.name, self.place.anchor)).to(cache.device), self.place.heads
         if heads is None:
-            return indices, None
-        number = indices.shape[1]
+            return selection, None
+        number = selection.indices.shape[1]
         if len(heads) != number or not all(head in range(number) for head in heads):
             raise ValueError(
                 f"{self.name}: heads of layer {self.place.layer} must be {number} numbers below {number}, "
                 f"one for each KV head, not {list(heads)}"
             )
-        return indices, cache.on_device(list(heads))
+        return selection, cache.on_device(list(heads))
 
 
 def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
@@ -254,7 +273,9 @@ class TopKByMass(SelectOnce):
         if self.top_p < 1:
             order, enough = ops.by_mass(scores.clamp_min(0.0), 1 - self.top_p)
             return ops.first_of(order, enough.clamp_min(1).minimum(counts[:, None]), most)
-        return ops.topk(scores, most) if alike and most else ops.topk_rows(scores, counts, most)
+        if scores.is_cuda or not (alike and most):
+            return ops.topk_rows(scores, counts, most, dtype=torch.int32)
+        return ops.topk(scores, most)
 
     # Prompt
 
@@ -280,7 +301,7 @@ class TopKByMass(SelectOnce):
             if place.dense or self.exact_anchors:
                 return attended
         else:
-            indices, heads = self._handed_on(cache)
+            (indices, *_), heads = self._handed_on(cache)
         how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
         return ops.attend_tiles(q, cache.keys, cache.values, indices, **how)
 

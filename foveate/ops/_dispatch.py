@@ -9,8 +9,7 @@ one GPU that can run them, and autograd has nothing to record; otherwise to the 
 What a kernel does not do (a head dim, a dtype) it says by raising :class:`UnsupportedError` before it computes
 anything: then the reference runs, and a warning says why, once for each reason.
 
-``with reference_only():`` and the environment variable ``FOVEATE_KERNELS=0`` switch all kernels off. Those that have
-not run on a GPU yet are on under ``FOVEATE_KERNELS=all`` alone.
+``with reference_only():`` and the environment variable ``FOVEATE_KERNELS=0`` switch all kernels off.
 """
 
 import functools
@@ -33,25 +32,21 @@ R = TypeVar("R")
 _OLDEST = (8, 0)
 _reference_only = ContextVar("reference_only", default=False)
 _verbs: set[str] = set()
-_untried: set[str] = set()
 
 
 class UnsupportedError(NotImplementedError):
     """A kernel does not do this case; the reference does."""
 
 
-def dispatch(reference: Callable[P, R], kernel: str, tried: bool = True) -> Callable[P, R]:
-    """The verb that runs ``reference`` or its namesake in the module ``kernel``, which is imported at the first use.
-
-    ``tried``: whether the kernel has run on a GPU; see above.
-    """
+def dispatch(reference: Callable[P, R], kernel: str) -> Callable[P, R]:
+    """The verb that runs ``reference`` or its namesake in the module ``kernel``, which is imported at the first use."""
     name = reference.__name__
-    (_verbs if tried else _untried).add(name)
+    _verbs.add(name)
 
     @functools.wraps(reference)
     def verb(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if (tried or _all_wanted()) and use_kernel(*tensors):
+        if use_kernel(*tensors):
             try:
                 with torch.cuda.device_of(tensors[0]):
                     return getattr(importlib.import_module(kernel), name)(*args, **kwargs)
@@ -94,11 +89,7 @@ def runs_kernel(verb: str) -> bool:
     """Whether a verb on this machine's GPUs runs its kernel, for what that does."""
     if not (torch.cuda.is_available() and kernels_wanted()) or _unusable(torch.cuda.current_device()):
         return False
-    return verb in _verbs or (verb in _untried and _all_wanted())
-
-
-def _all_wanted() -> bool:
-    return os.environ.get("FOVEATE_KERNELS") == "all"
+    return verb in _verbs
 
 
 def kernel_status() -> str:
@@ -108,7 +99,7 @@ def kernel_status() -> str:
     if not kernels_wanted():
         return "none: switched off"
     reason = _unusable(0)
-    return f"none: {reason}" if reason else ", ".join(sorted(_verbs | _untried if _all_wanted() else _verbs))
+    return f"none: {reason}" if reason else ", ".join(sorted(_verbs))
 
 
 @functools.cache

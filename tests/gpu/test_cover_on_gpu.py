@@ -24,7 +24,7 @@ SCALING = 0.1
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("FOVEATE_KERNELS", "all")
+    monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
     assert "attend_summaries" in _dispatch.kernel_status().split(", ")
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
@@ -119,8 +119,9 @@ def test_other_rules_and_pools(dtype, rule, pool):
 @DTYPES
 @MASS
 def test_pages_of_varied_sizes(dtype, mass, few):
-    check(problem((500, 33), sizes=(8,), varied=True, dtype=dtype), ops.Refinement(mass=mass))
-    check(problem((512, 32), sizes=(8, 32), allowed=(0.1, 0.3), varied=True, dtype=dtype), ops.Refinement(mass=mass))
+    size, how = 4 if dtype == torch.float32 else 8, ops.Refinement(mass=mass)  # fp32 preserves up to 16 tokens
+    check(problem((500, 33), sizes=(size,), varied=True, dtype=dtype), how)
+    check(problem((512, 32), sizes=(size, 4 * size), allowed=(0.1, 0.3), varied=True, dtype=dtype), how)
 
 
 @pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
@@ -205,7 +206,7 @@ def test_methods_run_on_the_kernels(monkeypatch):
     ):
         outs = []
         for kernels in (True, False):
-            monkeypatch.setenv("FOVEATE_KERNELS", "all" if kernels else "0")
+            monkeypatch.setenv("FOVEATE_KERNELS", "1" if kernels else "0")
             driver = Driver(methods.parse(spec), 690)
             driver.feed(cuda[:690])
             outs.append(driver.feed_steps(cuda[690:]))

@@ -26,7 +26,7 @@ TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("FOVEATE_KERNELS", "all")
+    monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
     assert {"attend", "attend_indices", "pooled_mass", "topk_rows"} <= set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 

@@ -109,15 +109,6 @@ def test_kernels_can_be_switched_off(problem, zeros, monkeypatch):
     assert torch.equal(zeros(**problem), expected)
 
 
-def test_a_kernel_that_has_not_run_yet_has_to_be_asked_for(problem, zeros, monkeypatch):
-    untried = _dispatch.dispatch(reference.column_mass, "kernel_of_zeros", tried=False)
-    expected = reference.column_mass(**problem)
-    assert torch.equal(untried(**problem), expected)
-    monkeypatch.setenv("FOVEATE_KERNELS", "all")
-    assert (untried(**problem) == 0).all()
-    assert (zeros(**problem) == 0).all()
-
-
 def test_what_a_kernel_does_not_support_is_said_once(problem, zeros):
     problem |= {"q": problem["q"][..., :9], "k": problem["k"][..., :9]}
     _dispatch._say_once.cache_clear()

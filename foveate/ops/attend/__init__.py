@@ -18,11 +18,11 @@ from foveate.ops.attend.reference import (
 from foveate.ops.attend.selected import with_sinks
 from foveate.ops.attend.summaries import Covered, Level, Refinement, Rows, Tree
 
-attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel", tried=False)
-attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel", tried=False)
-attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel", tried=False)
+attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")
+attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel")
+attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel")
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
-attend_summaries = dispatch(summaries.attend_summaries, "foveate.ops.attend.summaries_kernel", tried=False)
+attend_summaries = dispatch(summaries.attend_summaries, "foveate.ops.attend.summaries_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
 

@@ -16,7 +16,7 @@ from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
 indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel")
-pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel", tried=False)
+pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel")
 
 __all__ = [
     "INDEXER_BLOCK",
