@@ -379,7 +379,7 @@ def test_what_tells_where_chosen_scores_lie(scores, how, by, monkeypatch):
 def test_long_rows_are_read_twice(number, share, room, monkeypatch):
     """What is kept of them fits its room, also where that is more than registers hold."""
     settled = noted(monkeypatch, rows_kernel)
-    monkeypatch.setattr(rows_kernel, "_TILE", 32_768)  # the interpreter takes its time for each
+    monkeypatch.setattr(rows_kernel, "_TILE", 16_384)  # the interpreter takes its time for each
     scores, k = torch.randn(1, 1, number, generator=torch.manual_seed(7)), int(share * number)
     chosen = rows_kernel.topk_rows(scores, torch.tensor([k]), k)
     assert torch.equal(chosen, select.topk_rows(scores, torch.tensor([k]), k))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.score import indexer, indexer_kernel
@@ -134,7 +135,7 @@ def rows(name, number, seed=0):
     }[name]
 
 
-def check_choice(scores, visible, k, block=16, starts=None):
+def check_choice(scores, visible, k, block=16, starts=None, made=None):
     unseen = torch.arange(scores.shape[-1]) >= visible[:, None]
     if starts is not None:
         unseen = unseen | (torch.arange(scores.shape[-1]) < starts[:, None, None])
@@ -144,9 +145,38 @@ def check_choice(scores, visible, k, block=16, starts=None):
     maxima = padded.unflatten(-1, (-1, block)).amax(-1)
     poisoned = maxima.masked_fill(torch.arange(maxima.shape[-1]) * block >= visible[:, None], float("nan"))
     scores = scores.masked_fill(unseen, float("nan"))
-    found = blocks_kernel.topk_of_blocks(scores, poisoned, visible, k, block, starts)
+    expected = blocks.topk_of_blocks(scores.masked_fill(unseen, 9.0), maxima, visible, k, block, starts)
+    made = made or at_16_bytes
+    found = blocks_kernel.topk_of_blocks(made(scores), made(poisoned), visible, k, block, starts)
     assert found.dtype == torch.int32
-    assert torch.equal(found, blocks.topk_of_blocks(scores.masked_fill(unseen, 9.0), maxima, visible, k, block, starts))
+    assert torch.equal(found, expected)
+
+
+def at_16_bytes(x):
+    """The same in rows that begin at 16 bytes, with NaN between them, as what scores them leaves them."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 4 + 4), value=float("nan"))[..., : x.shape[-1]]
+
+
+@pytest.fixture
+def by_names(monkeypatch):
+    """Rows whose blocks are chosen first, and written in several turns."""
+    monkeypatch.setattr(blocks_kernel, "_SHORT", 0)
+    monkeypatch.setattr(blocks_kernel, "_TILE", tl.constexpr(64))
+    made = []
+    real = blocks_kernel._topk_of_named
+    monkeypatch.setattr(blocks_kernel, "_topk_of_named", noted_launch(real, made))
+    return made
+
+
+def noted_launch(kernel, launched):
+    """The kernel, with its launches noted."""
+
+    class Noted:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return kernel[grid]
+
+    return Noted()
 
 
 KINDS = (
@@ -176,6 +206,15 @@ def test_choice(name, k, block, small_blocks):
 @pytest.mark.parametrize("k", [1, 40, 400])
 def test_choice_from_short_rows(name, k):
     check_choice(rows(name, 333), torch.tensor([0, 200, 333]), k)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("k", [1, 7, 20])
+@pytest.mark.parametrize("block", [1, 16])
+def test_choice_from_blocks_that_are_chosen_first(name, k, block, by_names):
+    check_choice(rows(name, 333), torch.tensor([0, 200, 333]), k, block)
+    check_choice(rows(name, 333), torch.tensor([50, 100, 333]), k, block, starts=torch.tensor([90, 7]))
+    assert len(by_names) == 2
 
 
 @pytest.mark.parametrize("k", [1, 40, 400])
@@ -223,12 +262,12 @@ def test_nan_of_either_sign_counts_as_infinite(k, held, bits, small_blocks, monk
     assert 3 in found[0, 2]
 
 
-@pytest.mark.parametrize("number", [1, 16, 17, 2048, 2049])
+@pytest.mark.parametrize("number", [1, 16, 17, 2048, 2049, 5000])
 @pytest.mark.parametrize("block", [1, 16, 64])
 @pytest.mark.parametrize("held", [256, 16384])
 def test_any_number_of_scores(number, block, held, monkeypatch):
     monkeypatch.setattr(blocks_kernel, "_HELD", held)
-    check_choice(rows("three values", number), torch.full((3,), number), 13, block)
+    check_choice(rows("three values", number), torch.full((3,), number), 13, block, made=torch.Tensor.contiguous)
 
 
 def test_what_choice_refuses():

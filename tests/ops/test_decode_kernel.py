@@ -163,13 +163,13 @@ def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k):
     sample, room = kernel.sizes(number, k)
     pointers = {
         "_bracket": ("bound", "kept_count"),
-        "_keep_between": ("bound", "kept_count", "tally", "kept"),
+        "_keep_between": ("bound", "kept_count", "tally", "index"),
         "_settle": ("bound", "tally", "kept", "settled"),
         "_write_chosen": ("tally", "kept", "settled", "found"),
     }[name]
-    constants = {"TILE": kernel._TILE, "ROOM": room, "CHUNKS": 64}
+    constants = {"VECTOR": 4, "TILE": kernel._TILE, "ROOM": room, "CHUNKS": 64}
     if name == "_bracket":
-        constants = {"SAMPLE": sample}
+        constants = {"VECTOR": 4, "SAMPLE": sample}
     elif name == "_keep_between":
         del constants["CHUNKS"]
     numbers = [x for x in ("heads", "rows", "number", "k", "each", "chunks") if (name, x) != ("_settle", "each")]
@@ -188,6 +188,8 @@ def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k):
         num_warps={"_bracket": kernel.warps(sample), "_settle": kernel.warps(room)}.get(name, 4),
     )
     assert compiled.spilled == 0
+    if name in ("_keep_between", "_write_chosen"):
+        assert "ld.global.v4.b32" in compiled.ptx, "scores are read 16 bytes at a time"
 
 
 @CAPABILITIES
@@ -205,6 +207,7 @@ def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held
             "count_stride": 1,
             "found_ptr": "*i32:16",
             **dict.fromkeys(("heads", "number", "k"), "i32"),
+            "VECTOR": 4,
             "HELD": held,
         },
         num_warps=kernel.warps(held),

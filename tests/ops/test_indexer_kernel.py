@@ -128,20 +128,25 @@ def test_choice_compiles_for_ampere_and_hopper(capability, groups, room):
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("held", [256, 8192, 16384])
-def test_choice_from_short_rows_compiles_for_ampere_and_hopper(capability, held):
+@pytest.mark.parametrize("named", [False, True])
+def test_choice_from_what_is_held_compiles_for_ampere_and_hopper(capability, held, named):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.blocks_kernel")
     compiled = compile_for(
         capability,
-        kernel._topk_of_short_rows,
+        kernel._topk_of_named if named else kernel._topk_of_short_rows,
         {
             "score_ptr": "*fp32:16",
+            **({"list_ptr": "*i32:16", "BLOCK": 16} if named else {"UNIT": 1}),
             "found_ptr": "*i32:16",
             **dict.fromkeys(("visible_ptr", "start_ptr"), "*i64:16"),
             "PADDED": True,
-            **dict.fromkeys(("rows", "number", "k"), "i32"),
+            **dict.fromkeys(("apart", "rows", "number", "k"), "i32"),
+            "VECTOR": 4,
             "HELD": held,
         },
-        num_warps=4 if held < 4096 else 8,
+        num_warps=4 if held < 4096 and not named else 8,
     )
-    assert compiled.spilled <= (0 if capability == 90 else 16)
+    assert compiled.spilled == 0
+    if held > 256:
+        assert "ld.global.v4.b32" in compiled.ptx, "scores are read 16 bytes at a time"

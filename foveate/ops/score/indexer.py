@@ -23,6 +23,14 @@ class IndexerScores(NamedTuple):
     finite."""
 
 
+def room_for(q: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, S, T]`` and maxima, not yet written. Rows begin at 16 bytes: selection reads as many at a time."""
+    widths = number, -(-number // BLOCK)
+    made = (torch.empty(*q.shape[:2], -(-width // 4) * 4, dtype=torch.float32, device=q.device) for width in widths)
+    scores, maxima = (x[..., :width] for x, width in zip(made, widths))
+    return scores, maxima
+
+
 def indexer_scores(
     q: Tensor,
     k: Tensor,

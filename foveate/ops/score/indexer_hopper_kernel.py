@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from foveate.ops.score.indexer import BLOCK, IndexerScores
+from foveate.ops.score.indexer import BLOCK, IndexerScores, room_for
 
 _ROWS = 256
 """Queries times heads of a warpgroup: what a product's columns are."""
@@ -60,9 +60,7 @@ def indexer_scores(
     """
     batch, queries, heads, dim = q.shape
     number = k.shape[1]
-    blocks = triton.cdiv(number, BLOCK)
-    scores = torch.empty(batch, queries, number, dtype=torch.float32, device=q.device)
-    maxima = torch.empty(batch, queries, blocks, dtype=torch.float32, device=q.device)
+    scores, maxima = room_for(q, number)
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
     weights, starts = weights.contiguous(), None if starts is None else starts.contiguous()
     scales = None if key_scales is None else key_scales.contiguous()
@@ -84,7 +82,8 @@ def indexer_scores(
             groups,
             queries,
             number,
-            blocks,
+            scores.stride(1),
+            maxima.stride(1),
             ratio,
             offset,
             span,
@@ -151,7 +150,8 @@ def _add_up(
     end,
     queries,
     number,
-    blocks,
+    apart,
+    max_apart,
     ratio,
     offset,
     q_tiles,
@@ -203,7 +203,7 @@ def _add_up(
         seen = keys[:, None] < visible[None, :]
         if PADDED:
             seen = seen & (keys >= padding)[:, None]
-        gl.store(score_ptr + row[None, :] * number + keys[:, None], score, mask=seen)
+        gl.store(score_ptr + row[None, :] * apart + keys[:, None], score, mask=seen)
         lost |= (seen & (score != score)).to(gl.int32)
         best = gl.max(gl.reshape(gl.where(seen, score, float("-inf")), [KEYS // BLOCK, BLOCK, EACH]), 1)
         BEST: gl.constexpr = best.type.layout
@@ -211,7 +211,7 @@ def _add_up(
         of_row = gl.convert_layout(row, gl.SliceLayout(0, BEST))
         limit = gl.convert_layout(visible, gl.SliceLayout(0, BEST))
         written = (block * BLOCK)[:, None] < limit[None, :]
-        gl.store(max_ptr + of_row[None, :] * blocks + block[:, None], best, mask=written)
+        gl.store(max_ptr + of_row[None, :] * max_apart + block[:, None], best, mask=written)
         turn += 1
     own = first_query + columns // HEADS
     sees = (own < queries) & (gl.minimum((offset + own + 1) // ratio, number) > padding)
@@ -219,7 +219,7 @@ def _add_up(
     gl.atomic_max(lost_ptr, gl.maximum(gl.max(gl.max(lost, 1), 0), gl.max(broken, 0)))
 
 
-@gluon.jit(do_not_specialize=["groups", "queries", "number", "blocks", "ratio", "offset", "span"])
+@gluon.jit(do_not_specialize=["groups", "queries", "number", "apart", "max_apart", "ratio", "offset", "span"])
 def _indexer_scores(
     q_desc,
     k_desc,
@@ -232,7 +232,8 @@ def _indexer_scores(
     groups,
     queries,
     number,
-    blocks,
+    apart,
+    max_apart,
     ratio,
     offset,
     span,
@@ -269,10 +270,10 @@ def _indexer_scores(
     # fmt: off
     gl.warp_specialize([
         (_add_up, (0, w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr, first_query, begin, end, queries,
-                   number, blocks, ratio, offset, q_tiles, k_tiles, q_full, full, empty,
+                   number, apart, max_apart, ratio, offset, q_tiles, k_tiles, q_full, full, empty,
                    HEADS, EACH, KEYS, BLOCK, STAGES, PADDED, SCALED)),
         (_add_up, (1, w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr, first_query, begin, end, queries,
-                   number, blocks, ratio, offset, q_tiles, k_tiles, q_full, full, empty,
+                   number, apart, max_apart, ratio, offset, q_tiles, k_tiles, q_full, full, empty,
                    HEADS, EACH, KEYS, BLOCK, STAGES, PADDED, SCALED)),
         (_fetch, (q_desc, k_desc, first_query * HEADS, begin, end, q_tiles, k_tiles, q_full, full, empty,
                   ROWS, KEYS, STAGES)),

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.score.indexer import BLOCK, IndexerScores
+from foveate.ops.score.indexer import BLOCK, IndexerScores, room_for
 
 _ROWS = 256
 """The most queries times heads of a program."""
@@ -72,9 +72,7 @@ def indexer_scores(
         if hopper.fits(q, k):
             how = {"ratio": ratio, "offset": offset, "starts": starts, "key_scales": key_scales}
             return hopper.indexer_scores(q, k, weights, **how)
-    blocks = triton.cdiv(number, BLOCK)
-    scores = torch.empty(batch, queries, number, dtype=torch.float32, device=q.device)
-    maxima = torch.empty(batch, queries, blocks, dtype=torch.float32, device=q.device)
+    scores, maxima = room_for(q, number)
     lost = torch.zeros(1, dtype=torch.int32, device=q.device)
     starts = None if starts is None else starts.contiguous()
     if not number or not queries:
@@ -97,7 +95,8 @@ def indexer_scores(
         groups,
         queries,
         number,
-        blocks,
+        scores.stride(1),
+        maxima.stride(1),
         ratio,
         offset,
         span,
@@ -119,7 +118,7 @@ def _programs(device: torch.device) -> int:
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@triton.jit(do_not_specialize=["groups", "queries", "number", "blocks", "ratio", "offset", "span"])
+@triton.jit(do_not_specialize=["groups", "queries", "number", "apart", "max_apart", "ratio", "offset", "span"])
 def _indexer_scores(
     q_ptr,
     k_ptr,
@@ -144,7 +143,8 @@ def _indexer_scores(
     groups,
     queries,
     number,
-    blocks,
+    apart,
+    max_apart,
     ratio,
     offset,
     span,
@@ -157,7 +157,7 @@ def _indexer_scores(
     PADDED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Writes ``scores [B, S, T]`` and ``maxima [B, S, blocks]``, both contiguous.
+    """Writes ``scores [B, S, T]`` and ``maxima [B, S, blocks]``, with rows ``apart`` and ``max_apart`` from each other.
 
     Programs of the same keys and neighbouring queries run side by side, so that the keys come from the cache.
     """
@@ -202,12 +202,12 @@ def _indexer_scores(
         seen = keys[:, None] < visible[None, :]
         if PADDED:
             seen = seen & (keys >= padding)[:, None]
-        tl.store(score_ptr + row[None, :] * number + keys[:, None], score, mask=seen)
+        tl.store(score_ptr + row[None, :] * apart + keys[:, None], score, mask=seen)
         lost |= (seen & (score != score)).to(tl.int32)
         best = tl.reshape(tl.where(seen, score, float("-inf")), [BLOCK_T // BLOCK, BLOCK, EACH])
         block = start // BLOCK + blocks_of_product
         written = block[:, None] * BLOCK < visible[None, :]
-        tl.store(max_ptr + row[None, :] * blocks + block[:, None], tl.max(best, 1), mask=written)
+        tl.store(max_ptr + row[None, :] * max_apart + block[:, None], tl.max(best, 1), mask=written)
     query = first_query + rows // HEADS
     sees = (query < queries) & (tl.minimum((offset + query + 1) // ratio, number) > padding)
     broken = (sees & (w - w != 0)).to(tl.int32)  # infinite, or NaN

@@ -8,7 +8,11 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 
 _HELD = 16384
-"""The longest rows that are kept in registers whole."""
+"""The most values of a row that are kept in registers."""
+_SHORT = 4096
+"""Rows that are kept whole, though less of them would do: that takes a launch less."""
+_TILE = tl.constexpr(4096)
+"""Values among which those that are chosen are written at once."""
 _KEPT = 8192
 """The most values that are kept of longer ones."""
 _CHUNK = 2048
@@ -25,10 +29,14 @@ def topk_of_blocks(
     """See :func:`foveate.ops.select.blocks.topk_of_blocks`.
 
     A program owns a row, and looks for the k-th largest of values in its registers by counting how many reach a
-    threshold, ten times or so. Short rows it keeps whole. Of long ones it keeps the maxima of groups of blocks: the
-    k-th largest of them is a bound that at least k scores reach, and few more; the blocks whose maximum reaches it are
-    read once, and the scores that do are kept. Where they are too many, because scores tie or trend, they are read
-    anew for each threshold: that costs time and never a wrong set.
+    threshold, ten times or so. Short rows it keeps whole. Of longer ones it first chooses blocks in the same way, the k
+    whose maxima come first: each of them has a score that comes before all scores of a block that is left out, so that
+    the k first scores are among theirs (StreamIndex needs no such step, having no maxima). Those alone are read.
+
+    Where k blocks are too many to be kept, or all of a row's maxima are, a program keeps the maxima of groups of
+    blocks: the k-th largest of them is a bound that at least k scores reach, and few more; the blocks whose maximum
+    reaches it are read once, and the scores that do are kept. Where those are too many, because scores tie or trend,
+    they are read anew for each threshold: that costs time and never a wrong set.
     """
     batch, rows, number = scores.shape
     blocks = maxima.shape[-1]
@@ -41,13 +49,31 @@ def topk_of_blocks(
     visible, starts = visible.contiguous(), None if starts is None else starts.contiguous()
     if not number or not rows:
         return found.fill_(-1)
-    scores, padded = scores.contiguous(), starts is not None
-    if number <= _HELD:
-        held = max(256, triton.next_power_of_2(number))
-        _topk_of_short_rows[rows, batch](
-            scores, visible, starts, found, rows, number, k, HELD=held, PADDED=padded, num_warps=4 if held < 4096 else 8
+    padded = starts is not None
+    few, some = number <= min(_SHORT, _HELD), k * block
+    if few or (number <= _HELD and number <= some):
+        return _short(scores, visible, starts, found, 1)
+    if blocks <= _HELD and some <= _HELD:
+        named = _short(maxima, visible, None, torch.empty_like(found), block)
+        scores, apart, vector = _rows(scores)
+        _topk_of_named[rows, batch](
+            scores,
+            apart,
+            visible,
+            starts,
+            named,
+            found,
+            rows,
+            number,
+            k,
+            VECTOR=vector,
+            BLOCK=block,
+            HELD=max(256, block, triton.next_power_of_2(some)),
+            PADDED=padded,
+            num_warps=8,
         )
         return found
+    scores = scores.contiguous()
     listed = torch.empty(batch, rows, blocks, dtype=torch.int32, device=scores.device)
     room = min(triton.next_power_of_2(max(4 * k, _CHUNK)), _KEPT)
     kept = torch.empty(2, batch, rows, room, dtype=torch.int32, device=scores.device)
@@ -74,6 +100,37 @@ def topk_of_blocks(
     return found
 
 
+def _short(scores: Tensor, visible: Tensor, starts: Tensor | None, found: Tensor, unit: int) -> Tensor:
+    """The k first of rows that are kept whole, of ``visible / unit`` scores; writes ``found [B, S, k]``."""
+    batch, rows, number = scores.shape
+    scores, apart, vector = _rows(scores)
+    held = max(256, triton.next_power_of_2(number))
+    _topk_of_short_rows[rows, batch](
+        scores,
+        apart,
+        visible,
+        starts,
+        found,
+        rows,
+        number,
+        found.shape[2],
+        VECTOR=vector,
+        UNIT=unit,
+        HELD=held,
+        PADDED=starts is not None,
+        num_warps=4 if held < 4096 else 8,
+    )
+    return found
+
+
+def _rows(scores: Tensor) -> tuple[Tensor, int, int]:
+    """Scores whose rows are one ``apart`` from the next, in vectors of 4 where all begin at 16 bytes, or of 1."""
+    if scores.stride(2) != 1 or scores.stride(0) != scores.shape[1] * scores.stride(1):
+        scores = scores.contiguous()
+    vector = 1 if scores.stride(1) % 4 or scores.data_ptr() % 16 else 4
+    return scores, scores.stride(1) // vector, vector
+
+
 @triton.jit
 def _ordered(x):
     """Floats as integers of the same order, -0.0 as 0.0."""
@@ -91,6 +148,20 @@ def _between(low, high, reach_low, reach_high, k, turn):
     guess = _ordered(a + (b - a) * (most - tl.log2(k.to(tl.float32) + 0.5)) / (most - least))
     middle = (low & high) + ((low ^ high) >> 1)
     return tl.where((turn % 3 < 2) & (guess > low) & (guess < high), guess, middle)
+
+
+@triton.jit
+def _read(score_ptr, place, limit, VECTOR: tl.constexpr):
+    """Scores before ``limit``, -inf elsewhere, and whatever is behind it in the ``VECTOR`` that it cuts: a mask that
+    changes within one would have each score read by itself."""
+    return tl.load(score_ptr + place, mask=place < tl.cdiv(limit, VECTOR) * VECTOR, other=float("-inf"))
+
+
+@triton.jit
+def _order(x, there):
+    """Scores as integers of the same order, none where there is no score or -inf; NaN counts as inf."""
+    x = _ordered(tl.where(x != x, float("inf"), x))
+    return tl.where(there & (x > _LOWEST), x, _NONE)
 
 
 @triton.jit
@@ -173,26 +244,133 @@ def _end(found_ptr, written, k, CHUNK: tl.constexpr):
         tl.store(found_ptr + places, -1, mask=places < k)
 
 
-@triton.jit(do_not_specialize=["rows", "number", "k"])
+@triton.jit(do_not_specialize=["apart", "rows", "number", "k"])
 def _topk_of_short_rows(
-    score_ptr, visible_ptr, start_ptr, found_ptr, rows, number, k, HELD: tl.constexpr, PADDED: tl.constexpr
+    score_ptr,
+    apart,
+    visible_ptr,
+    start_ptr,
+    found_ptr,
+    rows,
+    number,
+    k,
+    VECTOR: tl.constexpr,
+    UNIT: tl.constexpr,
+    HELD: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    """Writes ``found [B, S, k]``; all tensors are contiguous."""
+    """Writes ``found [B, S, k]``; rows of scores are ``apart * VECTOR`` from each other."""
     s = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * rows + s
+    score_ptr += row * apart * VECTOR
+    found_ptr += row * k
+    visible = tl.minimum(tl.cdiv(tl.load(visible_ptr + s), UNIT), number).to(tl.int32)
+    begin = 0
+    if PADDED:
+        begin = tl.load(start_ptr + tl.program_id(1)).to(tl.int32)
+    index = tl.arange(0, HELD)
+    x = _order(_read(score_ptr, index, visible, VECTOR), (index >= begin) & (index < visible))
+    valid = tl.sum((x != _NONE).to(tl.int32), 0)
+    kth, room, crowded = _kth(
+        x,
+        score_ptr,
+        score_ptr,
+        0,
+        0,
+        0,
+        k,
+        _LOWEST + 1,
+        valid,
+        tl.max(x, 0) + 1,
+        HOLDS=True,
+        LISTED=False,
+        BLOCK=1,
+        CHUNK=1,
+    )
+    if HELD <= _TILE:
+        chosen, _ = _chosen(x, kth, room, crowded, 0)
+        _put(found_ptr, 0, index, chosen, k)
+    else:  # read again what has just been read: to number them all at once takes more registers than there are
+        places, written, equal = tl.arange(0, _TILE), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+        for first in tl.range(0, visible, _TILE):
+            place = first + places
+            y = _order(_read(score_ptr, place, visible, VECTOR), (place >= begin) & (place < visible))
+            chosen, equal = _chosen(y, kth, room, crowded, equal)
+            _put(found_ptr, written, place, chosen, k)
+            written += tl.sum(chosen.to(tl.int32), 0)
+    _end(found_ptr, tl.minimum(valid, k), k, 1024)
+
+
+@triton.jit
+def _of_named(
+    list_ptr, first, score_ptr, named, begin, visible, VECTOR: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr
+):
+    """Scores of ``MANY`` of the blocks that are named: indices, and the scores, :func:`_order`; ``[MANY, BLOCK]``."""
+    places = first + tl.arange(0, MANY)
+    block = tl.load(list_ptr + places, mask=places < named, other=-1)
+    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = (block >= 0)[:, None] & (index < tl.cdiv(visible, VECTOR) * VECTOR)
+    x = tl.load(score_ptr + index, mask=there, other=float("-inf"))
+    return index, _order(x, (block >= 0)[:, None] & (index >= begin) & (index < visible))
+
+
+@triton.jit(do_not_specialize=["apart", "rows", "number", "k"])
+def _topk_of_named(
+    score_ptr,
+    apart,
+    visible_ptr,
+    start_ptr,
+    list_ptr,
+    found_ptr,
+    rows,
+    number,
+    k,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Writes ``found [B, S, k]`` from the blocks of ``list [B, S, k]``, ascending and then -1, which hold them all."""
+    s = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64) * rows + s
+    score_ptr += row * apart * VECTOR
+    list_ptr += row * k
     found_ptr += row * k
     visible = tl.minimum(tl.load(visible_ptr + s), number).to(tl.int32)
     begin = 0
     if PADDED:
         begin = tl.load(start_ptr + tl.program_id(1)).to(tl.int32)
-    index = tl.arange(0, HELD)
-    _, x = _score(score_ptr + row * number, score_ptr, index, visible, begin, visible, False, 1)
-    low, valid = _LOWEST + 1, tl.sum((x != _NONE).to(tl.int32), 0)
+
+    _, x = _of_named(list_ptr, 0, score_ptr, k, begin, visible, VECTOR, BLOCK, HELD // BLOCK)
+    best = tl.max(x, 1)
+    named = tl.sum((best != _NONE).to(tl.int32), 0)
+    bound = tl.min(tl.where(best == _NONE, _HIGHEST, best), 0)  # k scores reach it, if there are k blocks
+    bound = tl.where(named == k, bound, _LOWEST + 1)
+    x = tl.reshape(x, [HELD])
+    valid, reach = tl.sum((x != _NONE).to(tl.int32), 0), tl.sum((x >= bound).to(tl.int32), 0)
     kth, room, crowded = _kth(
-        x, score_ptr, score_ptr, 0, 0, 0, k, low, valid, tl.max(x, 0) + 1, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
+        x,
+        score_ptr,
+        score_ptr,
+        0,
+        0,
+        0,
+        k,
+        bound,
+        reach,
+        tl.max(x, 0) + 1,
+        HOLDS=True,
+        LISTED=False,
+        BLOCK=1,
+        CHUNK=1,
     )
-    chosen, _ = _chosen(x, kth, room, crowded, 0)
-    _put(found_ptr, 0, index, chosen, k)
+    MANY: tl.constexpr = min(HELD, _TILE) // BLOCK
+    written, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for first in tl.range(0, named, MANY):
+        index, y = _of_named(list_ptr, first, score_ptr, named, begin, visible, VECTOR, BLOCK, MANY)
+        chosen, equal = _chosen(tl.reshape(y, [MANY * BLOCK]), kth, room, crowded, equal)
+        _put(found_ptr, written, tl.reshape(index, [MANY * BLOCK]), chosen, k)
+        written += tl.sum(chosen.to(tl.int32), 0)
     _end(found_ptr, tl.minimum(valid, k), k, 1024)
 
 

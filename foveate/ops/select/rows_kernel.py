@@ -17,12 +17,15 @@ from foveate.ops.select.blocks_kernel import (
     _chosen,
     _end,
     _kth,
-    _ordered,
+    _order,
     _put,
+    _read,
 )
 
 _TILE = 2048
 """Scores that a program looks at at once."""
+_WARPS = 4
+"""Warps of a program that does."""
 _RESIDENT = 16
 """Programs that a multiprocessor runs at a time."""
 _MOST = 64
@@ -97,7 +100,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         bounds,
         count,
         tallies,
-        kept,
+        kept[1],
         heads,
         rows,
         number,
@@ -107,7 +110,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         VECTOR=vector,
         TILE=_TILE,
         ROOM=room,
-        num_warps=4,
+        num_warps=_WARPS,
     )
     _settle[(rows,)](
         *rows_of_scores,
@@ -142,7 +145,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         CHUNKS=triton.next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
-        num_warps=4,
+        num_warps=_WARPS,
     )
     return found
 
@@ -169,23 +172,17 @@ def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row
 
 
 @triton.jit
-def _read(score_ptr, place, limit, VECTOR: tl.constexpr):
-    """Scores before ``limit``, -inf elsewhere, and whatever is behind it in the ``VECTOR`` that it cuts: a mask that
-    changes within one would have each score read by itself."""
-    return tl.load(score_ptr + place, mask=place < tl.cdiv(limit, VECTOR) * VECTOR, other=float("-inf"))
-
-
-@triton.jit
-def _order(x, place, number):
-    """Scores as integers of the same order, none where there is no score or -inf; NaN counts as inf."""
-    x = _ordered(tl.where(x != x, float("inf"), x))
-    return tl.where((place < number) & (x > _LOWEST), x, _NONE)
-
-
-@triton.jit
 def _tile(score_ptr, place, number, VECTOR: tl.constexpr):
     """The scores in some places, see :func:`_order`."""
-    return _order(_read(score_ptr, place, number, VECTOR), place, number)
+    return _order(_read(score_ptr, place, number, VECTOR), place < number)
+
+
+@triton.jit
+def _gathered(score_ptr, index_ptr, slots, kept):
+    """The scores whose places stand in some slots."""
+    there = slots < kept
+    place = tl.load(index_ptr + slots, mask=there, other=0)
+    return _order(tl.load(score_ptr + place, mask=there, other=float("-inf")), there)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -240,7 +237,7 @@ def _bracket(
     each = number // size
     within = ((drawn * 40503 >> 5).to(tl.uint32) % each.to(tl.uint32)).to(tl.int32)
     place = drawn * each + drawn * (number % size) // SAMPLE + within  # where size is not SAMPLE, nothing remains
-    x = _tile(score_ptr, tl.where(drawn < size, place, number), number, 1)
+    x = _order(tl.load(score_ptr + place, mask=drawn < size, other=float("-inf")), drawn < size)
     valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0)
     share = allowed.to(tl.float32) / number
     expected = share * size
@@ -283,7 +280,7 @@ def _keep_between(
     bound_ptr,
     kept_count_ptr,
     tally_ptr,
-    kept_ptr,
+    index_ptr,
     heads,
     rows,
     number,
@@ -294,26 +291,28 @@ def _keep_between(
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Writes ``kept [2, rows, ROOM]``, the scores from the lower to the higher one and where they are, in any order
-    and as many as there is room for, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
+    """Writes ``index [rows, ROOM]``, where the scores from the lower to the higher one are, in any order and as many as
+    there is room for, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, _ = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
-    kept_ptr += row * ROOM
-    index_ptr = kept_ptr + rows.to(tl.int64) * ROOM
-    above, inside = tl.zeros([TILE], tl.int32), tl.zeros([], tl.int32)
+    index_ptr += row * ROOM
+    above, inside = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     place, end = chunk * each * TILE + tl.arange(0, TILE), tl.minimum(number, (chunk + 1) * each * TILE)
     following = _read(score_ptr, place, end, VECTOR)
     for _ in tl.range(each):
-        x, following = _order(following, place, number), _read(score_ptr, place + TILE, end, VECTOR)
-        above += (x > high).to(tl.int32)
+        x, following = _order(following, place < number), _read(score_ptr, place + TILE, end, VECTOR)
+        over = x > high
         between = (x >= low) & (x <= high)
-        some = tl.sum(between.to(tl.int32), 0)
-        at = tl.atomic_add(kept_count_ptr + row, some, sem="relaxed") + tl.cumsum(between.to(tl.int32), 0) - 1
+        both = between.to(tl.int32) + (over.to(tl.int32) << 16)
+        seen, all_of_it = tl.cumsum(both, 0), tl.sum(both, 0)
+        some = all_of_it & 0xFFFF
+        at = tl.atomic_add(kept_count_ptr + row, some, sem="relaxed") + (seen & 0xFFFF) - 1
         tl.store(index_ptr + at, place, mask=between & (at < ROOM))
+        above += all_of_it >> 16
         inside += some
         place += TILE
-    tl.store(tally_ptr + row * chunks + chunk, tl.sum(above, 0))
+    tl.store(tally_ptr + row * chunks + chunk, above)
     tl.store(tally_ptr + (rows + row) * chunks + chunk, inside)
 
 
@@ -339,11 +338,12 @@ def _settle(
     ROOM: tl.constexpr,
 ):
     """Writes ``settled [3, rows]``: the last score that is chosen, how many equal to it are, and what tells where they
-    lie: the tallies, what was kept, or (0) the scores alone."""
+    lie: the tallies, what was kept, or (0) the scores alone. In ``kept [2, rows, ROOM]`` stands where scores were kept;
+    before it this writes the scores themselves."""
     row = tl.program_id(0).to(tl.int64)
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
-    every, slots = tl.arange(0, CHUNKS), tl.arange(0, ROOM)
+    every = tl.arange(0, CHUNKS)
     above = tl.sum(tl.load(tally_ptr + row * chunks + every, mask=every < chunks, other=0), 0)
     kept = tl.sum(tl.load(tally_ptr + (rows + row) * chunks + every, mask=every < chunks, other=0), 0)
     proved = (above <= allowed) & ((allowed <= above + kept) | (low == _LOWEST + 1))  # both are exact
@@ -351,17 +351,25 @@ def _settle(
     if proved & (low == high):
         last, room = low, tl.minimum(allowed - above, kept)
     elif proved & (kept <= ROOM):
-        if ROOM <= _HOLDS:
-            x, there = tl.load(kept_ptr + row * ROOM + slots, mask=slots < kept, other=_NONE), 0
-        else:
-            x, there = tl.arange(0, _AT_ONCE), kept
+        kept_ptr += row * ROOM
+        index_ptr = kept_ptr + rows.to(tl.int64) * ROOM
+        some = tl.arange(0, min(ROOM, _AT_ONCE))
+        x = _gathered(score_ptr, index_ptr, some, kept)
+        tl.store(kept_ptr + some, x, mask=some < kept)
+        if ROOM > _AT_ONCE:
+            for first in tl.range(_AT_ONCE, kept, _AT_ONCE):
+                y = _gathered(score_ptr, index_ptr, first + some, kept)
+                tl.store(kept_ptr + first + some, y, mask=first + some < kept)
+            tl.debug_barrier()
+            if ROOM <= _HOLDS:
+                x = tl.load(kept_ptr + tl.arange(0, ROOM), mask=tl.arange(0, ROOM) < kept, other=_NONE)
         last, room, _ = _kth(
             x,
-            kept_ptr + row * ROOM,
             kept_ptr,
-            there,
+            kept_ptr,
+            kept,
             0,
-            there,
+            kept,
             allowed - above,
             low,
             kept,
@@ -454,7 +462,7 @@ def _write_chosen(
     place, end = begin + places, tl.minimum(number, begin + each * TILE)
     following = _read(score_ptr, place, end, VECTOR)
     for _ in tl.range(each):
-        x, following = _order(following, place, number), _read(score_ptr, place + TILE, end, VECTOR)
+        x, following = _order(following, place < number), _read(score_ptr, place + TILE, end, VECTOR)
         over, tie = x > last, (x == last) & (x != _NONE)
         both = over.to(tl.int32) + (tie.to(tl.int32) << 16)
         seen, all_of_it = tl.cumsum(both, 0), tl.sum(both, 0)
