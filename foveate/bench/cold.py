@@ -68,10 +68,18 @@ def once(step: Callable[[], Any], device: str) -> float:
 
 
 def memory_rate(device: str) -> float:
-    """GB/s that the device's memory moves at most: in a read, or in a copy, both ways counted."""
-    source = torch.zeros((1 << 28) if device == "cuda" else (1 << 22), device=device)
+    """GB/s that the device's memory moves at most: in a read, or in a copy, both ways counted.
+
+    Of 8 GiB, or half of what is free: of one GiB a tenth of the time is beginning and end.
+    """
+    size = min(torch.cuda.mem_get_info()[0] // 4, 8 << 30) if device == "cuda" else 16 << 20
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    moved = {source.sum: source.nbytes, functools.partial(target.copy_, source): 2 * source.nbytes}
+    moved = {
+        source.sum: source.nbytes,
+        source.amax: source.nbytes,
+        functools.partial(target.copy_, source): 2 * source.nbytes,
+    }
     rates = []
     for work, size in moved.items():
         times = [accounting.milliseconds(work, device) for _ in range(12)]

@@ -59,16 +59,17 @@ class LessIsMore(SelectOnce):
         )
         end = length - last
         between = (slots >= begin) & (slots < end)
-        ordered, places = scores.masked_fill(~between[:, None], float("-inf")).sort(
-            dim=-1, descending=True, stable=True
-        )
-        turn = slots * heads + torch.arange(heads, device=device)[:, None]  # rank by rank, head by head
-        turn = turn.expand_as(places).masked_fill((slots >= most)[:, None] | ordered.isneginf(), turn.numel())
-        first = torch.full_like(places[:, 0], turn.shape[1] * turn.shape[2])
-        first = first.scatter_reduce(1, places.flatten(1), turn.flatten(1), "amin")
-        missing = first >= turn.shape[1] * turn.shape[2]
-        order = (-first).float() if turn.numel() < 1 << 24 else (-first).double()
-        order = order.masked_fill(missing, float("-inf"))[:, None]
+        scores = scores.masked_fill(~between[:, None], float("-inf"))
+        best = ops.topk_rows(scores, most[:, 0], cache.most(self.best_keys))  # no rank behind these is looked at
+        values = scores.gather(2, best.clamp_min(0)).masked_fill(best < 0, float("-inf"))
+        places = best.gather(2, values.sort(dim=-1, descending=True, stable=True).indices)
+        turn = torch.arange(heads, device=device)[:, None] + heads * torch.arange(places.shape[2], device=device)
+        none = scores.shape[2] * heads
+        turn = turn.expand_as(places).masked_fill(places < 0, none)  # rank by rank, head by head
+        first = torch.full_like(slots.expand(len(q), -1), none)
+        first = first.scatter_reduce(1, places.clamp_min(0).flatten(1), turn.flatten(1), "amin")
+        order = (-first).float() if none < 1 << 24 else (-first).double()
+        order = order.masked_fill(first >= none, float("-inf"))[:, None]
         chosen = ops.topk_rows(order, most[:, 0], cache.most(self.count))
         ends = torch.arange(cache.most(self.first_tokens) + cache.most(self.last_tokens), device=device)
         ends = torch.where(ends < begin, ends, end + ends - begin)
