@@ -81,8 +81,11 @@ class Quest(Method):
         if self.dense:
             return attend_all(cache, q, scaling).out
         self._bound_newest(cache)
-        chosen = ops.topk_rows(self._scores(cache, q, scaling), cache.each_row(self.count), cache.most(self._widest))
-        return self._attend(cache, q, chosen, scaling)
+        counts, most = cache.each_row(self.count), cache.most(self._widest)
+        pages = ops.topk_rows(self._bounds(cache, q, scaling), counts, most, dtype=torch.int32)
+        self._count_read(cache, pages)
+        how = {"scaling": scaling, "lengths": cache.row_tensor("lengths")}
+        return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, **how).out
 
     def pages(self, length: Number) -> Number:
         """Pages of a row, the one that is being filled included."""
@@ -116,30 +119,30 @@ class Quest(Method):
     def _looked_at(self, length: Number, share: float) -> float | Tensor:
         return 2 * share * (length // self.page_size) + share * (length % self.page_size)
 
-    def _scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def _missing(self, length: Number) -> Number:
+        """Keys that the page which is being filled does not have yet."""
+        return self.pages(length) * self.page_size - length
+
+    def _bounds(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Largest logits in each page, fp32 ``[B, H, P]``, H the heads that choose; -inf where a row has no page."""
         rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages)
         low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
-        there = ops.first_keys(cache.each_row(self.pages), most)
-        scores = ops.largest_logit(rows, low, high, scaling).masked_fill_(~there[:, :, None], float("-inf"))
-        return scores.flatten(1, 2) if self.pool == "head" else scores.amax(2)
+        how = {"lengths": cache.each_row(self.pages), "pool": self.pool}
+        bounds = ops.largest_logit(rows, low, high, scaling, **how)
+        return bounds.flatten(1, 2) if self.pool == "head" else bounds
 
-    def _attend(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
-        """Attention of each query head over its pages ``[B, H, P]``, -1 for none."""
-        heads, used = cache.geometry.num_kv_heads, cache.used
-        slots = ops.page_slots(pages, self.page_size).flatten(2)
-        slots = slots.masked_fill(slots >= cache.row_tensor("lengths")[:, None, None], -1)
-        read = torch.zeros(*q.shape[:1], heads, used + 1, dtype=torch.bool, device=cache.device)
-        by_kv_head = slots.unflatten(1, (heads, -1)).flatten(2)
-        read.scatter_(2, by_kv_head.where(by_kv_head >= 0, used), True)
-        # a key once for all the heads of a group that read it; of a page two corners, which are as much as a key and a
-        # value; and of the page that is being filled the keys, without their values
-        share = cache.geometry.head_dim / (cache.geometry.head_dim + cache.geometry.value_dim)
-        cache.count_read(read[..., :used].sum(-1) + cache.each_row(self._looked_at, share)[:, None])
-        if self.pool != "head":
-            return ops.attend_indices(q, cache.keys, cache.values, slots, scaling=scaling).out
-        keys, values = ops.gather_fields([cache.keys, cache.values], by_kv_head)
-        keys, values = (x.unflatten(2, (slots.shape[1] // heads, -1)).flatten(1, 2) for x in (keys, values))
-        unused = (slots < 0)[..., None]
-        keys, values = keys.masked_fill(unused, 0), values.masked_fill(unused, 0)
-        return ops.attend(q, keys, values, scaling=scaling, mask=(slots >= 0)[:, :, None]).out
+    def _count_read(self, cache: SlotCache, pages: Tensor) -> None:
+        """Count what heads read that choose the pages ``[B, H, P]``, -1 for none.
+
+        A key once for all the heads of a group that read it; of a page two corners, which are as much as a key and a
+        value; and of the page that is being filled the keys, without their values.
+        """
+        geometry, most = cache.geometry, cache.most(self.pages)
+        read = torch.zeros(len(pages), geometry.num_kv_heads, most + 1, dtype=torch.bool, device=cache.device)
+        of_kv_head = pages.unflatten(1, (geometry.num_kv_heads, -1)).flatten(2)
+        read.scatter_(2, of_kv_head.where(of_kv_head >= 0, most).long(), True)
+        keys = read[..., :most].sum(-1) * self.page_size
+        newest = cache.each_row(self._newest)[:, None, None].expand(*read.shape[:2], 1)
+        keys -= read.gather(2, newest).squeeze(2) * cache.each_row(self._missing)[:, None]
+        share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)
+        cache.count_read(keys + cache.each_row(self._looked_at, share)[:, None])

@@ -7,7 +7,7 @@ from matrix import Driver, Tokens
 from foveate import methods, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import decode_kernel, reference
-from foveate.ops.score import pooled, pooled_kernel
+from foveate.ops.score import bounds_kernel, nodes, pooled, pooled_kernel
 from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
 from tests.helpers import in_buffer
@@ -27,7 +27,8 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
-    assert {"attend", "attend_indices", "pooled_mass", "topk_rows"} <= set(_dispatch.kernel_status().split(", "))
+    needed = {"attend", "attend_indices", "attend_pages", "largest_logit", "pooled_mass", "topk_rows"}
+    assert needed <= set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
@@ -147,6 +148,75 @@ def test_attention_of_chosen_keys_among_nan(dtype, heads, kv_heads, places):
     assert torch.equal(ops.attend_indices(q, k, v, indices.long(), scaling=0.1).out, found.out)
 
 
+def unread(number, pages, page_size, kv_heads, lengths):
+    """bool ``[B, Hkv, number]``: the keys of no page ``[B, H, P]`` that is read, and those that are not there."""
+    slots = reference.page_slots(pages, page_size).flatten(2).unflatten(1, (kv_heads, -1)).flatten(2)
+    where = slots.masked_fill((slots < 0) | (slots >= number), number)
+    none = torch.ones(*where.shape[:2], number + 1, dtype=torch.bool, device="cuda").scatter(2, where, False)
+    return none[..., :number] | (torch.arange(number, device="cuda") >= lengths.view(len(lengths), -1, 1))
+
+
+def check_pages(q, k, v, pages, page_size, lengths):
+    """Against the reference in fp64, among NaN; returns what was found."""
+    beyond = unread(k.shape[2], pages, page_size, k.shape[1], lengths)
+    k[beyond], v[beyond] = torch.nan, torch.inf
+    how = {"scaling": 0.1, "lengths": lengths, "need_lse": True}
+    with poisoned_memory("cuda"):
+        found = ops.attend_pages(q, k, v, pages, page_size, **how)
+    wide = (q.double(), k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double())
+    check_attended(found, reference.attend_pages(*wide, pages, page_size, **how), q.dtype)
+    assert torch.equal(ops.attend_pages(q, k, v, pages.long(), page_size, **how).out, found.out)
+    return found
+
+
+@DTYPES
+@GROUPS
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("page_size", "places"), [(1, 333), (3, 200), (16, 40), (64, 20)])
+def test_attention_of_pages_among_nan(dtype, heads, kv_heads, own, page_size, places):
+    q, k, v = problem(3, heads, kv_heads, 2001, 128, 128, dtype)
+    pages = selection(3, heads if own else kv_heads, -(-2001 // page_size), places)
+    found = check_pages(q, k, v, pages, page_size, torch.tensor([2001, 1234, 700], device="cuda"))
+    assert not found.out[-1].any()
+    lengths = torch.full((3, kv_heads), 600, dtype=torch.int32, device="cuda")
+    lengths[0, 0] = 5
+    check_pages(q, k, v, pages, page_size, lengths)
+
+
+@DTYPES
+@DIMS
+@pytest.mark.parametrize("own", [False, True])
+def test_attention_of_pages_of_any_head_dim(dtype, dim, value_dim, own):
+    for batch, number in ((1, 40_001), (64, 700)):
+        q, k, v = problem(batch, 8, 2, number, dim, value_dim, dtype)
+        pages = selection(batch, 8 if own else 2, -(-number // 16), number // 50)
+        check_pages(q, k, v, pages, 16, torch.full((batch,), number - 3, device="cuda"))
+
+
+@DTYPES
+@GROUPS
+@SIZES
+@pytest.mark.parametrize("pool", ["head", "kv_head"])
+def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number, pool):
+    if heads // kv_heads > 64 and pool == "kv_head":
+        pytest.skip("the reference's")
+    ragged = (uniform(batch, kv_heads, seed=3) * (number + 1)).long()
+    for dim in (64, 80, 128, 256):
+        q, a, b = problem(batch, heads, kv_heads, number, dim, dim, dtype)
+        rows, boxes = ops.fold_group(q, kv_heads), (torch.minimum(a, b), torch.maximum(a, b))
+        for lengths in (None, ragged, ragged[:, 0].to(torch.int32)):
+            low, high = (x.clone() for x in boxes)
+            if lengths is not None:
+                beyond = torch.arange(number, device="cuda") >= lengths.view(batch, -1, 1)
+                beyond = beyond.expand(-1, kv_heads, -1)
+                low[beyond], high[beyond] = torch.nan, torch.inf
+            how = {"scaling": 0.1, "lengths": lengths, "pool": pool}
+            with poisoned_memory("cuda"):
+                found = ops.largest_logit(rows, low, high, **how)
+            expected = nodes.largest_logit(rows.double(), low.double(), high.double(), **how).float()
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
 def test_strides_among_nan(layout):
     q, k, v = (in_buffer(x, layout) for x in problem(3, 12, 2, 777, 96, 64, torch.bfloat16))
@@ -253,7 +323,12 @@ def steps(q, k, v, mask, indices, counts, most):
     chosen = ops.topk_rows(mass, counts, most, dtype=torch.int32)
     sparse = ops.attend_indices(q, k, v, chosen, scaling=0.1, need_lse=True)
     given = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
-    return *dense[:2], mass, chosen, *sparse[:2], *given[:2]
+    boxes, rows = k.shape[2] // 16, ops.fold_group(q, k.shape[1])
+    low, high = (of(k, v)[:, :, :boxes] for of in (torch.minimum, torch.maximum))
+    bounds = ops.largest_logit(rows, low, high, 0.1, lengths=counts // 2)
+    pages = ops.topk_rows(bounds.flatten(1, 2), counts // 20, most // 20, dtype=torch.int32)
+    paged = ops.attend_pages(q, k, v, pages, 16, scaling=0.1, lengths=8 * counts - 5, need_lse=True)
+    return *dense[:2], mass, chosen, *sparse[:2], *given[:2], bounds, pages, *paged[:2]
 
 
 @pytest.mark.parametrize(("batch", "number"), [(1, 30_000), (16, 5000)])
@@ -300,6 +375,13 @@ def test_keys_beyond_the_reach_of_32_bits():
     indices = torch.arange(3_497_000, 3_500_000, dtype=torch.int32, device="cuda").expand(3, 2, -1)
     found = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
     check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
+    pages = torch.arange(3_497_000 // 8, 3_500_000 // 8, dtype=torch.int32, device="cuda")
+    for chosen in (pages.expand(3, 2, -1), pages.expand(3, 8, -1)):
+        found = ops.attend_pages(q, k, v, chosen, 8, scaling=0.1, need_lse=True)
+        check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
+    bounds = ops.largest_logit(ops.fold_group(q, 2), k, k, 0.1)[2:, :, :, -3000:]
+    logits = nodes.key_logits(ops.fold_group(q[2:], 2).double(), near.double(), 0.1).float()
+    torch.testing.assert_close(bounds, logits, rtol=1e-4, atol=1e-4)
     mass = ops.pooled_mass(q, k, scaling=0.1, mask=mask[:, 0])[2:, :, -3000:]
     torch.testing.assert_close(
         mass, pooled.pooled_mass(q[2:].double(), near.double(), scaling=0.1).float(), rtol=1e-3, atol=1e-9
@@ -309,7 +391,8 @@ def test_keys_beyond_the_reach_of_32_bits():
 def test_methods_run_on_the_kernels(monkeypatch):
     ran = []
     for module, names in (
-        (decode_kernel, ("attend", "attend_indices")),
+        (decode_kernel, ("attend", "attend_indices", "attend_pages")),
+        (bounds_kernel, ("largest_logit",)),
         (pooled_kernel, ("pooled_mass",)),
         (rows_kernel, ("topk_rows",)),
     ):
@@ -318,8 +401,9 @@ def test_methods_run_on_the_kernels(monkeypatch):
             monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: ran.append(name) or real(*a, **k))
     tokens = Tokens.random(2, 300)
     tokens = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
-    for spec in ("dense", "oracle_topk:top_k=64,dense_layers=0"):
+    quest = "quest:top_k=64,dense_layers=0"
+    for spec in ("dense", "oracle_topk:top_k=64,dense_layers=0", quest, f"{quest},pool=kv_head"):
         driver = Driver(methods.parse(spec), 290)
         driver.feed(tokens[:290])
         driver.feed_steps(tokens[290:])
-    assert set(ran) >= {"attend", "attend_indices", "pooled_mass", "topk_rows"}
+    assert set(ran) >= {"attend", "attend_indices", "attend_pages", "largest_logit", "pooled_mass", "topk_rows"}

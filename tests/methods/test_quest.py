@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from foveate import methods
-from foveate.cache import Counters
+from foveate import methods, ops
+from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.cache import Layer, Phase
 from tests.helpers import assert_close
@@ -53,6 +53,35 @@ def test_each_head_reads_the_pages_of_the_largest_possible_logits(pool, top_k, l
             )
             logits = k[0, h // 3, slots] @ q[0, h, i] * SCALING
             assert_close(out[0, h, 0], logits.softmax(0) @ v[0, h // 3, slots])
+
+
+@pytest.mark.parametrize("pool", ["head", "kv_head"])
+@pytest.mark.parametrize("size", [1, 3, 16])
+@pytest.mark.parametrize("top_k", [7, 0.3, 1.0])
+def test_keys_that_several_heads_read_count_once(pool, size, top_k, monkeypatch):
+    """Those of the pages that are read, one by one, of rows of several lengths; and the corners of all pages."""
+    lengths, geometry = [54, 37, 1, 48], Geometry(HEADS, KV_HEADS, DIM, 2 * DIM)
+    method = methods.make("quest", top_k=top_k, min_k=4, page_size=size, min_pages=1, pool=pool, dense_layers=0)
+    cache = SlotCache(geometry, 4, torch.float32, torch.device("cpu"), method.channels(geometry))
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(4, KV_HEADS, 54, dim, generator=generator) for dim in (DIM, 2 * DIM))
+    cache.append(k, v)
+    method._bound(cache, 0, 54 // size)
+    for name in ("lengths", "counts", "live"):
+        cache.rows[name] = list(lengths)
+    seen, real = [], ops.attend_pages
+    monkeypatch.setattr(ops, "attend_pages", lambda *args, **how: seen.append(args[3]) or real(*args, **how))
+    method.decode(cache, torch.randn(4, HEADS, 1, DIM, generator=generator), SCALING)
+    assert seen[0].shape[1] == (HEADS if pool == "head" else KV_HEADS)
+    expected = 0.0
+    for row, length in enumerate(lengths):
+        for head in range(KV_HEADS):
+            pages = {int(page) for page in seen[0][row].unflatten(0, (KV_HEADS, -1))[head].flatten() if page >= 0}
+            slots = {slot for page in pages for slot in range(page * size, min((page + 1) * size, length))}
+            expected += (len(slots) + (2 * (length // size) + length % size) / 3) / KV_HEADS
+    assert float(cache.counters.keys_read) == pytest.approx(expected, rel=1e-12)
+    if top_k == 1.0:
+        assert float(cache.counters.keys_read) >= sum(lengths)
 
 
 def test_first_layers_are_dense_and_keep_no_boxes():

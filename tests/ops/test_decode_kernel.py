@@ -19,6 +19,11 @@ def test_under_the_interpreter():
     run_interpreted("ops/interpreted_decode.py")
 
 
+def test_pages_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("ops/interpreted_pages.py")
+
+
 def _tile(kernel, dtype, dim, heads, capability):
     types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     return kernel.tile_for(types[dtype], dim, heads, capability // 10)
@@ -34,18 +39,12 @@ def assert_compiled_well(compiled, capability, half):
     assert compiled.spilled <= (0 if half else 96)
 
 
-@CAPABILITIES
-@HALF_AND_FULL
-@pytest.mark.parametrize(
-    ("indexed", "masked", "kept"),
-    [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
-)
-@pytest.mark.parametrize("bounded", [False, True])
-def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, kept, bounded):
+def _compile_attention(
+    capability, dtype, dim, heads, *, indexed=None, masked=False, bounded=False, kept=False, page_size=0, shared=1
+):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
     tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
-    chosen = f"*{indexed}:16" if indexed else "*i8" if masked else None
     compiled = compile_for(
         capability,
         kernel._attend_decode,
@@ -54,7 +53,7 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
             **{f"{x}_stride_{axis}": "i32:16" for x in "kv" for axis in "bhl"},
             **{f"q_stride_{axis}": "i32:16" for axis in "bh"},
             **{f"{x}_stride_d": 1 for x in "qkv"},
-            "chosen_ptr": chosen,
+            "chosen_ptr": f"*{indexed}:16" if indexed else "*i8" if masked else None,
             **{f"chosen_stride_{axis}": "i32" for axis in "bh"},
             "chosen_stride_l": 1,
             "length_ptr": "*i64" if bounded else None,
@@ -62,12 +61,16 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
             **dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32:16"),
             "logit_ptr": ("*i16:16" if half else "*fp32:16") if kept else None,
             **dict.fromkeys(("top_ptr", "kept_lse_ptr"), "*fp32:16" if kept else None),
-            **dict.fromkeys(("batches", "num_kv_heads", "group", "parts", "number", "each", "blocks"), "i32"),
+            **dict.fromkeys(("batches", "num_kv_heads", "parts", "number", "each", "blocks"), "i32"),
+            "group": 1 if shared > 1 else "i32",
+            "keys": "i32" if page_size else None,
             "padded": "i32:16",
             **dict.fromkeys(("scale", "steps"), "fp32"),
             "INDEXED": indexed is not None,
             "MASKED": masked,
             "BOUNDED": bounded,
+            "PAGE_SIZE": page_size,
+            "SHARED": shared,
             "KEPT": kept,
             "CODED": kept and half,
             "DIM": dim,
@@ -80,6 +83,29 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads,
         **tile.options,
     )
     assert_compiled_well(compiled, capability, half)
+
+
+@CAPABILITIES
+@HALF_AND_FULL
+@pytest.mark.parametrize(
+    ("indexed", "masked", "kept"),
+    [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
+)
+@pytest.mark.parametrize("bounded", [False, True])
+def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, kept, bounded):
+    _compile_attention(capability, dtype, dim, heads, indexed=indexed, masked=masked, bounded=bounded, kept=kept)
+
+
+@CAPABILITIES
+@HALF_AND_FULL
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("page_size", "indexed", "bounded"), [(16, "i32", True), (3, "i64", True), (1, "i32", False)])
+def test_attention_of_pages_compiles_for_ampere_and_hopper(
+    capability, dtype, dim, heads, own, page_size, indexed, bounded
+):
+    heads, shared = (1, max(heads, 2)) if own else (heads, 1)
+    how = {"indexed": indexed, "bounded": bounded, "page_size": page_size, "shared": shared}
+    _compile_attention(capability, dtype, dim, heads, **how)
 
 
 @CAPABILITIES

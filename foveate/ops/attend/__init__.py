@@ -7,7 +7,6 @@ from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
     Attended,
     attend_causal,
-    attend_pages,
     gather_fields,
     gather_pages,
     gather_slots,
@@ -20,6 +19,7 @@ from foveate.ops.attend.summaries import Covered, Level, Refinement, Rows, Tree
 
 attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")
 attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel")
+attend_pages = dispatch(reference.attend_pages, "foveate.ops.attend.decode_kernel")
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel")
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_summaries = dispatch(summaries.attend_summaries, "foveate.ops.attend.summaries_kernel")

@@ -1,5 +1,5 @@
 """Attention of one query a row, over all keys or over chosen ones: Triton kernels of :func:`attend`,
-:func:`attend_pooled` and :func:`attend_indices`."""
+:func:`attend_pooled`, :func:`attend_indices` and :func:`attend_pages`."""
 
 import torch
 import triton
@@ -113,6 +113,32 @@ def attend_indices(
     return _decode(q, k, v, indices, None, lengths, indices.shape[2], scaling, need_lse)
 
 
+def attend_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    page_size: int,
+    *,
+    scaling: float,
+    lengths: Tensor | None = None,
+    need_lse: bool = False,
+    need_mass: bool = False,
+) -> Attended:
+    """See :func:`foveate.ops.attend.reference.attend_pages`, and :func:`attend`: keys are read where they lie.
+
+    Heads that choose for themselves have programs of their own, those of a group one behind the other: what several of
+    them read at a time comes from the cache of the GPU.
+    """
+    if q.shape[2] != 1:
+        raise UnsupportedError("more than one query")
+    if need_mass:
+        raise UnsupportedError("the mass of the keys")
+    reference.check_pages(q, k, pages)
+    number = pages.shape[2] * page_size
+    return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, page_size=page_size)
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     (batch, num_heads, _, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -135,19 +161,22 @@ def _decode(
     scaling: float,
     need_lse: bool,
     how: tuple[str, str] | None = None,
+    page_size: int = 0,
 ) -> Attended:
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
 
-    ``how``: pooling and pool of the mass of all keys; None for none.
+    ``how``: pooling and pool of the mass of all keys; None for none. ``page_size``: of pages, which ``indices``
+    ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all; 0 for none.
     """
     _check(q, k, v)
     batch, num_heads, _, dim = q.shape
     num_kv_heads, value_dim = v.shape[1], v.shape[3]
-    group = num_heads // num_kv_heads
+    sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
+    group = num_heads // sets
     capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
     tile = tile_for(q.dtype, max(dim, value_dim), group, capability)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
-    splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
+    splits, each = split(batch * sets * parts, blocks, _RESIDENT * multiprocessors(q.device))
     out = q.new_empty(batch, num_heads, 1, value_dim)
     lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
     kept = room_for(q, number, blocks, splits, tile.block_n) if how else None
@@ -159,7 +188,7 @@ def _decode(
     if splits > 1:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
     chosen = indices if indices is not None else mask
-    _attend_decode[batch * num_kv_heads * parts, splits](
+    _attend_decode[batch * sets * parts, splits](
         q,
         k,
         v,
@@ -173,10 +202,11 @@ def _decode(
         *((0, 0, 0) if chosen is None else chosen.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
         batch,
-        num_kv_heads,
+        sets,
         group,
         parts,
         number,
+        k.shape[2] if page_size else None,
         each,
         kept.logits.shape[2] if kept else 0,
         blocks,
@@ -185,6 +215,8 @@ def _decode(
         INDEXED=indices is not None,
         MASKED=mask is not None,
         BOUNDED=lengths is not None,
+        PAGE_SIZE=page_size,
+        SHARED=sets // num_kv_heads,
         KEPT=kept is not None,
         CODED=kept is not None and kept.coded,
         DIM=dim,
@@ -219,7 +251,7 @@ def _decode(
 
 
 _VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h"]
-_VARYING += ["batches", "num_kv_heads", "parts", "number", "each", "blocks"]
+_VARYING += ["batches", "num_kv_heads", "parts", "number", "keys", "each", "blocks"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -256,6 +288,7 @@ def _attend_decode(
     group,
     parts,
     number,
+    keys,
     each,
     padded,
     blocks,
@@ -264,6 +297,8 @@ def _attend_decode(
     INDEXED: tl.constexpr,
     MASKED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SHARED: tl.constexpr,
     KEPT: tl.constexpr,
     CODED: tl.constexpr,
     DIM: tl.constexpr,
@@ -277,6 +312,10 @@ def _attend_decode(
 
     ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read; ``length``
     (``BOUNDED``) how many of the first ones are looked at. ``KEPT``: and what :class:`Kept` holds.
+
+    ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
+    places, and ``length`` and ``keys`` say how many of the first keys are there. ``SHARED``: so many heads in a row,
+    of the ``num_kv_heads`` that choose here, read the keys of one KV head.
     """
     FILL: tl.constexpr = -1 if INDEXED else 0
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
@@ -284,18 +323,22 @@ def _attend_decode(
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
     exist = member < group
     heads = head * group + tl.where(exist, member, 0)
+    kv_head = head // SHARED if SHARED > 1 else head
     kept_rows = batch * num_kv_heads * group + heads
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    k_ptr += batch * k_stride_b + head * k_stride_h
-    v_ptr += batch * v_stride_b + head * v_stride_h
+    k_ptr += batch * k_stride_b + kv_head * k_stride_h
+    v_ptr += batch * v_stride_b + kv_head * v_stride_h
     if INDEXED or MASKED:
         chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
     if BOUNDED:
-        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
-        number = tl.minimum(number, length.to(tl.int32))
+        length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h)
+        if PAGE_SIZE:
+            keys = tl.minimum(keys, length.to(tl.int32))
+        else:
+            number = tl.minimum(number, length.to(tl.int32))
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
@@ -304,15 +347,20 @@ def _attend_decode(
     places = tl.arange(0, BLOCK_N)
     if INDEXED or MASKED:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
-        following = tl.load(chosen_ptr + next_place * chosen_stride_l, mask=next_place < number, other=FILL)
+        entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
+        following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
     for block in tl.range(begin, end):
         place = block * BLOCK_N + places
         slots, stored = place.to(tl.int64), place < number
         if INDEXED or MASKED:
             chosen, next_place = following, place + BLOCK_N
-            following = tl.load(chosen_ptr + next_place * chosen_stride_l, mask=next_place < number, other=FILL)
+            entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
+            following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
             stored = chosen > FILL
-            if INDEXED:
+            if PAGE_SIZE:
+                slot = tl.maximum(chosen.to(tl.int32), 0) * PAGE_SIZE + place % PAGE_SIZE
+                slots, stored = slot.to(tl.int64), stored & (slot < keys)
+            elif INDEXED:
                 slots = tl.maximum(chosen.to(tl.int32), 0).to(tl.int64)  # a choice among int64 does not compile
         k_mask, v_mask = stored[:, None], stored[:, None]
         if BLOCK_D > DIM:

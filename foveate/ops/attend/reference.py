@@ -187,17 +187,42 @@ def attend_pages(
     page_size: int,
     *,
     scaling: float,
+    lengths: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
-    """Attention over whole pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
+    """Attention over pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1``, as far as these are there.
 
     Args:
-        pages: int ``[B, Hkv, P]``; -1 marks an unused place.
+        pages: int ``[B, H, P]``, of the KV heads, or of the query heads, each of which then reads pages of its own; -1
+            marks an unused place. No page stands twice in a row.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
+            those that are not there, may hold anything.
+
+    Returns:
+        With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
+
+    Raises:
+        ValueError: when the pages are of neither kind of heads.
     """
-    used = (pages >= 0).repeat_interleave(page_size, -1)
-    keys, values = gather_pages(k, pages, page_size), gather_pages(v, pages, page_size)
-    return _attend_gathered(q, keys, values, used, scaling, need_lse, need_mass)
+    check_pages(q, k, pages)
+    num_kv_heads, number = k.shape[1:3]
+    shared = pages.shape[1] // num_kv_heads
+    ends = number
+    if lengths is not None:
+        ends = lengths.clamp_max(number)[..., None]
+        ends = ends[:, None] if lengths.dim() == 1 else ends.repeat_interleave(shared, 1)
+    slots = page_slots(pages, page_size).flatten(2)
+    slots = slots.masked_fill(slots >= ends, -1)
+    fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
+    keys, values = (x.unflatten(2, (shared, slots.shape[2])).flatten(1, 2) for x in fields)
+    return _attend_gathered(q, keys, values, slots >= 0, scaling, need_lse, need_mass)
+
+
+def check_pages(q: Tensor, k: Tensor, pages: Tensor) -> None:
+    """Raise unless pages are of the KV heads or of the query heads."""
+    if len(pages) != len(k) or pages.shape[1] not in (k.shape[1], q.shape[1]):
+        raise ValueError(f"pages {tuple(pages.shape)} do not fit q {tuple(q.shape)} and k {tuple(k.shape)}")
 
 
 def merge(parts: list[Attended]) -> Attended:

@@ -1,14 +1,13 @@
 """score: how much each key, page or block matters to a query."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.score import indexer, pooled, reference
+from foveate.ops.score import indexer, nodes, pooled, reference
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
 from foveate.ops.score.nodes import (
     attention_divergence,
     free_energy,
     key_logits,
-    largest_logit,
     logit_deviation,
     logit_reach,
 )
@@ -16,6 +15,7 @@ from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
 indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel")
+largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
 pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel")
 
 __all__ = [

@@ -1,0 +1,187 @@
+"""Bounds of the logits in boxes, for a group of heads at a time: Triton kernel of :func:`largest_logit`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile, multiprocessors, split
+from foveate.ops.score.nodes import check_pool
+from foveate.ops.score.pooled_kernel import per_head
+
+_LARGEST = 256
+"""The largest head dim."""
+_HEADS = 64
+"""The most heads of a program."""
+_RESIDENT = 2
+"""Programs that a multiprocessor runs at a time."""
+_VARYING = ["length_stride_b", "length_stride_h", "num_kv_heads", "parts", "number", "each"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
+
+
+def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
+    """Heads and boxes of a program: three blocks of 16 KB of either corner under way on Hopper, two of 8 KB elsewhere.
+
+    Queries are held twice, what is above zero and what is below. Many heads leave less room for boxes.
+    """
+    heads, hopper = min(_HEADS, max(16, triton.next_power_of_2(group))), capability >= 9
+    if dtype == torch.float32:  # multiplied without tensor cores
+        return Tile(16, 16, num_warps=8 if dim > 64 else 4, num_stages=1)
+    boxes = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if hopper else 2)
+    if heads == 64:
+        return Tile(heads, max(16, boxes // 2), num_warps=4, num_stages=2)
+    return Tile(heads, boxes, num_warps=4, num_stages=4 if hopper and heads < 32 and dim <= 128 else 3)
+
+
+def largest_logit(
+    rows: Tensor,
+    low: Tensor,
+    high: Tensor,
+    scaling: float,
+    *,
+    lengths: Tensor | None = None,
+    pool: str = "head",
+) -> Tensor:
+    """See :func:`foveate.ops.score.nodes.largest_logit`.
+
+    The heads of a group share a program, so that a corner is read once; boxes that are not there are not read. Products
+    are summed in fp32, and fp32 is multiplied in full precision. Repeats are equal bit for bit.
+    """
+    check_pool(pool)
+    batch, num_kv_heads, group, dim = rows.shape
+    number = low.shape[2]
+    if not rows.dtype == low.dtype == high.dtype or rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {rows.dtype} with corners in {low.dtype} and {high.dtype}")
+    if dim > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
+    if not low.shape == high.shape == (batch, num_kv_heads, number, dim):
+        shapes = {"rows": rows, "low": low, "high": high}
+        raise ValueError("shapes do not fit: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items()))
+    capability = torch.cuda.get_device_capability(rows.device)[0] if rows.is_cuda else 8
+    tile = tile_for(rows.dtype, dim, group, capability)
+    parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
+    if pool != "head" and parts > 1:
+        raise UnsupportedError(f"groups of more than {tile.block_m} heads that choose together")
+    lengths = None if lengths is None else per_head(lengths, num_kv_heads)
+    padded = triton.cdiv(number, 16) * 16  # many are moved at a time
+    shape = (batch, num_kv_heads, group) if pool == "head" else (batch, num_kv_heads)
+    bounds = torch.empty(*shape, padded, dtype=torch.float32, device=rows.device)
+    if bounds.numel():
+        splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(rows.device))
+        _largest_logit[batch * num_kv_heads * parts, splits](
+            rows,
+            low,
+            high,
+            lengths,
+            bounds,
+            *rows.stride(),
+            *low.stride(),
+            *high.stride(),
+            *((0, 0) if lengths is None else lengths.stride()),
+            num_kv_heads,
+            group,
+            parts,
+            number,
+            padded,
+            each,
+            scaling,
+            BOUNDED=lengths is not None,
+            POOLED=pool != "head",
+            DIM=dim,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)),
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            **tile.options,
+        )
+    return bounds[..., :number]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _largest_logit(
+    q_ptr,
+    low_ptr,
+    high_ptr,
+    length_ptr,
+    bound_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_g,
+    q_stride_d,
+    low_stride_b,
+    low_stride_h,
+    low_stride_l,
+    low_stride_d,
+    high_stride_b,
+    high_stride_h,
+    high_stride_l,
+    high_stride_d,
+    length_stride_b,
+    length_stride_h,
+    num_kv_heads,
+    group,
+    parts,
+    number,
+    padded,
+    each,
+    scale,
+    BOUNDED: tl.constexpr,
+    POOLED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``bound [B, Hkv, G, padded]``, or ``[B, Hkv, padded]`` (``POOLED``), contiguous.
+
+    ``length`` (``BOUNDED``) is how many of the first boxes are there.
+    """
+    row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    exist = member < group
+    member = tl.where(exist, member, 0)
+    dims, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+
+    q_ptr += batch * q_stride_b + head * q_stride_h
+    q_tile = member[:, None] * q_stride_g + dims[None, :] * q_stride_d
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    upward, downward = tl.where(q < 0, tl.zeros_like(q), q), tl.where(q > 0, tl.zeros_like(q), q)
+    low_ptr += batch * low_stride_b + head * low_stride_h
+    high_ptr += batch * high_stride_b + head * high_stride_h
+    there = number
+    if BOUNDED:
+        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
+        there = tl.minimum(number, length.to(tl.int32))
+    first = batch * num_kv_heads + head
+    if POOLED:
+        out_ptr = bound_ptr + first * padded + places
+    else:
+        out_ptr = bound_ptr + (first * group + member)[:, None] * padded + places[None, :]
+
+    begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
+    behind = tl.minimum(end, tl.maximum(begin, tl.cdiv(there, BLOCK_N)))
+    for block in tl.range(begin, behind):
+        place = block * BLOCK_N + places
+        box, stored = place.to(tl.int64), place < there
+        mask = stored[:, None]
+        if BLOCK_D > DIM:
+            mask = mask & (dims < DIM)[None, :]
+        high = tl.load(high_ptr + (box * high_stride_l)[:, None] + dims[None, :] * high_stride_d, mask=mask, other=0.0)
+        bound = tl.dot(upward, tl.trans(high), input_precision="ieee")
+        low = tl.load(low_ptr + (box * low_stride_l)[:, None] + dims[None, :] * low_stride_d, mask=mask, other=0.0)
+        bound = tl.dot(downward, tl.trans(low), bound, input_precision="ieee") * scale
+        bound = tl.where(stored[None, :], bound, float("-inf"))
+        if POOLED:
+            bound = tl.max(tl.where(exist[:, None], bound, float("-inf")), 0)
+            tl.store(out_ptr + block * BLOCK_N, bound, mask=place < padded)
+        else:
+            tl.store(out_ptr + block * BLOCK_N, bound, mask=exist[:, None] & (place < padded)[None, :])
+    for block in tl.range(behind, end):
+        place = block * BLOCK_N + places
+        if POOLED:
+            none = tl.full([BLOCK_N], float("-inf"), tl.float32)
+            tl.store(out_ptr + block * BLOCK_N, none, mask=place < padded)
+        else:
+            none = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+            tl.store(out_ptr + block * BLOCK_N, none, mask=exist[:, None] & (place < padded)[None, :])
