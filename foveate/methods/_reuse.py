@@ -109,6 +109,7 @@ class SelectOnce(Method):
             indices, out = self.select_densely(cache, q, scaling)
             self._hand_on(cache, indices, (indices >= 0).sum(-1))
             return out
+        heads = None
         if place.chooses:
             indices = self.select(cache, q, scaling)
             read = (indices >= 0).sum(-1)
@@ -119,11 +120,9 @@ class SelectOnce(Method):
             cache.count_read(read + share * cache.row_tensor("counts")[:, None])
         else:
             (indices, read, total), heads = self._handed_on(cache)
-            if heads is not None:
-                indices, total = indices.index_select(1, heads), read.index_select(1, heads)
             cache.counters.indices_reused += cache.batch_size
-            cache.count_read(total)
-        return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling).out
+            cache.count_read(total if heads is None else read.index_select(1, heads))
+        return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling, heads=heads).out
 
     def _check_layers(self, name: str) -> None:
         """A setting that lists layers, by number or by depth; kept as a tuple."""

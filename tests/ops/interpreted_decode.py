@@ -127,6 +127,15 @@ def test_chosen_keys(dtype, places, splits):
     check(q, k, v, indices[:, :1].expand(-1, 2, -1).clamp_max(-1))
 
 
+@pytest.mark.parametrize("stored", [torch.int32, torch.int64])
+def test_keys_that_another_head_has_chosen(stored, splits):
+    q, k, v = problem(heads=12, kv_heads=4)
+    indices, heads = selection(2, 4, 150, 70).to(stored), torch.tensor([[2, 9], [2, 9], [0, 9], [3, 9]])[:, 0]
+    expected = reference.attend_indices(q, k, v, indices[:, [2, 2, 0, 3]], scaling=0.3, need_lse=True)
+    for attend in (decode_kernel.attend_indices, reference.attend_indices):
+        close(attend(q, k, v, indices, scaling=0.3, need_lse=True, heads=heads), expected, q.dtype)
+
+
 @pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (24, 64), (64, 80), (80, 64), (192, 128), (256, 256)])
 def test_head_dims(dim, value_dim):
     q, k, v = problem(1, 3, 1, 40, dim, value_dim)

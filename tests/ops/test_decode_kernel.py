@@ -54,6 +54,7 @@ def _compile_attention(
             **{f"q_stride_{axis}": "i32:16" for axis in "bh"},
             **{f"{x}_stride_d": 1 for x in "qkv"},
             "chosen_ptr": f"*{indexed}:16" if indexed else "*i8" if masked else None,
+            "head_ptr": "*i64:16" if indexed and bounded else None,
             **{f"chosen_stride_{axis}": "i32" for axis in "bh"},
             "chosen_stride_l": 1,
             "length_ptr": "*i64" if bounded else None,

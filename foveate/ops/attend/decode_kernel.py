@@ -100,6 +100,7 @@ def attend_indices(
     *,
     scaling: float,
     lengths: Tensor | None = None,
+    heads: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -110,7 +111,8 @@ def attend_indices(
         raise UnsupportedError("the mass of the keys")
     if indices.shape[:2] != k.shape[:2]:
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
-    return _decode(q, k, v, indices, None, lengths, indices.shape[2], scaling, need_lse)
+    heads = None if heads is None else heads.contiguous()
+    return _decode(q, k, v, indices, None, lengths, indices.shape[2], scaling, need_lse, heads=heads)
 
 
 def attend_pages(
@@ -162,6 +164,7 @@ def _decode(
     need_lse: bool,
     how: tuple[str, str] | None = None,
     page_size: int = 0,
+    heads: Tensor | None = None,
 ) -> Attended:
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
 
@@ -193,6 +196,7 @@ def _decode(
         k,
         v,
         chosen,
+        heads,
         lengths,
         *found,
         *(kept[:3] if kept else (None, None, None)),
@@ -261,6 +265,7 @@ def _attend_decode(
     k_ptr,
     v_ptr,
     chosen_ptr,
+    head_ptr,
     length_ptr,
     out_ptr,
     lse_ptr,
@@ -310,8 +315,9 @@ def _attend_decode(
 ):
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
 
-    ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read; ``length``
-    (``BOUNDED``) how many of the first ones are looked at. ``KEPT``: and what :class:`Kept` holds.
+    ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read; ``head``
+    whose of them each KV head reads, None for its own; ``length`` (``BOUNDED``) how many of the first ones are looked
+    at. ``KEPT``: and what :class:`Kept` holds.
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, and ``length`` and ``keys`` say how many of the first keys are there. ``SHARED``: so many heads in a row,
@@ -332,7 +338,8 @@ def _attend_decode(
     k_ptr += batch * k_stride_b + kv_head * k_stride_h
     v_ptr += batch * v_stride_b + kv_head * v_stride_h
     if INDEXED or MASKED:
-        chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
+        of_head = head if head_ptr is None else tl.load(head_ptr + head)
+        chosen_ptr += batch * chosen_stride_b + of_head * chosen_stride_h
     if BOUNDED:
         length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h)
         if PAGE_SIZE:

@@ -160,6 +160,7 @@ def attend_indices(
     *,
     scaling: float,
     lengths: Tensor | None = None,
+    heads: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -168,10 +169,12 @@ def attend_indices(
     Args:
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
+        heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
     """
+    indices = indices if heads is None else indices.index_select(1, heads)
     used = indices >= 0
     if lengths is not None:
         used &= first_keys(lengths, indices.shape[2])
