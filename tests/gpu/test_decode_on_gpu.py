@@ -146,6 +146,8 @@ def test_attention_of_chosen_keys_among_nan(dtype, heads, kv_heads, places):
     check_attended(found, exact(q, k, v, indices=indices, scaling=0.1), dtype)
     assert not found.out[-1].any()
     assert torch.equal(ops.attend_indices(q, k, v, indices.long(), scaling=0.1).out, found.out)
+    heads = torch.arange(kv_heads, device="cuda").flip(0)
+    assert torch.equal(ops.attend_indices(q, k, v, indices.flip(1), scaling=0.1, heads=heads).out, found.out)
 
 
 def unread(number, pages, page_size, kv_heads, lengths):
