@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import cold, dense_peers
+from foveate.bench import breakdown, cold, dense_peers
 from foveate.cache import Counters, Geometry, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
@@ -37,6 +37,8 @@ _CHUNK = 8192
 """Tokens drawn at once."""
 _WARM_UP, _STEPS = 8, 32
 """Tokens of level `layer` that are not timed, and those that are."""
+_LONGEST = 1025
+"""No method does anything less often than this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,11 +204,15 @@ def _method(plan: Plan, kinds: Sequence[_Kind], caches: Sequence[SlotCache], que
             layer.look()
             read = _bytes_read(layer)
             timed = _timed(plan, layer)
+            more = {
+                "parts_ms": breakdown.parts(layer.look, plan.device),
+                "upkeep_ms": _upkeep(plan, kind.policy, layer),
+            }
         else:
-            timed = _timed(plan, layer, chooser)
-            read = _bytes_read(layer)
+            timed = _timed(plan, layer, chooser, _period(kind.policy))
+            read, more = _bytes_read(layer), {}
         graphs.append(timed.graph)
-        layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": read}
+        layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": read, **more}
     ms, read = (sum(one["layers"] * one[what] for one in layers.values()) / plan.layers for what in ("ms", "bytes"))
     return _Found(ms, read, all(graphs), layers)
 
@@ -226,18 +232,55 @@ def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tenso
     return layer, chooser
 
 
-def _timed(plan: Plan, layer: _Layer, chooser: _Layer | None = None) -> cold.Timed:
-    """A step of a layer at the plan's level, which is the same for libraries and methods."""
+def _timed(plan: Plan, layer: _Layer, chooser: _Layer | None = None, period: int = 0) -> cold.Timed:
+    """A step of a layer at the plan's level, which is the same for libraries and methods.
+
+    ``period``: every so many steps one does more, such as making pages; its share of that counts.
+    """
     if plan.level == "kernel":
         return cold.repeated(layer.look, plan.device)
+    ordinary, rare = _tokens(plan, layer, chooser, period)
+    return cold.Timed(ordinary + (rare - ordinary) / period if period else ordinary, False)
+
+
+def _tokens(plan: Plan, layer: _Layer, chooser: _Layer | None, period: int) -> tuple[float, float]:
+    """Medians of steps that decode token after token: of ordinary ones, and of every ``period``-th."""
     k, v = (x[:, :, -1:].clone() for x in (layer.cache.keys, layer.cache.values))
-    times = []
-    for _ in range(_WARM_UP + _STEPS):
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for step in range(_WARM_UP + max(_STEPS, 3 * period)):
         layer.cache.forward.clear()
         if chooser is not None:
             chooser.token(k, v)
-        times.append(cold.once(functools.partial(layer.token, k, v), plan.device))
-    return cold.Timed(statistics.median(times[_WARM_UP:]), False)
+        rare = period > 0 and (layer.cache.decoded + 1) % period == 0
+        ms = cold.once(functools.partial(layer.token, k, v), plan.device)
+        if step >= _WARM_UP:
+            times[rare].append(ms)
+    return statistics.median(times[False]), statistics.median(times[True] or [0.0])
+
+
+def _period(policy: Method) -> int:
+    """Every so many steps one is left out of graphs, because it does more; 0: none is."""
+    return next((step for step in range(1, _LONGEST) if policy.pauses(step)), 0)
+
+
+def _upkeep(plan: Plan, policy: Method, layer: _Layer) -> float:
+    """Milliseconds a step, on average, of what every so many steps one does beside attending: LuKA's making pages.
+
+    Of a GPU what its kernels take, by a profile; elsewhere what the step takes longer.
+    """
+    period = _period(policy)
+    if not period:
+        return 0.0
+    if plan.device != "cuda":
+        ordinary, rare = _tokens(plan, layer, None, period)
+        return max(0.0, rare - ordinary) / period
+    k, v = (x[:, :, -1:].clone() for x in (layer.cache.keys, layer.cache.values))
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(2 * period):
+        layer.cache.forward.clear()
+        rare = (layer.cache.decoded + 1) % period == 0
+        found[rare].append(breakdown.total(functools.partial(layer.token, k, v)))
+    return max(0.0, statistics.median(found[True]) - statistics.median(found[False])) / period
 
 
 def _bytes_read(layer: _Layer) -> float:
@@ -302,7 +345,8 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
     """A layer's cache with normal keys and values, and room for the tokens to come."""
     dtype, geometry = getattr(torch, plan.dtype), Geometry(plan.heads, plan.kv_heads, plan.head_dim, plan.head_dim)
     cache = SlotCache(geometry, batch, dtype, torch.device(plan.device))
-    cache.reserve(context + _WARM_UP + _STEPS)
+    longest = max(_period(_parsed(spec)) for spec in ("dense", *plan.methods))
+    cache.reserve(context + _WARM_UP + max(_STEPS, 3 * longest))
     for first in range(0, context, _CHUNK):
         shape = (batch, plan.kv_heads, min(_CHUNK, context - first), plan.head_dim)
         k, v = (torch.randn(shape, generator=generator, device=plan.device).to(dtype) for _ in range(2))

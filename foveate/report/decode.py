@@ -45,7 +45,30 @@ def _layers(rows: Sequence[Row]) -> str:
                 told if len(kinds) > 1 else "",
             )
         )
-    return markdown_table(lines)
+    parts = _parts(rows)
+    return markdown_table(lines) + (f"\n\nKernels of the mean layer, ms:\n\n{parts}" if parts else "")
+
+
+def _parts(rows: Sequence[Row]) -> str:
+    """What they do, where a profile has told; empty where none has. Upkeep is LuKA's making pages, its share a step."""
+    lines = [("method", "tokens", "batch", "score", "select", "attend", "other", "upkeep")]
+    for row in rows:
+        kinds = [one for one in (row.get("layers") or {}).values() if one.get("parts_ms")]
+        if not kinds:
+            continue
+        number = sum(one["layers"] for one in kinds)
+        parts = {part: sum(one["layers"] * one["parts_ms"][part] for one in kinds) / number for part in lines[0][3:7]}
+        parts["upkeep"] = sum(one["layers"] * one["upkeep_ms"] for one in kinds) / number
+        case = row["case"]
+        lines.append(
+            (
+                f"`{case['method']}`",
+                f"{case['context']:,}",
+                str(case["batch"]),
+                *(f"{ms:.3f}" for ms in parts.values()),
+            )
+        )
+    return markdown_table(lines) if len(lines) > 1 else ""
 
 
 def _time(one: Row, digits: int) -> str:

@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import cold, decode, decode_model, dense_peers, rows
+from foveate.bench import breakdown, cold, decode, decode_model, dense_peers, rows
+from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 from foveate.methods import parse
@@ -232,6 +233,50 @@ def test_one_kind_below_its_floor_is_not_hidden_by_the_others():
     assert said[0].endswith("; BELOW THE FLOOR, so not read from memory: reading layers")
     assert "1 dense 9.000; 1 reading 0.500 (below its floor) |" in report.table([below])
     assert not any(row["below_floor"] for row in decode._rows(plan, 2, 100, found, 2.1, said.append))
+
+
+def test_what_is_done_every_so_often_has_its_share(monkeypatch):
+    """Steps that make pages take 9 ms and others 1: of 16 steps one, so that a step takes half a millisecond more."""
+    pages, real = [], SlotCache.write_step
+
+    def noted(cache, *token):
+        if (cache.decoded + 1) % 16 == 0:
+            pages.append(cache)
+        return real(cache, *token)
+
+    def once(step, device):
+        before = len(pages)
+        step()
+        return 9.0 if len(pages) > before else 1.0
+
+    monkeypatch.setattr(SlotCache, "write_step", noted)
+    monkeypatch.setattr(cold, "once", once)
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
+    how = SMALL | {"layers": 1, "batches": (1,)}
+    found = []
+    for level in ("kernel", "layer"):
+        plan = decode.Plan(("luka", "quest"), (400,), level=level, **how)
+        found.append({row["case"]["method"]: row for row in decode.run(plan, say=lambda _: None)})
+    kernel, layer = found
+    assert kernel["luka"]["layers"]["luka"]["upkeep_ms"] == 0.5
+    assert kernel["quest"]["layers"]["dense"]["upkeep_ms"] == 0
+    assert layer["luka"]["ms"] == 1.5
+    assert layer["quest"]["ms"] == 1
+
+
+def test_kernels_are_told_apart_by_what_they_are_for(found):
+    pytest.importorskip("triton")
+    kernels = ("_keep_logits", "_settle", "_attend_decode", "attend_nodes", "aten")
+    parts = breakdown.by_part({kernel: ms + 1.0 for ms, kernel in enumerate(kernels)})
+    assert parts == {"score": 1, "select": 2, "attend": 7, "other": 5}
+    own = {"upkeep_ms": 0.5, "ms": 1.0, "floor_ms": 0.1}
+    kinds = {
+        "a": {"layers": 1, "parts_ms": parts, **own},
+        "b": {"layers": 3, "parts_ms": dict.fromkeys(parts, 1.0), **own},
+    }
+    row = found["quest"] | {"layers": kinds}
+    assert "| `quest` | 400 | 2 | 1.000 | 1.250 | 2.500 | 2.000 | 0.500 |" in report.table([row, found["dense"]])
+    assert "upkeep" not in report.table([found["dense"]])
 
 
 def test_libraries_of_each_dtype(monkeypatch):

@@ -1,0 +1,61 @@
+"""What a step's time on a GPU goes to: weighing keys, choosing some, attending, and everything else."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from foveate import ops
+
+PARTS = ("score", "select", "attend", "other")
+"""The packages of :mod:`foveate.ops` whose kernels run in a decode step, and PyTorch's own kernels."""
+_REPEATS = 5
+
+
+def parts(step: Callable[[], Any], device: str) -> dict[str, float] | None:
+    """Milliseconds of a step's kernels by :data:`PARTS`, without the gaps between them; None on a CPU."""
+    if device != "cuda":
+        return None
+    step()
+    return by_part({kernel: ms / _REPEATS for kernel, ms in _profiled(step, _REPEATS).items()})
+
+
+def total(step: Callable[[], Any]) -> float:
+    """Milliseconds of the kernels of one step on a GPU."""
+    return sum(_profiled(step, 1).values())
+
+
+def _profiled(step: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Milliseconds by kernel."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    return {event.key: event.device_time_total / 1e3 for event in profiled.key_averages()}
+
+
+def by_part(milliseconds: dict[str, float]) -> dict[str, float]:
+    """The same by :data:`PARTS` instead of by kernel."""
+    known, found = _kernels(), dict.fromkeys(PARTS, 0.0)
+    for kernel, ms in milliseconds.items():
+        found[known.get(kernel, "other")] += ms
+    return found
+
+
+@functools.cache
+def _kernels() -> dict[str, str]:
+    """The package of every kernel, by its name."""
+    known = {}
+    for part in PARTS[:-1]:
+        package = importlib.import_module(f"{ops.__name__}.{part}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if module.name.endswith("kernel"):
+                kernels = vars(importlib.import_module(module.name))
+                known |= {name: part for name, one in kernels.items() if getattr(one, "__module__", "") == module.name}
+    return known
