@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foveate.layer_state import Channel, Counters, Geometry
 from foveate.moving_rows import MovingRows
-from foveate.ops import first_keys, gather_slots
+from foveate.ops import first_keys, gather_slots, give_up
 from foveate.row_numbers import Moving, RowNumbers
 from foveate.undoing import Undoing
 
@@ -263,18 +263,16 @@ class SlotCache(RowNumbers, Undoing):
         self.freed = None
         self._advance(1, appended)
 
-    def evict(self, slots: Tensor, rows: Iterable[bool] | Tensor) -> None:
+    def evict(self, rows: Iterable[bool] | Tensor, **by: Tensor | None) -> None:
         """Give up one slot of every KV head of some rows; the next token of the row takes its place.
 
         Args:
-            slots: int64 ``[B, Hkv]``.
             rows: which rows evict; in a step that is replayed bool ``[B]``.
+            by: which slot: see :func:`foveate.ops.give_up`.
         """
         step = self.step
         if step is not None:
-            slots = slots.masked_fill(~rows[:, None], -1)
-            self._empty(slots)
-            self.moving.places.copy_(slots)
+            self.moving.places.copy_(give_up(self.positions, rows=rows, **by))
             step.evict(rows)
             self.counters.add("tokens_evicted", step.once("evicted", rows.sum))
             return
@@ -282,9 +280,8 @@ class SlotCache(RowNumbers, Undoing):
         if not any(rows):
             return
         self.own_memory()
-        if not all(rows):
-            slots = slots.masked_fill(self.on_device([int(evicted) for evicted in rows])[:, None] == 0, -1)
-        self._empty(slots)
+        some = None if all(rows) else self.on_device([int(evicted) for evicted in rows]) != 0
+        slots = give_up(self.positions, rows=some, **by)
         self.rows["live"] = [live - evicted for live, evicted in zip(self.rows["live"], rows)]
         self.counters.add("tokens_evicted", sum(rows))
         if not self.staged:
@@ -463,12 +460,6 @@ class SlotCache(RowNumbers, Undoing):
             if spec.per == 1:
                 where = index.view(*index.shape, *(1 for _ in spec.shape)).expand(*index.shape, *spec.shape)
                 self.tensors[name].scatter_(2, where, 0.0)
-
-    def _empty(self, slots: Tensor) -> None:
-        """No token is in ``slots`` int64 ``[B, Hkv]`` any more; -1 for none."""
-        index, positions = slots.clamp_min(0)[:, :, None], self.tensors["positions"]
-        gone = torch.where(slots[:, :, None] >= 0, -1, positions.gather(2, index))
-        positions.scatter_(2, index, gone.to(torch.int32))
 
     def _clear(self, slots: slice) -> None:
         for name, spec in self.specs.items():

@@ -55,7 +55,9 @@ def step(cache: SlotCache) -> None:
 
 
 def evict(cache: SlotCache, slots, rows=None) -> None:
-    cache.evict(torch.tensor(slots), [True] * cache.batch_size if rows is None else rows)
+    scores = torch.ones_like(cache.positions, dtype=torch.float32)
+    scores.scatter_(2, torch.tensor(slots)[..., None], 0.0)
+    cache.evict([True] * cache.batch_size if rows is None else rows, scores=scores)
 
 
 def held(cache: SlotCache, b: int, head: int = 0) -> list[int]:
@@ -568,7 +570,7 @@ def test_a_token_in_a_reused_slot_starts_with_cleared_state():
     cache = SlotCache(geometry, 1, torch.float32, torch.device("cpu"), {"state": Channel((3,))}, evicts=True)
     cache.append(torch.randn(1, 2, 4, 4), torch.randn(1, 2, 4, 4))
     cache.channel("state").fill_(7.0)
-    cache.evict(torch.tensor([[1, 2]]), [True])
+    evict(cache, [[1, 2]])
     cache.write_step(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4))
     state = cache.channel("state")
     assert state[0, 0, 1].eq(0).all()
@@ -602,7 +604,7 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
     assert cache.used == cache.capacity
     with pytest.raises(RuntimeError, match="have no bound"):
         cache.most(operator.pos)
-    cache.evict(torch.full((2, 2), 3), torch.tensor([True, False]))
+    cache.evict(torch.tensor([True, False]), at=torch.full((2,), 3))
     for ask in (lambda: cache.rows, lambda: cache.lengths, lambda: cache.uniform):
         with pytest.raises(RuntimeError, match="asked for numbers of the host"):
             ask()

@@ -1,5 +1,6 @@
 """What several methods do alike."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -59,8 +60,5 @@ def evict_weakest(
     """
     rows = cache.rows_where(over)
     if rows is not None:
-        positions = cache.positions
-        eligible = positions >= 0
-        if window > 0:
-            eligible &= ~recent(cache, window)
-        cache.evict(ops.weakest(scores(positions) if callable(scores) else scores, eligible, positions), rows)
+        before = cache.each_row(operator.sub, window) if window > 0 else None
+        cache.evict(rows, scores=scores(cache.positions) if callable(scores) else scores, before=before)

@@ -61,8 +61,7 @@ class Streaming(Method):
         # the next query sees nothing below its window: at most one token leaves it at each step
         rows = cache.rows_where(self._leaves)
         if rows is not None:
-            target = cache.each_row(self._leaving)[:, None, None]
-            cache.evict((cache.positions == target).to(torch.uint8).argmax(-1), rows)
+            cache.evict(rows, at=cache.each_row(self._leaving))
         return out
 
     def _leaving(self, length: Number) -> Number:

@@ -46,7 +46,7 @@ from foveate.ops.compress import (
     root_weights,
     summarise,
 )
-from foveate.ops.retain import keep_best, weakest
+from foveate.ops.retain import give_up, keep_best, weakest
 from foveate.ops.score import (
     INDEXER_BLOCK,
     IndexerScores,
@@ -104,6 +104,7 @@ __all__ = [
     "gather_pages",
     "gather_slots",
     "gaussian_ends",
+    "give_up",
     "importance_weights",
     "indexer_scores",
     "keep_best",

@@ -7,6 +7,8 @@ from matrix import Driver, Tokens
 from foveate import methods, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.retain import reference as retain
+from foveate.ops.retain import slots_kernel
 from foveate.ops.score import bounds_kernel, nodes, pooled, pooled_kernel
 from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
@@ -27,7 +29,7 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
-    needed = {"attend", "attend_indices", "attend_pages", "largest_logit", "pooled_mass", "topk_rows"}
+    needed = {"attend", "attend_indices", "attend_pages", "give_up", "largest_logit", "pooled_mass", "topk_rows"}
     assert needed <= set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
@@ -392,20 +394,48 @@ def test_keys_beyond_the_reach_of_32_bits():
 
 def test_methods_run_on_the_kernels(monkeypatch):
     ran = []
-    for module, names in (
+    kernels = (
         (decode_kernel, ("attend", "attend_indices", "attend_pages")),
         (bounds_kernel, ("largest_logit",)),
         (pooled_kernel, ("pooled_mass",)),
         (rows_kernel, ("topk_rows",)),
-    ):
+        (slots_kernel, ("give_up",)),
+    )
+    for module, names in kernels:
         for name in names:
             real = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: ran.append(name) or real(*a, **k))
     tokens = Tokens.random(2, 300)
     tokens = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
     quest = "quest:top_k=64,dense_layers=0"
-    for spec in ("dense", "oracle_topk:top_k=64,dense_layers=0", quest, f"{quest},pool=kv_head"):
+    for spec in ("dense", "oracle_topk:top_k=64,dense_layers=0", quest, f"{quest},pool=kv_head", "h2o:top_k=64"):
         driver = Driver(methods.parse(spec), 290)
         driver.feed(tokens[:290])
         driver.feed_steps(tokens[290:])
-    assert set(ran) >= {"attend", "attend_indices", "attend_pages", "largest_logit", "pooled_mass", "topk_rows"}
+    assert set(ran) == {name for _, names in kernels for name in names}
+
+
+@pytest.mark.parametrize("number", [1, 130, 5000, 70_000])
+@pytest.mark.parametrize("rows", [None, [True, False, True]])
+def test_slots_that_are_given_up(number, rows):
+    """Equal to the reference, in the slots of a larger buffer; ties, NaN and holes among the scores."""
+    generator = torch.Generator("cuda").manual_seed(number)
+    order = torch.rand(3, 2, number, generator=generator, device="cuda").argsort(-1)
+    holes = torch.rand(order.shape, generator=generator, device="cuda") < 0.2
+    positions = (3 * order + 1).masked_fill(holes, -1).to(torch.int32)
+    positions[..., 0] = 0
+    scores = torch.randn(order.shape, generator=generator, device="cuda").round()
+    scores[0, :, number // 2] = torch.nan
+    rows = None if rows is None else torch.tensor(rows, device="cuda")
+    before = torch.tensor([1, 40, 10_000], device="cuda")
+    at = positions[:, 0].amax(-1).long()
+    positions[:, 1] = positions[:, 0].flip(-1)
+    for by in ({"scores": scores}, {"scores": scores[:, :1].expand(-1, 2, -1), "before": before}, {"at": at}):
+        if "before" in by:
+            positions[..., 0] = 0
+        buffer = torch.full((3, 2, number + 33), -9, dtype=torch.int32, device="cuda")
+        buffer[..., :number], expected = positions, positions.clone()
+        found = ops.give_up(buffer[..., :number], rows=rows, **by)
+        assert torch.equal(found, retain.give_up(expected, rows=rows, **by))
+        assert torch.equal(buffer[..., :number], expected)
+        assert bool((buffer[..., number:] == -9).all())

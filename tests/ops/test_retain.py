@@ -69,6 +69,24 @@ def test_weakest_of_every_head():
     assert ops.weakest(scores, eligible, positions).tolist() == [[2, 0], [0, 1]]
 
 
+def test_what_is_given_up_has_no_position_any_more():
+    positions = torch.tensor([[[0, 4, 2, -1]] * 2, [[3, 1, -1, 5]] * 2], dtype=torch.int32)
+    scores = torch.tensor([[[3.0, 1, 1, 0]] * 2, [[2, 2, 0, float("nan")]] * 2])
+    scores[0, 1, 0] = -7
+    kept = positions.clone()
+    assert ops.give_up(kept, scores=scores).tolist() == [[1, 0], [3, 3]]  # ties: the later position
+    assert kept.tolist() == [[[0, -1, 2, -1], [-1, 4, 2, -1]], [[3, 1, -1, -1]] * 2]
+    kept = positions.clone()
+    assert ops.give_up(kept, scores=scores, before=torch.tensor([3, 5])).tolist() == [[2, 0], [0, 0]]
+    kept = positions.clone()
+    found = ops.give_up(kept, scores=scores, rows=torch.tensor([False, True]), before=torch.tensor([0, 2]))
+    assert found.tolist() == [[-1, -1], [1, 1]]
+    assert torch.equal(kept[0], positions[0])
+    kept = positions.clone()
+    assert ops.give_up(kept, at=torch.tensor([4, 3])).tolist() == [[1, 1], [0, 0]]
+    assert kept.tolist() == [[[0, -1, 2, -1]] * 2, [[-1, 1, -1, 5]] * 2]
+
+
 @given(SCORES, st.data())
 def test_giving_up_the_weakest_again_and_again_leaves_the_best(scores, data):
     """Wherever the tokens lie, the survivors are those that keep_best would have chosen in the order of positions."""

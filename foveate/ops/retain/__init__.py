@@ -1,5 +1,9 @@
 """retain: what stays in the cache when it is full."""
 
+from foveate.ops._dispatch import dispatch
+from foveate.ops.retain import reference
 from foveate.ops.retain.reference import keep_best, weakest
 
-__all__ = ["keep_best", "weakest"]
+give_up = dispatch(reference.give_up, "foveate.ops.retain.slots_kernel")
+
+__all__ = ["give_up", "keep_best", "weakest"]

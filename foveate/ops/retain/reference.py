@@ -44,3 +44,38 @@ def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:
     scores = scores.masked_fill(scores.isnan(), float("-inf")).masked_fill(~eligible, float("inf"))
     tied = (scores == scores.amin(-1, keepdim=True)) & eligible
     return positions.masked_fill(~tied, -1).argmax(-1)
+
+
+def give_up(
+    positions: Tensor,
+    *,
+    rows: Tensor | None = None,
+    scores: Tensor | None = None,
+    before: Tensor | None = None,
+    at: Tensor | None = None,
+) -> Tensor:
+    """Give up a slot of every KV head: the :func:`weakest`, or that of a certain token.
+
+    Args:
+        positions: int32 ``[B, Hkv, S]``, the tokens' original positions, -1 for none; that of the slot becomes -1.
+        rows: bool ``[B]``: which rows give one up; None: all.
+        scores: fp32 ``[B, Hkv, S]``, as :func:`weakest` has them.
+        before: int64 ``[B]``: only tokens before this position can leave, one of which there must be; None: any.
+        at: int64 ``[B]``: the position of the token that leaves, instead of ``scores``.
+
+    Returns:
+        int64 ``[B, Hkv]``: the slots, -1 in rows that give up none.
+    """
+    if at is not None:
+        slots = (positions == at[:, None, None]).to(torch.uint8).argmax(-1)
+    else:
+        eligible = positions >= 0
+        if before is not None:
+            eligible &= positions < before[:, None, None]
+        slots = weakest(scores, eligible, positions)
+    if rows is not None:
+        slots = slots.masked_fill(~rows[:, None], -1)
+    index = slots.clamp_min(0)[..., None]
+    gone = torch.where(slots[..., None] >= 0, -1, positions.gather(2, index))
+    positions.scatter_(2, index, gone.to(torch.int32))
+    return slots

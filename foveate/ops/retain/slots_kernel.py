@@ -1,0 +1,110 @@
+"""The slot that is given up at a step: Triton kernel of :func:`give_up`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+
+_BLOCK = 2048
+"""Slots that a program looks at at once."""
+_NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+def give_up(
+    positions: Tensor,
+    *,
+    rows: Tensor | None = None,
+    scores: Tensor | None = None,
+    before: Tensor | None = None,
+    at: Tensor | None = None,
+) -> Tensor:
+    """See :func:`foveate.ops.retain.reference.give_up`. One launch; a program owns a row and a KV head."""
+    batch, heads, number = positions.shape
+    if at is None and scores.dtype != torch.float32:
+        raise UnsupportedError(f"scores in {scores.dtype}")
+    if positions.dtype != torch.int32 or (at is None and scores.shape != positions.shape):
+        told = "none" if scores is None else f"{tuple(scores.shape)}"
+        raise ValueError(f"positions {tuple(positions.shape)} in {positions.dtype} do not fit scores {told}")
+    slots = torch.empty(batch, heads, dtype=torch.int64, device=positions.device)
+    if slots.numel():
+        limit = before if at is None else at
+        _give_up[batch * heads,](
+            positions,
+            scores if at is None else None,
+            limit,
+            rows,
+            slots,
+            *positions.stride(),
+            *((0, 0, 0) if at is not None else scores.stride()),
+            1 if limit is None else limit.stride(0),
+            1 if rows is None else rows.stride(0),
+            heads,
+            number,
+            AT=at is not None,
+            BLOCK=min(_BLOCK, max(128, triton.next_power_of_2(number))),
+            num_warps=4,
+        )
+    return slots
+
+
+_VARYING = ["position_stride_b", "position_stride_h", "score_stride_b", "score_stride_h"]
+_VARYING += ["limit_stride", "row_stride", "heads", "number"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _give_up(
+    position_ptr,
+    score_ptr,
+    limit_ptr,
+    row_ptr,
+    slot_ptr,
+    position_stride_b,
+    position_stride_h,
+    position_stride_s,
+    score_stride_b,
+    score_stride_h,
+    score_stride_s,
+    limit_stride,
+    row_stride,
+    heads,
+    number,
+    AT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes ``slot [B, Hkv]`` and -1 to its position. Scores count first and then positions, the larger the sooner;
+    both are in one integer, which is different for every token."""
+    row = tl.program_id(0)
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    position_ptr += batch * position_stride_b + head * position_stride_h
+    lanes = tl.arange(0, BLOCK)
+    least, slot = tl.full([BLOCK], _NONE, tl.int64), tl.full([BLOCK], -1, tl.int32)
+    limit, leaves = 0, True
+    if limit_ptr is not None:
+        limit = tl.load(limit_ptr + batch * limit_stride)
+    if row_ptr is not None:
+        leaves = tl.load(row_ptr + batch * row_stride) != 0
+    if not AT:
+        score_ptr += batch * score_stride_b + head * score_stride_h
+    for first in tl.range(0, tl.where(leaves, number, 0), BLOCK):
+        place = first + lanes
+        position = tl.load(position_ptr + place * position_stride_s, mask=place < number, other=-1)
+        eligible = position >= 0
+        if AT:
+            eligible = eligible & (position == limit)
+            key = tl.zeros([BLOCK], tl.int64)
+        else:
+            if limit_ptr is not None:
+                eligible = eligible & (position < limit)
+            x = tl.load(score_ptr + place * score_stride_s, mask=eligible, other=0.0)
+            x = tl.where(x == x, x, float("-inf")) + 0.0  # -0.0 as 0.0
+            bits = x.to(tl.int32, bitcast=True)
+            order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+            key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - position).to(tl.int64)
+        key = tl.where(eligible, key, _NONE)
+        slot = tl.where(key < least, place, slot)
+        least = tl.minimum(key, least)
+    weakest = tl.max(tl.where(least == tl.min(least, 0), slot, -1), 0)
+    tl.store(slot_ptr + row, weakest.to(tl.int64))
+    tl.store(position_ptr + weakest * position_stride_s, -1, mask=weakest >= 0)
