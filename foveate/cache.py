@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foveate.layer_state import Channel, Counters, Geometry
 from foveate.moving_rows import MovingRows
-from foveate.ops import first_keys, gather_slots, give_up
+from foveate.ops import first_keys, gather_slots, give_up, put_token
 from foveate.row_numbers import Moving, RowNumbers
 from foveate.undoing import Undoing
 
@@ -242,24 +242,20 @@ class SlotCache(RowNumbers, Undoing):
         """
         step = self.step
         if step is not None:
-            slot = step.slots[:, None].expand(-1, self.geometry.num_kv_heads)
-            if self.moving.places is not None:
-                slot = torch.where(self.moving.places >= 0, self.moving.places, slot)
-                self.moving.places.fill_(-1)
-            self._put(slot, k, v, step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)))
+            newest = step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
+            self._put(step.slots, self.moving.places, k, v, newest, take=True)
             return
         counts = self.rows["counts"]
         if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
             self.append(k, v)
             return
         appended = [True] * self.batch_size
-        slot = self.row_tensor("counts")[:, None].expand(-1, self.geometry.num_kv_heads)
+        freed = None if self.freed is None else self.freed.slots
         if self.freed is not None:
-            slot = torch.where(self.freed.slots >= 0, self.freed.slots, slot)
             appended = [not freed for freed in self.freed.rows]
             self.ordered = False
         self.reserve(max(count + added for count, added in zip(counts, appended)))
-        self._put(slot, k, v, self.row_tensor("lengths").to(torch.int32))
+        self._put(self.row_tensor("counts"), freed, k, v, self.row_tensor("lengths").to(torch.int32))
         self.freed = None
         self._advance(1, appended)
 
@@ -449,17 +445,16 @@ class SlotCache(RowNumbers, Undoing):
             buffer = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
         return buffer.fill_(-1) if name == "positions" else buffer
 
-    def _put(self, slots: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Write one token a row, at ``positions`` int32 ``[B]``, into ``slots`` int64 ``[B, Hkv]``."""
-        index = slots[:, :, None]
-        for name, x in (("keys", k), ("values", v)):
-            self.tensors[name].scatter_(2, index[..., None].expand(-1, -1, -1, x.shape[3]), x)
-        if "positions" in self.tensors:
-            self.tensors["positions"].scatter_(2, index, positions[:, None, None].expand(index.shape))
+    def _put(
+        self, slots: Tensor, freed: Tensor | None, k: Tensor, v: Tensor, newest: Tensor | None, take: bool = False
+    ) -> None:
+        """Write one token a row, see :func:`foveate.ops.put_token`, and empty its channels."""
+        own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
+        slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, freed=freed, take=take, **own)
         for name, spec in self.specs.items():
             if spec.per == 1:
-                where = index.view(*index.shape, *(1 for _ in spec.shape)).expand(*index.shape, *spec.shape)
-                self.tensors[name].scatter_(2, where, 0.0)
+                index = slot.view(*slot.shape, *(1 for _ in (0, *spec.shape)))
+                self.tensors[name].scatter_(2, index.expand(*slot.shape, 1, *spec.shape), 0.0)
 
     def _clear(self, slots: slice) -> None:
         for name, spec in self.specs.items():

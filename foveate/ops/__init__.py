@@ -46,7 +46,7 @@ from foveate.ops.compress import (
     root_weights,
     summarise,
 )
-from foveate.ops.retain import give_up, keep_best, weakest
+from foveate.ops.retain import give_up, keep_best, put_token, weakest
 from foveate.ops.score import (
     INDEXER_BLOCK,
     IndexerScores,
@@ -116,6 +116,7 @@ __all__ = [
     "page_slots",
     "pooled_mass",
     "prompt_path",
+    "put_token",
     "query_mass",
     "random_weights",
     "refine",

@@ -29,7 +29,16 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
-    needed = {"attend", "attend_indices", "attend_pages", "give_up", "largest_logit", "pooled_mass", "topk_rows"}
+    needed = {
+        "attend",
+        "attend_indices",
+        "attend_pages",
+        "give_up",
+        "largest_logit",
+        "pooled_mass",
+        "put_token",
+        "topk_rows",
+    }
     assert needed <= set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
@@ -399,7 +408,7 @@ def test_methods_run_on_the_kernels(monkeypatch):
         (bounds_kernel, ("largest_logit",)),
         (pooled_kernel, ("pooled_mass",)),
         (rows_kernel, ("topk_rows",)),
-        (slots_kernel, ("give_up",)),
+        (slots_kernel, ("give_up", "put_token")),
     )
     for module, names in kernels:
         for name in names:
@@ -439,3 +448,21 @@ def test_slots_that_are_given_up(number, rows):
         assert torch.equal(found, retain.give_up(expected, rows=rows, **by))
         assert torch.equal(buffer[..., :number], expected)
         assert bool((buffer[..., number:] == -9).all())
+
+
+@DTYPES
+@pytest.mark.parametrize("evicts", [False, True])
+def test_tokens_that_are_put(dtype, evicts):
+    made = []
+    for run in (ops.put_token, retain.put_token):
+        keys, values, k, v = (draw(3, 2, n, 80, dtype=dtype, seed=seed) for seed, n in enumerate((700, 700, 1, 1)))
+        own = {}
+        if evicts:
+            positions = torch.full((3, 2, 700), -1, dtype=torch.int32, device="cuda")
+            freed = torch.tensor([[3, -1], [-1, 0], [9, 9]], device="cuda")
+            newest = torch.tensor([100, 200, 300], dtype=torch.int32, device="cuda")
+            own = {"positions": positions, "newest": newest, "freed": freed, "take": True}
+        slots = run(keys, values, k, v, torch.tensor([11, 20, 699], device="cuda"), **own)
+        made.append([slots, keys, values, *(own.get(name) for name in ("positions", "freed"))])
+    for mine, its in zip(*made, strict=True):
+        assert mine is its is None or torch.equal(mine, its)

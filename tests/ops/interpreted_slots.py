@@ -1,4 +1,4 @@
-"""The kernel of what is given up against its reference, under Triton's interpreter."""
+"""The kernels of a step's slots against their references, under Triton's interpreter."""
 
 import pytest
 import torch
@@ -57,7 +57,39 @@ def test_memory_of_a_cache():
     assert bool((buffer[:, :, 300:] == -9).all())
 
 
-def test_what_it_refuses():
+@pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (64, 64), (80, 128)])
+@pytest.mark.parametrize("freed", [None, [[3, -1], [-1, 0], [9, 9]]])
+@pytest.mark.parametrize("take", [False, True])
+@pytest.mark.parametrize("evicts", [False, True])
+def test_a_token_is_put(dim, value_dim, freed, take, evicts):
+    generator = torch.Generator().manual_seed(0)
+    given = []
+    for _ in range(2):
+        generator.manual_seed(0)
+        keys = torch.randn(3, 2, 40, dim, generator=generator).half()
+        values = torch.randn(3, 40, 2, value_dim, generator=generator).half().transpose(1, 2)
+        k, v = (torch.randn(3, 1, 2, x.shape[3], generator=generator).half().transpose(1, 2) for x in (keys, values))
+        own = None if freed is None else torch.tensor(freed)
+        positions = torch.arange(3 * 2 * 50, dtype=torch.int32).view(3, 2, 50)[..., :40]
+        given.append((keys, values, k, v, torch.tensor([[11, 0], [20, 0], [39, 0]])[:, 0], own, positions))
+    newest, found = torch.tensor([100, 200, 300], dtype=torch.int32), []
+    for run, (*memory, own, positions) in zip((slots_kernel.put_token, reference.put_token), given):
+        more = {"positions": positions, "newest": newest} if evicts else {}
+        found.append(run(*memory, freed=own, take=take, **more))
+    assert torch.equal(*found)
+    for mine, its in zip(*given):
+        assert mine is its is None or torch.equal(mine, its)
+
+
+def test_what_putting_refuses():
+    keys, k, slots = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 1, 8), torch.tensor([1])
+    with pytest.raises(ValueError, match="does not fit memory"):
+        slots_kernel.put_token(keys, keys, k[..., :4], k, slots)
+    with pytest.raises(ValueError, match="for memory in"):
+        slots_kernel.put_token(keys, keys, k.half(), k, slots)
+
+
+def test_what_giving_up_refuses():
     positions, scores = problem(1, 2, 30)
     with pytest.raises(UnsupportedError, match="float64"):
         slots_kernel.give_up(positions, scores=scores.double())

@@ -87,6 +87,24 @@ def test_what_is_given_up_has_no_position_any_more():
     assert kept.tolist() == [[[0, -1, 2, -1]] * 2, [[-1, 1, -1, 5]] * 2]
 
 
+def test_a_token_goes_where_one_was_given_up_or_behind_the_others():
+    keys, values = torch.zeros(2, 2, 5, 3), torch.zeros(2, 2, 5, 1)
+    positions, freed = torch.full((2, 2, 5), -1, dtype=torch.int32), torch.tensor([[1, -1], [0, 2]])
+    k, v = torch.full((2, 2, 1, 3), 7.0), torch.full((2, 2, 1, 1), 8.0)
+    how = {"positions": positions, "newest": torch.tensor([40, 50], dtype=torch.int32)}
+    found = ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed, **how)
+    assert found.tolist() == [[1, 3], [0, 2]]
+    assert freed.tolist() == [[1, -1], [0, 2]]
+    there = torch.zeros(2, 2, 5, dtype=torch.bool).scatter_(2, found[..., None], True)
+    assert torch.equal(keys, 7.0 * there[..., None].expand(keys.shape))
+    assert torch.equal(values, 8.0 * there[..., None])
+    assert positions[there].tolist() == [40, 40, 50, 50]
+    assert bool((positions[~there] == -1).all())
+    found = ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed, take=True)
+    assert freed.tolist() == [[-1, -1], [-1, -1]]
+    assert ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed).tolist() == [[3, 3], [4, 4]]
+
+
 @given(SCORES, st.data())
 def test_giving_up_the_weakest_again_and_again_leaves_the_best(scores, data):
     """Wherever the tokens lie, the survivors are those that keep_best would have chosen in the order of positions."""

@@ -1,4 +1,4 @@
-"""The kernel of what is given up: what it computes (under the interpreter) and what it compiles to."""
+"""The kernels of a step's slots: what they compute (under the interpreter) and what they compile to."""
 
 import importlib
 
@@ -14,7 +14,7 @@ def test_under_the_interpreter():
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("at", [False, True])
-def test_compiles_for_ampere_and_hopper(capability, at):
+def test_giving_up_compiles_for_ampere_and_hopper(capability, at):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.retain.slots_kernel")
     compiled = compile_for(
@@ -33,5 +33,31 @@ def test_compiles_for_ampere_and_hopper(capability, at):
             "BLOCK": kernel._BLOCK,
         },
         num_warps=4,
+    )
+    assert compiled.spilled == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("evicts", [False, True])
+def test_putting_compiles_for_ampere_and_hopper(capability, evicts):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.retain.slots_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._put_token,
+        {
+            **dict.fromkeys(("key_ptr", "value_ptr", "k_ptr", "v_ptr"), "*bf16:16"),
+            **dict.fromkeys(("slot_ptr", "found_ptr"), "*i64:16"),
+            "freed_ptr": "*i64:16" if evicts else None,
+            **dict.fromkeys(("position_ptr", "newest_ptr"), "*i32:16" if evicts else None),
+            **dict.fromkeys((*kernel._STRIDES, "heads", "key_stride_s", "value_stride_s"), "i32"),
+            **{f"{x}_stride_d": 1 for x in ("key", "value", "k", "v")},
+            "position_stride_s": 1,
+            "TAKE": evicts,
+            "DIM": 128,
+            "VALUE_DIM": 128,
+            "BLOCK": 128,
+        },
+        num_warps=1,
     )
     assert compiled.spilled == 0

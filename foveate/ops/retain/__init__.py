@@ -5,5 +5,6 @@ from foveate.ops.retain import reference
 from foveate.ops.retain.reference import keep_best, weakest
 
 give_up = dispatch(reference.give_up, "foveate.ops.retain.slots_kernel")
+put_token = dispatch(reference.put_token, "foveate.ops.retain.slots_kernel")
 
-__all__ = ["give_up", "keep_best", "weakest"]
+__all__ = ["give_up", "keep_best", "put_token", "weakest"]

@@ -79,3 +79,41 @@ def give_up(
     gone = torch.where(slots[..., None] >= 0, -1, positions.gather(2, index))
     positions.scatter_(2, index, gone.to(torch.int32))
     return slots
+
+
+def put_token(
+    keys: Tensor,
+    values: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    *,
+    freed: Tensor | None = None,
+    take: bool = False,
+    positions: Tensor | None = None,
+    newest: Tensor | None = None,
+) -> Tensor:
+    """Write one token of every row into memory: where one was given up, or else into the row's next slot.
+
+    Args:
+        keys, values: ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, written to through their strides.
+        k, v: ``[B, Hkv, 1, D]`` and ``[B, Hkv, 1, Dv]``, of the same dtypes.
+        slots: int64 ``[B]``: the next slots.
+        freed: int64 ``[B, Hkv]``: slots that were given up, -1 for none.
+        take: whether ``freed`` becomes -1.
+        positions: int32 ``[B, Hkv, S]``, in which the token gets its own from ``newest``, int32 ``[B]``.
+
+    Returns:
+        int64 ``[B, Hkv]``: the slots that were written.
+    """
+    slot = slots[:, None].expand(-1, keys.shape[1])
+    if freed is not None:
+        slot = torch.where(freed >= 0, freed, slot)
+        if take:
+            freed.fill_(-1)
+    index = slot[..., None, None]
+    for memory, x in ((keys, k), (values, v)):
+        memory.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), x)
+    if positions is not None:
+        positions.scatter_(2, slot[..., None], newest[:, None, None].expand(-1, keys.shape[1], 1))
+    return slot

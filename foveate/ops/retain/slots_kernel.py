@@ -1,4 +1,4 @@
-"""The slot that is given up at a step: Triton kernel of :func:`give_up`."""
+"""The slots of a step: Triton kernels of :func:`give_up` and :func:`put_token`."""
 
 import torch
 import triton
@@ -47,6 +47,54 @@ def give_up(
             num_warps=4,
         )
     return slots
+
+
+def put_token(
+    keys: Tensor,
+    values: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    *,
+    freed: Tensor | None = None,
+    take: bool = False,
+    positions: Tensor | None = None,
+    newest: Tensor | None = None,
+) -> Tensor:
+    """See :func:`foveate.ops.retain.reference.put_token`. One launch; a program owns a row and a KV head."""
+    batch, heads, _, dim = keys.shape
+    value_dim = values.shape[3]
+    if (k.dtype, v.dtype) != (keys.dtype, values.dtype) or (positions is not None and newest.dtype != positions.dtype):
+        raise ValueError(f"a token in {k.dtype} and {v.dtype} for memory in {keys.dtype} and {values.dtype}")
+    if k.shape != (batch, heads, 1, dim) or v.shape != (batch, heads, 1, value_dim):
+        raise ValueError(f"a token of k {tuple(k.shape)}, v {tuple(v.shape)} does not fit memory {tuple(keys.shape)}")
+    freed = None if freed is None else freed.contiguous() if not take else freed
+    found = torch.empty(batch, heads, dtype=torch.int64, device=keys.device)
+    if found.numel():
+        _put_token[batch * heads,](
+            keys,
+            values,
+            k,
+            v,
+            slots.contiguous(),
+            freed,
+            positions,
+            None if positions is None else newest.contiguous(),
+            found,
+            *keys.stride(),
+            *values.stride(),
+            *(k.stride(axis) for axis in (0, 1, 3)),
+            *(v.stride(axis) for axis in (0, 1, 3)),
+            *((0, 0) if freed is None else freed.stride()),
+            *((0, 0, 0) if positions is None else positions.stride()),
+            heads,
+            TAKE=take and freed is not None,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK=triton.next_power_of_2(max(dim, value_dim)),
+            num_warps=1,
+        )
+    return found
 
 
 _VARYING = ["position_stride_b", "position_stride_h", "score_stride_b", "score_stride_h"]
@@ -108,3 +156,64 @@ def _give_up(
     weakest = tl.max(tl.where(least == tl.min(least, 0), slot, -1), 0)
     tl.store(slot_ptr + row, weakest.to(tl.int64))
     tl.store(position_ptr + weakest * position_stride_s, -1, mask=weakest >= 0)
+
+
+_STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "k", "v", "freed", "position") for axis in "bh"]
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, "heads"])
+def _put_token(
+    key_ptr,
+    value_ptr,
+    k_ptr,
+    v_ptr,
+    slot_ptr,
+    freed_ptr,
+    position_ptr,
+    newest_ptr,
+    found_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    key_stride_d,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    value_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_d,
+    freed_stride_b,
+    freed_stride_h,
+    position_stride_b,
+    position_stride_h,
+    position_stride_s,
+    heads,
+    TAKE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes a token, its position, and ``found [B, Hkv]``, the slots."""
+    row = tl.program_id(0)
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    slot, dims = tl.load(slot_ptr + batch), tl.arange(0, BLOCK)
+    if freed_ptr is not None:
+        at = freed_ptr + batch * freed_stride_b + head * freed_stride_h
+        freed = tl.load(at)
+        slot = tl.where(freed >= 0, freed, slot)
+        if TAKE:
+            tl.store(at, -1)
+    tl.store(found_ptr + row, slot)
+    k = tl.load(k_ptr + batch * k_stride_b + head * k_stride_h + dims * k_stride_d, mask=dims < DIM)
+    v = tl.load(v_ptr + batch * v_stride_b + head * v_stride_h + dims * v_stride_d, mask=dims < VALUE_DIM)
+    key_ptr += batch * key_stride_b + head * key_stride_h + slot * key_stride_s
+    value_ptr += batch * value_stride_b + head * value_stride_h + slot * value_stride_s
+    tl.store(key_ptr + dims * key_stride_d, k, mask=dims < DIM)
+    tl.store(value_ptr + dims * value_stride_d, v, mask=dims < VALUE_DIM)
+    if position_ptr is not None:
+        position_ptr += batch * position_stride_b + head * position_stride_h + slot * position_stride_s
+        tl.store(position_ptr, tl.load(newest_ptr + batch))
