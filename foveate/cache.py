@@ -75,7 +75,9 @@ class SlotCache(RowNumbers, Undoing):
         for name, spec in self.specs.items():
             if spec.per == 0:
                 with torch.inference_mode(False):
-                    self.tensors[name] = torch.zeros(batch_size, *spec.shape, dtype=spec.dtype or dtype, device=device)
+                    self.tensors[name] = torch.full(
+                        (batch_size, *spec.shape), spec.fill, dtype=spec.dtype or dtype, device=device
+                    )
 
     @classmethod
     def of(
@@ -298,7 +300,11 @@ class SlotCache(RowNumbers, Undoing):
         keep = keep.gather(2, order)
         evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
         self.counters.add("tokens_evicted", evicted)
-        packed = {name: gather_slots(self.tensors[name], keep) for name in self._slot_specs() if name in self.tensors}
+        packed = {
+            name: gather_slots(_movable(self.tensors[name]), keep)
+            for name in self._slot_specs()
+            if name in self.tensors
+        }
         packed["positions"] = positions.gather(2, order)
         self.capacity = 0
         for name in packed:
@@ -307,7 +313,7 @@ class SlotCache(RowNumbers, Undoing):
         self.freed, self.ordered, self.snapshots = None, True, {}
         self.reserve(max(1, *kept))
         for name, tensor in packed.items():
-            self.tensors[name][:, :, : tensor.shape[2]] = tensor
+            _movable(self.tensors[name])[:, :, : tensor.shape[2]] = tensor
 
     def compact(self) -> None:
         """Close the holes that eviction left, so that slots are packed and in the order of their positions."""
@@ -369,7 +375,10 @@ class SlotCache(RowNumbers, Undoing):
         """Rows of the batch anew: ``index`` int64 ``[B']`` (beam search, repeats, selection)."""
         with torch.inference_mode(False), torch.no_grad():
             index = index.clone()
-            self.tensors = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
+            self.tensors = {
+                name: _movable(tensor).index_select(0, index).view(tensor.dtype)
+                for name, tensor in self.tensors.items()
+            }
         per_row = [*self.rows.values(), *([self.freed.rows] if self.freed is not None else [])]
         alike = all(len(set(numbers)) == 1 for numbers in per_row)
         chosen = [0] * len(index) if alike else index.tolist()  # waits for the device only where rows differ
@@ -454,9 +463,14 @@ class SlotCache(RowNumbers, Undoing):
         for name, spec in self.specs.items():
             if spec.per == 1:
                 index = slot.view(*slot.shape, *(1 for _ in (0, *spec.shape)))
-                self.tensors[name].scatter_(2, index.expand(*slot.shape, 1, *spec.shape), 0.0)
+                _movable(self.tensors[name]).scatter_(2, index.expand(*slot.shape, 1, *spec.shape), 0)
 
     def _clear(self, slots: slice) -> None:
         for name, spec in self.specs.items():
             if spec.per == 1:
-                self.tensors[name][:, :, slots] = 0
+                _movable(self.tensors[name])[:, :, slots] = 0
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """The same memory in a dtype that can be gathered and scattered, which fp8 cannot."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor

@@ -35,12 +35,14 @@ class Channel:
         dtype: None for the dtype of the keys.
         recomputed: True when cropping tokens needs no undoing because the entries are written again before they are
             read (page summaries).
+        fill: of an entry per sequence, what it holds before it is written.
     """
 
     shape: tuple[int, ...] = ()
     per: int = 1
     dtype: torch.dtype | None = torch.float32
     recomputed: bool = False
+    fill: float = 0.0
 
 
 @dataclass

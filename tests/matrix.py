@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from foveate import methods
+from foveate import methods, ops
 from foveate.cache import Counters
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.cache import Layer, Phase
@@ -40,6 +40,8 @@ VARIANTS = [
             "layer": {"anchors": [1], "pool": "layer", "tile": 5},
             "sqrt": {"anchors": [1], "pooling": "sqrt"},
             "exact_anchors": {"anchors": [1], "exact_anchors": True},
+            "fp8": {"anchors": [1], "score_keys": "fp8", "pooling": "sqrt"},
+            "fp8_decode_only": {"anchors": [1], "score_keys": "fp8", "decode_only": True, "top_k": 0.2, "min_k": 6},
             "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3},
             "rest": {"anchors": [1], "rest": "mean"},
         }.items()
@@ -190,6 +192,7 @@ def assert_same_state(a, b):
             for name, spec in store._slot_specs().items():
                 if spec.per == 1:
                     tensor = store.tensors[name][row]
+                    tensor = tensor.float() if tensor.dtype == ops.FP8 else tensor
                     index = held if tensor.dim() == 2 else held[..., None].expand(-1, -1, tensor.shape[-1])
                     picked[name] = tensor.gather(1, index)
                 else:
@@ -306,9 +309,9 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
         looked_at, refined = looked_at + exist, exist - changing
     assert float(counters.pages_refined) == pytest.approx(refined)
     read = raw.sum(1).add(own).float().mean().item() + looked_at * getattr(method, "reads_per_summary", 0)
-    scored = getattr(method, "scores_all_keys", False)
+    scored, copied = getattr(method, "scores_all_keys", False), getattr(method, "scores_a_copy", False)
     if scored and not method.place.dense:
-        read += len(tokens) / 2  # all keys without their values
+        read += len(tokens) / (8 if copied else 2)  # all keys, or their copy in eight bits, without their values
     if method.name == "quest":
         read += len(tokens) // method.page_size + len(tokens) % method.page_size / 2  # corners; keys of the open page
     assert float(counters.keys_read) == pytest.approx(read)
@@ -318,7 +321,7 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     unread = ~raw
     if method.name == "quest":
         unread[:, (len(tokens) - 1) // method.page_size * method.page_size :] = False
-    for name in ("values",) if scored else ("keys", "values"):
+    for name in ("values",) if scored and not copied else ("keys", "values"):
         poisoned.store.tensors[name][0, :, : driver.store.used][unread] = float("nan")
     close(poisoned.feed(tokens[-1:]), base, 1e-6)
 

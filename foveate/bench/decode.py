@@ -159,6 +159,8 @@ class _Found(NamedTuple):
     graph: bool
     layers: dict[str, dict[str, Any]] | None
     """What each kind of them takes; None for a library."""
+    recall: float | None = None
+    """Of a method that chooses keys by approximate scores: the share of the exactly chosen ones that it chooses."""
 
 
 def _of_size(
@@ -195,7 +197,7 @@ def _peer(plan: Plan, attend: dense_peers.Attend, cache: SlotCache, q: Tensor) -
 
 
 def _method(plan: Plan, kinds: Sequence[_Kind], caches: Sequence[SlotCache], queries: Tensor) -> _Found:
-    layers, graphs = {}, []
+    layers, graphs, recall = {}, [], None
     for kind in kinds:
         layer, chooser = _layers(plan, kind, caches, queries)
         if plan.level == "kernel":  # counted before it is recorded
@@ -213,8 +215,20 @@ def _method(plan: Plan, kinds: Sequence[_Kind], caches: Sequence[SlotCache], que
             read, more = _bytes_read(layer), {}
         graphs.append(timed.graph)
         layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": read, **more}
+        if getattr(kind.policy, "scores_a_copy", False):
+            recall = _recall(plan, kind.policy, layer.cache, queries[:, :, -1:])
     ms, read = (sum(one["layers"] * one[what] for one in layers.values()) / plan.layers for what in ("ms", "bytes"))
-    return _Found(ms, read, all(graphs), layers)
+    return _Found(ms, read, all(graphs), layers, recall)
+
+
+def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
+    """The share of the keys that exact scores choose which a layer that scores a copy of the keys chooses, too."""
+    exact = policy.changed(score_keys="exact").for_layer(policy.place.layer, plan.layers)
+    places = torch.zeros(2, plan.kv_heads * cache.batch_size, cache.used + 1, dtype=torch.bool, device=cache.device)
+    for one, method in zip(places, (exact, policy)):
+        one.scatter_(1, method.select(cache, q, plan.scaling).flatten(0, 1).long().remainder(cache.used + 1), True)
+    wanted, found = places[:, :, :-1]
+    return float((wanted & found).sum() / wanted.sum())
 
 
 def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[_Layer, _Layer | None]:
@@ -301,6 +315,7 @@ def _rows(
         layers, below = _beside_floors(name, one, rate)
         told = f"{one.ms:.4f} ms (floor {floor:.4f}), {speedup:.2f}× {fastest}"
         warning = f"; BELOW THE FLOOR, so not read from memory: {', '.join(below)}" if below else ""
+        told += "" if one.recall is None else f", recall {one.recall:.3f}"
         say(f"{name} at {context:,} × {batch}: {told}{warning}")
         share = None if one.layers is None else getattr(_parsed(name), "top_k", None)
         share = share if isinstance(share, float) else None
@@ -315,6 +330,7 @@ def _rows(
                 "below_floor": bool(below),
                 "memory_gb_per_s": rate,
                 "layers": layers,
+                "recall": one.recall,
                 "cuda_graph": one.graph,
                 "baseline": fastest,
                 "baseline_ms": dense[fastest],

@@ -105,6 +105,8 @@ class Plan:
                 raise UserError(
                     f"{name} has no effect: what is measured is decoding behind dense prompts: {method.spec}"
                 )
+        if self.by == "divergence" and method.score_keys != "exact":
+            raise UserError(f"score_keys has no effect by divergence, of keys that are scored exactly: {method.spec}")
 
     @property
     def diverges(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from foveate.cache import SlotCache
+from foveate.cache import Counters, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 from foveate.methods import Method, make
@@ -53,19 +53,27 @@ def measure(
     caches = [SlotCache.of(random(*shape), random(*shape), heads, forward) for _ in range(number)]
     q = random(batch, heads, 1, head_dim)
     for name, (kind, layer) in kinds.items():
-        methods = [kind.for_layer(layer, len(layers), layers)] * len(caches)
+        one = kind.for_layer(layer, len(layers), layers)
         _decode(kascade.for_layer(0, len(layers), layers), caches[0], q, head_dim)  # what a reuse layer reads
-        found[name] = _median_ms(methods, caches, q, head_dim, device)
+        found[name] = _median_ms(one, [_behind_prompt(one, cache, head_dim) for cache in caches], q, head_dim, device)
     return found
+
+
+def _behind_prompt(method: Method, cache: SlotCache, head_dim: int) -> SlotCache:
+    """The cache with what the method keeps beside keys and values, of the same forward pass."""
+    branch = cache.branch(method.channels(cache.geometry), method.evicts, Counters(), {})
+    branch.forward = cache.forward
+    method.prompt_end(branch, head_dim**-0.5)
+    return branch
 
 
 def _decode(method: Method, cache: SlotCache, q: torch.Tensor, head_dim: int) -> None:
     method.decode(cache, q, head_dim**-0.5)
 
 
-def _median_ms(methods: list[Method], caches: list[SlotCache], q: torch.Tensor, head_dim: int, device: str) -> float:
+def _median_ms(method: Method, caches: list[SlotCache], q: torch.Tensor, head_dim: int, device: str) -> float:
     def step() -> None:
-        for method, cache in zip(methods, caches):
+        for cache in caches:
             _decode(method, cache, q, head_dim)
 
     for _ in range(_WARM_UP):

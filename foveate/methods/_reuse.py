@@ -114,10 +114,8 @@ class SelectOnce(Method):
             indices = self.select(cache, q, scaling)
             read = (indices >= 0).sum(-1)
             self._hand_on(cache, indices, read)
-            # all keys without their values, and then the chosen ones with them
-            geometry = cache.geometry
-            share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)
-            cache.count_read(read + share * cache.row_tensor("counts")[:, None])
+            # all keys as they are scored, without their values, and then the chosen ones with them
+            cache.count_read(read + self._scored_share(cache) * cache.row_tensor("counts")[:, None])
         else:
             (indices, read, total), heads = self._handed_on(cache)
             cache.counters.indices_reused += cache.batch_size
@@ -138,6 +136,10 @@ class SelectOnce(Method):
     def count(self, length: Number) -> Number:
         """Keys that a row of this length may read."""
         return clamp(budget(self.top_k, length, self.min_k), 1, length)
+
+    def _scored_share(self, cache: SlotCache) -> float:
+        """What is read of a key in order to score it, as a share of the key with its value."""
+        return cache.geometry.head_dim / (cache.geometry.head_dim + cache.geometry.value_dim)
 
     def _hand_on(self, cache: SlotCache, indices: Tensor, read: Tensor | None = None) -> None:
         """For the layers that read them, if any; see :class:`Selection`."""
@@ -240,8 +242,13 @@ class TopKByMass(SelectOnce):
         else:
             mask, lengths = cache.stored()
             how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
-            scores = ops.pooled_mass(q, cache.keys, scaling=scaling, **how)
+            k, key_scales = self._scored_keys(cache)
+            scores = ops.pooled_mass(q, k, scaling=scaling, key_scales=key_scales, **how)
         return self._chosen(cache, scores)
+
+    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
+        """The keys whose mass a decoded token goes by, ``[B, Hkv, used, D]``, and the scales of a copy in fp8."""
+        return cache.keys, None
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         if self.pooling == "pre_softmax":

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import Channel, Geometry, SlotCache
 from foveate.calibration import load
 from foveate.methods._reuse import Place, TopKByMass, layer_numbers, nearest
 from foveate.methods.base import Method, setting
@@ -24,6 +29,11 @@ class Kascade(TopKByMass):
     anchor are dense, too. In a prompt, tiles of queries choose together among the keys before them, and see those of
     their own tile causally; tiles begin at multiples of their length from a row's first token, and a tile that a chunk
     of the prompt ends in is chosen for in two parts.
+
+    With ``score_keys=fp8`` anchors keep a copy of their keys, of half the size or a quarter, and for decoded tokens
+    compute the mass from it, which is approximate: of keys of about the same mass others may be chosen. The keys that
+    are read are the exact ones, and those of prompts and of layer 0 are scored exactly. The copy's range is that of all
+    keys at a prompt's end; each prompt renews it, and the tokens decoded behind it keep to it.
     """
 
     name: ClassVar[str] = "kascade"
@@ -41,6 +51,11 @@ class Kascade(TopKByMass):
     exact_anchors: bool = setting(
         False, "in prompts anchors read all keys, whose attention they compute in order to choose", later=True
     )
+    score_keys: str = setting(
+        "exact",
+        "what anchors score for a decoded token: the keys (exact), or a copy of them in eight bits (fp8: approximate)",
+        later=True,
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -50,6 +65,12 @@ class Kascade(TopKByMass):
             not (self.exact_anchors and self.decode_only),
             "false with decode_only: all layers read all",
         )
+        self._check_choice("score_keys", "exact", "fp8")
+        if self.score_keys != "exact":
+            rule = "exact with pre_softmax pooling, which scores by mean queries"
+            self._check("score_keys", self.pooling != "pre_softmax", rule)
+            rule = "exact under calibration=auto, which has no anchors yet when the cache is made"
+            self._check("score_keys", self.calibration != AUTO, rule)
         self._check("remap", isinstance(self.remap, bool), "true or false")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`, or auto")
         if self.calibration == AUTO:
@@ -135,6 +156,42 @@ class Kascade(TopKByMass):
         anchor = nearest(anchors, layer)
         heads = (self.heads or {}).get(str(layer)) if self.remap and anchor != layer else None
         return Place(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
+
+    # A copy of the keys
+
+    @property
+    def scores_a_copy(self) -> bool:
+        """Whether this layer keeps a copy of its keys in fp8, by which it chooses."""
+        return self.score_keys == "fp8" and self.place.chooses and not self.place.dense
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        if not self.scores_a_copy:
+            return {}
+        by_channel = {"shape": (geometry.num_kv_heads, geometry.head_dim), "per": 0, "recomputed": True}
+        return {
+            "fp8_keys": Channel((geometry.head_dim,), dtype=ops.FP8, recomputed=True),
+            "key_centres": Channel(**by_channel),
+            "key_scales": Channel(**by_channel, fill=1.0),  # of a row without a prompt, too
+        }
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
+        if self.scores_a_copy and cache.used:
+            kept = ops.fp8_range(cache.keys)
+            for name, found in zip(("key_centres", "key_scales"), kept):
+                cache.channel(name).copy_(found)
+            ops.write_fp8(cache.channel("fp8_keys"), cache.keys, *kept)
+
+    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
+        if not self.scores_a_copy:
+            return super()._scored_keys(cache)
+        copy, centres, scales = (cache.channel(name) for name in ("fp8_keys", "key_centres", "key_scales"))
+        newest = cache.each_row(operator.sub, 1)[:, None]
+        ops.write_fp8(copy, cache.keys, centres, scales, newest)
+        return copy, scales
+
+    def _scored_share(self, cache: SlotCache) -> float:
+        share = super()._scored_share(cache)
+        return share * ops.FP8.itemsize / cache.dtype.itemsize if self.scores_a_copy else share
 
 
 @dataclass(frozen=True)

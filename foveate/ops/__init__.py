@@ -48,10 +48,12 @@ from foveate.ops.compress import (
 )
 from foveate.ops.retain import give_up, keep_best, put_token, weakest
 from foveate.ops.score import (
+    FP8,
     INDEXER_BLOCK,
     IndexerScores,
     attention_divergence,
     column_mass,
+    fp8_range,
     free_energy,
     indexer_scores,
     key_logits,
@@ -64,10 +66,12 @@ from foveate.ops.score import (
     tile_mass,
     unseen_keys,
     visible_keys,
+    write_fp8,
 )
 from foveate.ops.select import StreamingTopK, by_bound, by_mass, first_of, topk, topk_of_blocks, topk_rows
 
 __all__ = [
+    "FP8",
     "INDEXER_BLOCK",
     "Attended",
     "Covered",
@@ -99,6 +103,7 @@ __all__ = [
     "first_keys",
     "first_of",
     "fold_group",
+    "fp8_range",
     "free_energy",
     "gather_fields",
     "gather_pages",
@@ -131,4 +136,5 @@ __all__ = [
     "visible_keys",
     "weakest",
     "with_sinks",
+    "write_fp8",
 ]

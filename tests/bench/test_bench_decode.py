@@ -20,6 +20,7 @@ from foveate.report import decode as report
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
 METHODS = ("dense", "kascade:min_k=16,decode_only=true", "luka:page_size=16,top_k=2", "quest", "omnikv")
+COPIED = "kascade:min_k=16,decode_only=true,score_keys=fp8"
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -35,7 +36,8 @@ def found():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cold, "_SECONDS", 0.0)
         return {
-            row["case"]["method"]: row for row in decode.run(decode.Plan(METHODS, (400,), **SMALL), say=lambda _: None)
+            row["case"]["method"]: row
+            for row in decode.run(decode.Plan((*METHODS, COPIED), (400,), **SMALL), say=lambda _: None)
         }
 
 
@@ -60,6 +62,7 @@ def test_bytes_are_those_that_a_kind_reads(found):
     assert kinds["dense, choosing"]["bytes"] == found["dense"]["layers"]["dense"]["bytes"] == everything
     assert kinds["reading"]["bytes"] == 2 * 40 * a_key
     assert kinds["choosing"]["bytes"] == 2 * (40 + 400 / 2) * a_key
+    assert found[COPIED]["layers"]["choosing"]["bytes"] == 2 * (40 + 400 / 8) * a_key
     assert found["dense"]["floor_ms"] == pytest.approx(everything / found["dense"]["memory_gb_per_s"] / 1e6)
     assert found["luka:page_size=16,top_k=2"]["layers"]["luka"]["bytes"] <= everything / 2
 
@@ -73,6 +76,8 @@ def test_rows_are_beside_the_fastest_dense_and_complete(found):
         assert set(rows.FIELDS) <= set(row)
     assert found["omnikv"]["case"]["share"] == 0.1
     assert found["sdpa"]["case"]["share"] is None
+    assert 0.85 < found[COPIED]["recall"] < 1
+    assert [row["recall"] for name, row in found.items() if name != COPIED] == [None] * (len(found) - 1)
 
 
 def _quick(*methods, context=100, say=lambda _: None, **changed):

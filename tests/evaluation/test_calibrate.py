@@ -498,6 +498,10 @@ class TestBadPlans:
             ({"rounds": -1}, "rounds must be at least 0, got -1"),
             ({"rounds": 2}, "rounds has no effect when anchors are chosen by similarity"),
             ({"by": "divergence", "rounds": 2}, "rounds has no effect when anchors are chosen by divergence"),
+            (
+                {"by": "divergence", "method": Kascade(score_keys="fp8")},
+                "score_keys has no effect by divergence, of keys that are scored exactly",
+            ),
             ({"by": "luck"}, "unknown by 'luck'. Allowed: similarity, divergence"),
             ({"answer_tokens": 0}, "answer-tokens must be at least 1"),
             ({"by": "divergence", "answer_tokens": 1}, "answer-tokens must be at least 2, got 1: the first is"),
@@ -790,9 +794,10 @@ class TestTimeShare:
             layer_costs.affordable(STUBBED, share, [0, 1, 2, 3], 900)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_is_of_costs_measured(self, dtype):
+    @pytest.mark.parametrize("settings", [{}, {"score_keys": "fp8"}], ids=str)
+    def test_is_of_costs_measured(self, dtype, settings):
         shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 200, "batch": 2}
-        costs = layer_costs.measure(Kascade(), **shape, dtype=dtype, device="cpu")
+        costs = layer_costs.measure(Kascade(**settings), **shape, dtype=dtype, device="cpu")
         assert list(costs) == ["dense", "first", "anchor", "reuse"]
         assert all(0 < cost < 1000 for cost in costs.values())
 

@@ -24,9 +24,9 @@ def test_pages_under_the_interpreter():
     run_interpreted("ops/interpreted_pages.py")
 
 
-def _tile(kernel, dtype, dim, heads, capability):
+def _tile(kernel, dtype, dim, heads, capability, **more):
     types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-    return kernel.tile_for(types[dtype], dim, heads, capability // 10)
+    return kernel.tile_for(types[dtype], dim, heads, capability // 10, **more)
 
 
 def assert_compiled_well(compiled, capability, half):
@@ -86,6 +86,9 @@ def _compile_attention(
     assert_compiled_well(compiled, capability, half)
 
 
+RAGGED = pytest.mark.parametrize(("masked", "bounded"), [(False, False), (True, False), (False, True)])
+
+
 @CAPABILITIES
 @HALF_AND_FULL
 @pytest.mark.parametrize(
@@ -111,16 +114,34 @@ def test_attention_of_pages_compiles_for_ampere_and_hopper(
 
 @CAPABILITIES
 @HALF_AND_FULL
-@pytest.mark.parametrize(("masked", "bounded"), [(False, False), (True, False), (False, True)])
+@RAGGED
 def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked, bounded):
+    assert_compiled_well(_scoring(capability, dtype, dim, heads, masked, bounded), capability, dtype != "fp32")
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@HALF_AND_FULL
+@RAGGED
+def test_scoring_of_keys_in_fp8_compiles_for_ada_and_hopper(capability, dtype, dim, heads, masked, bounded):
+    compiled = _scoring(capability, dtype, dim, heads, masked, bounded, scaled=True)
+    assert_compiled_well(compiled, capability, dtype != "fp32")
+    assert "cvt.rn.f16x2.e4m3x2" in compiled.ptx
+
+
+def _scoring(capability, dtype, dim, heads, masked, bounded, scaled=False):
+    """The compiled kernel that keeps logits; ``scaled``: of keys in fp8."""
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
-    tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
-    compiled = compile_for(
+    tile, half = _tile(kernel, dtype, dim, heads, capability, scaled=scaled), dtype != "fp32"
+    return compile_for(
         capability,
         kernel._keep_logits,
         {
-            **{f"{x}_ptr": f"*{dtype}:16" for x in "qk"},
+            "q_ptr": f"*{dtype}:16",
+            "k_ptr": "*fp8e4nv:16" if scaled else f"*{dtype}:16",
+            "scale_ptr": "*fp32:16" if scaled else None,
+            **{f"scale_stride_{axis}": "i32:16" for axis in "bh"},
+            "scale_stride_d": 1,
             "mask_ptr": "*i8" if masked else None,
             "logit_ptr": "*i16:16" if half else "*fp32:16",
             **dict.fromkeys(("top_ptr", "lse_ptr"), "*fp32:16"),
@@ -134,6 +155,7 @@ def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, m
             "padded": "i32:16",
             **dict.fromkeys(("scale", "steps"), "fp32"),
             "CODED": half,
+            "SCALED": scaled,
             "MASKED": masked,
             "BOUNDED": bounded,
             "DIM": dim,
@@ -143,7 +165,6 @@ def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, m
         },
         **tile.options,
     )
-    assert_compiled_well(compiled, capability, half)
 
 
 @CAPABILITIES

@@ -2,6 +2,7 @@
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops.score import indexer, nodes, pooled, reference
+from foveate.ops.score.fp8 import FP8, fp8_range, to_fp8, write_fp8
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
 from foveate.ops.score.nodes import (
@@ -19,10 +20,12 @@ largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
 pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel")
 
 __all__ = [
+    "FP8",
     "INDEXER_BLOCK",
     "IndexerScores",
     "attention_divergence",
     "column_mass",
+    "fp8_range",
     "free_energy",
     "indexer_scores",
     "key_logits",
@@ -33,6 +36,8 @@ __all__ = [
     "query_mass",
     "tile_logits",
     "tile_mass",
+    "to_fp8",
     "unseen_keys",
     "visible_keys",
+    "write_fp8",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import Tile, multiprocessors, split
+from foveate.ops.score.fp8 import FP8
 from foveate.ops.score.pooled import check
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -27,17 +28,22 @@ _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
 _POOLED = 1024
 """Keys of a program that pools."""
+_FP8_SINCE = (8, 9)
+"""Compute capability from which on fp8 is converted by instructions."""
 _VARYING = ["mask_stride_b", "mask_stride_h", "length_stride_b", "length_stride_h", "number", "blocks", "splits"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
-def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
-    """Heads and keys of a program: blocks of 32 KB on Hopper, of 16 KB elsewhere, two of them under way."""
+def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int, scaled: bool = False) -> Tile:
+    """Heads and keys of a program: blocks of 32 KB on Hopper, of 16 KB elsewhere, two of them under way.
+
+    ``scaled``: keys in fp8 in blocks of half that, with more warps for registers to convert them in.
+    """
     heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
-        return Tile(16, 32, num_warps=8 if dim > 128 else 4, num_stages=1)
+        return Tile(16, 32, num_warps=8 if dim > 128 or scaled else 4, num_stages=1)
     keys = (64 if dim > 128 else 128) // (1 if capability >= 9 else 2)
-    return Tile(heads, keys, num_warps=4, num_stages=3 if heads < 64 else 2)
+    return Tile(heads, keys, num_warps=8 if scaled else 4, num_stages=3 if heads < 64 else 2)
 
 
 def pooled_mass(
@@ -45,6 +51,7 @@ def pooled_mass(
     k: Tensor,
     *,
     scaling: float,
+    key_scales: Tensor | None = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     pooling: str = "post_softmax",
@@ -55,18 +62,24 @@ def pooled_mass(
     One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
     keys in half precision a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of its
     block of keys: a mass is right to 2e-4 of itself, and one of less than 2^-32 of the block's largest counts as 0.
-    Of fp32 the logits are kept as they are. Keys that the mask or the lengths leave out are not read and may hold
-    anything.
+    Of fp32 the logits are kept as they are. Keys in fp8 are converted in registers, by GPUs with instructions for it.
+    Keys that the mask or the lengths leave out are not read and may hold anything.
     """
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
     num_kv_heads, number = k.shape[1:3]
-    if q.dtype != k.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    expected = q.dtype if key_scales is None else FP8
+    if k.dtype != expected or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 9)
+    if key_scales is not None and capability < _FP8_SINCE:
+        raise UnsupportedError("keys in fp8 below compute capability {}.{}".format(*_FP8_SINCE))
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
     if num_heads % num_kv_heads or length != 1 or k.shape != (batch, num_kv_heads, number, dim):
         raise ValueError(f"shapes do not fit one query a row: q {tuple(q.shape)}, k {tuple(k.shape)}")
+    if key_scales is not None and key_scales.shape != (batch, num_kv_heads, dim):
+        raise ValueError(f"key_scales {tuple(key_scales.shape)} do not fit k {tuple(k.shape)}")
     group = num_heads // num_kv_heads
     if not batch * number:
         return pooled(room_for(q, number, 0, 1, 16), num_kv_heads, number, None, None, pooling, pool)
@@ -76,19 +89,20 @@ def pooled_mass(
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     length_strides = (0, 0) if lengths is None else lengths.stride()
 
-    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-    tile = tile_for(q.dtype, dim, group, capability)
+    tile = tile_for(q.dtype, dim, group, capability[0], key_scales is not None)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
     splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
     kept = room_for(q, number, blocks, splits, tile.block_n)
     _keep_logits[batch * num_kv_heads * parts, splits](
         q,
         k,
+        key_scales,
         mask,
         lengths,
         *kept[:3],
         *(q.stride(axis) for axis in (0, 1, 3)),
         *k.stride(),
+        *((0, 0, 0) if key_scales is None else key_scales.stride()),
         *mask_strides,
         *length_strides,
         num_kv_heads,
@@ -102,6 +116,7 @@ def pooled_mass(
         scaling * _LOG2E.value,
         steps(pooling),
         CODED=kept.coded,
+        SCALED=key_scales is not None,
         MASKED=mask is not None,
         BOUNDED=lengths is not None,
         DIM=dim,
@@ -202,6 +217,7 @@ def _keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded
 def _keep_logits(
     q_ptr,
     k_ptr,
+    scale_ptr,
     mask_ptr,
     length_ptr,
     logit_ptr,
@@ -214,6 +230,9 @@ def _keep_logits(
     k_stride_h,
     k_stride_l,
     k_stride_d,
+    scale_stride_b,
+    scale_stride_h,
+    scale_stride_d,
     mask_stride_b,
     mask_stride_h,
     mask_stride_l,
@@ -230,6 +249,7 @@ def _keep_logits(
     scale,
     steps,
     CODED: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     BOUNDED: tl.constexpr,
     DIM: tl.constexpr,
@@ -238,7 +258,8 @@ def _keep_logits(
     BLOCK_N: tl.constexpr,
 ):
     """Writes ``logit [B, Hq, padded]``, ``top [B, Hq, blocks]`` (``CODED``: the largest logit of each block) and
-    ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e)."""
+    ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e). ``SCALED``: the keys are in
+    fp8, over scales ``[B, Hkv, D]``, which the queries take on."""
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -248,6 +269,9 @@ def _keep_logits(
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    if SCALED:
+        scales = scale_ptr + batch * scale_stride_b + head * scale_stride_h + dims * scale_stride_d
+        q = (q.to(tl.float32) * tl.load(scales, mask=dims < DIM, other=0.0)[None, :]).to(q.dtype)
     k_ptr += batch * k_stride_b + head * k_stride_h
     if MASKED:
         mask_ptr += batch * mask_stride_b + head * mask_stride_h
@@ -273,6 +297,8 @@ def _keep_logits(
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]
         k = tl.load(k_ptr + (slots * k_stride_l)[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
+        if SCALED:
+            k = k.to(q.dtype)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest = tl.maximum(tl.max(logits, 1), _LOWEST)
