@@ -587,7 +587,7 @@ def test_state_in_fp8_grows_is_packed_moves_with_its_rows_and_is_cleared():
     cache.retain(torch.tensor([[[7, 3], [5, 0]], [[5, 6], [2, 4]]]))
     twin = copy.deepcopy(cache)
     cache.take_rows(torch.tensor([1, 0, 1]))
-    cache.evict(torch.tensor([[0, 1]] * 3), [True, False, True])
+    evict(cache, [[0, 1]] * 3, [True, False, True])
     step(cache)
     found = cache.channel("copy").float()
     assert cache.channel("copy").dtype == torch.float8_e4m3fn
