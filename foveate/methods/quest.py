@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -80,11 +79,12 @@ class Quest(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.dense:
             return attend_all(cache, q, scaling).out
-        self._bound_newest(cache)
+        lengths = cache.row_tensor("lengths")
+        ops.bound_newest(cache.keys, cache.channel("low"), cache.channel("high"), lengths, self.page_size)
         counts, most = cache.each_row(self.count), cache.most(self._widest)
         pages = ops.topk_rows(self._bounds(cache, q, scaling), counts, most, dtype=torch.int32)
         self._count_read(cache, pages)
-        how = {"scaling": scaling, "lengths": cache.row_tensor("lengths")}
+        how = {"scaling": scaling, "lengths": lengths}
         return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, **how).out
 
     def pages(self, length: Number) -> Number:
@@ -102,26 +102,8 @@ class Quest(Method):
         allowed = clamp(budget(self.top_k, length, self.min_k), 0, length)
         return clamp(self.pages(allowed), self.min_pages, self.pages(length))
 
-    def _bound_newest(self, cache: SlotCache) -> None:
-        """Write the box of the page that holds the newest token, around the keys that it has."""
-        length, page = (cache.each_row(rule)[:, None] for rule in (operator.pos, self._newest))
-        slots = page * self.page_size + torch.arange(self.page_size, device=cache.device)
-        there, heads = slots < length, cache.geometry.num_kv_heads
-        keys = ops.gather_slots(cache.keys, slots.where(there, 0)[:, None].expand(-1, heads, -1))
-        index = page[:, :, None, None].expand(-1, heads, 1, keys.shape[3])
-        unused = ~there[:, None, :, None]
-        cache.channel("low").scatter_(2, index, keys.masked_fill(unused, float("inf")).amin(2, keepdim=True))
-        cache.channel("high").scatter_(2, index, keys.masked_fill(unused, float("-inf")).amax(2, keepdim=True))
-
-    def _newest(self, length: Number) -> Number:
-        return (length - 1) // self.page_size
-
     def _looked_at(self, length: Number, share: float) -> float | Tensor:
         return 2 * share * (length // self.page_size) + share * (length % self.page_size)
-
-    def _missing(self, length: Number) -> Number:
-        """Keys that the page which is being filled does not have yet."""
-        return self.pages(length) * self.page_size - length
 
     def _bounds(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Largest logits in each page, fp32 ``[B, H, P]``, H the heads that choose; -inf where a row has no page."""
@@ -137,12 +119,7 @@ class Quest(Method):
         A key once for all the heads of a group that read it; of a page two corners, which are as much as a key and a
         value; and of the page that is being filled the keys, without their values.
         """
-        geometry, most = cache.geometry, cache.most(self.pages)
-        read = torch.zeros(len(pages), geometry.num_kv_heads, most + 1, dtype=torch.bool, device=cache.device)
-        of_kv_head = pages.unflatten(1, (geometry.num_kv_heads, -1)).flatten(2)
-        read.scatter_(2, of_kv_head.where(of_kv_head >= 0, most).long(), True)
-        keys = read[..., :most].sum(-1) * self.page_size
-        newest = cache.each_row(self._newest)[:, None, None].expand(*read.shape[:2], 1)
-        keys -= read.gather(2, newest).squeeze(2) * cache.each_row(self._missing)[:, None]
+        geometry, lengths = cache.geometry, cache.row_tensor("lengths")
+        keys = ops.keys_of_pages(pages, geometry.num_kv_heads, self.page_size, lengths)
         share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)
         cache.count_read(keys + cache.each_row(self._looked_at, share)[:, None])

@@ -39,6 +39,7 @@ from foveate.ops.attend import (
 )
 from foveate.ops.compress import (
     Nodes,
+    bound_newest,
     divergence_ends,
     gaussian_ends,
     importance_weights,
@@ -68,7 +69,16 @@ from foveate.ops.score import (
     visible_keys,
     write_fp8,
 )
-from foveate.ops.select import StreamingTopK, by_bound, by_mass, first_of, topk, topk_of_blocks, topk_rows
+from foveate.ops.select import (
+    StreamingTopK,
+    by_bound,
+    by_mass,
+    first_of,
+    keys_of_pages,
+    topk,
+    topk_of_blocks,
+    topk_rows,
+)
 
 __all__ = [
     "FP8",
@@ -96,6 +106,7 @@ __all__ = [
     "attend_tiles",
     "attend_window",
     "attention_divergence",
+    "bound_newest",
     "by_bound",
     "by_mass",
     "column_mass",
@@ -114,6 +125,7 @@ __all__ = [
     "indexer_scores",
     "keep_best",
     "key_logits",
+    "keys_of_pages",
     "largest_logit",
     "logit_deviation",
     "logit_reach",

@@ -7,11 +7,13 @@ from matrix import Driver, Tokens
 from foveate import methods, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.compress import boxes, boxes_kernel
 from foveate.ops.retain import reference as retain
 from foveate.ops.retain import slots_kernel
 from foveate.ops.score import bounds_kernel, nodes, pooled, pooled_kernel
+from foveate.ops.select import pages as of_pages
+from foveate.ops.select import pages_kernel, rows_kernel
 from foveate.ops.select import reference as select
-from foveate.ops.select import rows_kernel
 from tests.helpers import in_buffer
 from tests.kernels import noted, poisoned_memory
 
@@ -33,7 +35,9 @@ def kernels_only(monkeypatch):
         "attend",
         "attend_indices",
         "attend_pages",
+        "bound_newest",
         "give_up",
+        "keys_of_pages",
         "largest_logit",
         "pooled_mass",
         "put_token",
@@ -474,6 +478,8 @@ def test_methods_run_on_the_kernels(monkeypatch):
     kernels = (
         (decode_kernel, ("attend", "attend_indices", "attend_pages")),
         (bounds_kernel, ("largest_logit",)),
+        (boxes_kernel, ("bound_newest",)),
+        (pages_kernel, ("keys_of_pages",)),
         (pooled_kernel, ("pooled_mass",)),
         (rows_kernel, ("topk_rows",)),
         (slots_kernel, ("give_up", "put_token")),
@@ -493,6 +499,34 @@ def test_methods_run_on_the_kernels(monkeypatch):
         driver.feed(tokens[:290])
         driver.feed_steps(tokens[290:])
     assert set(ran) == {name for _, names in kernels for name in names}
+
+
+@DTYPES
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+def test_boxes_of_newest_pages(dtype, page_size):
+    """Around the keys that there are; every other box stays as it is."""
+    lengths = torch.tensor([1, 700, 577], device="cuda")
+    keys, corners = draw(3, 2, 700, 80, dtype=dtype), draw(2, 3, 2, -(-700 // page_size), 80, dtype=dtype)
+    for row, length in enumerate(lengths.tolist()):
+        keys[row, :, length:] = torch.nan
+    mine, its = corners.clone(), corners.clone()
+    ops.bound_newest(keys, *mine, lengths, page_size)
+    boxes.bound_newest(keys, *its, lengths, page_size)
+    assert torch.equal(mine, its)
+    assert not torch.equal(mine, corners)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("number", [1, 500, 1300])
+def test_keys_of_pages(group, number):
+    lengths = torch.tensor([1, 32_000, 31_985], device="cuda")
+    there = -(-lengths // 16)[:, None, None]
+    drawn = (uniform(3, 2 * group, number, seed=group) * there).long().sort(-1).values
+    again = torch.zeros_like(drawn, dtype=torch.bool)
+    again[..., 1:] = drawn[..., 1:] == drawn[..., :-1]
+    lists = drawn.masked_fill(again, 1 << 20).sort(-1).values
+    lists = lists.masked_fill(lists == 1 << 20, -1).int()
+    assert torch.equal(ops.keys_of_pages(lists, 2, 16, lengths), of_pages.keys_of_pages(lists, 2, 16, lengths))
 
 
 @pytest.mark.parametrize("number", [1, 130, 5000, 70_000])

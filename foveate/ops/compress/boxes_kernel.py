@@ -1,0 +1,84 @@
+"""The box of the newest page: Triton kernel of :func:`bound_newest`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+
+_MOST = 64
+"""Keys that a program looks at at once."""
+
+
+def bound_newest(keys: Tensor, low: Tensor, high: Tensor, lengths: Tensor, page_size: int) -> None:
+    """See :func:`foveate.ops.compress.boxes.bound_newest`. One launch; a program owns a row and a KV head."""
+    batch, heads, _, dim = keys.shape
+    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"keys in {keys.dtype}")
+    if low.dtype != keys.dtype or high.dtype != keys.dtype or low.shape != high.shape or low.shape[3] != dim:
+        raise ValueError(f"corners {tuple(low.shape)} in {low.dtype} do not fit keys {tuple(keys.shape)}")
+    if batch * heads:
+        _bound_newest[batch * heads,](
+            keys,
+            low,
+            high,
+            lengths,
+            *keys.stride(),
+            *low.stride(),
+            *high.stride(),
+            lengths.stride(0),
+            heads,
+            page_size,
+            DIM=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK=min(_MOST, triton.next_power_of_2(page_size)),
+            num_warps=4,
+        )
+
+
+_VARYING = [f"{x}_stride_{axis}" for x in ("key", "low", "high") for axis in "bh"]
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "length_stride", "heads", "page_size"])
+def _bound_newest(
+    key_ptr,
+    low_ptr,
+    high_ptr,
+    length_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    key_stride_d,
+    low_stride_b,
+    low_stride_h,
+    low_stride_p,
+    low_stride_d,
+    high_stride_b,
+    high_stride_h,
+    high_stride_p,
+    high_stride_d,
+    length_stride,
+    heads,
+    page_size,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes one page of ``low`` and ``high``."""
+    row = tl.program_id(0)
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    length = tl.load(length_ptr + batch * length_stride)
+    page, dims, places = (length - 1) // page_size, tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
+    key_ptr += batch * key_stride_b + head * key_stride_h + dims[None, :] * key_stride_d
+    low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)
+    for first in tl.range(page * page_size, length, BLOCK):
+        slot = first + places
+        there = (slot < length)[:, None] & (dims < DIM)[None, :]
+        keys = tl.load(key_ptr + slot[:, None] * key_stride_s, mask=there, other=0.0).to(tl.float32)
+        low = tl.minimum(low, tl.min(tl.where(there, keys, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(there, keys, float("-inf")), 0))
+    low_ptr += batch * low_stride_b + head * low_stride_h + page * low_stride_p + dims * low_stride_d
+    high_ptr += batch * high_stride_b + head * high_stride_h + page * high_stride_p + dims * high_stride_d
+    tl.store(low_ptr, low.to(low_ptr.dtype.element_ty), mask=dims < DIM)
+    tl.store(high_ptr, high.to(high_ptr.dtype.element_ty), mask=dims < DIM)

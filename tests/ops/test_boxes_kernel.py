@@ -1,0 +1,55 @@
+"""The kernels of a step's pages: what they compute (under the interpreter) and what they compile to."""
+
+import importlib
+
+import pytest
+
+from tests.kernels import compile_for, run_interpreted
+
+
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("ops/interpreted_boxes.py")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_bounding_compiles_for_ampere_and_hopper(capability):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.compress.boxes_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._bound_newest,
+        {
+            **dict.fromkeys(("key_ptr", "low_ptr", "high_ptr"), "*bf16:16"),
+            "length_ptr": "*i64:16",
+            **dict.fromkeys((*kernel._VARYING, "length_stride", "heads", "page_size"), "i32"),
+            **{f"{x}_stride_{axis}": "i32:16" for x, axis in (("key", "s"), ("low", "p"), ("high", "p"))},
+            **{f"{x}_stride_d": 1 for x in ("key", "low", "high")},
+            "DIM": 128,
+            "BLOCK_D": 128,
+            "BLOCK": 16,
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_counting_compiles_for_ampere_and_hopper(capability):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.pages_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._keys_of_pages,
+        {
+            "page_ptr": "*i32:16",
+            "length_ptr": "*i64:16",
+            "found_ptr": "*i64:16",
+            **dict.fromkeys(("page_stride_b", "page_stride_h", "length_stride"), "i32"),
+            **dict.fromkeys(("heads", "group", "number", "page_size"), "i32"),
+            "page_stride_p": 1,
+            "STEPS": 10,
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
