@@ -545,8 +545,6 @@ def test_slots_that_are_given_up(number, rows):
     at = positions[:, 0].amax(-1).long()
     positions[:, 1] = positions[:, 0].flip(-1)
     for by in ({"scores": scores}, {"scores": scores[:, :1].expand(-1, 2, -1), "before": before}, {"at": at}):
-        if "before" in by:
-            positions[..., 0] = 0
         buffer = torch.full((3, 2, number + 33), -9, dtype=torch.int32, device="cuda")
         buffer[..., :number], expected = positions, positions.clone()
         found = ops.give_up(buffer[..., :number], rows=rows, **by)

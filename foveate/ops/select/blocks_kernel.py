@@ -17,7 +17,6 @@ _KEPT = 8192
 """The most values that are kept of longer ones."""
 _CHUNK = 2048
 """Values that it looks at at once where it cannot keep them all."""
-_NONE = tl.constexpr(-2147483648)
 _LOWEST = tl.constexpr(-2139095041)
 _HIGHEST = tl.constexpr(0x7F800000)
 """What :func:`_ordered` makes of -inf and of inf."""
@@ -29,9 +28,10 @@ def topk_of_blocks(
     """See :func:`foveate.ops.select.blocks.topk_of_blocks`.
 
     A program owns a row, and looks for the k-th largest of values in its registers by counting how many reach a
-    threshold, ten times or so. Short rows it keeps whole. Of longer ones it first chooses blocks in the same way, the k
-    whose maxima come first: each of them has a score that comes before all scores of a block that is left out, so that
-    the k first scores are among theirs (StreamIndex needs no such step, having no maxima). Those alone are read.
+    threshold, two of them at a time, five times or so. Short rows it keeps whole. Of longer ones it first chooses
+    blocks in the same way, the k whose maxima come first: each of them has a score that comes before all scores of a
+    block that is left out, so that the k first scores are among theirs (StreamIndex needs no such step, having no
+    maxima). Those alone are read.
 
     Where k blocks are too many to be kept, or all of a row's maxima are, a program keeps the maxima of groups of
     blocks: the k-th largest of them is a bound that at least k scores reach, and few more; the blocks whose maximum
@@ -56,6 +56,7 @@ def topk_of_blocks(
     if blocks <= _HELD and some <= _HELD:
         named = _short(maxima, visible, None, torch.empty_like(found), block)
         scores, apart, vector = _rows(scores)
+        held = max(256, block, triton.next_power_of_2(some))
         _topk_of_named[rows, batch](
             scores,
             apart,
@@ -68,23 +69,23 @@ def topk_of_blocks(
             k,
             VECTOR=vector,
             BLOCK=block,
-            HELD=max(256, block, triton.next_power_of_2(some)),
+            HELD=held,
             PADDED=padded,
-            num_warps=8,
+            num_warps=warps(held),
         )
         return found
     scores = scores.contiguous()
     listed = torch.empty(batch, rows, blocks, dtype=torch.int32, device=scores.device)
     room = min(triton.next_power_of_2(max(4 * k, _CHUNK)), _KEPT)
-    kept = torch.empty(2, batch, rows, room, dtype=torch.int32, device=scores.device)
+    kept, index = (torch.empty(batch, rows, room, dtype=x, device=scores.device) for x in (torch.float32, torch.int32))
     _topk_of_blocks[rows, batch](
         scores,
         maxima.contiguous(),
         visible,
         starts,
         listed,
-        kept[0],
-        kept[1],
+        kept,
+        index,
         found,
         rows,
         number,
@@ -118,9 +119,14 @@ def _short(scores: Tensor, visible: Tensor, starts: Tensor | None, found: Tensor
         UNIT=unit,
         HELD=held,
         PADDED=starts is not None,
-        num_warps=4 if held < 4096 else 8,
+        num_warps=warps(held),
     )
     return found
+
+
+def warps(held: int) -> int:
+    """Warps of a program that keeps so many scores in its registers."""
+    return 4 if held < 4096 else 8 if held <= 16384 else 16
 
 
 def _rows(scores: Tensor) -> tuple[Tensor, int, int]:
@@ -139,15 +145,57 @@ def _ordered(x):
 
 
 @triton.jit
+def _float(x):
+    """The float of which :func:`_ordered` made this."""
+    return (x ^ ((x >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _log(x):
+    """About the logarithm of a positive float, in units of 2^-23 octaves: it bends at powers of two."""
+    return x.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _between(low, high, reach_low, reach_high, k, turn):
-    """A threshold between two, where the k-th is to be expected if the logarithm of the counts is linear; every third
-    time the middle, so that there is an end."""
-    a = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    b = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    most, least = tl.log2(reach_low.to(tl.float32)), tl.log2(tl.maximum(reach_high.to(tl.float32), 0.5))
-    guess = _ordered(a + (b - a) * (most - tl.log2(k.to(tl.float32) + 0.5)) / (most - least))
-    middle = (low & high) + ((low ^ high) >> 1)
-    return tl.where((turn % 3 < 2) & (guess > low) & (guess < high), guess, middle)
+    """Two thresholds between two, or one twice, around where the k-th is to be expected if the logarithm of the counts
+    is linear: by a standard deviation of the count there; every fourth time at thirds, so that there is an end."""
+    a, b = _float(low), _float(high)
+    most, least, wanted = reach_low.to(tl.float32), reach_high.to(tl.float32), k.to(tl.float32)
+    away = tl.minimum(wanted - least, most - wanted) + 0.5  # of it about the root:
+    away = ((away.to(tl.int32, bitcast=True) >> 1) + 0x1FBD1DF5).to(tl.float32, bitcast=True)
+    few = most - least < 5
+    more = tl.where(few, wanted + 0.5, tl.minimum(wanted + away, most - 0.5))
+    less = tl.where(few, wanted + 0.5, tl.maximum(wanted - away, least + 0.5))
+    top = _log(most)
+    slope = (b - a) / (top - _log(tl.maximum(least, 0.5)))
+    lower, higher = _ordered(a + slope * (top - _log(more))), _ordered(a + slope * (top - _log(less)))
+    third, middle = ((high.to(tl.uint32) - low.to(tl.uint32)) // 3).to(tl.int32), (low & high) + ((low ^ high) >> 1)
+    even = turn % 4 == 3
+    lower = tl.where(even, low + third, lower)
+    higher = tl.where(even, high - third, higher)
+    return _inside(lower, low, high, middle), _inside(higher, low, high, middle)
+
+
+@triton.jit
+def _inside(at, low, high, otherwise):
+    return tl.where((at > low) & (at < high), at, otherwise)
+
+
+@triton.jit
+def _drawn(x, k, HELD: tl.constexpr):
+    """Two of the scores ``x [HELD]`` between which the k-th largest is likely to be, by a sample of them, as
+    :func:`_ordered`; or such as no score is, where the sample does not tell."""
+    SAMPLE: tl.constexpr = 64 if HELD < 4096 else 128
+    some = tl.reshape(x, [SAMPLE, HELD // SAMPLE])
+    some = tl.max(tl.where(tl.arange(0, HELD // SAMPLE)[None, :] == 0, some, float("-inf")), 1)
+    ahead = tl.sum((some[None, :] > some[:, None]).to(tl.int32), 1)
+    share = k.to(tl.float32) / HELD
+    away = 1.25 * tl.sqrt(SAMPLE * share * tl.maximum(1 - share, 0.0)) + 0.5
+    last, first = tl.ceil(SAMPLE * share + away).to(tl.int32), tl.floor(SAMPLE * share - away).to(tl.int32)
+    lower = tl.max(tl.where(ahead >= last, some, float("-inf")), 0)
+    higher = tl.min(tl.where(ahead <= first, some, float("inf")), 0)
+    return _ordered(lower), _ordered(higher)
 
 
 @triton.jit
@@ -158,31 +206,68 @@ def _read(score_ptr, place, limit, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _order(x, there):
-    """Scores as integers of the same order, none where there is no score or -inf; NaN counts as inf."""
-    x = _ordered(tl.where(x != x, float("inf"), x))
-    return tl.where(there & (x > _LOWEST), x, _NONE)
+def _plain(x, there):
+    """Scores of which NaN counts as inf, and -inf where there is none."""
+    return tl.where(there, tl.where(x == x, x, float("inf")), float("-inf"))
 
 
 @triton.jit
 def _score(ptr, list_ptr, place, count, begin, limit, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The scores in some places of the listed blocks, or of the row: indices, and :func:`_ordered` or none. NaN counts
-    as inf, whatever its sign. Integers are scores that are :func:`_ordered` already."""
+    """The scores in some places of the listed blocks, or of the row: indices, and the scores, :func:`_plain`."""
     index = place
     if LISTED:
         index = tl.load(list_ptr + place // BLOCK, mask=place < count, other=0) * BLOCK + place % BLOCK
     there = (place < count) & (index >= begin) & (index < limit)
-    if ptr.dtype.element_ty == tl.int32:
-        x = tl.load(ptr + index, mask=there, other=_NONE)
-    else:
-        x = tl.load(ptr + index, mask=there, other=float("-inf"))
-        x = _ordered(tl.where(x != x, float("inf"), x))
-    return index, tl.where(there & (x > _LOWEST), x, _NONE)
+    return index, _plain(tl.load(ptr + index, mask=there, other=float("-inf")), there)
 
 
 @triton.jit
-def _kth(
-    x,
+def _valid(x):
+    return tl.sum((x > float("-inf")).to(tl.int32), 0)
+
+
+@triton.jit
+def _behind(x):
+    """What is behind the highest score, as :func:`_ordered` has them."""
+    return _ordered(tl.max(x, 0)) + 1
+
+
+@triton.jit
+def _narrowed(low, high, reach_low, reach_high, lower, higher, many, few, k):
+    """Bounds of the k-th, when ``many`` scores reach a lower threshold between them and ``few`` a higher one."""
+    high, reach_high = tl.where(few < k, higher, high), tl.where(few < k, few, reach_high)
+    high, reach_high = tl.where(many < k, lower, high), tl.where(many < k, many, reach_high)
+    low, reach_low = tl.where(many >= k, lower, low), tl.where(many >= k, many, reach_low)
+    low, reach_low = tl.where(few >= k, higher, low), tl.where(few >= k, few, reach_low)
+    return low, high, reach_low, reach_high
+
+
+@triton.jit
+def _kth(x, k, low, reach_low, high, spare=0):
+    """The k-th largest of the scores ``x [HELD]`` (:func:`_plain`), as :func:`_ordered`; how many equal to it are among
+    the k; and whether more than k are as large.
+
+    It counts how many scores reach two thresholds, which begin where a sample of x tells: five times or so.
+    ``reach_low`` scores are at least ``low``, none ``high``, both :func:`_ordered`. If those are k or fewer, ``low``,
+    and all of them. With ``spare`` it may be a score that up to so many more than k reach.
+    """
+    nothing = tl.zeros([], tl.int32)
+    low, high, k, reach_high, turn = nothing + low, nothing + high, nothing + k, nothing, nothing
+    lower, higher = _between(low, high, reach_low, reach_high, k, turn)
+    drawn_lower, drawn_higher = _drawn(x, k, x.shape[0])
+    lower, higher = _inside(drawn_lower, low, high, lower), _inside(drawn_higher, low, high, higher)
+    while (reach_low > k + spare) & (low + 1 < high):
+        lower, higher = tl.minimum(lower, higher), tl.maximum(lower, higher)
+        both = tl.sum((x >= _float(lower)).to(tl.int32) + ((x >= _float(higher)).to(tl.int32) << 16), 0)
+        many, few = both & 0xFFFF, (both >> 16) & 0xFFFF
+        low, high, reach_low, reach_high = _narrowed(low, high, reach_low, reach_high, lower, higher, many, few, k)
+        turn += 1
+        lower, higher = _between(low, high, reach_low, reach_high, k, turn)
+    return low, tl.where(reach_low > k, k - reach_high, reach_low), reach_low > k
+
+
+@triton.jit
+def _kth_of_many(
     ptr,
     list_ptr,
     count,
@@ -192,30 +277,24 @@ def _kth(
     low,
     reach_low,
     high,
-    HOLDS: tl.constexpr,
     LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The k-th largest of what is held in x, or else read again and again, and how many equal to it are among the k.
-
-    ``reach_low`` values are at least ``low``, none ``high``. If those are k or fewer, ``low``, and all of them.
-    """
+    """:func:`_kth` of scores that are read anew for each two thresholds, see :func:`_score`."""
     nothing = tl.zeros([], tl.int32)
-    low, reach_high, turn = nothing + low, nothing, nothing
+    low, high, k, reach_high, turn = nothing + low, nothing + high, nothing + k, nothing, nothing
     while (reach_low > k) & (low + 1 < high):
-        at = _between(low, high, reach_low, reach_high, k, turn)
-        if HOLDS:
-            reach = tl.sum((x >= at).to(tl.int32), 0)
-        else:
-            counts = tl.zeros([CHUNK], tl.int32)
-            for first in tl.range(0, count, CHUNK):
-                _, y = _score(ptr, list_ptr, first + tl.arange(0, CHUNK), count, begin, limit, LISTED, BLOCK)
-                counts += (y >= at).to(tl.int32)
-            reach = tl.sum(counts, 0)
-        enough = reach >= k
-        low, reach_low = tl.where(enough, at, low), tl.where(enough, reach, reach_low)
-        high, reach_high = tl.where(enough, high, at), tl.where(enough, reach_high, reach)
+        lower, higher = _between(low, high, reach_low, reach_high, k, turn)
+        lower, higher = tl.minimum(lower, higher), tl.maximum(lower, higher)
+        many, few = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+        for first in tl.range(0, count, CHUNK):
+            _, x = _score(ptr, list_ptr, first + tl.arange(0, CHUNK), count, begin, limit, LISTED, BLOCK)
+            many += (x >= _float(lower)).to(tl.int32)
+            few += (x >= _float(higher)).to(tl.int32)
+        low, high, reach_low, reach_high = _narrowed(
+            low, high, reach_low, reach_high, lower, higher, tl.sum(many, 0), tl.sum(few, 0), k
+        )
         turn += 1
     return low, tl.where(reach_low > k, k - reach_high, reach_low), reach_low > k
 
@@ -223,7 +302,8 @@ def _kth(
 @triton.jit
 def _chosen(x, kth, room, crowded, equal):
     """Those above the k-th, and the first ``room`` equal to it, ``equal`` having been seen; and how many now have."""
-    chosen, tie, equal = x >= kth, x == kth, tl.zeros([], tl.int32) + equal
+    kth, equal = _float(kth), tl.zeros([], tl.int32) + equal
+    chosen, tie = x >= kth, x == kth
     if crowded:
         chosen = (x > kth) | (tie & (equal + tl.cumsum(tie.to(tl.int32), 0) <= room))
         equal += tl.sum(tie.to(tl.int32), 0)
@@ -231,10 +311,9 @@ def _chosen(x, kth, room, crowded, equal):
 
 
 @triton.jit
-def _put(found_ptr, written, index, chosen, k):
-    """Writes what is chosen behind what is written, and nothing behind the k-th place."""
-    place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(found_ptr + place, index, mask=chosen & (place < k))
+def _put(found_ptr, written, index, chosen):
+    """Writes what is chosen behind what is written."""
+    tl.store(found_ptr + written + tl.cumsum(chosen.to(tl.int32), 0) - 1, index, mask=chosen)
 
 
 @triton.jit
@@ -269,34 +348,19 @@ def _topk_of_short_rows(
     if PADDED:
         begin = tl.load(start_ptr + tl.program_id(1)).to(tl.int32)
     index = tl.arange(0, HELD)
-    x = _order(_read(score_ptr, index, visible, VECTOR), (index >= begin) & (index < visible))
-    valid = tl.sum((x != _NONE).to(tl.int32), 0)
-    kth, room, crowded = _kth(
-        x,
-        score_ptr,
-        score_ptr,
-        0,
-        0,
-        0,
-        k,
-        _LOWEST + 1,
-        valid,
-        tl.max(x, 0) + 1,
-        HOLDS=True,
-        LISTED=False,
-        BLOCK=1,
-        CHUNK=1,
-    )
+    x = _plain(_read(score_ptr, index, visible, VECTOR), (index >= begin) & (index < visible))
+    valid = _valid(x)
+    kth, room, crowded = _kth(x, k, _LOWEST + 1, valid, _behind(x))
     if HELD <= _TILE:
         chosen, _ = _chosen(x, kth, room, crowded, 0)
-        _put(found_ptr, 0, index, chosen, k)
+        _put(found_ptr, 0, index, chosen)
     else:  # read again what has just been read: to number them all at once takes more registers than there are
         places, written, equal = tl.arange(0, _TILE), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         for first in tl.range(0, visible, _TILE):
             place = first + places
-            y = _order(_read(score_ptr, place, visible, VECTOR), (place >= begin) & (place < visible))
+            y = _plain(_read(score_ptr, place, visible, VECTOR), (place >= begin) & (place < visible))
             chosen, equal = _chosen(y, kth, room, crowded, equal)
-            _put(found_ptr, written, place, chosen, k)
+            _put(found_ptr, written, place, chosen)
             written += tl.sum(chosen.to(tl.int32), 0)
     _end(found_ptr, tl.minimum(valid, k), k, 1024)
 
@@ -305,13 +369,13 @@ def _topk_of_short_rows(
 def _of_named(
     list_ptr, first, score_ptr, named, begin, visible, VECTOR: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr
 ):
-    """Scores of ``MANY`` of the blocks that are named: indices, and the scores, :func:`_order`; ``[MANY, BLOCK]``."""
+    """Scores of ``MANY`` of the blocks that are named: indices, and the scores, :func:`_plain`; ``[MANY, BLOCK]``."""
     places = first + tl.arange(0, MANY)
     block = tl.load(list_ptr + places, mask=places < named, other=-1)
     index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = (block >= 0)[:, None] & (index < tl.cdiv(visible, VECTOR) * VECTOR)
     x = tl.load(score_ptr + index, mask=there, other=float("-inf"))
-    return index, _order(x, (block >= 0)[:, None] & (index >= begin) & (index < visible))
+    return index, _plain(x, (block >= 0)[:, None] & (index >= begin) & (index < visible))
 
 
 @triton.jit(do_not_specialize=["apart", "rows", "number", "k"])
@@ -343,33 +407,18 @@ def _topk_of_named(
 
     _, x = _of_named(list_ptr, 0, score_ptr, k, begin, visible, VECTOR, BLOCK, HELD // BLOCK)
     best = tl.max(x, 1)
-    named = tl.sum((best != _NONE).to(tl.int32), 0)
-    bound = tl.min(tl.where(best == _NONE, _HIGHEST, best), 0)  # k scores reach it, if there are k blocks
-    bound = tl.where(named == k, bound, _LOWEST + 1)
+    named = _valid(best)
+    bound = _ordered(tl.min(tl.where(best > float("-inf"), best, float("inf")), 0))
+    bound = tl.where(named == k, bound, _LOWEST + 1)  # k scores reach it
     x = tl.reshape(x, [HELD])
-    valid, reach = tl.sum((x != _NONE).to(tl.int32), 0), tl.sum((x >= bound).to(tl.int32), 0)
-    kth, room, crowded = _kth(
-        x,
-        score_ptr,
-        score_ptr,
-        0,
-        0,
-        0,
-        k,
-        bound,
-        reach,
-        tl.max(x, 0) + 1,
-        HOLDS=True,
-        LISTED=False,
-        BLOCK=1,
-        CHUNK=1,
-    )
+    valid, reach = _valid(x), tl.sum((x >= _float(bound)).to(tl.int32), 0)
+    kth, room, crowded = _kth(x, k, bound, reach, _behind(x))
     MANY: tl.constexpr = min(HELD, _TILE) // BLOCK
     written, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in tl.range(0, named, MANY):
         index, y = _of_named(list_ptr, first, score_ptr, named, begin, visible, VECTOR, BLOCK, MANY)
         chosen, equal = _chosen(tl.reshape(y, [MANY * BLOCK]), kth, room, crowded, equal)
-        _put(found_ptr, written, tl.reshape(index, [MANY * BLOCK]), chosen, k)
+        _put(found_ptr, written, tl.reshape(index, [MANY * BLOCK]), chosen)
         written += tl.sum(chosen.to(tl.int32), 0)
     _end(found_ptr, tl.minimum(valid, k), k, 1024)
 
@@ -412,17 +461,17 @@ def _topk_of_blocks(
         begin = tl.load(start_ptr + tl.program_id(1)).to(tl.int32)
 
     # 1. A bound that at least k scores reach: the k-th largest maximum of groups of blocks; and the blocks that do.
-    tops = tl.full([GROUPS], _NONE, tl.int32)
+    tops = tl.full([GROUPS], float("-inf"), tl.float32)
     for first in tl.range(0, some, GROUPS):
         _, top = _score(max_ptr, list_ptr, first + tl.arange(0, GROUPS), some, 0, some, False, BLOCK)
         tops = tl.maximum(tops, top)
-    valid, most = tl.sum((tops != _NONE).to(tl.int32), 0), tl.max(tops, 0)
-    low, nothing = _LOWEST + 1, tl.zeros([], tl.int32)
-    bound, _, _ = _kth(tops, max_ptr, list_ptr, 0, 0, 0, k, low, valid, most + 1, True, False, BLOCK, CHUNK)
+    most, nothing = tl.max(tops, 0), tl.zeros([], tl.int32)
+    bound, _, _ = _kth(tops, k, _LOWEST + 1, _valid(tops), _behind(tops))
+    reached = _float(bound)
     listed = nothing
     for first in tl.range(0, some, CHUNK):
         block, best = _score(max_ptr, list_ptr, first + places, some, 0, some, False, BLOCK)
-        named = best >= bound
+        named = best >= reached
         tl.store(list_ptr + listed + tl.cumsum(named.to(tl.int32), 0) - 1, block, mask=named)
         listed += tl.sum(named.to(tl.int32), 0)
     tl.debug_barrier()
@@ -431,7 +480,7 @@ def _topk_of_blocks(
     count, kept = listed * BLOCK, nothing
     for first in tl.range(0, count, CHUNK):
         index, x = _score(score_ptr, list_ptr, first + places, count, begin, visible, True, BLOCK)
-        reach = x >= bound
+        reach = x >= reached
         at = kept + tl.cumsum(reach.to(tl.int32), 0) - 1
         tl.store(kept_ptr + at, x, mask=reach & (at < ROOM))
         tl.store(index_ptr + at, index, mask=reach & (at < ROOM))
@@ -442,34 +491,19 @@ def _topk_of_blocks(
     # 3. The k-th of them, and the k first.
     if kept <= ROOM:
         slots = tl.arange(0, ROOM)
-        x = tl.load(kept_ptr + slots, mask=slots < kept, other=_NONE)
-        kth, room, crowded = _kth(
-            x,
-            score_ptr,
-            list_ptr,
-            0,
-            0,
-            0,
-            k,
-            bound,
-            kept,
-            most + 1,
-            HOLDS=True,
-            LISTED=False,
-            BLOCK=BLOCK,
-            CHUNK=CHUNK,
-        )
+        x = tl.load(kept_ptr + slots, mask=slots < kept, other=float("-inf"))
+        kth, room, crowded = _kth(x, k, bound, kept, _ordered(most) + 1)
         chosen, equal = _chosen(x, kth, room, crowded, 0)
         index = tl.load(index_ptr + slots, mask=chosen, other=0)
-        _put(found_ptr, nothing, index, chosen, k)
+        _put(found_ptr, nothing, index, chosen)
     else:
-        kth, room, crowded = _kth(
-            places, score_ptr, list_ptr, count, begin, visible, k, bound, kept, most + 1, False, True, BLOCK, CHUNK
+        kth, room, crowded = _kth_of_many(
+            score_ptr, list_ptr, count, begin, visible, k, bound, kept, _ordered(most) + 1, True, BLOCK, CHUNK
         )
         written, equal = nothing, nothing
         for first in tl.range(0, count, CHUNK):
             index, x = _score(score_ptr, list_ptr, first + places, count, begin, visible, True, BLOCK)
             chosen, equal = _chosen(x, kth, room, crowded, equal)
-            _put(found_ptr, written, index, chosen, k)
+            _put(found_ptr, written, index, chosen)
             written += tl.sum(chosen.to(tl.int32), 0)
     _end(found_ptr, tl.minimum(kept, k), k, CHUNK)

@@ -13,13 +13,17 @@ from foveate.ops.select.blocks_kernel import (
     _HELD,
     _HIGHEST,
     _LOWEST,
-    _NONE,
+    _behind,
     _chosen,
     _end,
+    _float,
     _kth,
-    _order,
+    _kth_of_many,
+    _plain,
     _put,
     _read,
+    _valid,
+    warps,
 )
 
 _TILE = 2048
@@ -35,6 +39,8 @@ _SAMPLES = 4096, 16384, 32768
 of more."""
 _DEVIATIONS, _SLACK = tl.constexpr(4.5), tl.constexpr(3.0)
 """How far from there in the sample these two lie, in standard deviations, and in scores."""
+_SPARE = tl.constexpr(0.0625)
+"""How much farther they may lie, which saves looking for them exactly."""
 _ROOM = 1 << 17
 """The most scores between the two that are kept: a megabyte a row. Enough for rows of up to 4 million."""
 _HOLDS = tl.constexpr(32768)
@@ -91,7 +97,8 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     sample, room = sizes(number, k)
     made = {"dtype": torch.int32, "device": scores.device}
     bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
-    tallies, kept = torch.empty(2, rows, chunks, **made), torch.empty(2, rows, room, **made)
+    tallies, index = torch.empty(2, rows, chunks, **made), torch.empty(rows, room, **made)
+    kept = torch.empty(rows, room, dtype=torch.float32, device=scores.device)
     _bracket[(rows,)](
         *rows_of_scores, bounds, count, heads, rows, number, k, VECTOR=vector, SAMPLE=sample, num_warps=warps(sample)
     )
@@ -100,7 +107,8 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         bounds,
         count,
         tallies,
-        kept[1],
+        kept,
+        index,
         heads,
         rows,
         number,
@@ -133,6 +141,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         *rows_of_scores,
         tallies,
         kept,
+        index,
         settled,
         found,
         heads,
@@ -154,14 +163,10 @@ def sizes(number: int, k: int) -> tuple[int, int]:
     """Scores of the sample, and room for those kept, of rows of ``number`` scores."""
     sample = _SAMPLES[(number > 1 << 17) + (number > 1 << 19)]
     share = min(k / number, 0.5)  # a row that chooses fewer keeps fewer
-    drawn = 2 * (_DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value + 1)  # between the two
+    away = _DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value
+    drawn = 2 * ((1 + _SPARE.value) * away + 2)  # between the two
     between = (drawn + _DEVIATIONS.value * math.sqrt(drawn)) * number / sample
     return sample, min(max(1024, triton.next_power_of_2(math.ceil(between))), _ROOM)
-
-
-def warps(held: int) -> int:
-    """Warps of a program that keeps so many scores in its registers."""
-    return 4 if held < 4096 else 8 if held <= 16384 else 16
 
 
 @triton.jit
@@ -173,16 +178,8 @@ def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row
 
 @triton.jit
 def _tile(score_ptr, place, number, VECTOR: tl.constexpr):
-    """The scores in some places, see :func:`_order`."""
-    return _order(_read(score_ptr, place, number, VECTOR), place < number)
-
-
-@triton.jit
-def _gathered(score_ptr, index_ptr, slots, kept):
-    """The scores whose places stand in some slots."""
-    there = slots < kept
-    place = tl.load(index_ptr + slots, mask=there, other=0)
-    return _order(tl.load(score_ptr + place, mask=there, other=float("-inf")), there)
+    """The scores in some places, see :func:`_plain`."""
+    return _plain(_read(score_ptr, place, number, VECTOR), place < number)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -203,13 +200,11 @@ def _topk_of_short_rows(
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     x = _tile(score_ptr, index, number, VECTOR)
-    valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0) + 1
-    kth, room, crowded = _kth(
-        x, score_ptr, score_ptr, 0, 0, 0, allowed, _LOWEST + 1, valid, high, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
-    )
+    valid = _valid(x)
+    kth, room, crowded = _kth(x, allowed, _LOWEST + 1, valid, _behind(x))
     chosen, _ = _chosen(x, kth, room, crowded, 0)
     found_ptr += row * k
-    _put(found_ptr, 0, index, chosen, allowed)
+    _put(found_ptr, 0, index, chosen)
     _end(found_ptr, tl.minimum(valid, allowed), k, 1024)
 
 
@@ -237,32 +232,16 @@ def _bracket(
     each = number // size
     within = ((drawn * 40503 >> 5).to(tl.uint32) % each.to(tl.uint32)).to(tl.int32)
     place = drawn * each + drawn * (number % size) // SAMPLE + within  # where size is not SAMPLE, nothing remains
-    x = _order(tl.load(score_ptr + place, mask=drawn < size, other=float("-inf")), drawn < size)
-    valid, high = tl.sum((x != _NONE).to(tl.int32), 0), tl.max(x, 0)
+    x = _plain(tl.load(score_ptr + place, mask=drawn < size, other=float("-inf")), drawn < size)
+    valid, behind = _valid(x), _behind(x)
     share = allowed.to(tl.float32) / number
     expected = share * size
     away = _DEVIATIONS * tl.sqrt(tl.maximum(expected * (1 - share), 0.0)) + _SLACK
-    last, first = tl.ceil(expected + away).to(tl.int32), tl.floor(expected - away).to(tl.int32)
-    low, _, _ = _kth(
-        x, score_ptr, score_ptr, 0, 0, 0, last, _LOWEST + 1, valid, high + 1, HOLDS=True, LISTED=False, BLOCK=1, CHUNK=1
-    )
+    spare = tl.ceil(away * _SPARE).to(tl.int32)
+    last, first = tl.ceil(expected + away).to(tl.int32), tl.floor(expected - away).to(tl.int32) - spare
+    low, _, _ = _kth(x, last, _LOWEST + 1, valid, behind, spare)
     if first > 0:
-        high, _, _ = _kth(
-            x,
-            score_ptr,
-            score_ptr,
-            0,
-            0,
-            0,
-            first,
-            _LOWEST + 1,
-            valid,
-            high + 1,
-            HOLDS=True,
-            LISTED=False,
-            BLOCK=1,
-            CHUNK=1,
-        )
+        high, _, _ = _kth(x, first, _LOWEST + 1, valid, behind, spare)
     else:
         high = tl.zeros([], tl.int32) + _HIGHEST
     tl.store(bound_ptr + row, low)
@@ -280,6 +259,7 @@ def _keep_between(
     bound_ptr,
     kept_count_ptr,
     tally_ptr,
+    kept_ptr,
     index_ptr,
     heads,
     rows,
@@ -291,24 +271,27 @@ def _keep_between(
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Writes ``index [rows, ROOM]``, where the scores from the lower to the higher one are, in any order and as many as
-    there is room for, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
+    """Writes ``kept [rows, ROOM]``, the scores from the lower to the higher one, in any order and as many as there is
+    room for, ``index``, where they are, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, _ = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
-    low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
+    low, high = _float(tl.load(bound_ptr + row)), _float(tl.load(bound_ptr + rows + row))
+    kept_ptr += row * ROOM
     index_ptr += row * ROOM
     above, inside = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     place, end = chunk * each * TILE + tl.arange(0, TILE), tl.minimum(number, (chunk + 1) * each * TILE)
     following = _read(score_ptr, place, end, VECTOR)
     for _ in tl.range(each):
-        x, following = _order(following, place < number), _read(score_ptr, place + TILE, end, VECTOR)
+        x, following = _plain(following, place < number), _read(score_ptr, place + TILE, end, VECTOR)
         over = x > high
         between = (x >= low) & (x <= high)
         both = between.to(tl.int32) + (over.to(tl.int32) << 16)
         seen, all_of_it = tl.cumsum(both, 0), tl.sum(both, 0)
         some = all_of_it & 0xFFFF
         at = tl.atomic_add(kept_count_ptr + row, some, sem="relaxed") + (seen & 0xFFFF) - 1
-        tl.store(index_ptr + at, place, mask=between & (at < ROOM))
+        there = between & (at < ROOM)
+        tl.store(kept_ptr + at, x, mask=there)
+        tl.store(index_ptr + at, place, mask=there)
         above += all_of_it >> 16
         inside += some
         place += TILE
@@ -338,8 +321,7 @@ def _settle(
     ROOM: tl.constexpr,
 ):
     """Writes ``settled [3, rows]``: the last score that is chosen, how many equal to it are, and what tells where they
-    lie: the tallies, what was kept, or (0) the scores alone. In ``kept [2, rows, ROOM]`` stands where scores were kept;
-    before it this writes the scores themselves."""
+    lie: the tallies, what was kept, or (0) the scores alone."""
     row = tl.program_id(0).to(tl.int64)
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
@@ -352,53 +334,22 @@ def _settle(
         last, room = low, tl.minimum(allowed - above, kept)
     elif proved & (kept <= ROOM):
         kept_ptr += row * ROOM
-        index_ptr = kept_ptr + rows.to(tl.int64) * ROOM
-        some = tl.arange(0, min(ROOM, _AT_ONCE))
-        x = _gathered(score_ptr, index_ptr, some, kept)
-        tl.store(kept_ptr + some, x, mask=some < kept)
-        if ROOM > _AT_ONCE:
-            for first in tl.range(_AT_ONCE, kept, _AT_ONCE):
-                y = _gathered(score_ptr, index_ptr, first + some, kept)
-                tl.store(kept_ptr + first + some, y, mask=first + some < kept)
-            tl.debug_barrier()
-            if ROOM <= _HOLDS:
-                x = tl.load(kept_ptr + tl.arange(0, ROOM), mask=tl.arange(0, ROOM) < kept, other=_NONE)
-        last, room, _ = _kth(
-            x,
-            kept_ptr,
-            kept_ptr,
-            kept,
-            0,
-            kept,
-            allowed - above,
-            low,
-            kept,
-            high + 1,
-            HOLDS=ROOM <= _HOLDS,
-            LISTED=False,
-            BLOCK=1,
-            CHUNK=_AT_ONCE,
-        )
+        if ROOM <= _HOLDS:
+            slots = tl.arange(0, ROOM)
+            x = tl.load(kept_ptr + slots, mask=slots < kept, other=float("-inf"))
+            last, room, _ = _kth(x, allowed - above, low, kept, high + 1)
+        else:
+            last, room, _ = _kth_of_many(
+                kept_ptr, kept_ptr, kept, 0, kept, allowed - above, low, kept, high + 1, False, 1, _AT_ONCE
+            )
     else:
         places = tl.arange(0, TILE)
         valid = tl.zeros([TILE], tl.int32)
         for begin in tl.range(0, number, TILE):
-            valid += (_tile(score_ptr, begin + places, number, VECTOR) != _NONE).to(tl.int32)
-        last, room, _ = _kth(
-            places,
-            score_ptr,
-            score_ptr,
-            number,
-            0,
-            number,
-            allowed,
-            _LOWEST + 1,
-            tl.sum(valid, 0),
-            tl.zeros([], tl.int32) + _HIGHEST + 1,
-            HOLDS=False,
-            LISTED=False,
-            BLOCK=1,
-            CHUNK=TILE,
+            valid += (_tile(score_ptr, begin + places, number, VECTOR) > float("-inf")).to(tl.int32)
+        valid, behind = tl.sum(valid, 0), tl.zeros([], tl.int32) + _HIGHEST + 1
+        last, room, _ = _kth_of_many(
+            score_ptr, score_ptr, number, 0, number, allowed, _LOWEST + 1, valid, behind, False, 1, TILE
         )
     tl.store(settled_ptr + row, last)
     tl.store(settled_ptr + rows + row, room)
@@ -414,6 +365,7 @@ def _write_chosen(
     count_stride,
     tally_ptr,
     kept_ptr,
+    index_ptr,
     settled_ptr,
     found_ptr,
     heads,
@@ -430,7 +382,7 @@ def _write_chosen(
     """Writes ``found [rows, k]``: chunk after chunk, and -1 behind the last of them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
-    last, room = tl.load(settled_ptr + row), tl.load(settled_ptr + rows + row)
+    last, room = _float(tl.load(settled_ptr + row)), tl.load(settled_ptr + rows + row)
     begin, places = chunk * each * TILE, tl.arange(0, TILE)
 
     # what is chosen before this chunk, and what equals the last one there
@@ -450,10 +402,11 @@ def _write_chosen(
         else:
             kept = tl.sum(tl.load(tally_ptr + every, mask=every < chunks, other=0), 0)
             kept_ptr += row * ROOM
+            index_ptr += row * ROOM
             for first in tl.range(0, kept, TILE):
                 slots = first + places
-                x = tl.load(kept_ptr + slots, mask=slots < kept, other=_NONE)
-                index = tl.load(kept_ptr + rows.to(tl.int64) * ROOM + slots, mask=slots < kept, other=number)
+                x = tl.load(kept_ptr + slots, mask=slots < kept, other=float("-inf"))
+                index = tl.load(index_ptr + slots, mask=slots < kept, other=number)
                 higher += ((x > last) & (index < begin)).to(tl.int32)
                 equal += ((x == last) & (index < begin)).to(tl.int32)
     higher, equal = above + tl.sum(higher, 0), inside + tl.sum(equal, 0)
@@ -462,8 +415,8 @@ def _write_chosen(
     place, end = begin + places, tl.minimum(number, begin + each * TILE)
     following = _read(score_ptr, place, end, VECTOR)
     for _ in tl.range(each):
-        x, following = _order(following, place < number), _read(score_ptr, place + TILE, end, VECTOR)
-        over, tie = x > last, (x == last) & (x != _NONE)
+        x, following = _plain(following, place < number), _read(score_ptr, place + TILE, end, VECTOR)
+        over, tie = x > last, x == last
         both = over.to(tl.int32) + (tie.to(tl.int32) << 16)
         seen, all_of_it = tl.cumsum(both, 0), tl.sum(both, 0)
         rank = equal + (seen >> 16)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from foveate.ops.select.blocks_kernel import _HIGHEST, _LOWEST, _NONE, _chosen, _end, _kth, _ordered, _put
+from foveate.ops.select.blocks_kernel import _LOWEST, _behind, _chosen, _end, _float, _kth, _put, _valid
 
 _BOTTOM = tl.constexpr(-3.4e38)
 
@@ -129,18 +129,19 @@ def masses(
 
 
 @triton.jit
-def _enough(mass, x, valid, limit):
-    """How many of the heaviest leave at most ``limit`` in the others; ``x``: :func:`_ordered` masses, or none."""
-    low, high = tl.zeros([], tl.int32), tl.max(x, 0) + 1
+def _enough(mass, x, limit):
+    """How many of the heaviest leave at most ``limit`` in the others; ``x``: the masses, -inf where there is none."""
+    low, high = tl.zeros([], tl.int32), _behind(x)
+    there = x > float("-inf")
     while low + 1 < high:
         middle = low + (high - low) // 2
-        fits = tl.sum(tl.where((x < middle) & (x != _NONE), mass, 0.0), 0) <= limit
+        fits = tl.sum(tl.where(there & (x < _float(middle)), mass, 0.0), 0) <= limit
         low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
-    left = tl.sum(tl.where((x < low) & (x != _NONE), mass, 0.0), 0)
-    value = low.to(tl.float32, bitcast=True)
-    ties = tl.sum((x == low).to(tl.int32), 0)
+    value = _float(low)
+    left = tl.sum(tl.where(there & (x < value), mass, 0.0), 0)
+    ties = tl.sum((x == value).to(tl.int32), 0)
     spared = tl.where(value > 0, tl.floor((limit - left) / tl.where(value > 0, value, 1.0)), ties.to(tl.float32))
-    return tl.sum((x >= low).to(tl.int32), 0) - tl.minimum(spared, ties.to(tl.float32)).to(tl.int32)
+    return tl.sum((x >= value).to(tl.int32), 0) - tl.minimum(spared, ties.to(tl.float32)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "k", "gone_stride", "gone_places"])
@@ -225,37 +226,22 @@ def choose_nodes(
         SPLITS,
         OTHERS,
     )
-    x = tl.where(mass > float("-inf"), tl.minimum(_ordered(mass), _HIGHEST), _NONE)
+    x = tl.where(mass > float("-inf"), mass, float("-inf"))
     if RULE == 1:
-        x = tl.where(mass > limit, x, _NONE)
-    valid = tl.sum((x != _NONE).to(tl.int32), 0)
+        x = tl.where(mass > limit, x, float("-inf"))
+    valid = _valid(x)
     allowed = tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), k)
     if RULE == 2:
-        wanted = _enough(mass, x, valid, limit)
+        wanted = _enough(mass, x, limit)
         tl.store(capped_ptr + row, (wanted > allowed).to(tl.int32))
         allowed = tl.minimum(wanted, allowed)
-    kth, room, crowded = _kth(
-        x,
-        rank_ptr,
-        rank_ptr,
-        0,
-        0,
-        0,
-        allowed,
-        _LOWEST + 1,
-        valid,
-        tl.max(x, 0) + 1,
-        HOLDS=True,
-        LISTED=False,
-        BLOCK=1,
-        CHUNK=1,
-    )
+    kth, room, crowded = _kth(x, allowed, _LOWEST + 1, valid, _behind(x))
     chosen, _ = _chosen(x, kth, room, crowded, 0)
     picked = tl.minimum(valid, allowed)
-    _put(found_ptr + row * k, 0, index, chosen, allowed)
+    _put(found_ptr + row * k, 0, index, chosen)
     _end(found_ptr + row * k, picked, k, 1024)
     if BRANCH:
-        _put(node_ptr + row * k, 0, node, chosen, allowed)
+        _put(node_ptr + row * k, 0, node, chosen)
         _end(node_ptr + row * k, picked, k, 1024)
     tl.store(picked_ptr + row, picked)
     gone = (chosen | (index >= count)).to(tl.int8)
