@@ -351,7 +351,7 @@ def _topk_of_short_rows(
     x = _plain(_read(score_ptr, index, visible, VECTOR), (index >= begin) & (index < visible))
     valid = _valid(x)
     kth, room, crowded = _kth(x, k, _LOWEST + 1, valid, _behind(x))
-    if HELD <= _TILE:
+    if HELD <= 2 * _TILE:
         chosen, _ = _chosen(x, kth, room, crowded, 0)
         _put(found_ptr, 0, index, chosen)
     else:  # read again what has just been read: to number them all at once takes more registers than there are
