@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foveate.layer_state import Channel, Counters, Geometry
 from foveate.moving_rows import MovingRows
-from foveate.ops import first_keys, gather_slots, give_up, put_token
+from foveate.ops import first_keys, gather_slots, give_up, put_token, tally
 from foveate.row_numbers import Moving, RowNumbers
 from foveate.undoing import Undoing
 
@@ -173,9 +173,9 @@ class SlotCache(RowNumbers, Undoing):
         if self.step is None:  # who replays steps counts them
             available = sum(self.lengths) if available is None else available * self.batch_size
             counters.count_steps(1, self.batch_size, available)
-        counters.add("keys_read", self._summed(keys))
+        self._count("keys_read", keys)
         if isinstance(pages_refined, Tensor) or pages_refined:
-            counters.add("pages_refined", self._summed(pages_refined))
+            self._count("pages_refined", pages_refined)
 
     # Between the layers of one forward pass
 
@@ -431,11 +431,17 @@ class SlotCache(RowNumbers, Undoing):
 
     # Inside
 
-    def _summed(self, number: float | Tensor) -> float | Tensor:
-        """Sum over the rows of the mean over the KV heads; stays on the device."""
-        if isinstance(number, Tensor):
-            return number.double().mean(1).sum() if number.dim() else number
-        return float(number * self.batch_size)
+    def _count(self, name: str, number: float | Tensor) -> None:
+        """Count the sum over the rows of the mean over the KV heads, see :meth:`count_read`; it stays on the device."""
+        counted = getattr(self.counters, name)
+        if not isinstance(number, Tensor):
+            self.counters.add(name, float(number * self.batch_size))
+        elif not number.dim():
+            self.counters.add(name, number)
+        elif isinstance(counted, Tensor) and not counted.is_inference():
+            tally(counted, number)
+        else:
+            self.counters.add(name, number.double().mean(1).sum())
 
     def _slot_specs(self) -> dict[str, Channel]:
         """Everything that has an entry per slot or page, keys and values included."""

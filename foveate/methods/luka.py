@@ -17,7 +17,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods._cover import add_mass, look_back, tree_of
+from foveate.methods._cover import tree_of
 from foveate.methods._pages import KL_LAG, Pages
 from foveate.methods.base import Method, setting
 from foveate.modules import PageSummariser
@@ -279,10 +279,11 @@ class LuKA(Method):
             scaling=scaling,
             need_masses=self.weighs_mass or self.looks_back,
         )
-        if self.weighs_mass:
-            add_mass(cache, tree, covered.masses[0])
-        if self.looks_back:
-            look_back(self, cache, tree, covered)
+        if covered.masses:
+            kept = {"total": "mass"} if self.weighs_mass else {}
+            kept |= {"recent": "recent"} if self.looks_back else {}
+            sums = {name: cache.channel(channel) for name, channel in kept.items()}
+            ops.note_masses(covered, tree, group=cache.geometry.group, share=1 / self.window, **sums)
         cache.counters.add("selections_capped", covered.capped)
         cache.count_read(covered.read, covered.refined)
         return covered.out

@@ -7,6 +7,8 @@ Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk
 ``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32.
 """
 
+from foveate.ops._count import tally as _tally
+from foveate.ops._dispatch import dispatch
 from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend import (
     Attended,
@@ -32,6 +34,7 @@ from foveate.ops.attend import (
     gather_pages,
     gather_slots,
     merge,
+    note_masses,
     page_slots,
     prompt_path,
     refine,
@@ -79,6 +82,8 @@ from foveate.ops.select import (
     topk_of_blocks,
     topk_rows,
 )
+
+tally = dispatch(_tally, "foveate.ops._count_kernel")
 
 __all__ = [
     "FP8",
@@ -130,6 +135,7 @@ __all__ = [
     "logit_deviation",
     "logit_reach",
     "merge",
+    "note_masses",
     "page_slots",
     "pooled_mass",
     "prompt_path",
@@ -139,6 +145,7 @@ __all__ = [
     "refine",
     "root_weights",
     "summarise",
+    "tally",
     "tile_logits",
     "tile_mass",
     "topk",

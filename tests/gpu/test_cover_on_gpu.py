@@ -6,7 +6,7 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.ops import _dispatch
-from foveate.ops.attend import summaries, summaries_kernel
+from foveate.ops.attend import masses, summaries, summaries_kernel
 from tests.kernels import poisoned_memory
 from tests.trees import Problem
 
@@ -25,7 +25,7 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
-    assert "attend_summaries" in _dispatch.kernel_status().split(", ")
+    assert {"attend_summaries", "note_masses", "tally"} <= set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
@@ -183,6 +183,28 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
         for _ in range(3):
             graph.replay()
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("pages", "sizes", "allowed"), [((4000, 70, 0), (16,), (3,)), ((512,) * 16, (8, 32), (0.1, 0.3))]
+)
+@pytest.mark.parametrize("rule", [("top_k", 0.0), ("top_p", 0.1)])
+def test_running_sums(pages, sizes, allowed, rule):
+    """Of what a step has looked at, in the memory of a larger cache, against the reference on the same masses."""
+    some = problem(pages, sizes=sizes, allowed=allowed, dtype=torch.float16)
+    how = ops.Refinement(*rule, prior=0.5)
+    tree = some.looked_at(how, False)
+    covered = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
+    slots = some.k.shape[2]
+    sums, made = some.uniform(2, len(pages), 2, slots + 9), []
+    for note in (ops.note_masses, masses.note_masses):
+        total, recent = sums.clone()[..., :slots]
+        own = tree._replace(levels=tuple(x._replace(recent=x.recent.nan_to_num(0.5)) for x in tree.levels))
+        looked_at = covered._replace(masses=tuple(x.clone() for x in covered.masses))
+        note(looked_at, own, group=4, share=0.2, total=total, recent=recent)
+        made.append([total, recent, *(x.recent for x in own.levels)])
+    for mine, its in zip(*made, strict=True):
+        torch.testing.assert_close(mine, its)
 
 
 def test_many_steps_are_equal_bit_for_bit():

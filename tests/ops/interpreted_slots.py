@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from foveate.ops import _count, _count_kernel
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.retain import reference, slots_kernel
 
@@ -96,3 +97,13 @@ def test_what_giving_up_refuses():
     with pytest.raises(ValueError, match="do not fit"):
         slots_kernel.give_up(positions, scores=scores[..., :20])
     assert slots_kernel.give_up(positions[:0], scores=scores[:0]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (700, 8), (0, 2)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+def test_counting(shape, dtype):
+    numbers = (100 * torch.rand(shape[1], shape[0], generator=torch.Generator().manual_seed(0))).to(dtype).T
+    mine, its = (torch.tensor(12.5, dtype=torch.float64) for _ in range(2))
+    _count_kernel.tally(mine, numbers)
+    _count.tally(its, numbers)
+    torch.testing.assert_close(mine, its, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0)

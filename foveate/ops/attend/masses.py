@@ -1,0 +1,67 @@
+"""What a step's attention masses add to the running sums by which pages are made and chosen (LuKA)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foveate.ops.attend.summaries import Covered, Tree
+
+
+def note_masses(
+    covered: Covered, tree: Tree, *, group: int, total: Tensor | None = None, recent: Tensor | None = None, share: float
+) -> None:
+    """Add what a query has looked at to running sums, in place.
+
+    The attention of raw tokens is added to ``total``. Of those, and of all nodes that the query looked at, the mean
+    over the group goes into ``recent`` and :attr:`Level.recent`, averages in which the newest counts ``share``: a node
+    that was refined has the attention of what is beneath it.
+
+    Args:
+        covered: what :func:`attend_summaries` returned, with its masses, which may be written to.
+        tree: what it was given.
+        group: query heads of a KV head.
+        total, recent: fp32 ``[B, Hkv, S]``, an entry per slot; None where it is not kept.
+    """
+    if total is not None:
+        _add(total, tree, covered.masses[0])
+    if recent is not None:
+        _look_back(covered, tree, group, recent, share)
+
+
+def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
+    rows, sinks = tree.rows, tree.sinks
+    if rows.raw_slots is not None:
+        total.scatter_add_(2, rows.raw_slots, mass)
+        return
+    total[:, :, :sinks] += mass[..., :sinks]
+    total[:, :, rows.start :] += mass[..., sinks:]
+
+
+def _look_back(covered: Covered, tree: Tree, group: int, tokens: Tensor, share: float) -> None:
+    sinks, rows = tree.sinks, tree.rows
+    masses = [mass / group for mass in covered.masses]
+    if rows.raw_slots is not None:
+        change = (masses[0] - tokens.gather(2, rows.raw_slots)).masked_fill_(rows.raw_hidden[:, :, 0], 0.0)
+        tokens.scatter_add_(2, rows.raw_slots, change * share)
+    else:
+        tokens[:, :, rows.start :].lerp_(masses[0][..., sinks:], share)
+        if sinks:
+            tokens[:, :, :sinks].lerp_(masses[0][..., :sinks], share)
+    beneath = masses[-1]
+    for nodes, got in zip(reversed(covered.looked), reversed(masses[1 : 1 + len(covered.looked)])):
+        places = nodes.chosen.shape[-1]
+        if places:
+            width = tree.branch(nodes.level) if nodes.level else beneath.shape[-1] // places
+            children = beneath[..., : places * width].unflatten(-1, (places, width)).sum(-1)
+            chosen = nodes.chosen if nodes.all_chosen else nodes.chosen.clamp_min(0)
+            got = got.scatter_add(-1, chosen.long(), children)
+        recent = tree.levels[nodes.level].recent
+        if nodes.index is None:
+            recent[:, :, : got.shape[-1]].lerp_(got, share)
+        else:
+            index = nodes.index if nodes.complete else nodes.index.clamp_min(0)
+            change = (got - recent.gather(2, index)) * share
+            if not nodes.complete:
+                change = change.masked_fill_(nodes.index < 0, 0.0)
+            recent.scatter_add_(2, index, change)
+        beneath = got
