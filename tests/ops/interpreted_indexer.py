@@ -217,6 +217,10 @@ def test_choice_from_blocks_that_are_chosen_first(name, k, block, by_names):
     assert len(by_names) == 2
 
 
+def test_choice_from_blocks_of_thousands():
+    check_choice(rows("normal", 20_000), torch.tensor([0, 9000, 20_000]), 2, 8192)
+
+
 @pytest.mark.parametrize("k", [1, 40, 400])
 @pytest.mark.parametrize("held", [64, 16384])
 def test_choice_behind_padding(k, held, small_blocks, monkeypatch):

@@ -111,8 +111,8 @@ def test_choice_compiles_for_ampere_and_hopper(capability, groups, room):
         capability,
         kernel._topk_of_blocks,
         {
-            **dict.fromkeys(("score_ptr", "max_ptr"), "*fp32:16"),
-            **dict.fromkeys(("list_ptr", "kept_ptr", "index_ptr", "found_ptr"), "*i32:16"),
+            **dict.fromkeys(("score_ptr", "max_ptr", "kept_ptr"), "*fp32:16"),
+            **dict.fromkeys(("list_ptr", "index_ptr", "found_ptr"), "*i32:16"),
             **dict.fromkeys(("visible_ptr", "start_ptr"), "*i64:16"),
             "PADDED": True,
             **dict.fromkeys(("rows", "number", "blocks", "k"), "i32"),
@@ -145,7 +145,7 @@ def test_choice_from_what_is_held_compiles_for_ampere_and_hopper(capability, hel
             "VECTOR": 4,
             "HELD": held,
         },
-        num_warps=4 if held < 4096 and not named else 8,
+        num_warps=kernel.warps(held),
     )
     assert compiled.spilled == 0
     if held > 256:

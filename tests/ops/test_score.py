@@ -247,6 +247,16 @@ def test_some_slots_of_a_copy_are_written_as_all_are():
         assert not room[b, :, ~written].float().any()
 
 
+def test_scales_of_the_smallest_keys():
+    """A channel of subnormal numbers is scaled by a normal one, as is one of zeros."""
+    k = torch.tensor([1e-44, 0.0, 1.0]).expand(1, 1, 5, 3)
+    centres, scales = ops.fp8_range(k)
+    assert bool((scales > 0).all())
+    copy = torch.empty(k.shape, dtype=ops.FP8)
+    ops.write_fp8(copy, k, centres, scales)
+    assert bool(copy.float().isfinite().all())
+
+
 def test_a_copy_is_written_and_scored_without_another_in_a_wider_dtype():
     k = torch.randn(1, 2, 40_000, 64, dtype=torch.bfloat16)
     q = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)

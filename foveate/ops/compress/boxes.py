@@ -8,7 +8,7 @@ def bound_newest(keys: Tensor, low: Tensor, high: Tensor, lengths: Tensor, page_
     """Write the box of the page that holds each row's newest key, around the keys that it has (Quest, section 3.2).
 
     Args:
-        keys: ``[B, Hkv, S, D]``; page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
+        keys: ``[B, Hkv, S, D]``, finite; page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
         low, high: ``[B, Hkv, P, D]`` of the same dtype: the corners of the boxes, written to.
         lengths: int64 ``[B]``, at least 1: how many keys each row has.
     """

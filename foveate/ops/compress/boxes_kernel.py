@@ -16,7 +16,8 @@ def bound_newest(keys: Tensor, low: Tensor, high: Tensor, lengths: Tensor, page_
     batch, heads, _, dim = keys.shape
     if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"keys in {keys.dtype}")
-    if low.dtype != keys.dtype or high.dtype != keys.dtype or low.shape != high.shape or low.shape[3] != dim:
+    shape = (batch, heads, low.shape[2], dim)
+    if low.dtype != keys.dtype or high.dtype != keys.dtype or not low.shape == high.shape == shape:
         raise ValueError(f"corners {tuple(low.shape)} in {low.dtype} do not fit keys {tuple(keys.shape)}")
     if batch * heads:
         _bound_newest[batch * heads,](

@@ -61,7 +61,7 @@ def give_up(
         rows: bool ``[B]``: which rows give one up; None: all.
         scores: fp32 ``[B, Hkv, S]``, as :func:`weakest` has them.
         before: int64 ``[B]``: only tokens before this position can leave, one of which there must be; None: any.
-        at: int64 ``[B]``: the position of the token that leaves, instead of ``scores``.
+        at: int64 ``[B]``: the position of the token that leaves, instead of ``scores``; each KV head must have it.
 
     Returns:
         int64 ``[B, Hkv]``: the slots, -1 in rows that give up none.

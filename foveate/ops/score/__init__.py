@@ -2,7 +2,7 @@
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops.score import indexer, nodes, pooled, reference
-from foveate.ops.score.fp8 import FP8, fp8_range, to_fp8, write_fp8
+from foveate.ops.score.fp8 import FP8, fp8_range, write_fp8
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
 from foveate.ops.score.nodes import (
@@ -36,7 +36,6 @@ __all__ = [
     "query_mass",
     "tile_logits",
     "tile_mass",
-    "to_fp8",
     "unseen_keys",
     "visible_keys",
     "write_fp8",

@@ -10,7 +10,9 @@ FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0
 """Its largest number."""
 _HEADROOM = 4.0
-"""How many times larger than those that the scales are of a number may be: finest are the numbers about 0."""
+"""Later keys may be this many times as large as those that the scales were made of: fp8 is finest about 0."""
+_LEAST = torch.finfo(torch.float32).tiny
+"""The least scale: a normal number."""
 
 
 def fp8_range(k: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,14 +24,14 @@ def fp8_range(k: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         ``(centres, scales)``, fp32 ``[B, Hkv, D]``: the mean of each channel; and the least power of two that takes the
         largest of its numbers to a quarter of fp8's largest or less, 1 where all are 0. A query that is multiplied by a
-        power of two loses nothing.
+        power of two loses nothing, within its range.
     """
     largest = torch.maximum(k.amax(2), -k.amin(2)).float()
-    scales = torch.where(largest > 0, (largest * (_HEADROOM / _LARGEST)).log2().ceil().exp2(), 1.0)
+    scales = torch.where(largest > 0, (largest * (_HEADROOM / _LARGEST)).clamp_min(_LEAST).log2().ceil().exp2(), 1.0)
     return k.mean(2, dtype=torch.float32), scales
 
 
-def to_fp8(k: Tensor, centres: Tensor, scales: Tensor) -> Tensor:
+def _to_fp8(k: Tensor, centres: Tensor, scales: Tensor) -> Tensor:
     """Keys ``[B, Hkv, n, D]`` less ``centres``, over ``scales [B, Hkv, D]``; what is beyond fp8's range at its end."""
     return (k - centres[:, :, None]).div_(scales[:, :, None]).clamp_(-_LARGEST, _LARGEST).to(FP8)
 
@@ -45,8 +47,8 @@ def write_fp8(copy: Tensor, k: Tensor, centres: Tensor, scales: Tensor, slots: T
     if slots is None:
         block = block_length(batch * num_kv_heads * dim * 4, number)
         for first in range(0, number, block):
-            copy[:, :, first : first + block] = to_fp8(k[:, :, first : first + block], centres, scales)
+            copy[:, :, first : first + block] = _to_fp8(k[:, :, first : first + block], centres, scales)
         return
     index = slots[:, None, :, None].expand(-1, num_kv_heads, -1, dim)
     # fp8 itself can be neither gathered nor scattered
-    copy.view(torch.uint8).scatter_(2, index, to_fp8(k.gather(2, index), centres, scales).view(torch.uint8))
+    copy.view(torch.uint8).scatter_(2, index, _to_fp8(k.gather(2, index), centres, scales).view(torch.uint8))

@@ -8,15 +8,15 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 
 _HELD = 16384
-"""The most values of a row that are kept in registers."""
+"""The most scores of a row, or of its chosen blocks, that are kept in registers."""
 _SHORT = 4096
 """Rows that are kept whole, though less of them would do: that takes a launch less."""
 _TILE = tl.constexpr(4096)
 """Values among which those that are chosen are written at once."""
 _KEPT = 8192
-"""The most values that are kept of longer ones."""
+"""The most scores that are kept of rows that do not fit."""
 _CHUNK = 2048
-"""Values that it looks at at once where it cannot keep them all."""
+"""Scores of such rows that a program looks at at once."""
 _LOWEST = tl.constexpr(-2139095041)
 _HIGHEST = tl.constexpr(0x7F800000)
 """What :func:`_ordered` makes of -inf and of inf."""
@@ -162,7 +162,7 @@ def _between(low, high, reach_low, reach_high, k, turn):
     is linear: by a standard deviation of the count there; every fourth time at thirds, so that there is an end."""
     a, b = _float(low), _float(high)
     most, least, wanted = reach_low.to(tl.float32), reach_high.to(tl.float32), k.to(tl.float32)
-    away = tl.minimum(wanted - least, most - wanted) + 0.5  # of it about the root:
+    away = tl.minimum(wanted - least, most - wanted) + 0.5  # and then about the root of it, in two instructions
     away = ((away.to(tl.int32, bitcast=True) >> 1) + 0x1FBD1DF5).to(tl.float32, bitcast=True)
     few = most - least < 5
     more = tl.where(few, wanted + 0.5, tl.minimum(wanted + away, most - 0.5))
@@ -244,8 +244,8 @@ def _narrowed(low, high, reach_low, reach_high, lower, higher, many, few, k):
 
 @triton.jit
 def _kth(x, k, low, reach_low, high, spare=0):
-    """The k-th largest of the scores ``x [HELD]`` (:func:`_plain`), as :func:`_ordered`; how many equal to it are among
-    the k; and whether more than k are as large.
+    """A threshold that k of the scores ``x [HELD]`` (:func:`_plain`) reach, or else the k-th largest of them, as
+    :func:`_ordered`; how many equal to the k-th are among the k; and whether more than k reach it.
 
     It counts how many scores reach two thresholds, which begin where a sample of x tells: five times or so.
     ``reach_low`` scores are at least ``low``, none ``high``, both :func:`_ordered`. If those are k or fewer, ``low``,
@@ -354,7 +354,7 @@ def _topk_of_short_rows(
     if HELD <= 2 * _TILE:
         chosen, _ = _chosen(x, kth, room, crowded, 0)
         _put(found_ptr, 0, index, chosen)
-    else:  # read again what has just been read: to number them all at once takes more registers than there are
+    else:  # read again what has just been read: to number them all at once is slower
         places, written, equal = tl.arange(0, _TILE), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         for first in tl.range(0, visible, _TILE):
             place = first + places
@@ -413,7 +413,7 @@ def _topk_of_named(
     x = tl.reshape(x, [HELD])
     valid, reach = _valid(x), tl.sum((x >= _float(bound)).to(tl.int32), 0)
     kth, room, crowded = _kth(x, k, bound, reach, _behind(x))
-    MANY: tl.constexpr = min(HELD, _TILE) // BLOCK
+    MANY: tl.constexpr = max(1, min(HELD, _TILE) // BLOCK)
     written, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in tl.range(0, named, MANY):
         index, y = _of_named(list_ptr, first, score_ptr, named, begin, visible, VECTOR, BLOCK, MANY)

@@ -320,8 +320,8 @@ def _settle(
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Writes ``settled [3, rows]``: the last score that is chosen, how many equal to it are, and what tells where they
-    lie: the tallies, what was kept, or (0) the scores alone."""
+    """Writes ``settled [3, rows]``: what :func:`_kth` finds, a threshold and how many equal to it are chosen, and what
+    tells where they lie: the tallies, what was kept, or (0) the scores alone."""
     row = tl.program_id(0).to(tl.int64)
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
