@@ -9,7 +9,7 @@ TRANSFORMERS ?= transformers>=5.17,<6
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu lint format tables clean
+.PHONY: demo test test-gpu sanitize lint format tables clean
 
 demo: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
@@ -21,6 +21,10 @@ test: $(VENV)/.installed $(MODEL)/config.json
 
 test-gpu:
 	python3 -m pytest -m gpu
+
+sanitize:
+	for tool in memcheck racecheck; do PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 python3 tests/gpu/small_run.py || exit 1; done
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

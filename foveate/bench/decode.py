@@ -172,7 +172,8 @@ def _of_size(
     }
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
     choosing = any(kind.chooser is not None for those in kinds.values() for kind in those)
-    caches = [_drawn(plan, batch, context, generator) for _ in range(2 if choosing else 1)]
+    # who chooses is timed at level layer alone, where it stores tokens of its own
+    caches = [_drawn(plan, batch, context, generator) for _ in range(2 if choosing and plan.level == "layer" else 1)]
     shape = (batch, plan.heads, _OBSERVED, plan.head_dim)
     queries = torch.randn(shape, generator=generator, device=plan.device).to(caches[0].dtype)
     found = {}
@@ -232,7 +233,8 @@ def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
 
 
 def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[_Layer, _Layer | None]:
-    """The layer that is timed, and the one whose choice it reads: of the same pass, with keys of its own."""
+    """The layer that is timed, and the one whose choice it reads: of the same pass, and behind new tokens with keys of
+    its own."""
 
     def prepared(policy: Method, cache: SlotCache) -> _Layer:
         branch = _prepared(policy, cache, queries, plan.scaling)
@@ -241,7 +243,7 @@ def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tenso
     layer = prepared(kind.policy, caches[0])
     if kind.chooser is None:
         return layer, None
-    chooser = prepared(kind.chooser, caches[1])
+    chooser = prepared(kind.chooser, caches[-1])
     chooser.cache.forward = layer.cache.forward
     return layer, chooser
 

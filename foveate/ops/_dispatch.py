@@ -31,7 +31,8 @@ R = TypeVar("R")
 
 _OLDEST = (8, 0)
 _reference_only = ContextVar("reference_only", default=False)
-_verbs: set[str] = set()
+_verbs: dict[str, str] = {}
+"""The module of each verb's kernel."""
 
 
 class UnsupportedError(NotImplementedError):
@@ -41,7 +42,7 @@ class UnsupportedError(NotImplementedError):
 def dispatch(reference: Callable[P, R], kernel: str) -> Callable[P, R]:
     """The verb that runs ``reference`` or its namesake in the module ``kernel``, which is imported at the first use."""
     name = reference.__name__
-    _verbs.add(name)
+    _verbs[name] = kernel
 
     @functools.wraps(reference)
     def verb(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,0 +1,103 @@
+"""Every kernel once, on little data: for compute-sanitizer, which takes long (``make sanitize``). Needs a GPU.
+
+It fails where a kernel is not reached.
+"""
+
+import importlib
+import sys
+import warnings
+
+import torch
+from matrix import Driver, Tokens
+
+from foveate import csa, methods, ops
+from foveate.ops import _dispatch
+
+PROMPT, DECODED = 289, 4
+SPECS = (
+    "dense",
+    "kascade:anchors=[1],top_k=40,min_k=16",
+    "kascade:anchors=[1],top_k=40,min_k=16,pool=layer,rest=mean",
+    "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,pooling=sqrt",
+    "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=fp8",
+    "oracle_topk:top_k=40,dense_layers=0",
+    "quest:top_k=64,dense_layers=0",
+    "quest:top_k=64,dense_layers=0,pool=kv_head",
+    "h2o:top_k=64",
+    "tova:top_k=64",
+    "snapkv:top_k=64,window=16",
+    "streaming:window=64",
+    "luka:page_size=16,tail=32",
+    "luka:page_size=16,tail=32,top_k=3,prior=0.0,score=summary",
+    "luka:page_size=[8,32],tail=32,top_k=0.3,mass=preserve",
+    "luka:page_size=16,tail=32,refine=top_p,top_p=0.5,compressor=attention,temperature=1.0",
+    "luka_paper:tail=32",
+)
+
+
+def main() -> int:
+    ran: set[str] = set()
+    for name, kernel in _dispatch._verbs.items():
+        module = importlib.import_module(kernel)
+        setattr(module, name, noted(getattr(module, name), name, ran))
+    warnings.filterwarnings("error", message=".*slower reference.*")
+    for dtype in (torch.float16, torch.float32):
+        decode(dtype)
+    select()
+    index()
+    torch.cuda.synchronize()
+    missing = sorted(_dispatch._verbs.keys() - ran)
+    print(f"{len(ran)} verbs ran on their kernels" + (f"; not reached: {', '.join(missing)}" if missing else ""))
+    return bool(missing)
+
+
+def noted(real, name, ran):
+    def run(*args, **how):
+        ran.add(name)
+        return real(*args, **how)
+
+    return run
+
+
+def decode(dtype: torch.dtype) -> None:
+    tokens = Tokens.random(2, PROMPT + DECODED)
+    tokens = Tokens(*(x.to("cuda", dtype) for x in (tokens.q, tokens.k, tokens.v)))
+    for spec in SPECS:
+        if "fp8" in spec and torch.cuda.get_device_capability() < (8, 9):
+            continue
+        driver = Driver(methods.parse(spec).for_layer(1, 3, [1]), PROMPT)
+        driver.feed(tokens[:PROMPT])
+        driver.feed_steps(tokens[PROMPT:])
+    rows = torch.randn(2, 6, 1, 16, device="cuda").to(dtype)
+    keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
+    chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)
+    ops.attend_indices(rows, keys, keys, chosen, scaling=0.25, heads=torch.tensor([1, 0], device="cuda"))
+
+
+def select() -> None:
+    for number in (333, 40_000, 150_001):
+        scores, counts = torch.rand(2, 3, number, device="cuda"), torch.tensor([number // 10, 5], device="cuda")
+        ops.topk_rows(scores, counts, number // 10)
+        ops.topk_rows(scores.round(), counts, number // 10, dtype=torch.int32)
+        for k in (64, 1500):
+            blocks = torch.nn.functional.pad(scores, (0, -number % 16)).unflatten(-1, (-1, 16)).amax(-1)
+            ops.topk_of_blocks(scores, blocks, torch.tensor([0, number // 2, number], device="cuda"), k, 16)
+
+
+def index() -> None:
+    q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((1, 70, 64, 128), (1, 900, 128)))
+    weights = torch.rand(1, 70, 64, device="cuda")
+    for fp8 in (False, True):
+        if fp8 and torch.cuda.get_device_capability() < (8, 9):
+            continue
+        (q_, _), (k_, scales) = (csa.to_fp8(q), csa.to_fp8(k)) if fp8 else ((q, None), (k, None))
+        csa.lightning_indexer(q_, k_, weights, 40, ratio=4, offset=3600, key_scales=scales)
+    for heads, kv_heads, dim in ((64, 1, 512), (8, 2, 64)):
+        q, k = (torch.randn(1, n, 70, dim, device="cuda", dtype=torch.bfloat16) for n in (heads, kv_heads))
+        chosen = torch.randint(-1, 70, (1, kv_heads, 70, 24), device="cuda", dtype=torch.int32)
+        ops.attend_selected(q, k, k, chosen.sort(-1, descending=True).values, scaling=0.1)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main())
