@@ -21,11 +21,13 @@ def splits(request, monkeypatch):
     monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: request.param)
 
 
-@pytest.fixture(params=[True, False], ids=["few", "chosen before"])
+@pytest.fixture(params=["few", "few of those nominated", "chosen before"])
 def few(request, monkeypatch):
-    """Every program chooses, or a launch before."""
-    if not request.param:
+    """Every program chooses, among all or among those that a launch before has found, or a launch before chooses."""
+    if request.param == "chosen before":
         monkeypatch.setattr(summaries_kernel, "_FEW", -1)
+    elif request.param != "few":
+        monkeypatch.setattr(summaries_kernel, "_CHUNK", 8)
 
 
 def assert_same(found, expected, number_of_rows):

@@ -90,7 +90,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how):
 
 
 @SHAPES
-@pytest.mark.parametrize(("few", "held", "width"), [(3, 512, 16), (3, 8192, 16), (0, 1, 16), (0, 1, 0)])
+@pytest.mark.parametrize(("few", "held", "width"), [(3, 1024, 16), (3, 256, 16), (0, 1, 16), (0, 1, 0)])
 def test_attention_compiles_for_hopper(dtype, dim, group, few, held, width):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend._nodes_kernel").attend_nodes
@@ -109,6 +109,8 @@ def test_attention_compiles_for_hopper(dtype, dim, group, few, held, width):
         **dict.fromkeys(("found_ptr", "found_lse_ptr", "lse_ptr", "read_ptr", "refined_ptr"), number),
         **dict.fromkeys(("picked_ptr", "arrived_ptr"), "*i32:16"),
         gone_ptr="*i8:16",
+        nominee_ptr=number if held == 256 else None,
+        NOMINATED=held == 256,
         WIDTH=width,
         BRANCH=0,
         PRIOR=True,
@@ -129,6 +131,30 @@ def test_attention_compiles_for_hopper(dtype, dim, group, few, held, width):
         **_sizes(tile, dim),
     )
     assert_compiled_well(compiled, dtype != "fp32", 96)
+
+
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_nominations_compile_for_hopper(group):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.summaries_kernel").nominate_nodes
+    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    compiled = _compiled(
+        kernel,
+        (),
+        {"num_warps": 4},
+        **dict.fromkeys(("rank_ptr", "rank_lse_ptr", "found_lse_ptr", "recent_ptr", "nominee_ptr"), "*fp32:16"),
+        count_ptr="*i64:16",
+        list_ptr=None,
+        BRANCH=0,
+        PRIOR=True,
+        FEW=3,
+        GROUP=group,
+        ROOM=4,
+        CHUNK=host._CHUNK,
+        SPLITS=64,
+        OTHERS=4,
+    )
+    assert compiled.spilled == 0
 
 
 @pytest.mark.parametrize(("held", "warps"), [(2048, 4), (8192, 8)])

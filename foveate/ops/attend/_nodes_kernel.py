@@ -4,29 +4,7 @@ import triton
 import triton.language as tl
 
 from foveate.ops.score.summaries_kernel import LOG2E, LOWEST, VARYING, online, shared_out
-from foveate.ops.select.summaries_kernel import masses
-
-
-@triton.jit
-def _first_few(mass, node, place, allowed, FEW: tl.constexpr, ROOM: tl.constexpr):
-    """The ``allowed`` heaviest, at most ``FEW``, ties to the smaller place: ``(places [ROOM], numbers [ROOM], how
-    many)``, ascending, with -1 behind; ``ROOM`` is a power of two."""
-    few, picked = tl.arange(0, ROOM), tl.zeros([], tl.int32)
-    places, nodes = tl.full([ROOM], 0x7FFFFFFF, tl.int32), tl.full([ROOM], -1, tl.int32)
-    for turn in tl.static_range(FEW):
-        top = tl.max(mass, 0)
-        best = tl.min(tl.where(mass == top, place, 0x7FFFFFFF), 0)
-        taken = (top > float("-inf")) & (allowed > turn)
-        number = tl.sum(tl.where(place == best, node, 0), 0)
-        mine = few == tl.where(taken, turn, -1)
-        places, nodes = tl.where(mine, best, places), tl.where(mine, number, nodes)
-        mass = tl.where(place == best, float("-inf"), mass)
-        picked += taken.to(tl.int32)
-    rank = tl.sum((places[None, :] < places[:, None]).to(tl.int32), 1)
-    moved = (rank[None, :] == few[:, None]) & (places < 0x7FFFFFFF)[None, :]
-    nodes = tl.where(few < picked, tl.sum(tl.where(moved, nodes[None, :], 0), 1), -1)
-    places = tl.where(few < picked, tl.sum(tl.where(moved, places[None, :], 0), 1), -1)
-    return places, nodes, picked
+from foveate.ops.select.summaries_kernel import first_few, masses
 
 
 @triton.jit
@@ -100,7 +78,9 @@ def _merge(
     tl.store(out_ptr + row[:, None] * VALUE_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-_VARYING = ["sinks", "rank_places", "before", "most", "gone_places", "page_places", "rank_splits", "first"]
+_GONE = tl.constexpr(512)
+"""Places of which a program says at once whether they still count."""
+_VARYING = ["sinks", "rank_places", "before", "most", "gone_places", "nominees", "page_places", "rank_splits", "first"]
 _STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gone") for axis in "bh"]
 
 
@@ -120,6 +100,7 @@ def attend_nodes(
     page_ptr,
     picked_ptr,
     gone_ptr,
+    nominee_ptr,
     end_ptr,
     weight_ptr,
     token_ptr,
@@ -173,6 +154,7 @@ def attend_nodes(
     places,
     rank_places,
     gone_places,
+    nominees,
     page_places,
     first,
     scaling,
@@ -184,6 +166,7 @@ def attend_nodes(
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
     HELD: tl.constexpr,
+    NOMINATED: tl.constexpr,
     SPLITS: tl.constexpr,
     BEFORE: tl.constexpr,
     LAST: tl.constexpr,
@@ -208,7 +191,8 @@ def attend_nodes(
     program of a row that is ready last merges all parts.
 
     Which nodes are refined say ``chosen [B, sets, most]``, ``page``, ``picked`` and ``gone``, see :func:`choose_nodes`;
-    or (``FEW``) every program finds them out, ``FEW`` or fewer, and one writes it down.
+    or (``FEW``) every program finds them out, ``FEW`` or fewer, and one writes it down: among all nodes or, if there
+    are many, among those ``NOMINATED``, see :func:`nominate_nodes`.
 
     ``KEEPS``: and what masses take, ``token [B, Hq, places]``, the log-weights of the tokens of refined pages.
     """
@@ -232,45 +216,54 @@ def attend_nodes(
 
     if FEW:
         index = tl.arange(0, HELD)
-        if PRIOR:
-            recent_ptr += batch * recent_stride_b + head * recent_stride_h
-        mass, numbers = masses(
-            rank_ptr,
-            rank_lse_ptr,
-            found_lse_ptr,
-            recent_ptr,
-            recent_stride_h,
-            recent_stride_n,
-            list_ptr,
-            index,
-            count,
-            (batch * num_kv_heads + head) * group,
-            group,
-            group,
-            total_rows,
-            rank_splits,
-            before,
-            rank_places,
-            first,
-            prior,
-            BRANCH,
-            PRIOR,
-            False,
-            GROUP,
-            SPLITS,
-            BEFORE,
-        )
+        if NOMINATED:
+            nominated = index < nominees
+            nominee_ptr += row.to(tl.int64) * nominees * 3
+            mass = tl.load(nominee_ptr + index, mask=nominated, other=float("-inf"))
+            nominee_ptr = nominee_ptr.to(tl.pointer_type(tl.int32)) + nominees
+            candidates = tl.load(nominee_ptr + index, mask=nominated, other=-1)
+            numbers = tl.load(nominee_ptr + nominees + index, mask=nominated, other=-1)
+        else:
+            if PRIOR:
+                recent_ptr += batch * recent_stride_b + head * recent_stride_h
+            mass, numbers = masses(
+                rank_ptr,
+                rank_lse_ptr,
+                found_lse_ptr,
+                recent_ptr,
+                recent_stride_h,
+                recent_stride_n,
+                list_ptr,
+                index,
+                count,
+                (batch * num_kv_heads + head) * group,
+                group,
+                group,
+                total_rows,
+                rank_splits,
+                before,
+                rank_places,
+                first,
+                prior,
+                BRANCH,
+                PRIOR,
+                False,
+                GROUP,
+                SPLITS,
+                BEFORE,
+            )
+            candidates = index
         allowed = tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), most)
-        few_places, few_pages, picked = _first_few(mass, numbers, index, allowed, FEW, ROOM)
+        _, few_places, few_pages, picked = first_few(mass, numbers, candidates, allowed, FEW, ROOM)
         if writes:
             few = tl.arange(0, ROOM)
             tl.store(chosen_ptr + few, few_places, mask=few < most)
             tl.store(picked_ptr, picked)
             if KEEPS:
-                lost = index >= count
-                for turn in tl.static_range(FEW):
-                    lost = lost | (index == tl.sum(tl.where(few == turn, few_places, 0), 0))
-                tl.store(gone_ptr + index, lost.to(tl.int8), mask=index < gone_places)
+                for of_them in tl.range(0, gone_places, _GONE):
+                    place = of_them + tl.arange(0, _GONE)
+                    lost = (place >= count) | (tl.sum((place[:, None] == few_places[None, :]).to(tl.int32), 1) > 0)
+                    tl.store(gone_ptr + place, lost.to(tl.int8), mask=place < gone_places)
     else:
         picked = tl.load(picked_ptr)
         few_places, few_pages = picked, picked

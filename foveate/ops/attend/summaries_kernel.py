@@ -16,7 +16,7 @@ from foveate.ops.attend._nodes_kernel import attend_nodes, pool_masses
 from foveate.ops.attend.reference import page_slots
 from foveate.ops.attend.summaries import WEIGHT_SPREAD, Covered, Level, Looked, Refinement, Tree
 from foveate.ops.score.summaries_kernel import score_nodes
-from foveate.ops.select.summaries_kernel import choose_nodes
+from foveate.ops.select.summaries_kernel import choose_nodes, nominate_nodes
 
 _LARGEST = 256
 """The largest head dim."""
@@ -30,6 +30,8 @@ _FEW_OF = 16384
 """The same of so many."""
 _FEW_HEADS = 16
 """The same of groups of so many heads."""
+_CHUNK = 1024
+"""From more nodes than this it chooses among the heaviest of so many each, which a launch before finds."""
 _HELD = 32768
 """The most nodes that are chosen from."""
 _POOLED = 512
@@ -69,8 +71,8 @@ def attend_summaries(
     Two launches for one level of which few pages are refined: the first weighs summaries and attends to sinks and tail;
     in the second every program finds out which pages are refined, and attends to its part of the other summaries'
     values or to refined pages; the last one of a row to be ready merges them (FlashDecoding, Dao et al. 2023). Where
-    many pages are refined, or the layer chooses, a launch between them chooses; two or three more for each further
-    level, and one for masses.
+    there are many pages a launch between them tells the heaviest of each part of them; where many are refined, or the
+    layer chooses, it chooses; two or three more for each further level, and one for masses.
 
     What rows hold is read from ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` say how much
     room there is, so that a captured step can be replayed when there is more. Repeats are equal bit for bit, and fp32
@@ -359,13 +361,49 @@ class _Step:
         )
         return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
 
+    def _nominate(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor, room: int) -> Tensor:
+        """The heaviest nodes of each chunk, fp32 ``[B * Hkv, 3, chunks * room]``; see :func:`nominate_nodes`."""
+        count, *count_strides = self._count(stage, above)
+        recent, recent_strides = self._recent(self.tree.levels[stage.level])
+        chunks, sets = triton.cdiv(stage.width, _CHUNK), self.batch * self.num_kv_heads
+        nominees = torch.empty(sets, 3, chunks * room, dtype=torch.float32, device=self.q.device)
+        nominate_nodes[sets, chunks](
+            rank,
+            rank_lse,
+            self.found_lse,
+            recent,
+            count,
+            None if above is None else above.pages,
+            nominees,
+            *recent_strides,
+            *count_strides,
+            *((0, 0) if above is None else self._strides(above.pages)),
+            self.batch * self.num_heads,
+            self.num_kv_heads,
+            self.group,
+            stage.scoring,
+            stage.before,
+            rank.stride(1),
+            FEW=max(1, stage.k),
+            GROUP=self.group,
+            ROOM=room,
+            CHUNK=_CHUNK,
+            OTHERS=triton.next_power_of_2(stage.before),
+            num_warps=4,
+            **self._chosen_by(stage, above),
+        )
+        return nominees
+
     def _attend(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor) -> None:
         """Attends to what is not refined of a level and, of the last one, to the keys of what is; and merges."""
         q, tree, of = self.q, self.tree, self.tree.levels[stage.level]
         count, *count_strides = self._count(stage, above)
         recent, recent_strides = self._recent(of)
         last, members = stage is self.stages[-1], triton.next_power_of_2(min(self.group, self.tile.block_m))
-        held = max(256, triton.next_power_of_2(stage.padded)) if stage.few else 1
+        room = max(2, triton.next_power_of_2(stage.k)) if stage.few else 1
+        nominees = self._nominate(stage, above, rank, rank_lse, room) if stage.few and stage.width > _CHUNK else None
+        among = stage.padded if nominees is None else nominees.shape[2]
+        held = max(256, triton.next_power_of_2(among)) if stage.few else 1
         options = self.tile.options | ({"num_warps": 8} if held > 2048 else {})
         rows = members * max(16, triton.next_power_of_2(self.value_dim))  # of a part that is merged
         end = tree.page_end
@@ -384,6 +422,7 @@ class _Step:
             stage.pages,
             stage.picked,
             stage.gone,
+            nominees,
             end,
             self.weights[:, :, stage.begin :],
             self.weights[:, :, self.tokens :] if self.keeps else None,
@@ -417,13 +456,15 @@ class _Step:
             self.places,
             rank.stride(1),
             stage.padded,
+            among,
             tree.width,
             scaling=self.scaling,
             WIDTH=tree.width if end is None else 0,
             FEW=max(1, stage.k) if stage.few else 0,
             GROUP=self.group if stage.few else 0,
-            ROOM=max(2, triton.next_power_of_2(stage.k)) if stage.few else 1,
+            ROOM=room,
             HELD=held,
+            NOMINATED=nominees is not None,
             BEFORE=triton.next_power_of_2(stage.before),
             LAST=last,
             PRESERVE=self.how.mass == "preserve",

@@ -129,6 +129,29 @@ def masses(
 
 
 @triton.jit
+def first_few(mass, node, place, allowed, FEW: tl.constexpr, ROOM: tl.constexpr):
+    """The ``allowed`` heaviest, at most ``FEW``, ties to the smaller place: ``(masses [ROOM], places [ROOM], numbers
+    [ROOM], how many)``, by place, with -inf and -1 behind; ``ROOM`` is a power of two."""
+    few, picked, heavy = tl.arange(0, ROOM), tl.zeros([], tl.int32), tl.full([ROOM], float("-inf"), tl.float32)
+    places, nodes = tl.full([ROOM], 0x7FFFFFFF, tl.int32), tl.full([ROOM], -1, tl.int32)
+    for turn in tl.static_range(FEW):
+        top = tl.max(mass, 0)
+        best = tl.min(tl.where(mass == top, place, 0x7FFFFFFF), 0)
+        taken = (top > float("-inf")) & (allowed > turn)
+        number = tl.sum(tl.where(place == best, node, 0), 0)
+        mine = few == tl.where(taken, turn, -1)
+        places, nodes, heavy = tl.where(mine, best, places), tl.where(mine, number, nodes), tl.where(mine, top, heavy)
+        mass = tl.where(place == best, float("-inf"), mass)
+        picked += taken.to(tl.int32)
+    rank = tl.sum((places[None, :] < places[:, None]).to(tl.int32), 1)
+    moved = (rank[None, :] == few[:, None]) & (places < 0x7FFFFFFF)[None, :]
+    heavy = tl.max(tl.where(moved, heavy[None, :], float("-inf")), 1)
+    nodes = tl.where(few < picked, tl.sum(tl.where(moved, nodes[None, :], 0), 1), -1)
+    places = tl.where(few < picked, tl.sum(tl.where(moved, places[None, :], 0), 1), -1)
+    return heavy, places, nodes, picked
+
+
+@triton.jit
 def _enough(mass, x, limit):
     """How many of the heaviest leave at most ``limit`` in the others; ``x``: the masses, -inf where there is none."""
     low, high = tl.zeros([], tl.int32), _behind(x)
@@ -246,3 +269,81 @@ def choose_nodes(
     tl.store(picked_ptr + row, picked)
     gone = (chosen | (index >= count)).to(tl.int8)
     tl.store(gone_ptr + row * gone_stride + index, gone, mask=index < gone_places)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def nominate_nodes(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    recent_ptr,
+    count_ptr,
+    list_ptr,
+    nominee_ptr,
+    recent_stride_b,
+    recent_stride_h,
+    recent_stride_n,
+    count_stride_b,
+    count_stride_h,
+    list_stride_b,
+    list_stride_h,
+    rows,
+    num_kv_heads,
+    group,
+    splits,
+    others,
+    rank_places,
+    first,
+    prior,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    FEW: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """Writes the heaviest nodes of each chunk of each KV head: ``nominee [B, Hkv, 3, chunks * ROOM]``, their masses
+    and, as int32, their places and numbers; -inf and -1 where there are fewer. The heaviest of all are among them."""
+    row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    batch, kv_head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
+    count = tl.load(count_ptr + batch * count_stride_b + kv_head * count_stride_h).to(tl.int32)
+    if BRANCH:
+        count = count * BRANCH
+        list_ptr += batch * list_stride_b + kv_head * list_stride_h
+    if PRIOR:
+        recent_ptr += batch * recent_stride_b + kv_head * recent_stride_h
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    mass, node = masses(
+        rank_ptr,
+        rank_lse_ptr,
+        found_lse_ptr,
+        recent_ptr,
+        recent_stride_h,
+        recent_stride_n,
+        list_ptr,
+        index,
+        count,
+        (batch * num_kv_heads + kv_head) * group,
+        group,
+        group,
+        rows,
+        splits,
+        others,
+        rank_places,
+        first,
+        prior,
+        BRANCH,
+        PRIOR,
+        False,
+        GROUP,
+        SPLITS,
+        OTHERS,
+    )
+    heavy, places, nodes, _ = first_few(mass, node, index, FEW, FEW, ROOM)
+    nominee_ptr += (row.to(tl.int64) * 3 * chunks + chunk) * ROOM + tl.arange(0, ROOM)
+    tl.store(nominee_ptr, heavy)
+    nominee_ptr = nominee_ptr.to(tl.pointer_type(tl.int32)) + chunks * ROOM
+    tl.store(nominee_ptr, places)
+    tl.store(nominee_ptr + chunks * ROOM, nodes)
