@@ -252,23 +252,30 @@ class SlotCache(RowNumbers, Undoing):
             self.append(k, v)
             return
         appended = [True] * self.batch_size
-        freed = None if self.freed is None else self.freed.slots
+        freed = None
         if self.freed is not None:
-            appended = [not freed for freed in self.freed.rows]
+            freed, appended = self.freed.slots, [not gave_up for gave_up in self.freed.rows]
             self.ordered = False
         self.reserve(max(count + added for count, added in zip(counts, appended)))
         self._put(self.row_tensor("counts"), freed, k, v, self.row_tensor("lengths").to(torch.int32))
         self.freed = None
         self._advance(1, appended)
 
-    def evict(self, rows: Iterable[bool] | Tensor, **by: Tensor | None) -> None:
+    def evict(
+        self,
+        rows: Iterable[bool] | Tensor,
+        *,
+        scores: Tensor | None = None,
+        before: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> None:
         """Give up one slot of every KV head of some rows; the next token of the row takes its place.
 
         Args:
             rows: which rows evict; in a step that is replayed bool ``[B]``.
-            by: which slot: see :func:`foveate.ops.give_up`.
+            scores, before, at: which slot, see :func:`foveate.ops.give_up`.
         """
-        step = self.step
+        step, by = self.step, {"scores": scores, "before": before, "at": at}
         if step is not None:
             self.moving.places.copy_(give_up(self.positions, rows=rows, **by))
             step.evict(rows)
@@ -467,13 +474,13 @@ class SlotCache(RowNumbers, Undoing):
         own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, freed=freed, take=take, **own)
         for name, spec in self.specs.items():
-            if spec.per == 1:
-                index = slot.view(*slot.shape, *(1 for _ in (0, *spec.shape)))
+            if spec.per == 1 and not spec.recomputed:
+                index = slot.view(*slot.shape, 1, *[1] * len(spec.shape))
                 _movable(self.tensors[name]).scatter_(2, index.expand(*slot.shape, 1, *spec.shape), 0)
 
     def _clear(self, slots: slice) -> None:
         for name, spec in self.specs.items():
-            if spec.per == 1:
+            if spec.per == 1 and not spec.recomputed:
                 _movable(self.tensors[name])[:, :, slots] = 0
 
 
