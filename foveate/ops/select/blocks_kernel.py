@@ -186,7 +186,7 @@ def _inside(at, low, high, otherwise):
 def _drawn(x, k, HELD: tl.constexpr):
     """Two of the scores ``x [HELD]`` between which the k-th largest is likely to be, by a sample of them, as
     :func:`_ordered`; or such as no score is, where the sample does not tell."""
-    SAMPLE: tl.constexpr = 64 if HELD < 4096 else 128
+    SAMPLE: tl.constexpr = 64
     some = tl.reshape(x, [SAMPLE, HELD // SAMPLE])
     some = tl.max(tl.where(tl.arange(0, HELD // SAMPLE)[None, :] == 0, some, float("-inf")), 1)
     ahead = tl.sum((some[None, :] > some[:, None]).to(tl.int32), 1)
@@ -254,12 +254,15 @@ def _kth(x, k, low, reach_low, high, spare=0):
     nothing = tl.zeros([], tl.int32)
     low, high, k, reach_high, turn = nothing + low, nothing + high, nothing + k, nothing, nothing
     lower, higher = _between(low, high, reach_low, reach_high, k, turn)
-    drawn_lower, drawn_higher = _drawn(x, k, x.shape[0])
-    lower, higher = _inside(drawn_lower, low, high, lower), _inside(drawn_higher, low, high, higher)
+    if x.shape[0] <= 16384:  # of more there are no registers to spare
+        drawn_lower, drawn_higher = _drawn(x, k, x.shape[0])
+        lower, higher = _inside(drawn_lower, low, high, lower), _inside(drawn_higher, low, high, higher)
     while (reach_low > k + spare) & (low + 1 < high):
         lower, higher = tl.minimum(lower, higher), tl.maximum(lower, higher)
-        both = tl.sum((x >= _float(lower)).to(tl.int32) + ((x >= _float(higher)).to(tl.int32) << 16), 0)
-        many, few = both & 0xFFFF, (both >> 16) & 0xFFFF
+        both = tl.sum((x >= _float(lower)).to(tl.int32) + ((x >= _float(higher)).to(tl.int32) << 15), 0)
+        many, few = both & 0x7FFF, both >> 15
+        all_do = (many == 0) & (few > 0)  # few are no more than many: these are 32,768
+        many, few = tl.where(all_do, 32768, many), few - all_do.to(tl.int32)
         low, high, reach_low, reach_high = _narrowed(low, high, reach_low, reach_high, lower, higher, many, few, k)
         turn += 1
         lower, higher = _between(low, high, reach_low, reach_high, k, turn)
