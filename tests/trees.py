@@ -139,3 +139,11 @@ class Problem:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
         """``q, k, v``, the queries loud enough to make some nodes stand out."""
         return self.q * self.loudness, self.k, self.v
+
+
+def recent_attention(tree):
+    """What :attr:`Level.recent` says of the nodes that rows have, by level."""
+    counts = tree.rows.numbers[2 + len(tree.levels) :]
+    for level, count in zip(tree.levels, counts):
+        there = torch.arange(level.recent.shape[2], device=count.device) < count[:, None, None]
+        yield level.recent[there.expand_as(level.recent)]

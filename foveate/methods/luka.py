@@ -269,21 +269,18 @@ class LuKA(Method):
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """One query a row over the cover: sinks and tail, and from the top level down whatever is not refined."""
-        tree = tree_of(self, cache)
+        kept = {"total": "mass"} if self.weighs_mass else {}
+        kept |= {"recent": "recent"} if self.looks_back else {}
+        sums = {name: cache.channel(channel) for name, channel in kept.items()}
         covered = ops.attend_summaries(
             q,
             cache.keys,
             cache.values,
-            tree,
+            tree_of(self, cache),
             self.refinement,
             scaling=scaling,
-            need_masses=self.weighs_mass or self.looks_back,
+            sums=ops.Sums(1 / self.window, **sums) if sums else None,
         )
-        if covered.masses:
-            kept = {"total": "mass"} if self.weighs_mass else {}
-            kept |= {"recent": "recent"} if self.looks_back else {}
-            sums = {name: cache.channel(channel) for name, channel in kept.items()}
-            ops.note_masses(covered, tree, group=cache.geometry.group, share=1 / self.window, **sums)
         cache.counters.add("selections_capped", covered.capped)
         cache.count_read(covered.read, covered.refined)
         return covered.out

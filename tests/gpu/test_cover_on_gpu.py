@@ -8,7 +8,7 @@ from foveate import methods, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import masses, summaries, summaries_kernel
 from tests.kernels import poisoned_memory
-from tests.trees import Problem
+from tests.trees import Problem, recent_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
-    assert {"attend_summaries", "note_masses", "tally"} <= set(_dispatch.kernel_status().split(", "))
+    assert {"attend_summaries", "tally"} <= set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
@@ -194,17 +194,16 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
 def test_running_sums(pages, sizes, allowed, rule):
     """Of what a step has looked at, in the memory of a larger cache, against the reference on the same masses."""
     some = problem(pages, sizes=sizes, allowed=allowed, dtype=torch.float16)
-    how = ops.Refinement(*rule, prior=0.5)
-    tree = some.looked_at(how, False)
-    covered = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
-    slots = some.k.shape[2]
-    sums, made = some.uniform(2, len(pages), 2, slots + 9), []
-    for note in (ops.note_masses, masses.note_masses):
-        total, recent = sums.clone()[..., :slots]
+    how, slots = ops.Refinement(*rule, prior=0.5), some.k.shape[2]
+    tree, sums, made = some.looked_at(how, False), some.uniform(2, len(pages), 2, some.k.shape[2] + 9), []
+    for noted_within in (True, False):
         own = tree._replace(levels=tuple(x._replace(recent=x.recent.nan_to_num(0.5)) for x in tree.levels))
-        looked_at = covered._replace(masses=tuple(x.clone() for x in covered.masses))
-        note(looked_at, own, group=4, share=0.2, total=total, recent=recent)
-        made.append([total, recent, *(x.recent for x in own.levels)])
+        kept = ops.Sums(0.2, *sums.clone()[..., :slots])
+        given = {"sums": kept} if noted_within else {"need_masses": True}
+        covered = ops.attend_summaries(*some.arguments, own, how, scaling=SCALING, **given)
+        if not noted_within:
+            masses.note_masses(covered.masses, covered.looked, own, 4, kept)
+        made.append([*kept[1:], *recent_attention(own)])
     for mine, its in zip(*made, strict=True):
         torch.testing.assert_close(mine, its)
 

@@ -1,43 +1,33 @@
-"""The kernels of running sums of attention against the reference, under Triton's interpreter."""
+"""The kernel of running sums of attention against the reference, under Triton's interpreter."""
 
 import pytest
 import torch
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import masses, masses_kernel, summaries
-from tests.trees import Problem
+from foveate.ops.attend import summaries, summaries_kernel
+from tests.trees import Problem, recent_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def parts(problem, how):
-    """What was looked at, and sums to add to, of each of two that are alike."""
-    q, k, v = problem.arguments
-    tree = problem.looked_at(how, True)
-    covered = summaries.attend_summaries(
-        q, k.nan_to_num(0.0), v.nan_to_num(0.0), tree, how, scaling=0.3, need_masses=True
-    )
-    generator = torch.Generator().manual_seed(1)
-    sums = torch.rand(2, *k.shape[:3], generator=generator)
-    before = [torch.rand(level.recent.shape, generator=generator) for level in tree.levels]
-    for _ in range(2):
-        own = tree._replace(levels=tuple(x._replace(recent=y.clone()) for x, y in zip(tree.levels, before)))
-        yield covered._replace(masses=tuple(x.clone() for x in covered.masses)), own, *sums.clone()
-
-
 def check(problem, how=None, total=True, recent=True):
-    (covered, tree, *sums), (its_covered, its_tree, *its_sums) = parts(problem, how or ops.Refinement(prior=0.5))
-    for run, what, of, kept in (
-        (masses_kernel.note_masses, covered, tree, sums),
-        (masses.note_masses, its_covered, its_tree, its_sums),
+    how = how or ops.Refinement(prior=0.5)
+    q, k, v = problem.arguments
+    tree, generator = problem.looked_at(how, True), torch.Generator().manual_seed(1)
+    first = torch.rand(2, *k.shape[:3], generator=generator)
+    before = [torch.rand(level.recent.shape, generator=generator) for level in tree.levels]
+    kept = []
+    for run, keys, values in (
+        (summaries_kernel.attend_summaries, k, v),
+        (summaries.attend_summaries, k.nan_to_num(0.0), v.nan_to_num(0.0)),
     ):
-        given = {name: x for name, x, wanted in zip(("total", "recent"), kept, (total, recent)) if wanted}
-        run(what, of, group=problem.q.shape[1] // problem.kv_heads, share=0.2, **given)
-    for mine, its in zip(sums, its_sums):
+        own = tree._replace(levels=tuple(x._replace(recent=y.clone()) for x, y in zip(tree.levels, before)))
+        sums = ops.Sums(0.2, *(x if wanted else None for x, wanted in zip(first.clone(), (total, recent))))
+        run(q, keys, values, own, how, scaling=0.3, sums=sums)
+        kept.append([*(x for x in sums[1:] if x is not None), *recent_attention(own)])
+    for mine, its in zip(*kept, strict=True):
         torch.testing.assert_close(mine, its)
-    for mine, its in zip(tree.levels, its_tree.levels):
-        torch.testing.assert_close(mine.recent, its.recent)
 
 
 @pytest.mark.parametrize(("total", "recent"), [(True, True), (True, False), (False, True)])
@@ -64,6 +54,10 @@ def test_what_is_refined(pool):
 
 
 def test_what_is_refused():
-    covered, tree, total, _ = next(parts(Problem(), ops.Refinement(prior=0.5)))
-    with pytest.raises(UnsupportedError, match="float32"):
-        masses_kernel.note_masses(covered, tree, group=2, share=0.2, total=total.double())
+    problem, how = Problem(), ops.Refinement()
+    for wrong, what in ((lambda x: x.double(), "float32"), (lambda x: x.mT.contiguous().mT, "next to each other")):
+        sums = ops.Sums(0.2, wrong(torch.zeros(problem.arguments[1].shape[:3])))
+        with pytest.raises(UnsupportedError, match=what):
+            summaries_kernel.attend_summaries(
+                *problem.arguments, problem.looked_at(how, True), how, scaling=0.3, sums=sums
+            )

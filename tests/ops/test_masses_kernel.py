@@ -1,4 +1,4 @@
-"""The kernels of running sums of attention: what they compute (under the interpreter) and what they compile to."""
+"""The kernel of running sums of attention: what they compute (under the interpreter) and what they compile to."""
 
 import importlib
 
@@ -12,42 +12,19 @@ def test_under_the_interpreter():
     run_interpreted("ops/interpreted_masses.py")
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_taking_in_compiles_for_hopper(listed):
+@pytest.mark.parametrize("nodes", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_compiles_for_hopper(nodes, last):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.masses_kernel")
-    compiled = compile_for(
-        90,
-        kernel._take_in,
-        {
-            "slots_ptr": "*i64:16",
-            **dict.fromkeys(("raw_ptr", "recent_ptr", "into_ptr", "mass_ptr"), "*fp32:16"),
-            "total_ptr": None,
-            "index_ptr": "*i64:16" if listed else None,
-            **dict.fromkeys((*kernel._STRIDES, "batches", "heads", "nodes", "width", "node_blocks", "sinks"), "i32"),
-            **dict.fromkeys(("into_stride_n", "index_stride_n"), 1),
-            **dict.fromkeys(("share", "of_group"), "fp32"),
-            "RAW": not listed,
-            "BLOCK": kernel._BLOCK,
-        },
-        num_warps=4,
-    )
-    assert compiled.spilled == 0
-
-
-def test_adding_children_compiles_for_hopper():
-    pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.masses_kernel")
-    compiled = compile_for(
-        90,
-        kernel._add_children,
-        {
-            **dict.fromkeys(("beneath_ptr", "mass_ptr"), "*fp32:16"),
-            "chosen_ptr": "*i64:16",
-            **dict.fromkeys((*kernel._CHILD_STRIDES, "heads", "places", "width"), "i32"),
-            "EACH": 64,
-            "BLOCK": 16,
-        },
-        num_warps=4,
-    )
+    kernel = importlib.import_module("foveate.ops.attend.masses_kernel").note_masses
+    number, given = "*fp32:16", {}
+    for name in kernel.arg_names:
+        axis = name.partition("_stride_")[2]
+        given[name] = 1 if axis == "n" else number if name.endswith("_ptr") else "i32"
+    given |= dict.fromkeys(("slots_ptr", "count_ptr", "chosen_ptr", "page_ptr", "list_ptr"), "*i64:16")
+    given |= {"picked_ptr": "*i32:16", "gone_ptr": "*i8:16", "share": "fp32"}
+    given |= dict.fromkeys(("below_ptr", "list_ptr", "mass_ptr") if last else ("total_ptr", "raw_recent_ptr"))
+    given |= {} if nodes else {"recent_ptr": None}
+    given |= {"BRANCH": 4 * (not last), "NODES": nodes, "LAST": last, "KEEPS": not last}
+    compiled = compile_for(90, kernel, given | {"EACH": 32, "BLOCK_W": 16, "BLOCK": 512}, num_warps=4)
     assert compiled.spilled == 0

@@ -124,7 +124,6 @@ def test_attention_compiles_for_hopper(dtype, dim, group, few, held, width):
         PRESERVE=bool(width),
         KEEPS=True,
         MEMBERS=1 << (group - 1).bit_length(),
-        PARTS=32,
         AT_ONCE=4,
         BLOCK_W=min(16 if width else 32, tile.block_n),
         CHUNKS=1 if width or tile.block_n >= 32 else 2,

@@ -1,8 +1,9 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.attend import masses, pooled, reference, selected, summaries, tiles
+from foveate.ops.attend import pooled, reference, selected, summaries, tiles
 from foveate.ops.attend.cover import Part, attend_cover, refine
+from foveate.ops.attend.masses import Sums
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
     Attended,
@@ -25,7 +26,6 @@ attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selecte
 attend_summaries = dispatch(summaries.attend_summaries, "foveate.ops.attend.summaries_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
-note_masses = dispatch(masses.note_masses, "foveate.ops.attend.masses_kernel")
 
 __all__ = [
     "Attended",
@@ -34,6 +34,7 @@ __all__ = [
     "Part",
     "Refinement",
     "Rows",
+    "Sums",
     "Tree",
     "attend",
     "attend_causal",
@@ -51,7 +52,6 @@ __all__ = [
     "gather_pages",
     "gather_slots",
     "merge",
-    "note_masses",
     "page_slots",
     "prompt_path",
     "refine",

@@ -40,7 +40,6 @@ def _merge(
     members,
     number,
     MEMBERS: tl.constexpr,
-    PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -49,38 +48,29 @@ def _merge(
 
     It was written by other programs of this launch, so that it must not be looked for in the first cache.
     """
-    member, some, dims = tl.arange(0, MEMBERS), tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
+    member, dims = tl.arange(0, MEMBERS), tl.arange(0, BLOCK_DV)
     exist = member < members
     row = first_row + tl.where(exist, member, 0)
     top, weight = tl.full([MEMBERS], LOWEST, tl.float32), tl.zeros([MEMBERS], tl.float32)
-    for first in tl.range(0, number, PARTS):
-        part = (first + some).to(tl.int64)
-        mask = (part < number)[:, None] & exist[None, :]
-        lse = tl.load(
-            found_lse_ptr + part[:, None] * rows + row[None, :], mask=mask, other=float("-inf"), cache_modifier=".cg"
-        )
-        higher = tl.maximum(top, tl.max(lse, 0))
-        weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(lse - higher[None, :]), 0)
-        top = higher
-    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
-    tl.store(lse_ptr + row, lse / LOG2E, mask=exist)
-    total = tl.maximum(lse, LOWEST)
     out = tl.zeros([MEMBERS, BLOCK_DV], tl.float32)
     for first in tl.range(0, number, AT_ONCE):
         for turn in tl.static_range(AT_ONCE):
             part = (first + turn) * rows + row
             mask = exist & (first + turn < number)
-            mine = tl.load(found_lse_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            lse = tl.load(found_lse_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
             tile = found_ptr + part[:, None] * VALUE_DIM + dims[None, :]
             found = tl.load(tile, mask=mask[:, None] & (dims < VALUE_DIM)[None, :], other=0.0, cache_modifier=".cg")
-            out += found * tl.exp2(mine - total)[:, None]
+            higher = tl.maximum(top, lse)
+            fade, share = tl.exp2(top - higher), tl.exp2(lse - higher)
+            out, weight, top = out * fade[:, None] + found * share[:, None], weight * fade + share, higher
+    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    tl.store(lse_ptr + row, lse / LOG2E, mask=exist)
     out_mask = exist[:, None] & (dims < VALUE_DIM)[None, :]
     tl.store(out_ptr + row[:, None] * VALUE_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-_GONE = tl.constexpr(512)
-"""Places of which a program says at once whether they still count."""
-_VARYING = ["sinks", "rank_places", "before", "most", "gone_places", "nominees", "page_places", "rank_splits", "first"]
+_VARYING = ["sinks", "rank_places", "before", "most", "nominees", "page_places", "rank_splits", "first"]
 _STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gone") for axis in "bh"]
 
 
@@ -153,7 +143,6 @@ def attend_nodes(
     sinks,
     places,
     rank_places,
-    gone_places,
     nominees,
     page_places,
     first,
@@ -173,7 +162,6 @@ def attend_nodes(
     PRESERVE: tl.constexpr,
     KEEPS: tl.constexpr,
     MEMBERS: tl.constexpr,
-    PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -258,12 +246,9 @@ def attend_nodes(
         if writes:
             few = tl.arange(0, ROOM)
             tl.store(chosen_ptr + few, few_places, mask=few < most)
+            if BRANCH:
+                tl.store(page_ptr + few, few_pages, mask=few < most)
             tl.store(picked_ptr, picked)
-            if KEEPS:
-                for of_them in tl.range(0, gone_places, _GONE):
-                    place = of_them + tl.arange(0, _GONE)
-                    lost = (place >= count) | (tl.sum((place[:, None] == few_places[None, :]).to(tl.int32), 1) > 0)
-                    tl.store(gone_ptr + place, lost.to(tl.int8), mask=place < gone_places)
     else:
         picked = tl.load(picked_ptr)
         few_places, few_pages = picked, picked
@@ -285,6 +270,7 @@ def attend_nodes(
         weight_ptr + next_place[None, :], mask=exist[:, None] & (next_place < count)[None, :], other=0.0
     )
     next_gone = tl.load(gone_ptr + next_place, mask=next_place < count, other=1) if not FEW else next_place
+    next_node = tl.load(list_ptr + next_place // BRANCH, mask=next_place < count, other=0) if BRANCH else next_place
     for block in tl.range(begin, tl.minimum(end, blocks)):
         place, logits, gone = block * BLOCK_N + lanes, next_logits, next_gone
         next_place = place + BLOCK_N
@@ -292,7 +278,8 @@ def attend_nodes(
         next_logits = tl.load(weight_ptr + next_place[None, :], mask=exist[:, None] & ahead[None, :], other=0.0)
         node, there = place, place < count
         if BRANCH:
-            node = tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
+            node = next_node.to(tl.int32) * BRANCH + place % BRANCH
+            next_node = tl.load(list_ptr + next_place // BRANCH, mask=ahead, other=0)
         v_mask = there[:, None]
         if BLOCK_DV > VALUE_DIM:
             v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
@@ -300,6 +287,8 @@ def attend_nodes(
         v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
         if FEW:
             stays = there & (tl.sum((place[:, None] == few_places[None, :]).to(tl.int32), 1) == 0)
+            if KEEPS:
+                tl.store(gone_ptr + place, 1 - stays.to(tl.int8), mask=there & (part == 0))
         else:
             stays = there & (gone == 0)
             next_gone = tl.load(gone_ptr + next_place, mask=ahead, other=1)
@@ -314,10 +303,13 @@ def attend_nodes(
         v_ptr += batch * v_stride_b + head * v_stride_h
         if not WIDTH:
             end_ptr += batch * end_stride_b + head * end_stride_h
+        next_place = (tl.maximum(begin - blocks, 0) * PAGES + token // BLOCK_W) // CHUNKS
+        next_page = _listed(next_place, picked, few_pages, page_ptr, FEW, ROOM)
         for tile in tl.range(tl.maximum(begin - blocks, 0), end - blocks):
-            piece = tile * PAGES + token // BLOCK_W
+            piece, page = tile * PAGES + token // BLOCK_W, next_page
             place, inside = piece // CHUNKS, piece % CHUNKS * BLOCK_W + token % BLOCK_W
-            page = _listed(place, picked, few_pages, page_ptr, FEW, ROOM)
+            next_place = (piece + PAGES) // CHUNKS
+            next_page = _listed(next_place, picked, few_pages, page_ptr, FEW, ROOM)
             start, width = _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)
             stored = inside < width
             slot = (start + inside).to(tl.int64)
@@ -371,25 +363,29 @@ def attend_nodes(
                 tl.minimum(group - part * BLOCK_M, BLOCK_M),
                 before + splits,
                 MEMBERS,
-                PARTS,
                 AT_ONCE,
                 VALUE_DIM,
                 BLOCK_DV,
             )
 
 
-@triton.jit(do_not_specialize=["batches", "num_kv_heads", "places", "nodes", "tokens", "page_places", *_STRIDES[4:]])
+@triton.jit(
+    do_not_specialize=["batches", "num_kv_heads", "places", "nodes", "tokens", "page_places", "last", *_STRIDES[4:]]
+)
 def pool_masses(
     weight_ptr,
     lse_ptr,
     gone_ptr,
     picked_ptr,
+    count_ptr,
     slots_ptr,
     mass_ptr,
     gone_stride_b,
     gone_stride_h,
     picked_stride_b,
     picked_stride_h,
+    count_stride_b,
+    count_stride_h,
     batches,
     num_kv_heads,
     group,
@@ -398,11 +394,14 @@ def pool_masses(
     nodes,
     tokens,
     page_places,
+    last,
+    BRANCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes ``mass [B, Hkv, places]``, summed over the group, of the log-weights ``weight [B, Hq, places]``, to the
-    base 2, and ``lse [B, Hq]``. ``nodes`` come first, those that are ``gone`` among them; then sinks and tail,
-    and from ``tokens`` on the tokens of refined pages, ``page_places`` for each."""
+    base 2, and ``lse [B, Hq]``. ``nodes`` come first, those that are ``gone`` among them, from ``last`` on the
+    ``count`` (see :func:`score_nodes`) of the last level; then sinks and tail, and from ``tokens`` on the tokens of
+    refined pages, ``page_places`` for each."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -410,7 +409,11 @@ def pool_masses(
     number = length - start + tl.where(start > 0, sinks, 0)
     picked = tl.load(picked_ptr + batch * picked_stride_b + head * picked_stride_h)
     gone_ptr += batch * gone_stride_b + head * gone_stride_h
-    stays = (place < nodes) & (tl.load(gone_ptr + place, mask=place < nodes, other=1) == 0)
+    count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
+    if BRANCH:
+        count = count * BRANCH
+    known = place < tl.minimum(nodes, last + count)
+    stays = known & (tl.load(gone_ptr + place, mask=known, other=1) == 0)
     stays = stays | ((place >= nodes) & (place < nodes + number) & (place < tokens))
     stays = stays | ((place >= tokens) & (place < tokens + picked * page_places) & (place < places))
     mass = tl.zeros([BLOCK], tl.float32)

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
 from torch import Tensor
 
-from foveate.ops.attend.summaries import Covered, Tree
+if TYPE_CHECKING:
+    from foveate.ops.attend.summaries import Looked, Tree
 
 
-def note_masses(
-    covered: Covered, tree: Tree, *, group: int, total: Tensor | None = None, recent: Tensor | None = None, share: float
-) -> None:
-    """Add what a query has looked at to running sums, in place.
+class Sums(NamedTuple):
+    """Running sums that :func:`attend_summaries` adds masses to, in place.
 
-    The attention of raw tokens is added to ``total``. Of those, and of all nodes that the query looked at, the mean
-    over the group goes into ``recent`` and :attr:`Level.recent`, averages in which the newest counts ``share``: a node
-    that was refined has the attention of what is beneath it.
+    The attention of raw tokens is added to ``total``. Of those, and of all nodes that a query looked at, the mean over
+    the group goes into ``recent`` and :attr:`Level.recent`, averages in which the newest counts ``share``: a node that
+    was refined has the attention of what is beneath it.
+    """
+
+    share: float
+    total: Tensor | None = None
+    """fp32 ``[B, Hkv, S]``, an entry per slot; None where it is not kept."""
+    recent: Tensor | None = None
+    """Likewise; None where no recent attention is kept, that of nodes neither."""
+
+
+def note_masses(masses: Sequence[Tensor], looked: Sequence[Looked], tree: Tree, group: int, sums: Sums) -> None:
+    """Add what a query has looked at to running sums.
 
     Args:
-        covered: what :func:`attend_summaries` returned, with its masses, which may be written to.
-        tree: what it was given.
+        masses, looked: see :class:`Covered`.
+        tree: what was looked at.
         group: query heads of a KV head.
-        total, recent: fp32 ``[B, Hkv, S]``, an entry per slot; None where it is not kept.
     """
-    if total is not None:
-        _add(total, tree, covered.masses[0])
-    if recent is not None:
-        _look_back(covered, tree, group, recent, share)
+    if sums.total is not None:
+        _add(sums.total, tree, masses[0])
+    if sums.recent is not None:
+        _look_back(masses, looked, tree, group, sums.recent, sums.share)
 
 
 def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
@@ -37,9 +49,11 @@ def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
     total[:, :, rows.start :] += mass[..., sinks:]
 
 
-def _look_back(covered: Covered, tree: Tree, group: int, tokens: Tensor, share: float) -> None:
+def _look_back(
+    masses: Sequence[Tensor], looked: Sequence[Looked], tree: Tree, group: int, tokens: Tensor, share: float
+) -> None:
     sinks, rows = tree.sinks, tree.rows
-    masses = [mass / group for mass in covered.masses]
+    masses = [mass / group for mass in masses]
     if rows.raw_slots is not None:
         change = (masses[0] - tokens.gather(2, rows.raw_slots)).masked_fill_(rows.raw_hidden[:, :, 0], 0.0)
         tokens.scatter_add_(2, rows.raw_slots, change * share)
@@ -48,7 +62,7 @@ def _look_back(covered: Covered, tree: Tree, group: int, tokens: Tensor, share: 
         if sinks:
             tokens[:, :, :sinks].lerp_(masses[0][..., :sinks], share)
     beneath = masses[-1]
-    for nodes, got in zip(reversed(covered.looked), reversed(masses[1 : 1 + len(covered.looked)])):
+    for nodes, got in zip(reversed(looked), reversed(masses[1 : 1 + len(looked)])):
         places = nodes.chosen.shape[-1]
         if places:
             width = tree.branch(nodes.level) if nodes.level else beneath.shape[-1] // places

@@ -1,206 +1,146 @@
-"""What a step's masses add to running sums: Triton kernels of :func:`note_masses`."""
+"""What a step's masses add to running sums: Triton kernel of :func:`attend_summaries`' sums."""
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend.summaries import Covered, Tree
+from foveate.ops.score.summaries_kernel import LOG2E
 
-_BLOCK = 512
-"""Places of a program."""
-_CHILDREN = 1024
-"""Places of a program that sums what is beneath nodes."""
+_STRIDES = [f"{x}_stride_{axis}" for x in ("list", "found", "picked", "gone", "total", "raw_recent") for axis in "bh"]
+_VARYING = ["batches", "num_kv_heads", "places", "mass_places", "node_blocks", "found_blocks", "most", "page_places"]
 
 
+@triton.jit
+def _pooled(weight_ptr, lse_ptr, row, place, there, places, group):
+    """Masses of places ``[...]`` of a KV head, summed over the group; 0 where none is ``there``."""
+    mass = tl.zeros(place.shape, tl.float32)
+    for member in tl.range(0, group):
+        head = row * group + member
+        lse = tl.load(lse_ptr + head) * LOG2E
+        mass += tl.exp2(tl.load(weight_ptr + head * places + place, mask=there, other=float("-inf")) - lse)
+    return mass
+
+
+@triton.jit
+def _towards(ptr, mass, there, share):
+    """Moves averages towards ``mass``."""
+    before = tl.load(ptr, mask=there, other=0.0)
+    tl.store(ptr, before + (mass - before) * share, mask=there)
+
+
+@triton.jit(do_not_specialize=[*_VARYING, *_STRIDES, "sinks"])
 def note_masses(
-    covered: Covered, tree: Tree, *, group: int, total: Tensor | None = None, recent: Tensor | None = None, share: float
-) -> None:
-    """See :func:`foveate.ops.attend.masses.note_masses`.
-
-    One launch for raw tokens and the nodes of one level, one for each further level, and before them one for each level
-    of which nodes were refined: it adds the masses of what is beneath these to their own, which are none.
-    """
-    if any(x is not None and x.dtype != torch.float32 for x in (total, recent, *covered.masses)):
-        raise UnsupportedError("masses in other dtypes than float32")
-    if any(x.stride(2) != 1 for x in (total, recent, *covered.masses) if x is not None and x.shape[2] > 1):
-        raise UnsupportedError("masses that are not next to each other")
-    levels, beneath = [], covered.masses[-1]
-    if recent is not None:
-        for nodes, mass in zip(reversed(covered.looked), reversed(covered.masses[1 : 1 + len(covered.looked)])):
-            places = nodes.chosen.shape[-1]
-            if places:
-                width = tree.branch(nodes.level) if nodes.level else beneath.shape[-1] // places
-                _gather(beneath, nodes.chosen, mass, places, width)
-            levels.append((tree.levels[nodes.level].recent, mass, nodes.index))
-            beneath = mass
-    for number, level in enumerate(levels or [(None, None, None)]):
-        _note(tree, covered.masses[0], total, recent, group, share, level, raw=not number)
-
-
-def _gather(beneath: Tensor, chosen: Tensor, mass: Tensor, places: int, width: int) -> None:
-    """Adds to ``mass [B, Hkv, C]``, where ``chosen [B, Hkv, places]`` says, the sums of ``width`` of ``beneath``."""
-    batch, heads = chosen.shape[:2]
-    block = triton.next_power_of_2(width)
-    each = min(triton.next_power_of_2(places), max(1, _CHILDREN // block))
-    _add_children[triton.cdiv(places, each), batch * heads](
-        beneath,
-        chosen,
-        mass,
-        *beneath.stride()[:2],
-        *chosen.stride()[:2],
-        *mass.stride()[:2],
-        heads,
-        places,
-        width,
-        EACH=each,
-        BLOCK=block,
-        num_warps=4,
-    )
-
-
-def _note(tree, raw_mass, total, recent, group, share, level, raw) -> None:
-    """One launch of :func:`_take_in`."""
-    rows, (into, mass, index) = tree.rows, level
-    batch, heads, width = raw_mass.shape
-    nodes = 0 if mass is None else mass.shape[-1]
-    blocks = triton.cdiv(nodes, _BLOCK)
-    programs = blocks + (triton.cdiv(width, _BLOCK) if raw else 0)
-    if not programs:
-        return
-
-    def strides(x: Tensor | None, axes: int = 2) -> tuple[int, ...]:
-        return (0,) * axes if x is None else x.stride()[:axes]
-
-    _take_in[programs, batch * heads](
-        rows.numbers,
-        raw_mass,
-        total,
-        recent,
-        into,
-        mass,
-        index,
-        *strides(raw_mass),
-        *strides(total),
-        *strides(recent),
-        *strides(into, 3),
-        *strides(mass),
-        *strides(index, 3),
-        batch,
-        heads,
-        nodes,
-        width,
-        blocks,
-        tree.sinks,
-        share,
-        1.0 / group,
-        RAW=raw,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
-
-
-_CHILD_STRIDES = [f"{x}_stride_{axis}" for x in ("beneath", "chosen", "mass") for axis in "bh"]
-
-
-@triton.jit(do_not_specialize=[*_CHILD_STRIDES, "heads", "places"])
-def _add_children(
-    beneath_ptr,
-    chosen_ptr,
-    mass_ptr,
-    beneath_stride_b,
-    beneath_stride_h,
-    chosen_stride_b,
-    chosen_stride_h,
-    mass_stride_b,
-    mass_stride_h,
-    heads,
-    places,
-    width,
-    EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Adds to ``mass``: the nodes that are chosen are different ones."""
-    row = tl.program_id(1)
-    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    place, child = tl.program_id(0) * EACH + tl.arange(0, EACH), tl.arange(0, BLOCK)
-    there = place < places
-    chosen = tl.load(chosen_ptr + batch * chosen_stride_b + head * chosen_stride_h + place, mask=there, other=-1)
-    there &= chosen >= 0
-    beneath_ptr += batch * beneath_stride_b + head * beneath_stride_h
-    of_place = place[:, None] * width + child[None, :]
-    of_them = tl.load(beneath_ptr + of_place, mask=there[:, None] & (child < width)[None, :], other=0.0)
-    mass_ptr += batch * mass_stride_b + head * mass_stride_h + chosen
-    tl.store(mass_ptr, tl.load(mass_ptr, mask=there, other=0.0) + tl.sum(of_them, 1), mask=there)
-
-
-_STRIDES = [f"{x}_stride_{axis}" for x in ("raw", "total", "recent", "into", "mass", "index") for axis in "bh"]
-
-
-@triton.jit(do_not_specialize=[*_STRIDES, "batches", "heads", "nodes", "width", "node_blocks", "sinks"])
-def _take_in(
-    slots_ptr,
+    weight_ptr,
     raw_ptr,
-    total_ptr,
-    recent_ptr,
-    into_ptr,
+    token_ptr,
+    lse_ptr,
+    slots_ptr,
+    count_ptr,
+    list_ptr,
+    chosen_ptr,
+    page_ptr,
+    picked_ptr,
+    gone_ptr,
     mass_ptr,
-    index_ptr,
-    raw_stride_b,
-    raw_stride_h,
-    total_stride_b,
-    total_stride_h,
+    below_ptr,
+    recent_ptr,
+    total_ptr,
+    raw_recent_ptr,
+    count_stride_b,
+    count_stride_h,
+    list_stride_b,
+    list_stride_h,
+    found_stride_b,
+    found_stride_h,
+    picked_stride_b,
+    picked_stride_h,
+    gone_stride_b,
+    gone_stride_h,
     recent_stride_b,
     recent_stride_h,
-    into_stride_b,
-    into_stride_h,
-    into_stride_n,
-    mass_stride_b,
-    mass_stride_h,
-    index_stride_b,
-    index_stride_h,
-    index_stride_n,
+    recent_stride_n,
+    total_stride_b,
+    total_stride_h,
+    raw_recent_stride_b,
+    raw_recent_stride_h,
     batches,
-    heads,
-    nodes,
-    width,
-    node_blocks,
+    num_kv_heads,
+    group,
     sinks,
+    places,
+    mass_places,
+    node_blocks,
+    found_blocks,
+    most,
+    page_places,
     share,
-    of_group,
-    RAW: tl.constexpr,
+    BRANCH: tl.constexpr,
+    NODES: tl.constexpr,
+    LAST: tl.constexpr,
+    KEEPS: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first ``node_blocks`` programs of a row move ``into`` towards ``mass``, at ``index`` or place by place; with
-    ``RAW`` the others add the mass of raw tokens to ``total`` and move ``recent`` towards it (``slots [2, B]``: how
-    many are in use, and the first behind the pages)."""
-    row, block = tl.program_id(1), tl.program_id(0)
-    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    if block < node_blocks:
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        there, node = place < nodes, place.to(tl.int64)
-        got = tl.load(mass_ptr + batch * mass_stride_b + head * mass_stride_h + place, mask=there, other=0.0)
-        if index_ptr is not None:
-            of_row = index_ptr + batch * index_stride_b + head * index_stride_h
-            node = tl.load(of_row + place * index_stride_n, mask=there, other=-1)
-            there &= node >= 0
-        into = into_ptr + batch * into_stride_b + head * into_stride_h + node * into_stride_n
-        before = tl.load(into, mask=there, other=0.0)
-        tl.store(into, before + (got * of_group - before) * share, mask=there)
-    if RAW and block >= node_blocks:
-        place = (block - node_blocks) * BLOCK + tl.arange(0, BLOCK)
+    """Moves ``recent`` towards the masses of the nodes of one level, the mean over the group, a ``share`` of the way.
+
+    Of log-weights ``weight [B, Hq, places]``, to the base 2, and ``lse [B, Hq]``: the first ``node_blocks`` programs of
+    a row do so for nodes that were not refined, the next ``found_blocks`` for those that were, whose mass is that of
+    what is beneath: of tokens, the ``LAST`` time, or of ``below [B, Hkv, mass_places]``, ``page_places`` for each.
+    ``KEEPS``: ``mass``, likewise, is written for the level above. See :func:`attend_nodes` for what says which nodes
+    there are and which are refined.
+
+    The programs behind, the ``LAST`` time, add the masses of sinks and tail to ``total`` and move ``raw_recent``.
+    """
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    batch, head = row // num_kv_heads, row % num_kv_heads
+    if NODES:
+        recent_ptr += batch * recent_stride_b + head * recent_stride_h
+        if BRANCH:
+            list_ptr += batch * list_stride_b + head * list_stride_h
+        if KEEPS:
+            mass_ptr += row * mass_places
+        if block < node_blocks:
+            count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
+            if BRANCH:
+                count = count * BRANCH
+            place = block * BLOCK + tl.arange(0, BLOCK)
+            gone = tl.load(gone_ptr + batch * gone_stride_b + head * gone_stride_h + place, mask=place < count, other=1)
+            stays = (place < count) & (gone == 0)
+            mass = _pooled(weight_ptr, lse_ptr, row, place, stays, places, group)
+            if KEEPS:
+                tl.store(mass_ptr + place, mass, mask=stays)
+            node = place.to(tl.int64)
+            if BRANCH:
+                node = tl.load(list_ptr + place // BRANCH, mask=stays, other=0) * BRANCH + place % BRANCH
+            _towards(recent_ptr + node * recent_stride_n, mass / group, stays, share)
+        elif block < node_blocks + found_blocks:
+            chosen_ptr += batch * found_stride_b + head * found_stride_h
+            page_ptr += batch * found_stride_b + head * found_stride_h
+            picked = tl.load(picked_ptr + batch * picked_stride_b + head * picked_stride_h)
+            number, inside = (block - node_blocks) * EACH + tl.arange(0, EACH), tl.arange(0, BLOCK_W)
+            known = (number < picked) & (number < most)
+            beneath = number[:, None] * page_places + inside[None, :]
+            there = known[:, None] & (inside < page_places)[None, :]
+            if LAST:
+                masses = _pooled(token_ptr, lse_ptr, row, beneath, there, places, group)
+            else:
+                masses = tl.load(below_ptr + row * mass_places + beneath, mask=there, other=0.0)
+            mass = tl.sum(masses, 1)
+            if KEEPS:
+                place = tl.load(chosen_ptr + number, mask=known, other=0)
+                tl.store(mass_ptr + place, mass, mask=known)
+            node = tl.load(page_ptr + number, mask=known, other=0)
+            _towards(recent_ptr + node * recent_stride_n, mass / group, known, share)
+    if LAST and block >= node_blocks + found_blocks:
+        place = (block - node_blocks - found_blocks) * BLOCK + tl.arange(0, BLOCK)
         length, start = tl.load(slots_ptr + batch), tl.load(slots_ptr + batches + batch)
         lead = tl.where(start > 0, sinks, 0)
-        there = (place < width) & (place < length - start + lead)
+        there = place < length - start + lead
         slot = tl.where(place < lead, place, start + place - lead)
-        got = tl.load(raw_ptr + batch * raw_stride_b + head * raw_stride_h + place, mask=there, other=0.0)
+        mass = _pooled(raw_ptr, lse_ptr, row, place, there, places, group)
         if total_ptr is not None:
             total = total_ptr + batch * total_stride_b + head * total_stride_h + slot
-            tl.store(total, tl.load(total, mask=there, other=0.0) + got, mask=there)
-        if recent_ptr is not None:
-            recent = recent_ptr + batch * recent_stride_b + head * recent_stride_h + slot
-            before = tl.load(recent, mask=there, other=0.0)
-            tl.store(recent, before + (got * of_group - before) * share, mask=there)
+            tl.store(total, tl.load(total, mask=there, other=0.0) + mass, mask=there)
+        if raw_recent_ptr is not None:
+            of_row = raw_recent_ptr + batch * raw_recent_stride_b + head * raw_recent_stride_h
+            _towards(of_row + slot, mass / group, there, share)

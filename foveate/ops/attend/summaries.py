@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveate.ops._math import fold_group, unfold_group
 from foveate.ops.attend.cover import Part, attend_cover, refine
+from foveate.ops.attend.masses import Sums, note_masses
 from foveate.ops.attend.reference import gather_fields, gather_pages, page_slots
 from foveate.ops.compress.reference import Nodes
 from foveate.ops.score.nodes import free_energy, key_logits, largest_logit, logit_deviation, logit_reach
@@ -163,6 +164,7 @@ def attend_summaries(
     scaling: float,
     need_lse: bool = False,
     need_masses: bool = False,
+    sums: Sums | None = None,
 ) -> Covered:
     """Attention of one query a row over sinks, tail and summaries, the heaviest of which give way to what is beneath.
 
@@ -177,6 +179,7 @@ def attend_summaries(
         how: the rule.
         scaling: factor of the logits.
         need_lse, need_masses: whether to return them.
+        sums: what to add the masses to.
     """
     reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling)
     parts = [reader.raw()]
@@ -208,8 +211,10 @@ def attend_summaries(
     lse = None
     if need_lse:
         lse = unfold_group(torch.cat([part.logits for part in parts], -1).logsumexp(-1), q.shape[1])
-    masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1) if need_masses else ()
-    return Covered(out, lse, masses, tuple(looked), read, refined, reader.capped)
+    masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
+    if sums is not None:
+        note_masses(masses, looked, tree, q.shape[1] // k.shape[1], sums)
+    return Covered(out, lse, masses if need_masses else (), tuple(looked), read, refined, reader.capped)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,8 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import Tile, multiprocessors, split
 from foveate.ops.attend._nodes_kernel import attend_nodes, pool_masses
+from foveate.ops.attend.masses import Sums
+from foveate.ops.attend.masses_kernel import note_masses
 from foveate.ops.attend.reference import page_slots
 from foveate.ops.attend.summaries import WEIGHT_SPREAD, Covered, Level, Looked, Refinement, Tree
 from foveate.ops.score.summaries_kernel import score_nodes
@@ -34,6 +36,8 @@ _CHUNK = 1024
 """From more nodes than this it chooses among the heaviest of so many each, which a launch before finds."""
 _HELD = 32768
 """The most nodes that are chosen from."""
+_MERGED = 32
+"""Numbers that a thread reads at once when parts are merged."""
 _POOLED = 512
 """Places of a program that pools masses."""
 _RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
@@ -65,6 +69,7 @@ def attend_summaries(
     scaling: float,
     need_lse: bool = False,
     need_masses: bool = False,
+    sums: Sums | None = None,
 ) -> Covered:
     """See :func:`foveate.ops.attend.summaries.attend_summaries`.
 
@@ -79,7 +84,11 @@ def attend_summaries(
     is multiplied in full precision. Keys and summaries that are not read may hold anything.
     """
     _check(q, k, v, tree, how)
-    return _Step(q, k, v, tree, how, scaling, need_masses).run(need_lse)
+    if sums is not None and any(x is not None and x.dtype != torch.float32 for x in sums[1:]):
+        raise UnsupportedError("running sums in other dtypes than float32")
+    if sums is not None and any(x is not None and x.stride(2) != 1 and x.shape[2] > 1 for x in sums[1:]):
+        raise UnsupportedError("running sums that are not next to each other")
+    return _Step(q, k, v, tree, how, scaling, need_masses, sums).run(need_lse)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement) -> None:
@@ -127,8 +136,19 @@ class _Stage:
 class _Step:
     """One call."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, scaling: float, masses: bool):
-        self.q, self.k, self.v, self.tree, self.how, self.scaling, self.keeps = q, k, v, tree, how, scaling, masses
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tree: Tree,
+        how: Refinement,
+        scaling: float,
+        need_masses: bool,
+        sums: Sums | None,
+    ):
+        self.q, self.k, self.v, self.tree, self.how, self.scaling = q, k, v, tree, how, scaling
+        self.need_masses, self.sums, self.keeps = need_masses, sums, need_masses or sums is not None
         self.batch, self.num_heads, _, self.dim = q.shape
         self.num_kv_heads, self.value_dim = v.shape[1], v.shape[3]
         self.group = self.num_heads // self.num_kv_heads
@@ -207,7 +227,9 @@ class _Step:
             self._attend(stage, above, *ranks)
             looked.append(self._looked(stage, above))
             above = stage
-        masses = self._masses() if self.keeps else ()
+        masses = self._masses() if self.need_masses else ()
+        if self.sums is not None:
+            self._note(self.sums)
         return Covered(self.out, self.lse if need_lse else None, masses, tuple(looked), self.read, self.refined, capped)
 
     def _looked(self, stage: _Stage, above: _Stage | None) -> Looked:
@@ -455,7 +477,6 @@ class _Step:
             tree.sinks,
             self.places,
             rank.stride(1),
-            stage.padded,
             among,
             tree.width,
             scaling=self.scaling,
@@ -470,8 +491,7 @@ class _Step:
             PRESERVE=self.how.mass == "preserve",
             KEEPS=self.keeps,
             MEMBERS=members,
-            PARTS=min(64, triton.next_power_of_2(self.found_parts)),
-            AT_ONCE=max(1, min(8, options["num_warps"] * 1024 // rows)),
+            AT_ONCE=max(1, min(16, options["num_warps"] * 32 * _MERGED // rows)),
             BLOCK_W=self.block_w,
             CHUNKS=triton.cdiv(tree.width, self.block_w),
             **self._chosen_by(stage, above),
@@ -481,17 +501,20 @@ class _Step:
 
     def _masses(self) -> tuple[Tensor, ...]:
         """Masses of raw tokens, of the nodes of each level, and of the tokens of refined pages, if there can be any."""
-        last, width = self.stages[-1], self.tree.width
+        last, width, above = self.stages[-1], self.tree.width, self.stages[-2] if len(self.stages) > 1 else None
+        count, *count_strides = self._count(last, above)
         mass = torch.empty(self.batch, self.num_kv_heads, self.places, dtype=torch.float32, device=self.q.device)
         pool_masses[triton.cdiv(self.places, _POOLED), self.batch * self.num_kv_heads](
             self.weights,
             self.lse,
             self.gone,
             last.picked,
+            count,
             self.tree.rows.numbers,
             mass,
             *self._strides(self.gone),
             *self._strides(last.picked),
+            *count_strides,
             self.batch,
             self.num_kv_heads,
             self.group,
@@ -500,9 +523,76 @@ class _Step:
             self.raw,
             self.tokens,
             width,
+            last.begin,
+            BRANCH=0 if above is None else self.tree.branch(above.level),
             BLOCK=_POOLED,
             num_warps=4,
         )
         parts = [(self.raw, self.tree.rows.width), *((stage.begin, stage.width) for stage in self.stages)]
         parts += [(self.tokens, last.k * width)] * (last.k > 0)
         return tuple(mass[:, :, begin : begin + number] for begin, number in parts)
+
+    def _note(self, sums: Sums) -> None:
+        """Adds masses to running sums, from the lowest level up: what was refined has the mass of what is beneath."""
+        tree, heads = self.tree, self.num_kv_heads
+        levels = len(self.stages) if sums.recent is not None else 1
+        mass = None
+        if levels > 1:
+            mass = torch.empty(self.batch, heads, self.raw, dtype=torch.float32, device=self.q.device)
+        for number in reversed(range(len(self.stages) - levels, len(self.stages))):
+            stage, above = self.stages[number], self.stages[number - 1] if number else None
+            last = stage is self.stages[-1]
+            count, *count_strides = self._count(stage, above)
+            recent = None if sums.recent is None else tree.levels[stage.level].recent
+            width = tree.width if last else tree.branch(stage.level)
+            block_w = triton.next_power_of_2(width)
+            each = max(1, min(triton.next_power_of_2(max(1, stage.k)), _POOLED // block_w))
+            node_blocks, found_blocks = triton.cdiv(stage.width, _POOLED), triton.cdiv(stage.k, each)
+            if recent is None:
+                node_blocks = found_blocks = 0
+            raw_blocks = triton.cdiv(tree.rows.width, _POOLED) if last else 0
+            note_masses[node_blocks + found_blocks + raw_blocks, self.batch * heads](
+                self.weights[:, :, stage.begin :],
+                self.weights[:, :, self.raw :],
+                self.weights[:, :, self.tokens :],
+                self.lse,
+                tree.rows.numbers,
+                count,
+                None if above is None else above.pages,
+                stage.chosen,
+                stage.pages,
+                stage.picked,
+                stage.gone,
+                None if mass is None else mass[:, :, stage.begin :],
+                None if last else mass[:, :, self.stages[number + 1].begin :],
+                recent,
+                sums.total,
+                sums.recent,
+                *count_strides,
+                *((0, 0) if above is None else self._strides(above.pages)),
+                *self._strides(stage.chosen),
+                *self._strides(stage.picked),
+                *self._strides(stage.gone),
+                *((0, 0, 0) if recent is None else recent.stride()),
+                *((0, 0) if sums.total is None else sums.total.stride()[:2]),
+                *((0, 0) if sums.recent is None else sums.recent.stride()[:2]),
+                self.batch,
+                heads,
+                self.group,
+                tree.sinks,
+                self.places,
+                self.raw,
+                node_blocks,
+                found_blocks,
+                stage.k,
+                width,
+                sums.share,
+                BRANCH=0 if above is None else tree.branch(above.level),
+                NODES=recent is not None,
+                LAST=last,
+                KEEPS=above is not None and mass is not None,
+                EACH=each,
+                BLOCK_W=block_w,
+                BLOCK=_POOLED,
+                num_warps=4,
+            )

@@ -218,12 +218,16 @@ def score_nodes(
         weight = tl.zeros([BLOCK_M], tl.float32)
         blocks = tl.cdiv(count, BLOCK_N)
         each = tl.cdiv(blocks, splits)
+        next_node = split * each * BLOCK_N + lanes
+        if BRANCH:  # read one block ahead, so that reading summaries ahead is left to the compiler
+            next_node = tl.load(list_ptr + next_node // BRANCH, mask=next_node < count, other=0).to(tl.int32)
         for block in tl.range(split * each, tl.minimum((split + 1) * each, blocks)):
             place = block * BLOCK_N + lanes
             there = place < count
             node = place
             if BRANCH:
-                node = tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
+                node, next_place = next_node * BRANCH + place % BRANCH, place + BLOCK_N
+                next_node = tl.load(list_ptr + next_place // BRANCH, mask=next_place < count, other=0).to(tl.int32)
             node = node.to(tl.int64)
             node_mask = there[:, None]
             if BLOCK_D > DIM:
