@@ -173,9 +173,10 @@ class SlotCache(RowNumbers, Undoing):
         if self.step is None:  # who replays steps counts them
             available = sum(self.lengths) if available is None else available * self.batch_size
             counters.count_steps(1, self.batch_size, available)
-        self._count("keys_read", keys)
+        counted = {"keys_read": keys}
         if isinstance(pages_refined, Tensor) or pages_refined:
-            self._count("pages_refined", pages_refined)
+            counted["pages_refined"] = pages_refined
+        self._count(counted)
 
     # Between the layers of one forward pass
 
@@ -438,17 +439,21 @@ class SlotCache(RowNumbers, Undoing):
 
     # Inside
 
-    def _count(self, name: str, number: float | Tensor) -> None:
-        """Count the sum over the rows of the mean over the KV heads, see :meth:`count_read`; it stays on the device."""
-        counted = getattr(self.counters, name)
-        if not isinstance(number, Tensor):
-            self.counters.add(name, float(number * self.batch_size))
-        elif not number.dim():
-            self.counters.add(name, number)
-        elif isinstance(counted, Tensor) and not counted.is_inference():
-            tally(counted, number)
-        else:
-            self.counters.add(name, number.double().mean(1).sum())
+    def _count(self, counted: dict[str, float | Tensor]) -> None:
+        """Count sums over the rows of the mean over the KV heads, see :meth:`count_read`; they stay on the device."""
+        kept = []
+        for name, number in counted.items():
+            total = getattr(self.counters, name)
+            if not isinstance(number, Tensor):
+                self.counters.add(name, float(number * self.batch_size))
+            elif not number.dim():
+                self.counters.add(name, number)
+            elif not number.numel() or not isinstance(total, Tensor) or total.is_inference():
+                self.counters.add(name, number.double().mean(1).sum())
+            else:
+                kept += [total, number]
+        if kept:
+            tally(*kept)
 
     def _slot_specs(self) -> dict[str, Channel]:
         """Everything that has an entry per slot or page, keys and values included."""

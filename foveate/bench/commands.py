@@ -82,6 +82,14 @@ def decode(
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Timed tokens (model).", show_default="64")] = None,
+    liger: Annotated[
+        bool | None,
+        typer.Option(
+            "--liger",
+            help="Norms, rotations and MLPs by Liger's kernels, for all methods alike (model).",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16"),
@@ -93,7 +101,7 @@ def decode(
 ) -> None:
     """A decode step: its attention, beside the fastest dense there is, or tokens a second of a model's generate."""
     of_layers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
-    of_model = {"model": model, "steps": steps}
+    of_model = {"model": model, "steps": steps, "liger": liger}
     _check_level(level, {"kernel": of_layers, "layer": of_layers, "model": of_model})
 
     from foveate.bench import decode as bench

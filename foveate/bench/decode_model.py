@@ -10,6 +10,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ class Plan:
     contexts: Sequence[int] = (32768,)
     batches: Sequence[int] = (1,)
     steps: int = 64
+    liger: bool = False
+    """Whether norms, rotations and MLPs of the model run on Liger's kernels, under every method alike."""
     dtype: str = "bfloat16"
     seed: int = 0
     device: str = "cuda"
@@ -94,14 +97,27 @@ class Plan:
                 foveate.methods.parse(spec)
             except ValueError as error:
                 raise UserError(str(error)) from None
+        if self.liger:
+            self._check_liger()
         facts = {"max_positions": self.config().max_position_embeddings}
         accounting.check_positions(max(self.contexts) + self.steps + _WARM_UP, facts, "context and steps need")
+
+    def _check_liger(self) -> None:
+        if find_spec("liger_kernel") is None:
+            raise UserError("--liger needs Liger's kernels: pip install liger-kernel")
+        if self.device == "cpu":
+            raise UserError("--liger needs a CUDA device, not cpu")
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        kind = self.config().model_type
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            raise UserError(f"--liger: Liger has no kernels for models of type {kind}")
 
     def command(self) -> str:
         """The command line that makes the rows, a folder shortened to its last name."""
         sizes = {"method": self.methods, "context": self.contexts, "batch": self.batches}
         rest = {name: getattr(self, name) for name in ("steps", "dtype", "seed", "device")}
-        return command({"level": "model", "model": self.name, **sizes, **rest})
+        return command({"level": "model", "model": self.name, **sizes, **rest}) + " --liger" * self.liger
 
     @property
     def name(self) -> str:
@@ -148,6 +164,15 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
 
 
 def _model(plan: Plan) -> PreTrainedModel:
+    model = _loaded(plan)
+    if plan.liger:
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    return model
+
+
+def _loaded(plan: Plan) -> PreTrainedModel:
     if plan.model not in SHAPES:
         return inference.load_model(Path(plan.model), plan.dtype, plan.device)
     torch.manual_seed(plan.seed)
@@ -232,6 +257,7 @@ def _row(
             "model": plan.name,
             "weights": "random" if plan.model in SHAPES else "trained",
             "dtype": plan.dtype,
+            "liger": plan.liger,
             "steps": plan.steps,
             "seed": plan.seed,
         },

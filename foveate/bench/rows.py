@@ -67,7 +67,7 @@ def check_out(out: Path, bench: str) -> None:
 
 
 def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows as JSON lines, all or none.
+    """Write the rows as JSON lines, all or none; those of other cases that the file has already stay before them.
 
     Raises:
         ValueError: when a row lacks a field of :func:`needed`.
@@ -78,5 +78,9 @@ def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"row lacks {', '.join(missing)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh = out.with_name(out.name + ".new")
-    fresh.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    there = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    cases = [row["case"] for row in rows]
+    lines = [line for line in there if json.loads(line)["case"] not in cases]
+    lines += [json.dumps(row, ensure_ascii=False) for row in rows]
+    fresh.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     os.replace(fresh, out)

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 
-def tally(total: Tensor, numbers: Tensor) -> None:
-    """Add to ``total``, in place, the sum over the rows of the mean over the heads.
+def tally(*counted: Tensor) -> None:
+    """Add to a total, in place, the sum over the rows of the mean over the heads of its numbers.
 
     Args:
-        total: fp64 ``[]``.
-        numbers: ``[B, H]``.
+        counted: a total, fp64 ``[]``, and its numbers, ``[B, H]``; or those of two totals, one behind the other.
     """
-    total += numbers.double().mean(1).sum()
+    for total, numbers in zip(counted[::2], counted[1::2], strict=True):
+        total += numbers.double().mean(1).sum()

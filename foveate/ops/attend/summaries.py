@@ -145,7 +145,7 @@ class Covered(NamedTuple):
     """If asked for, fp32 ``[B, Hkv, places]``, the softmax summed over the group: of raw tokens, of the nodes of each
     level that were looked at (0 where refined), and of the tokens of refined pages, page by page, if there are any."""
     looked: tuple[Looked, ...]
-    """From the top level down."""
+    """What the masses are of, from the top level down; empty where none are asked for."""
     read: float | Tensor
     """Keys read, summaries among them (:attr:`Level.reads`): the mean over rows and KV heads, or ``[B, Hkv]``."""
     refined: float | Tensor
@@ -214,7 +214,8 @@ def attend_summaries(
     masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
     if sums is not None:
         note_masses(masses, looked, tree, q.shape[1] // k.shape[1], sums)
-    return Covered(out, lse, masses if need_masses else (), tuple(looked), read, refined, reader.capped)
+    masses, looked = (masses, tuple(looked)) if need_masses else ((), ())
+    return Covered(out, lse, masses, looked, read, refined, reader.capped)
 
 
 @dataclasses.dataclass(frozen=True)
