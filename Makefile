@@ -24,7 +24,7 @@ test-gpu:
 
 sanitize:
 	for tool in memcheck racecheck; do PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 python3 tests/gpu/small_run.py || exit 1; done
+	  compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-regex-exclude kns=pytorch_flash python3 tests/gpu/small_run.py || exit 1; done
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -73,6 +73,8 @@ class Counters:
     def add(self, name: str, number: float | Tensor) -> None:
         """Count more of something: in place, where a device counts, so that a graph of steps can count too."""
         counted = getattr(self, name)
+        if not isinstance(number, Tensor) and not number:
+            return
         if isinstance(counted, Tensor) and not counted.is_inference():
             counted += number
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,10 +114,10 @@ def decode(
     given = {name: value for name, value in options.items() if value is not None}
     if level == "model":
         of = decode_model.Plan(**given)
-        _measure(bench.BENCH, out, lambda say: decode_model.run(of, say), table)
+        _measure(bench.BENCH, out, lambda say: decode_model.run(of, say, _kept(out)), table)
     else:
         plan = bench.Plan(level=level, **given)
-        _measure(bench.BENCH, out, lambda say: bench.run(plan, say), table)
+        _measure(bench.BENCH, out, lambda say: bench.run(plan, say, _kept(out)), table)
 
 
 def _check_level(level: str, own: dict[str, dict[str, Any]]) -> None:
@@ -282,6 +283,13 @@ def page_scores(
     chosen = tuple(tasks.parse(spec) for spec in task)
     plan = bench.Plan(model, data, chosen, sizes, shares, limit, tokens, seed, dtype, device)
     _measure(bench.BENCH, out, lambda say: bench.run(plan, say), tables)
+
+
+def _kept(out: Path | None) -> Callable[[list[dict[str, Any]]], None]:
+    """What keeps rows as they come, so that who interrupts a long run has those before."""
+    from foveate.bench import rows as files
+
+    return functools.partial(files.write, out) if out is not None else lambda rows: None
 
 
 def _measure(

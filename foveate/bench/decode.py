@@ -108,10 +108,18 @@ def _parsed(spec: str) -> Method:
 
 
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(
+    plan: Plan,
+    say: Callable[[str], None] = print,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
     """A row for each implementation of dense attention and each method, at every context and batch size.
 
     Dense attention of our own is always among them: it may be what the others are compared with.
+
+    Args:
+        say: told of each.
+        keep: given the rows of one context and batch size as soon as they are there.
 
     Raises:
         UserError: for a plan that cannot be.
@@ -124,7 +132,8 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     for batch in plan.batches:
         for context in plan.contexts:
             found = _of_size(plan, peers, batch, context, say)
-            rows += _rows(plan, batch, context, found, rate, say)
+            keep(fresh := _rows(plan, batch, context, found, rate, say))
+            rows += fresh
     return rows
 
 
@@ -402,6 +411,7 @@ def _name(policy: Method) -> str:
 def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float) -> SlotCache:
     """The cache with what the method would know of it behind a prompt, over the same keys and values."""
     branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters(), {})
+    branch.counters.on_device(branch.device)  # as those of a step that is replayed
     if policy.observation is not None:
         last = queries[:, :, -min(_OBSERVED, cache.used) :]
         offset = cache.used - last.shape[2]

@@ -134,8 +134,16 @@ class Plan:
 
 
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(
+    plan: Plan,
+    say: Callable[[str], None] = print,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
     """A row for each method, at every context and batch size; the baseline is foveate's own dense.
+
+    Args:
+        say: told of each.
+        keep: given the rows of one context and batch size as soon as they are there.
 
     Raises:
         UserError: for a plan that cannot be.
@@ -156,10 +164,14 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                 found[spec] = one = _measured(plan, model, spec, ids)
                 tokens = 1e3 * batch / one["ms"]
                 say(f"{spec} at {context:,} × {batch}: {one['ms']:.2f} ms a step, {tokens:,.1f} tokens/s")
-            for spec, one in found.items():
-                rows.append(row := _row(plan, model, spec, context, batch, one, found["dense"], rate))
+            fresh = [_row(plan, model, spec, context, batch, one, found["dense"], rate) for spec, one in found.items()]
+            for row in fresh:
                 if row["below_floor"]:
-                    say(f"{spec}: BELOW THE FLOOR of {row['floor_ms']:.2f} ms, so not read from memory")
+                    say(
+                        f"{row['case']['method']}: BELOW THE FLOOR of {row['floor_ms']:.2f} ms, so not read from memory"
+                    )
+            keep(fresh)
+            rows += fresh
     return rows
 
 

@@ -363,6 +363,7 @@ def test_tokens_of_a_model(monkeypatch):
         ({"contexts": ()}, "contexts must be at least 1, not none"),
         ({"methods": ("h3o",)}, "did you mean 'h2o'"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),
+        ({"liger": True}, "--liger needs (Liger's kernels: pip install liger-kernel|a CUDA device, not cpu)"),
     ],
 )
 def test_models_that_cannot_be_measured(changed, message):
@@ -402,6 +403,36 @@ def test_from_the_command_line(tmp_path, monkeypatch):
     assert {"ms", "floor_ms", "below_floor", "command", "commit"} <= set(written[0])
 
 
+def test_a_file_keeps_rows_of_other_cases_and_has_them_as_they_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
+    out, found = tmp_path / "decode.jsonl", []
+
+    def ran(*sizes):
+        size = "--batch 1 --heads 4 --kv-heads 2 --head-dim 16 --layers 4 --dtype float32 --device cpu --method dense"
+        contexts = [part for one in sizes for part in ("--context", str(one))]
+        done = CliRunner().invoke(app, ["bench", "decode", *contexts, *size.split(), "--out", str(out)])
+        found[:] = [json.loads(line) for line in out.read_text().splitlines()]
+        return done
+
+    assert ran(64, 70).exit_code == 0
+    assert ran(80).exit_code == 0
+    times = [row["ms"] for row in found]
+    assert ran(70).exit_code == 0
+    assert [row["case"]["context"] for row in found] == [64, 64, 80, 80, 70, 70]
+    assert [row["ms"] for row in found[:4]] == [*times[:2], *times[4:]]
+    real = decode._rows
+
+    def interrupted(plan, batch, context, *args):
+        if context == 80:
+            raise KeyboardInterrupt
+        return real(plan, batch, context, *args)
+
+    monkeypatch.setattr(decode, "_rows", interrupted)
+    out.unlink()
+    assert ran(64, 80).exit_code != 0
+    assert [row["case"]["context"] for row in found] == [64, 64]
+
+
 def test_the_command_of_a_row_makes_its_case_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cold, "_SECONDS", 0.0)
     row = _quick("luka:page_size=16,top_k=2", context=70, level="layer", layers=4)["dense"]
@@ -417,7 +448,7 @@ def test_the_command_of_a_row_makes_its_case_again(tmp_path, monkeypatch):
 def test_each_level_has_its_dtype(monkeypatch, level, dtype):
     plans = []
     for bench in (decode, decode_model):
-        monkeypatch.setattr(bench, "run", lambda plan, say: plans.append(plan) or [])
+        monkeypatch.setattr(bench, "run", lambda plan, say, keep: plans.append(plan) or [])
     assert CliRunner().invoke(app, ["bench", "decode", "--level", level]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "decode", "--level", level, "--dtype", "float32"]).exit_code == 0
     assert [plan.dtype for plan in plans] == [dtype, "float32"]
