@@ -67,7 +67,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how):
         kernel,
         ("q", "k", "v", "node", "spread"),
         tile.options,
-        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "node_ptr", "value_ptr"), vector),
+        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "node_ptr"), vector),
         spread_ptr=None if how == "plain" else vector,
         **dict.fromkeys(("size_ptr", "entropy_ptr"), None),
         **dict.fromkeys(("slots_ptr", "count_ptr"), "*i64:16"),
@@ -84,11 +84,9 @@ def test_scores_compile_for_hopper(dtype, dim, group, how):
         SCORE=int(how != "plain"),
         SIZED=False,
         LARGEST=torch.finfo(TYPES[dtype]).max,
-        FETCH=not children,
         **_sizes(tile, dim),
     )
     assert_compiled_well(compiled, dtype != "fp32", 0 if dtype != "fp32" else 192)
-    assert ("prefetch.global.L2" in compiled.ptx) == (not children)
 
 
 @SHAPES

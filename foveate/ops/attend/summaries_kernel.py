@@ -38,8 +38,6 @@ _HELD = 32768
 """The most nodes that are chosen from."""
 _MERGED = 32
 """Numbers that a thread reads at once when parts are merged."""
-_FETCHED = 24 << 20
-"""Bytes of summaries' values that are brought to the cache, half of it, while their weights are found."""
 _POOLED = 512
 """Places of a program that pools masses."""
 _RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
@@ -274,14 +272,12 @@ class _Step:
         rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
         count, *count_strides = self._count(stage, above)
         listed = (None, None, None) if raw else (above.pages, above.chosen, self.weights[:, :, above.begin :])
-        nodes, values, spread, entropy = of.nodes.k, of.nodes.v, of.nodes.spread, of.nodes.entropy
-        size = self.batch * self.num_kv_heads * stage.width * self.value_dim * values.itemsize
+        nodes, spread, entropy = of.nodes.k, of.nodes.spread, of.nodes.entropy
         score_nodes[self.programs, stage.scoring + (self.raw_splits if raw else 0)](
             q,
             self.k,
             self.v,
             nodes,
-            values,
             spread,
             of.tokens,
             entropy,
@@ -300,7 +296,6 @@ class _Step:
             *self.k.stride(),
             *self.v.stride(),
             *nodes.stride(),
-            *values.stride()[:3],
             *((0,) * 4 if spread is None else spread.stride()),
             *((0,) * 3 if of.tokens is None else of.tokens.stride()),
             *((0,) * 3 if entropy is None else entropy.stride()),
@@ -328,7 +323,6 @@ class _Step:
             SCORE=_SCORES[how.score],
             SIZED=of.tokens is not None,
             LARGEST=torch.finfo(q.dtype).max,
-            FETCH=raw and q.is_cuda and values.stride(3) == 1 and size <= _FETCHED,
             **self._dims,
             **self.tile.options,
         )

@@ -41,19 +41,6 @@ def free_energy(deviation, log_size):
     return (deviation - 0.5 * within) * within
 
 
-_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
-
-
-@triton.jit
-def _fetch(ptr, nodes, stride, VALUE_DIM: tl.constexpr):
-    """Asks for rows of ``VALUE_DIM`` numbers to be brought from memory to the cache of the GPU, and does not wait."""
-    PER_LINE: tl.constexpr = 128 // (ptr.dtype.element_ty.primitive_bitwidth // 8)
-    LINES: tl.constexpr = (VALUE_DIM + PER_LINE - 1) // PER_LINE
-    for line in tl.static_range(LINES):
-        address = (ptr + nodes * stride + line * PER_LINE).to(tl.uint64)
-        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [address], dtype=tl.uint32, is_pure=False, pack=1)
-
-
 @triton.jit(
     do_not_specialize=[
         *VARYING,
@@ -70,7 +57,6 @@ def score_nodes(
     k_ptr,
     v_ptr,
     node_ptr,
-    value_ptr,
     spread_ptr,
     size_ptr,
     entropy_ptr,
@@ -102,9 +88,6 @@ def score_nodes(
     node_stride_h,
     node_stride_n,
     node_stride_d,
-    value_stride_b,
-    value_stride_h,
-    value_stride_n,
     spread_stride_b,
     spread_stride_h,
     spread_stride_n,
@@ -141,7 +124,6 @@ def score_nodes(
     SCORE: tl.constexpr,
     SIZED: tl.constexpr,
     LARGEST: tl.constexpr,
-    FETCH: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -158,8 +140,6 @@ def score_nodes(
     ``RAW``: the first ``raw_splits`` programs of a row attend to sinks and tail instead (``slots [2, B]``: how many are
     in use, and the first behind the pages): ``found [raw_splits, B, Hq, Dv]``, ``found_lse`` likewise, and with
     ``KEEPS_RAW`` the log-weights ``raw [B, Hq, places]``.
-
-    ``FETCH``: and has their values brought to the cache, where the launch that attends to them finds them.
 
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]``: keys read.
     """
@@ -299,11 +279,6 @@ def score_nodes(
             higher = tl.maximum(top, tl.max(ranks, 1))
             weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(ranks - higher[:, None]), 1)
             top = higher
-        if FETCH:
-            value_ptr += batch * value_stride_b + head * value_stride_h
-            for block in tl.range(split * each, tl.minimum((split + 1) * each, blocks)):
-                place = block * BLOCK_N + lanes
-                _fetch(value_ptr, tl.where(place < count, place, 0).to(tl.int64), value_stride_n, VALUE_DIM)
         lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
         tl.store(rank_lse_ptr + rows * splits + split, lse, mask=exist)
         if (split == 0) & (part == 0):
