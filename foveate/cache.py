@@ -448,7 +448,7 @@ class SlotCache(RowNumbers, Undoing):
                 self.counters.add(name, float(number * self.batch_size))
             elif not number.dim():
                 self.counters.add(name, number)
-            elif not number.numel() or not isinstance(total, Tensor) or total.is_inference():
+            elif not isinstance(total, Tensor) or total.is_inference():
                 self.counters.add(name, number.double().mean(1).sum())
             else:
                 kept += [total, number]

@@ -167,9 +167,8 @@ def run(
             fresh = [_row(plan, model, spec, context, batch, one, found["dense"], rate) for spec, one in found.items()]
             for row in fresh:
                 if row["below_floor"]:
-                    say(
-                        f"{row['case']['method']}: BELOW THE FLOOR of {row['floor_ms']:.2f} ms, so not read from memory"
-                    )
+                    name, floor = row["case"]["method"], row["floor_ms"]
+                    say(f"{name}: BELOW THE FLOOR of {floor:.2f} ms, so not read from memory")
             keep(fresh)
             rows += fresh
     return rows

@@ -101,7 +101,7 @@ def test_what_giving_up_refuses():
     assert slots_kernel.give_up(positions[:0], scores=scores[:0]).shape == (0, 2)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (700, 8)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (700, 8), (0, 2)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
 def test_counting(shape, dtype):
     numbers = (100 * torch.rand(shape[1], shape[0], generator=torch.Generator().manual_seed(0))).to(dtype).T

@@ -211,7 +211,8 @@ def attend_summaries(
     lse = None
     if need_lse:
         lse = unfold_group(torch.cat([part.logits for part in parts], -1).logsumexp(-1), q.shape[1])
-    masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
+    if need_masses or sums is not None:
+        masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
     if sums is not None:
         note_masses(masses, looked, tree, q.shape[1] // k.shape[1], sums)
     masses, looked = (masses, tuple(looked)) if need_masses else ((), ())

@@ -77,7 +77,7 @@ def attend_summaries(
     in the second every program finds out which pages are refined, and attends to its part of the other summaries'
     values or to refined pages; the last one of a row to be ready merges them (FlashDecoding, Dao et al. 2023). Where
     there are many pages a launch between them tells the heaviest of each part of them; where many are refined, or the
-    layer chooses, it chooses; two or three more for each further level, and one for masses.
+    layer chooses, it chooses; two or three more for each further level, and one for the running sums of each.
 
     What rows hold is read from ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` say how much
     room there is, so that a captured step can be replayed when there is more. Repeats are equal bit for bit, and fp32
