@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.layer_state import Channel, Counters, Geometry
+from foveate.layer_state import Channel, Counters, Geometry, Tally
 from foveate.moving_rows import MovingRows
-from foveate.ops import first_keys, gather_slots, give_up, put_token, tally
+from foveate.ops import first_keys, gather_slots, give_up, put_token
 from foveate.row_numbers import Moving, RowNumbers
 from foveate.undoing import Undoing
 
@@ -70,6 +70,7 @@ class SlotCache(RowNumbers, Undoing):
         self.borrowed = False  # keys and values are another cache's, see branch
         self.forward: dict[Hashable, Any] = {}  # what the layers of one forward pass share, see hand_on
         self._row: int | None = None
+        self.tally: Tally | None = None  # where numbers on the device wait for those of other layers
         if evicts and any(spec.per > 1 for spec in self.specs.values()):
             raise ValueError("a method that evicts cannot keep pages: their slots would move")
         for name, spec in self.specs.items():
@@ -173,10 +174,22 @@ class SlotCache(RowNumbers, Undoing):
         if self.step is None:  # who replays steps counts them
             available = sum(self.lengths) if available is None else available * self.batch_size
             counters.count_steps(1, self.batch_size, available)
-        counted = {"keys_read": keys}
-        if isinstance(pages_refined, Tensor) or pages_refined:
-            counted["pages_refined"] = pages_refined
-        self._count(counted)
+        self.count("keys_read", keys)
+        self.count("pages_refined", pages_refined)
+
+    def count(self, name: str, number: float | Tensor) -> None:
+        """Count more of something, see :class:`Counters`.
+
+        Args:
+            number: a number for every row; or a tensor, see :meth:`Tally.add`.
+        """
+        total, tally = getattr(self.counters, name), self.tally if self.step is None else self.step.tally
+        if not isinstance(number, Tensor):
+            self.counters.add(name, float(number * self.batch_size))
+        elif tally is not None and isinstance(total, Tensor) and not total.is_inference():
+            tally.add(total, number)
+        else:
+            self.counters.add(name, number.double().mean(1).sum() if number.dim() else number)
 
     # Between the layers of one forward pass
 
@@ -280,7 +293,7 @@ class SlotCache(RowNumbers, Undoing):
         if step is not None:
             self.moving.places.copy_(give_up(self.positions, rows=rows, **by))
             step.evict(rows)
-            self.counters.add("tokens_evicted", step.once("evicted", rows.sum))
+            self.count("tokens_evicted", step.once("evicted", rows.sum))
             return
         rows = list(rows)
         if not any(rows):
@@ -438,22 +451,6 @@ class SlotCache(RowNumbers, Undoing):
         return one
 
     # Inside
-
-    def _count(self, counted: dict[str, float | Tensor]) -> None:
-        """Count sums over the rows of the mean over the KV heads, see :meth:`count_read`; they stay on the device."""
-        kept = []
-        for name, number in counted.items():
-            total = getattr(self.counters, name)
-            if not isinstance(number, Tensor):
-                self.counters.add(name, float(number * self.batch_size))
-            elif not number.dim():
-                self.counters.add(name, number)
-            elif not isinstance(total, Tensor) or total.is_inference():
-                self.counters.add(name, number.double().mean(1).sum())
-            else:
-                kept += [total, number]
-        if kept:
-            tally(*kept)
 
     def _slot_specs(self) -> dict[str, Channel]:
         """Everything that has an entry per slot or page, keys and values included."""

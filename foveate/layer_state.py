@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 
 import torch
@@ -103,6 +104,38 @@ class Counters:
 
     def __deepcopy__(self, memo):  # one layer counts for every copy of its cache
         return self
+
+
+class Tally:
+    """What the layers of a step count on the device: added to the totals of all of them at once, at its end."""
+
+    def __init__(self):
+        self._counted: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, total: Tensor, number: Tensor) -> None:
+        """Count more of something.
+
+        Args:
+            total: ``[]``.
+            number: ``[]``, or ``[B, H]``: the sum over the rows of the mean over the heads.
+        """
+        self._counted.append((total, number))
+
+    def forget(self) -> None:
+        """Leave out what has been counted since the last step."""
+        self._counted.clear()
+
+    def settle(self) -> None:
+        """Add it, in place."""
+        alike: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
+        for total, number in self._counted:
+            alike.setdefault((total.dtype, number.dtype, number.shape), []).append((total, number))
+        for counted in alike.values():
+            totals, numbers = zip(*counted)
+            if numbers[0].dim():
+                numbers = torch.stack(numbers).double().mean(2).sum(1).unbind()
+            torch._foreach_add_(totals, [number.to(totals[0].dtype) for number in numbers])
+        self.forget()
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foveate.layer_state import Tally
+
 NAMES = ("lengths", "counts", "live", "prompt", "pages", "paged")
 """The numbers that a step may read; it advances the first three."""
 
@@ -38,6 +40,8 @@ class MovingRows:
         """Steps since the numbers were written."""
         self.sealed = False
         """A step is being run, which must not ask the host for numbers that change from step to step."""
+        self.tally = Tally()
+        """What the layers of a step count."""
         self._rows: dict[str, list[int]] = {}
         self._freed: list[bool] = [False] * batch_size
         self._read: tuple[int, dict[str, list[int]], list[bool]] | None = None
@@ -63,6 +67,7 @@ class MovingRows:
     def begin(self) -> None:
         """A step starts: every row has one token more."""
         self._memo.clear()
+        self.tally.forget()
         self.slots.copy_(self["counts"])
         self.numbers[:3].add_(1)
         if self.evicts:

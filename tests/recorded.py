@@ -39,8 +39,8 @@ class RecordedOps(TorchDispatchMode):
         if _writes(func):
             for argument, given in zip(func._schema.arguments, args):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    storage = given.untyped_storage()
-                    self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+                    for storage in (tensor.untyped_storage() for tensor in _tensors(given)):
+                        self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         out = func(*args, **(kwargs or {}))
         if not _is_view(func):
             self.operations.append((func, args, kwargs or {}, out))
@@ -77,7 +77,7 @@ def _is_view(func) -> bool:
 
 
 def _writes(func) -> bool:
-    return any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+    return any(given.alias_info is not None and given.alias_info.is_write for given in func._schema.arguments)
 
 
 def _tensors(x) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from foveate.cache import Channel, Counters, Geometry, SlotCache
+from foveate.layer_state import Tally
 from foveate.moving_rows import MovingRows
 
 GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
@@ -641,3 +642,24 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
         assert one.positions[1, 1].tolist() == list(range(10))
     with pytest.raises(TypeError, match="settled before"):
         copy.deepcopy(rows)
+
+
+def test_what_layers_count_together_is_added_once():
+    generator, tally = torch.Generator().manual_seed(0), Tally()
+    totals = [torch.tensor(n, dtype=torch.float64) for n in (0.0, 2.5, 7.0, 1.0)] + [torch.tensor(3)]
+    numbers = [torch.rand(3, 2, generator=generator) for _ in range(2)]
+    numbers += [torch.randint(9, (3, 1), generator=generator), torch.tensor(4.25, dtype=torch.float64), torch.tensor(5)]
+    expected = [
+        total + (number.double().mean(1).sum() if number.dim() else number) for total, number in zip(totals, numbers)
+    ]
+    for total, number in zip(totals, numbers):
+        tally.add(total, number)
+    assert totals[-1] == 3
+    for _ in range(2):  # the second time there is nothing left
+        tally.settle()
+        for total, its in zip(totals, expected):
+            torch.testing.assert_close(total.double(), its.double(), rtol=1e-12, atol=0)
+    tally.add(totals[0], numbers[0])
+    tally.forget()
+    tally.settle()
+    assert totals[0] == expected[0]

@@ -4,7 +4,9 @@ Keys and values are drawn, and no model is there: of a method with 32 layers eac
 mean, each as often as it occurs, is the method's time. Of the prompt the last queries alone are shown to methods that
 learn from them. Level `kernel` looks at one token again and again, recorded as a CUDA graph where that is possible, so
 that it is the kernels that are timed; level `layer` decodes token after token as a model's layer does, with the key and
-value stored, what is evicted, and the time that the host takes. On a GPU no step finds its keys in the cache.
+value stored, what is evicted, and the time that the host takes. On a GPU no step finds its keys in the cache. What a
+layer reads is counted by the layer, and added to the totals of all layers at once at the end of a model's step: that is
+timed at level `model` alone.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from foveate.bench import breakdown, cold, dense_peers
 from foveate.cache import Counters, Geometry, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
+from foveate.layer_state import Tally
 from foveate.methods import Method, parse
 
 BENCH = "decode"
@@ -155,6 +158,8 @@ class _Layer(NamedTuple):
 
     def look(self) -> None:
         self.decode(self.cache)
+        if self.cache.tally is not None:
+            self.cache.tally.forget()
 
     def token(self, k: Tensor, v: Tensor) -> None:
         self.cache.write_step(k, v)
@@ -215,11 +220,13 @@ def _method(plan: Plan, kinds: Sequence[_Kind], caches: Sequence[SlotCache], que
                 chooser.look()
             layer.look()
             read = _bytes_read(layer)
+            layer.cache.tally = Tally()
             timed = _timed(plan, layer)
             more = {
                 "parts_ms": breakdown.parts(layer.look, plan.device),
                 "upkeep_ms": _upkeep(plan, kind.policy, layer),
             }
+            layer.cache.tally = None
         else:
             timed = _timed(plan, layer, chooser, _period(kind.policy))
             read, more = _bytes_read(layer), {}

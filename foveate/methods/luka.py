@@ -281,7 +281,8 @@ class LuKA(Method):
             scaling=scaling,
             sums=ops.Sums(1 / self.window, **sums) if sums else None,
         )
-        cache.counters.add("selections_capped", covered.capped)
+        if isinstance(covered.capped, Tensor):
+            cache.count("selections_capped", covered.capped)
         cache.count_read(covered.read, covered.refined)
         return covered.out
 

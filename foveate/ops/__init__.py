@@ -7,8 +7,6 @@ Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk
 ``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32.
 """
 
-from foveate.ops._count import tally as _tally
-from foveate.ops._dispatch import dispatch
 from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend import (
     Attended,
@@ -83,8 +81,6 @@ from foveate.ops.select import (
     topk_rows,
 )
 
-tally = dispatch(_tally, "foveate.ops._count_kernel")
-
 __all__ = [
     "FP8",
     "INDEXER_BLOCK",
@@ -145,7 +141,6 @@ __all__ = [
     "refine",
     "root_weights",
     "summarise",
-    "tally",
     "tile_logits",
     "tile_mass",
     "topk",

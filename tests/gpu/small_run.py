@@ -72,8 +72,6 @@ def decode(dtype: torch.dtype) -> None:
     keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
     chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)
     ops.attend_indices(rows, keys, keys, chosen, scaling=0.25, heads=torch.tensor([1, 0], device="cuda"))
-    totals = torch.zeros(2, dtype=torch.float64, device="cuda")
-    ops.tally(totals[0], rows[:, :, 0, 0].float(), totals[1], rows[:, :1, 0, 0].float())
 
 
 def select() -> None:

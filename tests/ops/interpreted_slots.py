@@ -1,11 +1,8 @@
 """The kernels of a step's slots against their references, under Triton's interpreter."""
 
-import itertools
-
 import pytest
 import torch
 
-from foveate.ops import _count, _count_kernel
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.retain import reference, slots_kernel
 
@@ -99,17 +96,3 @@ def test_what_giving_up_refuses():
     with pytest.raises(ValueError, match="do not fit"):
         slots_kernel.give_up(positions, scores=scores[..., :20])
     assert slots_kernel.give_up(positions[:0], scores=scores[:0]).shape == (0, 2)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (700, 8), (0, 2)])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
-def test_counting(shape, dtype):
-    numbers = (100 * torch.rand(shape[1], shape[0], generator=torch.Generator().manual_seed(0))).to(dtype).T
-    for of_them in ((numbers,), (numbers, (numbers * 3)[:, :1])):
-        mine, its = ([torch.tensor(12.5 + n, dtype=torch.float64) for n in range(len(of_them))] for _ in range(2))
-        _count_kernel.tally(*itertools.chain(*zip(mine, of_them)))
-        _count.tally(*itertools.chain(*zip(its, of_them)))
-        for total, expected in zip(mine, its, strict=True):
-            torch.testing.assert_close(total, expected, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0)
-    with pytest.raises(ValueError, match="3 tensors, not one or two totals"):
-        _count_kernel.tally(*mine, numbers)

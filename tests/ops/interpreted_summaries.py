@@ -21,13 +21,16 @@ def splits(request, monkeypatch):
     monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: request.param)
 
 
-@pytest.fixture(params=["few", "few of those nominated", "chosen before"])
+@pytest.fixture(params=["few", "few and long parts", "chosen before", "many"])
 def few(request, monkeypatch):
-    """Every program chooses, among all or among those that a launch before has found, or a launch before chooses."""
-    if request.param == "chosen before":
+    """What was attended to with all the others is mended, and every program finds out for itself what is refined, in
+    parts of a block or of several, or a launch before chooses; or what is refined is never attended to."""
+    if request.param == "few and long parts":
+        monkeypatch.setattr(summaries_kernel, "part_blocks", lambda blocks, k, cost: 2)
+    elif request.param == "chosen before":
+        monkeypatch.setattr(summaries_kernel, "_FEW_OF", -1)
+    elif request.param == "many":
         monkeypatch.setattr(summaries_kernel, "_FEW", -1)
-    elif request.param != "few":
-        monkeypatch.setattr(summaries_kernel, "_CHUNK", 8)
 
 
 def assert_same(found, expected, number_of_rows):

@@ -56,18 +56,20 @@ def assert_compiled_well(compiled, half, spilled):
 
 
 @SHAPES
+@pytest.mark.parametrize("attends", [False, True])
 @pytest.mark.parametrize("how", ["plain", "spread", "children"])
-def test_scores_compile_for_hopper(dtype, dim, group, how):
+def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.summaries_kernel").score_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
-    tile = host.tile_for(TYPES[dtype], dim, group, 9, how != "plain")
+    tile = host.tile_for(TYPES[dtype], dim, group, 9)
+    options = host.weighing_options(tile, TYPES[dtype], dim * (1 + (how != "plain") + attends), 9)
     vector, number, children = f"*{dtype}:16", "*fp32:16", how == "children"
     compiled = _compiled(
         kernel,
-        ("q", "k", "v", "node", "spread"),
-        tile.options,
-        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "node_ptr"), vector),
+        ("q", "k", "v", "node", "value", "spread"),
+        options,
+        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "node_ptr", "value_ptr"), vector),
         spread_ptr=None if how == "plain" else vector,
         **dict.fromkeys(("size_ptr", "entropy_ptr"), None),
         **dict.fromkeys(("slots_ptr", "count_ptr"), "*i64:16"),
@@ -78,6 +80,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how):
         arrived_ptr="*i32:16",
         BRANCH=4 if children else 0,
         RAW=not children,
+        ATTENDS=attends,
         KEEPS_RAW=True,
         PRESERVE=children,
         BIAS=1,
@@ -89,42 +92,40 @@ def test_scores_compile_for_hopper(dtype, dim, group, how):
     assert_compiled_well(compiled, dtype != "fp32", 0 if dtype != "fp32" else 192)
 
 
+def _attending(dtype, group, width):
+    """What launches that attend have in common."""
+    return {
+        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "value_ptr", "out_ptr"), f"*{dtype}:16"),
+        **dict.fromkeys(("count_ptr", "allowed_ptr", "chosen_ptr", "page_ptr"), "*i64:16"),
+        "list_ptr": None,
+        "end_ptr": None if width else "*fp32:16",
+        **dict.fromkeys(("recent_ptr", "rank_ptr", "rank_lse_ptr", "weight_ptr", "token_ptr"), "*fp32:16"),
+        **dict.fromkeys(("found_ptr", "found_lse_ptr", "lse_ptr", "read_ptr", "refined_ptr"), "*fp32:16"),
+        **dict.fromkeys(("picked_ptr", "arrived_ptr"), "*i32:16"),
+        "gone_ptr": "*i8:16",
+        "WIDTH": width,
+        "BRANCH": 0,
+        "PRESERVE": bool(width),
+        "KEEPS": True,
+        "MEMBERS": 1 << (group - 1).bit_length(),
+        "AT_ONCE": 4,
+    }
+
+
 @SHAPES
-@pytest.mark.parametrize(("few", "held", "width"), [(3, 1024, 16), (3, 256, 16), (0, 1, 16), (0, 1, 0)])
-def test_attention_compiles_for_hopper(dtype, dim, group, few, held, width):
+@pytest.mark.parametrize("width", [16, 0])
+def test_attention_compiles_for_hopper(dtype, dim, group, width):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend._nodes_kernel").attend_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
-    tile = host.tile_for(TYPES[dtype], dim, group, 9, False)
-    vector, number = f"*{dtype}:16", "*fp32:16"
+    tile = host.tile_for(TYPES[dtype], dim, group, 9)
+    given = {name: one for name, one in _attending(dtype, group, width).items() if name in kernel.arg_names}
     compiled = _compiled(
         kernel,
         ("q", "k", "v", "value"),
-        tile.options | ({"num_warps": 8} if held > 2048 else {}),
-        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "value_ptr", "out_ptr"), vector),
-        **dict.fromkeys(("count_ptr", "allowed_ptr", "chosen_ptr", "page_ptr"), "*i64:16"),
-        list_ptr=None,
-        end_ptr=None if width else number,
-        **dict.fromkeys(("recent_ptr", "rank_ptr", "rank_lse_ptr", "weight_ptr", "token_ptr"), number),
-        **dict.fromkeys(("found_ptr", "found_lse_ptr", "lse_ptr", "read_ptr", "refined_ptr"), number),
-        **dict.fromkeys(("picked_ptr", "arrived_ptr"), "*i32:16"),
-        gone_ptr="*i8:16",
-        nominee_ptr=number if held == 256 else None,
-        NOMINATED=held == 256,
-        WIDTH=width,
-        BRANCH=0,
-        PRIOR=True,
-        FEW=few,
-        GROUP=group if few else 0,
-        ROOM=4 if few else 1,
-        HELD=held,
-        SPLITS=16,
-        BEFORE=4,
+        tile.options,
+        **given,
         LAST=True,
-        PRESERVE=bool(width),
-        KEEPS=True,
-        MEMBERS=1 << (group - 1).bit_length(),
-        AT_ONCE=4,
         BLOCK_W=min(16 if width else 32, tile.block_n),
         CHUNKS=1 if width or tile.block_n >= 32 else 2,
         **_sizes(tile, dim),
@@ -132,28 +133,33 @@ def test_attention_compiles_for_hopper(dtype, dim, group, few, held, width):
     assert_compiled_well(compiled, dtype != "fp32", 96)
 
 
-@pytest.mark.parametrize("group", [1, 4, 16])
-def test_nominations_compile_for_hopper(group):
+@SHAPES
+@pytest.mark.parametrize(("few", "held", "width"), [(3, 512, 16), (3, 8192, 16), (8, 16384, 0), (0, 1, 16)])
+def test_mending_compiles_for_hopper(dtype, dim, group, few, held, width):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.select.summaries_kernel").nominate_nodes
+    kernel = importlib.import_module("foveate.ops.attend._mend_kernel").mend_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    tile = host.tile_for(TYPES[dtype], dim, group, 9)
+    held = min(held, host._FEW_OF // (TYPES[dtype].itemsize // 2))
+    options = host.mending_options(tile, TYPES[dtype], held)
     compiled = _compiled(
         kernel,
-        (),
-        {"num_warps": 4},
-        **dict.fromkeys(("rank_ptr", "rank_lse_ptr", "found_lse_ptr", "recent_ptr", "nominee_ptr"), "*fp32:16"),
-        count_ptr="*i64:16",
-        list_ptr=None,
-        BRANCH=0,
+        ("q", "k", "v", "value"),
+        options,
+        **_attending(dtype, group, width),
         PRIOR=True,
-        FEW=3,
-        GROUP=group,
-        ROOM=4,
-        CHUNK=host._CHUNK,
-        SPLITS=64,
+        FEW=few,
+        GROUP=group if few else 1,
+        ROOM=8 if few == 8 else 4,
+        HELD=held,
+        HELD_AT_ONCE=options["num_warps"] * 32 * host._RANKED,
+        SPLITS=16,
         OTHERS=4,
+        BLOCK_W=min(16 if width else 32, tile.block_n),
+        CHUNKS=1 if width or tile.block_n >= 32 else 2,
+        **_sizes(tile, dim),
     )
-    assert compiled.spilled == 0
+    assert_compiled_well(compiled, dtype != "fp32", 96)
 
 
 @pytest.mark.parametrize(("held", "warps"), [(2048, 4), (8192, 8)])

@@ -222,6 +222,8 @@ class Steps:
             rows.begin()
         try:
             out = run(**self._inputs, **self._options, past_key_values=cache)
+            for rows in self._groups:
+                rows.tally.settle()
         finally:
             for rows in self._groups:
                 rows.sealed = False

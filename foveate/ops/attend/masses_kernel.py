@@ -1,9 +1,123 @@
-"""What a step's masses add to running sums: Triton kernel of :func:`attend_summaries`' sums."""
+"""Masses of what a step attends to, and what they add to running sums: Triton kernels of :func:`attend_summaries`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from foveate.ops.attend.masses import Sums
 from foveate.ops.score.summaries_kernel import LOG2E
+
+if TYPE_CHECKING:
+    from foveate.ops.attend.summaries_kernel import Step
+
+_POOLED = 512
+"""Places of a program."""
+
+
+def pooled(step: Step) -> tuple[Tensor, ...]:
+    """Masses of raw tokens, of the nodes of each level, and of the tokens of refined pages, if there can be any."""
+    last, width, above = step.stages[-1], step.tree.width, step.stages[-2] if len(step.stages) > 1 else None
+    count, *count_strides = step.count(last, above)
+    mass = torch.empty(step.batch, step.num_kv_heads, step.places, dtype=torch.float32, device=step.q.device)
+    pool_masses[triton.cdiv(step.places, _POOLED), step.batch * step.num_kv_heads](
+        step.weights,
+        step.lse,
+        step.gone,
+        last.picked,
+        count,
+        step.tree.rows.numbers,
+        mass,
+        *step.strides(step.gone),
+        *step.strides(last.picked),
+        *count_strides,
+        step.batch,
+        step.num_kv_heads,
+        step.group,
+        step.tree.sinks,
+        step.places,
+        step.raw,
+        step.tokens,
+        width,
+        last.begin,
+        BRANCH=0 if above is None else step.tree.branch(above.level),
+        BLOCK=_POOLED,
+        num_warps=4,
+    )
+    parts = [(step.raw, step.tree.rows.width), *((stage.begin, stage.width) for stage in step.stages)]
+    parts += [(step.tokens, last.k * width)] * (last.k > 0)
+    return tuple(mass[:, :, begin : begin + number] for begin, number in parts)
+
+
+def note(step: Step, sums: Sums) -> None:
+    """Adds masses to running sums, from the lowest level up: what was refined has the mass of what is beneath."""
+    tree, heads = step.tree, step.num_kv_heads
+    levels = len(step.stages) if sums.recent is not None else 1
+    mass = None
+    if levels > 1:
+        mass = torch.empty(step.batch, heads, step.raw, dtype=torch.float32, device=step.q.device)
+    for number in reversed(range(len(step.stages) - levels, len(step.stages))):
+        stage, above = step.stages[number], step.stages[number - 1] if number else None
+        last = stage is step.stages[-1]
+        count, *count_strides = step.count(stage, above)
+        recent = None if sums.recent is None else tree.levels[stage.level].recent
+        width = tree.width if last else tree.branch(stage.level)
+        block_w = triton.next_power_of_2(width)
+        each = max(1, min(triton.next_power_of_2(max(1, stage.k)), _POOLED // block_w))
+        node_blocks, found_blocks = triton.cdiv(stage.width, _POOLED), triton.cdiv(stage.k, each)
+        if recent is None:
+            node_blocks = found_blocks = 0
+        raw_blocks = triton.cdiv(tree.rows.width, _POOLED) if last else 0
+        note_masses[node_blocks + found_blocks + raw_blocks, step.batch * heads](
+            step.weights[:, :, stage.begin :],
+            step.weights[:, :, step.raw :],
+            step.weights[:, :, step.tokens :],
+            step.lse,
+            tree.rows.numbers,
+            count,
+            None if above is None else above.pages,
+            stage.chosen,
+            stage.pages,
+            stage.picked,
+            stage.gone,
+            None if mass is None else mass[:, :, stage.begin :],
+            None if last else mass[:, :, step.stages[number + 1].begin :],
+            recent,
+            sums.total,
+            sums.recent,
+            *count_strides,
+            *((0, 0) if above is None else step.strides(above.pages)),
+            *step.strides(stage.chosen),
+            *step.strides(stage.picked),
+            *step.strides(stage.gone),
+            *((0, 0, 0) if recent is None else recent.stride()),
+            *((0, 0) if sums.total is None else sums.total.stride()[:2]),
+            *((0, 0) if sums.recent is None else sums.recent.stride()[:2]),
+            step.batch,
+            heads,
+            step.group,
+            tree.sinks,
+            step.places,
+            step.raw,
+            node_blocks,
+            found_blocks,
+            stage.k,
+            width,
+            sums.share,
+            BRANCH=0 if above is None else tree.branch(above.level),
+            NODES=recent is not None,
+            LAST=last,
+            KEEPS=above is not None and mass is not None,
+            EACH=each,
+            BLOCK_W=block_w,
+            BLOCK=_POOLED,
+            num_warps=4,
+        )
+
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("list", "found", "picked", "gone", "total", "raw_recent") for axis in "bh"]
 _VARYING = ["batches", "num_kv_heads", "places", "mass_places", "node_blocks", "found_blocks", "most", "page_places"]
@@ -144,3 +258,58 @@ def note_masses(
         if raw_recent_ptr is not None:
             of_row = raw_recent_ptr + batch * raw_recent_stride_b + head * raw_recent_stride_h
             _towards(of_row + slot, mass / group, there, share)
+
+
+@triton.jit(
+    do_not_specialize=["batches", "num_kv_heads", "places", "nodes", "tokens", "page_places", "last", *_STRIDES[4:8]]
+)
+def pool_masses(
+    weight_ptr,
+    lse_ptr,
+    gone_ptr,
+    picked_ptr,
+    count_ptr,
+    slots_ptr,
+    mass_ptr,
+    gone_stride_b,
+    gone_stride_h,
+    picked_stride_b,
+    picked_stride_h,
+    count_stride_b,
+    count_stride_h,
+    batches,
+    num_kv_heads,
+    group,
+    sinks,
+    places,
+    nodes,
+    tokens,
+    page_places,
+    last,
+    BRANCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes ``mass [B, Hkv, places]``, summed over the group, of the log-weights ``weight [B, Hq, places]``, to the
+    base 2, and ``lse [B, Hq]``. ``nodes`` come first, those that are ``gone`` among them, from ``last`` on the
+    ``count`` (see :func:`score_nodes`) of the last level; then sinks and tail, and from ``tokens`` on the tokens of
+    refined pages, ``page_places`` for each."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // num_kv_heads, row % num_kv_heads
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length, start = tl.load(slots_ptr + batch), tl.load(slots_ptr + batches + batch)
+    number = length - start + tl.where(start > 0, sinks, 0)
+    picked = tl.load(picked_ptr + batch * picked_stride_b + head * picked_stride_h)
+    gone_ptr += batch * gone_stride_b + head * gone_stride_h
+    count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
+    if BRANCH:
+        count = count * BRANCH
+    known = place < tl.minimum(nodes, last + count)
+    stays = known & (tl.load(gone_ptr + place, mask=known, other=1) == 0)
+    stays = stays | ((place >= nodes) & (place < nodes + number) & (place < tokens))
+    stays = stays | ((place >= tokens) & (place < tokens + picked * page_places) & (place < places))
+    mass = tl.zeros([BLOCK], tl.float32)
+    for member in tl.range(0, group):
+        of_head = row * group + member
+        lse = tl.load(lse_ptr + of_head) * LOG2E
+        mass += tl.exp2(tl.load(weight_ptr + of_head * places + place, mask=stays, other=float("-inf")) - lse)
+    tl.store(mass_ptr + row * places + place, mass, mask=place < places)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import Tile, multiprocessors, split
-from foveate.ops.attend._nodes_kernel import attend_nodes, pool_masses
+from foveate.ops.attend._mend_kernel import mend_nodes
+from foveate.ops.attend._nodes_kernel import attend_nodes
 from foveate.ops.attend.masses import Sums
-from foveate.ops.attend.masses_kernel import note_masses
+from foveate.ops.attend.masses_kernel import note, pooled
 from foveate.ops.attend.reference import page_slots
 from foveate.ops.attend.summaries import WEIGHT_SPREAD, Covered, Level, Looked, Refinement, Tree
 from foveate.ops.score.summaries_kernel import score_nodes
-from foveate.ops.select.summaries_kernel import choose_nodes, nominate_nodes
+from foveate.ops.select.summaries_kernel import choose_nodes
 
 _LARGEST = 256
 """The largest head dim."""
@@ -27,36 +28,56 @@ _HEADS = 64
 _RESIDENT = 2
 """Programs that a multiprocessor runs at a time."""
 _FEW = 8
-"""Up to so many pages every program that attends chooses for itself, which saves a launch."""
+"""Where so many pages or fewer are refined, all summaries are attended to as they are weighed, and that is mended."""
 _FEW_OF = 16384
-"""The same of so many."""
+"""Among so many nodes, half as many in fp32, every program that mends finds them out for itself, which saves a launch.
+"""
 _FEW_HEADS = 16
-"""The same of groups of so many heads."""
-_CHUNK = 1024
-"""From more nodes than this it chooses among the heaviest of so many each, which a launch before finds."""
+"""The same in groups of so many heads."""
 _HELD = 32768
 """The most nodes that are chosen from."""
 _MERGED = 32
 """Numbers that a thread reads at once when parts are merged."""
-_POOLED = 512
-"""Places of a program that pools masses."""
+_SHARED = 96 << 10
+"""Bytes of blocks that a program has under way at most, so that a multiprocessor has room for two."""
+_RANKED = 64
+"""Ranks of nodes that a thread reads at once."""
 _RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
 _SCORES = {"summary": 0, "spread": 1, "box": 2}
 _BIASES = {"none": 0, "log": 1, "entropy": 2, "spread": 3}
 
 
-def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int, spread: bool) -> Tile:
+def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
     """Heads and nodes of a program for head dims of which ``dim`` is the larger: blocks of 16 KB of half precision."""
     heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
         return Tile(16, 16, num_warps=8 if dim > 128 else 4, num_stages=1)
     nodes = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
-    return Tile(
-        heads,
-        nodes,
-        num_warps=4 if heads < 64 else 8,
-        num_stages=2 if heads == 64 or (spread and capability < 9) else 3,
-    )
+    return Tile(heads, nodes, num_warps=4 if heads < 64 else 8, num_stages=2 if heads == 64 else 3)
+
+
+def weighing_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: int) -> dict[str, int | None]:
+    """Options of programs that weigh nodes: how far ahead these are read, of which ``of_node`` numbers are."""
+    if dtype == torch.float32:
+        return tile.options | {"num_warps": 8}
+    blocks = _SHARED // (1 if capability >= 9 else 2) // (tile.block_n * of_node * dtype.itemsize)
+    return tile.options | {"num_stages": max(2, min(tile.num_stages, blocks))}
+
+
+def mending_options(tile: Tile, dtype: torch.dtype, held: int) -> dict[str, int | None]:
+    """Options of programs that choose among so many nodes, of which a multiprocessor has room for two."""
+    warps = max(tile.num_warps, min(16, held // 1024))
+    registers = 128 if warps >= 8 and dtype != torch.float32 else None
+    return {"num_warps": warps, "num_stages": min(2, tile.num_stages), "maxnreg": registers}
+
+
+def part_blocks(blocks: int, k: int, cost: float) -> int:
+    """Blocks of nodes of a part of what is attended to as it is weighed.
+
+    Each part costs something, a share of reading a block of values: being written and being read; and ``k`` parts are
+    attended to again.
+    """
+    return max(1, round(math.sqrt(blocks * cost / max(1, k))))
 
 
 def attend_summaries(
@@ -73,11 +94,12 @@ def attend_summaries(
 ) -> Covered:
     """See :func:`foveate.ops.attend.summaries.attend_summaries`.
 
-    Two launches for one level of which few pages are refined: the first weighs summaries and attends to sinks and tail;
-    in the second every program finds out which pages are refined, and attends to its part of the other summaries'
-    values or to refined pages; the last one of a row to be ready merges them (FlashDecoding, Dao et al. 2023). Where
-    there are many pages a launch between them tells the heaviest of each part of them; where many are refined, or the
-    layer chooses, it chooses; two or three more for each further level, and one for the running sums of each.
+    Two launches for one level of which few pages are refined: the first weighs summaries and attends to them all, to
+    sinks and to the tail, each part of them by itself; in the second every program finds out which pages are refined,
+    and attends once more to a part that has one, without it, or to the keys of refined pages, or merges other parts;
+    and the last one of a row to be ready merges that (FlashDecoding, Dao et al. 2023). Where many are refined, or there
+    are very many, or the layer chooses, a launch between them chooses; if many, summaries' values are read behind it.
+    Two or three more for each further level, and one for the running sums of each.
 
     What rows hold is read from ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` say how much
     room there is, so that a captured step can be replayed when there is more. Repeats are equal bit for bit, and fp32
@@ -88,7 +110,7 @@ def attend_summaries(
         raise UnsupportedError("running sums in other dtypes than float32")
     if sums is not None and any(x is not None and x.stride(2) != 1 and x.shape[2] > 1 for x in sums[1:]):
         raise UnsupportedError("running sums that are not next to each other")
-    return _Step(q, k, v, tree, how, scaling, need_masses, sums).run(need_lse)
+    return Step(q, k, v, tree, how, scaling, need_masses, sums).run(need_lse)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement) -> None:
@@ -124,8 +146,16 @@ class _Stage:
     """Programs of a row that weigh nodes, and that attend to them."""
     before: int
     """Parts of the output that are there by then."""
+    mends: bool
+    """Whether everything is attended to as it is weighed, and that is mended by the programs that attend."""
     few: bool
-    """Whether programs choose for themselves."""
+    """Whether these choose for themselves."""
+    per: int
+    """Blocks of nodes of a part of what is attended to as it is weighed, """
+    node_parts: int
+    """how many such parts there are at most, """
+    units: int
+    """and in how many pieces they are merged."""
     chosen: Tensor
     pages: Tensor
     picked: Tensor
@@ -133,7 +163,7 @@ class _Stage:
     """See :func:`choose_nodes`."""
 
 
-class _Step:
+class Step:
     """One call."""
 
     def __init__(
@@ -153,13 +183,15 @@ class _Step:
         self.num_kv_heads, self.value_dim = v.shape[1], v.shape[3]
         self.group = self.num_heads // self.num_kv_heads
         self.sets = 1 if how.pool == "layer" else self.num_kv_heads
-        capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-        spread = tree.levels[0].nodes.spread is not None
-        self.tile = tile_for(q.dtype, max(self.dim, self.value_dim), self.group, capability, spread)
+        self.capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
+        self.tile = tile_for(q.dtype, max(self.dim, self.value_dim), self.group, self.capability)
         self.block_w = min(triton.next_power_of_2(tree.width), self.tile.block_n)
         self.parts = triton.cdiv(self.group, self.tile.block_m)
         self.programs = self.batch * self.num_kv_heads * self.parts
         self.room = _RESIDENT * multiprocessors(q.device)
+        self.members = triton.next_power_of_2(min(self.group, self.tile.block_m))
+        rows = self.members * max(16, triton.next_power_of_2(self.value_dim))  # of a part that is merged
+        self.merged = max(1, min(16, self.tile.num_warps * 32 * _MERGED // rows))
         if how.mass == "preserve" and tree.width > self.tile.block_n:
             raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
         self._plan()
@@ -168,28 +200,38 @@ class _Step:
     def _plan(self) -> None:
         """The levels that are looked at, from the top down."""
         tree, how, block, new = self.tree, self.how, self.tile.block_n, {"device": self.q.device}
-        blocks = triton.cdiv(tree.rows.width, block)
-        self.raw_splits = max(1, min(blocks, self.room // (2 * self.programs)))
+        raw_blocks = triton.cdiv(tree.rows.width, block)
+        self.raw_splits = max(1, min(raw_blocks, self.room // (2 * self.programs)))
         self.stages: list[_Stage] = []
         width, begin, before = tree.rows.places, 0, self.raw_splits
         for level in reversed(range(len(tree.levels))):
-            k = min(tree.rows.most[level], width)
-            last = not k or not level
-            few = last and k <= _FEW and width <= _FEW_OF and how.pool == "kv_head" and how.rule == "top_k"
-            few = few and self.group <= _FEW_HEADS
             if width > _HELD:
                 raise UnsupportedError(f"more than {_HELD} nodes of a level")
+            k = min(tree.rows.most[level], width)
+            last = not k or not level
+            blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
             tiles = triton.cdiv(k * triton.cdiv(tree.width, self.block_w) * self.block_w, block) if last else 0
-            scoring, _ = split(self.programs, triton.cdiv(width, block), self.room)
-            attending, _ = split(self.programs, triton.cdiv(width, block) + tiles, self.room)
-            padded = triton.cdiv(width, 16) * 16
+            beside = 0 if self.stages else self.programs * self.raw_splits  # programs that attend to sinks and tail
+            scoring, each = split(self.programs, blocks, max(self.room - beside, self.room // 2))
+            mends, per, node_parts, units = last and k <= _FEW, 1, 0, 0
+            if mends:
+                few = width <= _FEW_OF // (self.q.element_size() // 2) and self.group <= _FEW_HEADS
+                few = few and how.pool == "kv_head" and how.rule == "top_k"
+                per = part_blocks(blocks, k, 8 * self.members / (block * self.q.element_size()))
+                node_parts = triton.cdiv(blocks, per)
+                scoring = triton.cdiv(node_parts, max(1, each // per))
+                share = max(1, self.room // self.programs)  # programs of a row that run at a time
+                units = min(share, triton.cdiv(before + node_parts, self.merged))
+                attending = min(share, units + k * per + tiles)
+            else:
+                few = False
+                attending, _ = split(self.programs, blocks + tiles, self.room)
             chosen = torch.empty(self.batch, self.sets, k, dtype=torch.int64, **new)
             pages = torch.empty_like(chosen) if self.stages else chosen
             picked = torch.empty(self.batch, self.sets, dtype=torch.int32, **new)
-            self.stages.append(
-                _Stage(level, width, k, begin, padded, scoring, attending, before, few, chosen, pages, picked, picked)
-            )
-            begin, before = begin + padded, before + attending
+            work = (scoring, attending, before, mends, few, per, node_parts, units)
+            self.stages.append(_Stage(level, width, k, begin, padded, *work, chosen, pages, picked, picked))
+            begin, before = begin + padded, before + node_parts + units + attending
             if last:
                 break
             branch = tree.branch(level)
@@ -224,13 +266,16 @@ class _Step:
             ranks = self._score(stage, above)
             if not stage.few:
                 capped = capped + self._choose(stage, above, *ranks)
-            self._attend(stage, above, *ranks)
+            if stage.mends:
+                self._mend(stage, above, *ranks)
+            else:
+                self._attend(stage, above)
             if self.need_masses:
                 looked.append(self._looked(stage, above))
             above = stage
-        masses = self._masses() if self.need_masses else ()
+        masses = pooled(self) if self.need_masses else ()
         if self.sums is not None:
-            self._note(self.sums)
+            note(self, self.sums)
         return Covered(self.out, self.lse if need_lse else None, masses, tuple(looked), self.read, self.refined, capped)
 
     def _looked(self, stage: _Stage, above: _Stage | None) -> Looked:
@@ -241,13 +286,13 @@ class _Step:
         complete = all_chosen or (above is None and self.tree.rows.hidden is None)
         return Looked(stage.level, index, complete, stage.chosen.expand(-1, self.num_kv_heads, -1), all_chosen)
 
-    def _count(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, int, int]:
+    def count(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, int, int]:
         """How many nodes there are, or of how many the children, with its strides by row and head."""
         if above is None:
             return self.tree.rows.numbers[2 + len(self.tree.levels) + stage.level], 1, 0
-        return above.picked, *self._strides(above.picked)
+        return above.picked, *self.strides(above.picked)
 
-    def _strides(self, x: Tensor) -> tuple[int, int]:
+    def strides(self, x: Tensor) -> tuple[int, int]:
         """Of a row and of a KV head, which are alike where the layer chooses."""
         return x.stride(0), x.stride(1) if self.sets > 1 else 0
 
@@ -270,14 +315,17 @@ class _Step:
         if how.score != "summary":
             rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
         rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
-        count, *count_strides = self._count(stage, above)
+        count, *count_strides = self.count(stage, above)
         listed = (None, None, None) if raw else (above.pages, above.chosen, self.weights[:, :, above.begin :])
         nodes, spread, entropy = of.nodes.k, of.nodes.spread, of.nodes.entropy
+        read = [self.dim] * (1 + (spread is not None)) + [self.value_dim] * stage.mends
+        of_node = sum(max(16, triton.next_power_of_2(dim)) for dim in read)
         score_nodes[self.programs, stage.scoring + (self.raw_splits if raw else 0)](
             q,
             self.k,
             self.v,
             nodes,
+            of.nodes.v,
             spread,
             of.tokens,
             entropy,
@@ -296,17 +344,20 @@ class _Step:
             *self.k.stride(),
             *self.v.stride(),
             *nodes.stride(),
+            *of.nodes.v.stride(),
             *((0,) * 4 if spread is None else spread.stride()),
             *((0,) * 3 if of.tokens is None else of.tokens.stride()),
             *((0,) * 3 if entropy is None else entropy.stride()),
             *count_strides,
-            *((0, 0) if raw else self._strides(above.pages)),
+            *((0, 0) if raw else self.strides(above.pages)),
             self.batch,
             self.num_kv_heads,
             self.group,
             self.parts,
             stage.scoring,
             self.raw_splits,
+            stage.before,
+            stage.per,
             self.tree.sinks,
             self.places,
             rank.stride(1),
@@ -317,6 +368,7 @@ class _Step:
             WEIGHT_SPREAD,
             BRANCH=0 if raw else self.tree.branch(above.level),
             RAW=raw,
+            ATTENDS=stage.mends,
             KEEPS_RAW=self.keeps,
             PRESERVE=how.mass == "preserve",
             BIAS=_BIASES[how.bias],
@@ -324,7 +376,7 @@ class _Step:
             SIZED=of.tokens is not None,
             LARGEST=torch.finfo(q.dtype).max,
             **self._dims,
-            **self.tile.options,
+            **weighing_options(self.tile, q.dtype, of_node, self.capability),
         )
         return rank, rank_lse
 
@@ -345,7 +397,7 @@ class _Step:
     def _choose(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
         """Which nodes are refined; returns how many selections were cut short."""
         how, levels = self.how, self.tree.levels
-        count, *count_strides = self._count(stage, above)
+        count, *count_strides = self.count(stage, above)
         recent, recent_strides = self._recent(levels[stage.level])
         capped = torch.empty_like(stage.picked) if how.rule == "top_p" else None
         held = max(256, triton.next_power_of_2(stage.padded))
@@ -364,7 +416,7 @@ class _Step:
             capped,
             *recent_strides,
             *count_strides,
-            *((0, 0) if above is None else self._strides(above.pages)),
+            *((0, 0) if above is None else self.strides(above.pages)),
             self.batch * self.num_heads,
             self.num_kv_heads,
             self.group,
@@ -384,54 +436,53 @@ class _Step:
         )
         return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
 
-    def _nominate(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor, room: int) -> Tensor:
-        """The heaviest nodes of each chunk, fp32 ``[B * Hkv, 3, chunks * room]``; see :func:`nominate_nodes`."""
-        count, *count_strides = self._count(stage, above)
-        recent, recent_strides = self._recent(self.tree.levels[stage.level])
-        chunks, sets = triton.cdiv(stage.width, _CHUNK), self.batch * self.num_kv_heads
-        nominees = torch.empty(sets, 3, chunks * room, dtype=torch.float32, device=self.q.device)
-        nominate_nodes[sets, chunks](
-            rank,
-            rank_lse,
-            self.found_lse,
-            recent,
+    def _attend(self, stage: _Stage, above: _Stage | None) -> None:
+        """Attends to what is not refined of a level and, of the last one, to the keys of what is; and merges."""
+        tree, of = self.tree, self.tree.levels[stage.level]
+        count, *count_strides = self.count(stage, above)
+        attend_nodes[self.programs, stage.attending](
+            self.q,
+            self.k,
+            self.v,
+            of.nodes.v,
             count,
             None if above is None else above.pages,
-            nominees,
-            *recent_strides,
+            stage.chosen,
+            stage.pages,
+            stage.picked,
+            stage.gone,
+            *self._found(stage),
+            *self._strides_of_vectors(of),
             *count_strides,
-            *((0, 0) if above is None else self._strides(above.pages)),
-            self.batch * self.num_heads,
+            *((0, 0) if above is None else self.strides(above.pages)),
+            *self._strides_of_chosen(stage),
+            self.batch,
             self.num_kv_heads,
             self.group,
-            stage.scoring,
+            self.parts,
+            stage.attending,
             stage.before,
-            rank.stride(1),
-            FEW=max(1, stage.k),
-            GROUP=self.group,
-            ROOM=room,
-            CHUNK=_CHUNK,
-            OTHERS=triton.next_power_of_2(stage.before),
-            num_warps=4,
-            **self._chosen_by(stage, above),
+            tree.sinks,
+            self.places,
+            tree.width,
+            scaling=self.scaling,
+            BRANCH=0 if above is None else tree.branch(above.level),
+            LAST=stage is self.stages[-1],
+            AT_ONCE=self.merged,
+            **self._pages_read(),
+            **self._dims,
+            **self.tile.options,
         )
-        return nominees
 
-    def _attend(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor) -> None:
-        """Attends to what is not refined of a level and, of the last one, to the keys of what is; and merges."""
-        q, tree, of = self.q, self.tree, self.tree.levels[stage.level]
-        count, *count_strides = self._count(stage, above)
+    def _mend(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor) -> None:
+        """Puts right what is refined in attention to everything, and merges."""
+        tree, of = self.tree, self.tree.levels[stage.level]
+        count, *count_strides = self.count(stage, above)
         recent, recent_strides = self._recent(of)
-        last, members = stage is self.stages[-1], triton.next_power_of_2(min(self.group, self.tile.block_m))
-        room = max(2, triton.next_power_of_2(stage.k)) if stage.few else 1
-        nominees = self._nominate(stage, above, rank, rank_lse, room) if stage.few and stage.width > _CHUNK else None
-        among = stage.padded if nominees is None else nominees.shape[2]
-        held = max(256, triton.next_power_of_2(among)) if stage.few else 1
-        options = self.tile.options | ({"num_warps": 8} if held > 2048 else {})
-        rows = members * max(16, triton.next_power_of_2(self.value_dim))  # of a part that is merged
-        end = tree.page_end
-        attend_nodes[self.programs, stage.attending](
-            q,
+        held = max(128, triton.next_power_of_2(stage.width)) if stage.few else 1
+        options = mending_options(self.tile, self.q.dtype, held)
+        mend_nodes[self.programs, stage.attending](
+            self.q,
             self.k,
             self.v,
             of.nodes.v,
@@ -445,28 +496,12 @@ class _Step:
             stage.pages,
             stage.picked,
             stage.gone,
-            nominees,
-            end,
-            self.weights[:, :, stage.begin :],
-            self.weights[:, :, self.tokens :] if self.keeps else None,
-            self.found,
-            self.found_lse,
-            self.arrived,
-            self.out,
-            self.lse,
-            self.read,
-            self.refined,
-            *(q.stride(axis) for axis in (0, 1, 3)),
-            *self.k.stride(),
-            *self.v.stride(),
-            *of.nodes.v.stride(),
+            *self._found(stage),
+            *self._strides_of_vectors(of),
             *count_strides,
-            *((0, 0) if above is None else self._strides(above.pages)),
+            *((0, 0) if above is None else self.strides(above.pages)),
             *recent_strides,
-            *self._strides(stage.chosen),
-            *self._strides(stage.picked),
-            *self._strides(stage.gone),
-            *((0, 0, 0) if end is None else end.stride()),
+            *self._strides_of_chosen(stage),
             self.batch,
             self.num_kv_heads,
             self.group,
@@ -474,126 +509,54 @@ class _Step:
             stage.attending,
             stage.scoring,
             stage.before,
+            stage.node_parts,
+            stage.per,
+            stage.units,
             stage.k,
+            stage.width,
             tree.sinks,
             self.places,
             rank.stride(1),
-            among,
             tree.width,
             scaling=self.scaling,
-            WIDTH=tree.width if end is None else 0,
             FEW=max(1, stage.k) if stage.few else 0,
-            GROUP=self.group if stage.few else 0,
-            ROOM=room,
+            GROUP=self.group if stage.few else 1,
+            ROOM=max(2, triton.next_power_of_2(stage.k)),
             HELD=held,
-            NOMINATED=nominees is not None,
-            BEFORE=triton.next_power_of_2(stage.before),
-            LAST=last,
-            PRESERVE=self.how.mass == "preserve",
-            KEEPS=self.keeps,
-            MEMBERS=members,
-            AT_ONCE=max(1, min(16, options["num_warps"] * 32 * _MERGED // rows)),
-            BLOCK_W=self.block_w,
-            CHUNKS=triton.cdiv(tree.width, self.block_w),
+            HELD_AT_ONCE=options["num_warps"] * 32 * _RANKED,
+            OTHERS=triton.next_power_of_2(stage.before),
+            AT_ONCE=self.merged,
+            **self._pages_read(),
             **self._chosen_by(stage, above),
             **self._dims,
             **options,
         )
 
-    def _masses(self) -> tuple[Tensor, ...]:
-        """Masses of raw tokens, of the nodes of each level, and of the tokens of refined pages, if there can be any."""
-        last, width, above = self.stages[-1], self.tree.width, self.stages[-2] if len(self.stages) > 1 else None
-        count, *count_strides = self._count(last, above)
-        mass = torch.empty(self.batch, self.num_kv_heads, self.places, dtype=torch.float32, device=self.q.device)
-        pool_masses[triton.cdiv(self.places, _POOLED), self.batch * self.num_kv_heads](
-            self.weights,
-            self.lse,
-            self.gone,
-            last.picked,
-            count,
-            self.tree.rows.numbers,
-            mass,
-            *self._strides(self.gone),
-            *self._strides(last.picked),
-            *count_strides,
-            self.batch,
-            self.num_kv_heads,
-            self.group,
-            self.tree.sinks,
-            self.places,
-            self.raw,
-            self.tokens,
-            width,
-            last.begin,
-            BRANCH=0 if above is None else self.tree.branch(above.level),
-            BLOCK=_POOLED,
-            num_warps=4,
-        )
-        parts = [(self.raw, self.tree.rows.width), *((stage.begin, stage.width) for stage in self.stages)]
-        parts += [(self.tokens, last.k * width)] * (last.k > 0)
-        return tuple(mass[:, :, begin : begin + number] for begin, number in parts)
+    def _found(self, stage: _Stage) -> tuple[Tensor | None, ...]:
+        """What a launch that attends reads and writes: where pages end, log-weights, parts, results, counts."""
+        tokens = self.weights[:, :, self.tokens :] if self.keeps else None
+        found = (self.found, self.found_lse, self.arrived, self.out, self.lse, self.read, self.refined)
+        return self.tree.page_end, self.weights[:, :, stage.begin :], tokens, *found
 
-    def _note(self, sums: Sums) -> None:
-        """Adds masses to running sums, from the lowest level up: what was refined has the mass of what is beneath."""
-        tree, heads = self.tree, self.num_kv_heads
-        levels = len(self.stages) if sums.recent is not None else 1
-        mass = None
-        if levels > 1:
-            mass = torch.empty(self.batch, heads, self.raw, dtype=torch.float32, device=self.q.device)
-        for number in reversed(range(len(self.stages) - levels, len(self.stages))):
-            stage, above = self.stages[number], self.stages[number - 1] if number else None
-            last = stage is self.stages[-1]
-            count, *count_strides = self._count(stage, above)
-            recent = None if sums.recent is None else tree.levels[stage.level].recent
-            width = tree.width if last else tree.branch(stage.level)
-            block_w = triton.next_power_of_2(width)
-            each = max(1, min(triton.next_power_of_2(max(1, stage.k)), _POOLED // block_w))
-            node_blocks, found_blocks = triton.cdiv(stage.width, _POOLED), triton.cdiv(stage.k, each)
-            if recent is None:
-                node_blocks = found_blocks = 0
-            raw_blocks = triton.cdiv(tree.rows.width, _POOLED) if last else 0
-            note_masses[node_blocks + found_blocks + raw_blocks, self.batch * heads](
-                self.weights[:, :, stage.begin :],
-                self.weights[:, :, self.raw :],
-                self.weights[:, :, self.tokens :],
-                self.lse,
-                tree.rows.numbers,
-                count,
-                None if above is None else above.pages,
-                stage.chosen,
-                stage.pages,
-                stage.picked,
-                stage.gone,
-                None if mass is None else mass[:, :, stage.begin :],
-                None if last else mass[:, :, self.stages[number + 1].begin :],
-                recent,
-                sums.total,
-                sums.recent,
-                *count_strides,
-                *((0, 0) if above is None else self._strides(above.pages)),
-                *self._strides(stage.chosen),
-                *self._strides(stage.picked),
-                *self._strides(stage.gone),
-                *((0, 0, 0) if recent is None else recent.stride()),
-                *((0, 0) if sums.total is None else sums.total.stride()[:2]),
-                *((0, 0) if sums.recent is None else sums.recent.stride()[:2]),
-                self.batch,
-                heads,
-                self.group,
-                tree.sinks,
-                self.places,
-                self.raw,
-                node_blocks,
-                found_blocks,
-                stage.k,
-                width,
-                sums.share,
-                BRANCH=0 if above is None else tree.branch(above.level),
-                NODES=recent is not None,
-                LAST=last,
-                KEEPS=above is not None and mass is not None,
-                EACH=each,
-                BLOCK_W=block_w,
-                BLOCK=_POOLED,
-                num_warps=4,
-            )
+    def _strides_of_vectors(self, of: Level) -> tuple[int, ...]:
+        """Of queries, keys, values and the values of summaries."""
+        queries = (self.q.stride(axis) for axis in (0, 1, 3))
+        return *queries, *self.k.stride(), *self.v.stride(), *of.nodes.v.stride()
+
+    def _strides_of_chosen(self, stage: _Stage) -> tuple[int, ...]:
+        """Of what says which nodes are refined, and where pages end."""
+        end = self.tree.page_end
+        chosen = (x for one in (stage.chosen, stage.picked, stage.gone) for x in self.strides(one))
+        return *chosen, *((0, 0, 0) if end is None else end.stride())
+
+    def _pages_read(self) -> dict[str, Any]:
+        """Constants of a launch that attends to refined pages."""
+        tree = self.tree
+        return {
+            "WIDTH": tree.width if tree.page_end is None else 0,
+            "PRESERVE": self.how.mass == "preserve",
+            "KEEPS": self.keeps,
+            "MEMBERS": self.members,
+            "BLOCK_W": self.block_w,
+            "CHUNKS": triton.cdiv(tree.width, self.block_w),
+        }

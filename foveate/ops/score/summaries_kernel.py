@@ -22,6 +22,20 @@ def online(logits, v, top, weight, out):
 
 
 @triton.jit
+def write_part(
+    out_ptr, lse_ptr, place, exist, top, weight, out, VALUE_DIM: tl.constexpr, NATURAL: tl.constexpr = False
+):
+    """Stores an online softmax at ``place [M]`` of ``out [.., Dv]`` and ``lse [..]``, which is to the base 2, or
+    ``NATURAL``."""
+    dims = tl.arange(0, out.shape[1])
+    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+    mask = exist[:, None] & (dims < VALUE_DIM)[None, :]
+    tl.store(out_ptr + place[:, None] * VALUE_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + place, lse / LOG2E if NATURAL else lse, mask=exist)
+
+
+@triton.jit
 def shared_out(logits, mass, GROUPS: tl.constexpr):
     """Log-weights of children ``[M, N]``, group by group, with which they share out ``mass [M, GROUPS]`` (LuKA,
     equation 3): all to the base 2; -inf for children that are not there."""
@@ -45,6 +59,8 @@ def free_energy(deviation, log_size):
     do_not_specialize=[
         *VARYING,
         "raw_splits",
+        "before",
+        "per",
         "sinks",
         "rank_places",
         "parent_places",
@@ -57,6 +73,7 @@ def score_nodes(
     k_ptr,
     v_ptr,
     node_ptr,
+    value_ptr,
     spread_ptr,
     size_ptr,
     entropy_ptr,
@@ -88,6 +105,10 @@ def score_nodes(
     node_stride_h,
     node_stride_n,
     node_stride_d,
+    value_stride_b,
+    value_stride_h,
+    value_stride_n,
+    value_stride_d,
     spread_stride_b,
     spread_stride_h,
     spread_stride_n,
@@ -108,6 +129,8 @@ def score_nodes(
     parts,
     splits,
     raw_splits,
+    before,
+    per,
     sinks,
     places,
     rank_places,
@@ -118,6 +141,7 @@ def score_nodes(
     weight_spread,
     BRANCH: tl.constexpr,
     RAW: tl.constexpr,
+    ATTENDS: tl.constexpr,
     KEEPS_RAW: tl.constexpr,
     PRESERVE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -141,6 +165,9 @@ def score_nodes(
     in use, and the first behind the pages): ``found [raw_splits, B, Hq, Dv]``, ``found_lse`` likewise, and with
     ``KEEPS_RAW`` the log-weights ``raw [B, Hq, places]``.
 
+    ``ATTENDS``: and attends to all nodes, ``per`` blocks to a part, which are written to ``found`` behind ``before``
+    others.
+
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]``: keys read.
     """
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
@@ -152,7 +179,8 @@ def score_nodes(
     dims = tl.arange(0, BLOCK_D)
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    lanes = tl.arange(0, BLOCK_N)
+    lanes, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)
+    all_rows = batches * num_kv_heads * group
     count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
     if BRANCH:
         count = count * BRANCH
@@ -164,7 +192,6 @@ def score_nodes(
         lead = tl.where(start > 0, sinks, 0)
         number = length - start + lead
         if split < raw_splits:
-            value_dims = tl.arange(0, BLOCK_DV)
             k_ptr += batch * k_stride_b + head * k_stride_h
             v_ptr += batch * v_stride_b + head * v_stride_h
             top = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -191,12 +218,8 @@ def score_nodes(
                     kept = raw_ptr + rows[:, None] * places + place[None, :]
                     tl.store(kept, logits, mask=exist[:, None] & stored[None, :])
                 top, weight, out = online(logits, v, top, weight, out)
-            out = out / tl.where(weight == 0, 1.0, weight)[:, None]
-            lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
-            found = split.to(tl.int64) * batches * num_kv_heads * group + rows
-            out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
-            tl.store(found_ptr + found[:, None] * VALUE_DIM + value_dims[None, :], out, mask=out_mask)
-            tl.store(found_lse_ptr + found, lse, mask=exist)
+            found = split.to(tl.int64) * all_rows + rows
+            write_part(found_ptr, found_lse_ptr, found, exist, top, weight, out, VALUE_DIM)
         if split == 0:
             tl.store(arrived_ptr + tl.program_id(0), 0)
 
@@ -216,8 +239,13 @@ def score_nodes(
             squared = tl.minimum(scaled * scaled, LARGEST).to(q.dtype)
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
+        if ATTENDS:
+            value_ptr += batch * value_stride_b + head * value_stride_h
+            highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         blocks = tl.cdiv(count, BLOCK_N)
-        each = tl.cdiv(blocks, splits)
+        each = tl.cdiv(tl.cdiv(blocks, per), splits) * per
         next_node = split * each * BLOCK_N + lanes
         if BRANCH:  # read one block ahead, so that reading summaries ahead is left to the compiler
             next_node = tl.load(list_ptr + next_node // BRANCH, mask=next_node < count, other=0).to(tl.int32)
@@ -279,6 +307,18 @@ def score_nodes(
             higher = tl.maximum(top, tl.max(ranks, 1))
             weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(ranks - higher[:, None]), 1)
             top = higher
+            if ATTENDS:
+                v_mask = there[:, None]
+                if BLOCK_DV > VALUE_DIM:
+                    v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
+                v_tile = (node * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
+                v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
+                highest, total, out = online(logits, v, highest, total, out)
+                whole = (block % per == per - 1) | (block == blocks - 1)
+                found = (before + block // per).to(tl.int64) * all_rows + rows
+                write_part(found_ptr, found_lse_ptr, found, exist & whole, highest, total, out, VALUE_DIM)
+                highest, total = tl.where(whole, LOWEST, highest), tl.where(whole, 0.0, total)
+                out = tl.where(whole, 0.0, out)
         lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
         tl.store(rank_lse_ptr + rows * splits + split, lse, mask=exist)
         if (split == 0) & (part == 0):

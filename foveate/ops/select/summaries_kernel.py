@@ -66,15 +66,13 @@ def masses(
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
     LAYER: tl.constexpr,
-    MEMBERS: tl.constexpr,
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
     """Pooled masses of the nodes at ``index [HELD]``, -inf where none is, and their numbers.
 
-    Of ``members`` query heads (``MEMBERS``, unless it is 0) from ``head`` on, counted over the batch: their mean or
-    (``LAYER``) the largest. ``rows``
-    query heads have the log-sum-exps ``rank_lse [rows, splits]`` and, of the rest of the cover, ``found_lse
+    Of ``members`` query heads from ``head`` on, counted over the batch: their mean or (``LAYER``) the largest.
+    ``rows`` query heads have the log-sum-exps ``rank_lse [rows, splits]`` and, of the rest of the cover, ``found_lse
     [others, rows]``.
     """
     there = index < count
@@ -82,39 +80,22 @@ def masses(
     if BRANCH:
         node = tl.load(list_ptr + index // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + index % BRANCH
     mass = tl.zeros(index.shape, tl.float32)
-    if MEMBERS:  # a loop would keep Triton from reading ahead in the loops behind it
-        for member in tl.static_range(MEMBERS):
-            mass += _share(
-                rank_ptr,
-                rank_lse_ptr,
-                found_lse_ptr,
-                head + member,
-                index,
-                there,
-                rows,
-                splits,
-                others,
-                rank_places,
-                SPLITS,
-                OTHERS,
-            )
-    else:
-        for member in tl.range(0, members):
-            share = _share(
-                rank_ptr,
-                rank_lse_ptr,
-                found_lse_ptr,
-                head + member,
-                index,
-                there,
-                rows,
-                splits,
-                others,
-                rank_places,
-                SPLITS,
-                OTHERS,
-            )
-            mass = tl.maximum(mass, share) if LAYER else mass + share
+    for member in tl.range(0, members):
+        share = _share(
+            rank_ptr,
+            rank_lse_ptr,
+            found_lse_ptr,
+            head + member,
+            index,
+            there,
+            rows,
+            splits,
+            others,
+            rank_places,
+            SPLITS,
+            OTHERS,
+        )
+        mass = tl.maximum(mass, share) if LAYER else mass + share
     if not LAYER:
         mass = mass / members
     if PRIOR:
@@ -129,26 +110,94 @@ def masses(
 
 
 @triton.jit
-def first_few(mass, node, place, allowed, FEW: tl.constexpr, ROOM: tl.constexpr):
-    """The ``allowed`` heaviest, at most ``FEW``, ties to the smaller place: ``(masses [ROOM], places [ROOM], numbers
-    [ROOM], how many)``, by place, with -inf and -1 behind; ``ROOM`` is a power of two."""
-    few, picked, heavy = tl.arange(0, ROOM), tl.zeros([], tl.int32), tl.full([ROOM], float("-inf"), tl.float32)
-    places, nodes = tl.full([ROOM], 0x7FFFFFFF, tl.int32), tl.full([ROOM], -1, tl.int32)
+def _log_sums(lse_ptr, row, there, number, rows, stride_row, stride_part, PARTS: tl.constexpr):
+    """Logarithms of sums over ``number`` parts, to the base 2, of some ``row [M]``."""
+    part = tl.arange(0, PARTS)
+    at = lse_ptr + row[:, None] * stride_row + part[None, :].to(tl.int64) * stride_part
+    lse = tl.load(at, mask=there[:, None] & (part < number)[None, :], other=float("-inf"))
+    top = tl.maximum(tl.max(lse, 1), _BOTTOM)
+    return top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
+
+
+@triton.jit
+def group_masses(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    recent_ptr,
+    recent_stride_n,
+    list_ptr,
+    index,
+    places,
+    count,
+    head,
+    rows,
+    splits,
+    others,
+    rank_places,
+    first,
+    prior,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """What :func:`masses` finds for ``GROUP`` heads of one KV head, in few steps one behind the other: everything is
+    asked for at once, if it is ``AT_ONCE`` numbers or fewer, and before it is known how many of the ``places`` count.
+    """
+    MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
+    HELD: tl.constexpr = index.shape[0]
+    member, held = tl.arange(0, MEMBERS), index < places
+    row, exist = head + tl.where(member < GROUP, member, 0), member < GROUP
+    if MEMBERS * HELD <= AT_ONCE:
+        ranks = tl.load(
+            rank_ptr + row[:, None] * rank_places + index[None, :],
+            mask=exist[:, None] & held[None, :],
+            other=float("-inf"),
+        )
+    if PRIOR and not BRANCH:
+        recent = tl.load(recent_ptr + index.to(tl.int64) * recent_stride_n, mask=held, other=0.0)
+    lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
+    rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
+    top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
+    lse = top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
+    if MEMBERS * HELD <= AT_ONCE:
+        mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0)
+    else:
+        mass = tl.zeros([HELD], tl.float32)
+        for turn in tl.static_range(GROUP):
+            of_head = tl.sum(tl.where(member == turn, lse, 0.0), 0)
+            rank = tl.load(rank_ptr + (head + turn) * rank_places + index, mask=held, other=float("-inf"))
+            mass += tl.exp2(rank - of_head)
+    there = index < count
+    mass, node = mass / GROUP, index
+    if BRANCH:
+        node = tl.load(list_ptr + index // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + index % BRANCH
+        if PRIOR:
+            recent = tl.load(recent_ptr + node.to(tl.int64) * recent_stride_n, mask=there, other=0.0)
+    if PRIOR:
+        mass = mass + prior * (recent - mass)
+    mass = tl.where(node < first, float("inf"), mass)
+    return tl.where(there, mass, float("-inf"))
+
+
+@triton.jit
+def first_few(mass, allowed, FEW: tl.constexpr, ROOM: tl.constexpr):
+    """The ``allowed`` heaviest, at most ``FEW``, ties to the smaller place: ``(places [ROOM], their order by place
+    [ROOM], how many)``, -1 for none; ``ROOM`` is a power of two. Masses are 0 or more, and -inf where none is."""
+    few, index, picked = tl.arange(0, ROOM), tl.arange(0, mass.shape[0]), tl.zeros([], tl.int32)
+    places = tl.full([ROOM], -1, tl.int32)
+    mass = tl.where(mass >= 0, mass, float("-inf"))
     for turn in tl.static_range(FEW):
-        top = tl.max(mass, 0)
-        best = tl.min(tl.where(mass == top, place, 0x7FFFFFFF), 0)
-        taken = (top > float("-inf")) & (allowed > turn)
-        number = tl.sum(tl.where(place == best, node, 0), 0)
-        mine = few == tl.where(taken, turn, -1)
-        places, nodes, heavy = tl.where(mine, best, places), tl.where(mine, number, nodes), tl.where(mine, top, heavy)
-        mass = tl.where(place == best, float("-inf"), mass)
+        top, best = tl.max(mass, 0, return_indices=True)  # of equals the first
+        taken = (top >= 0) & (allowed > turn)
+        places = tl.where(few == tl.where(taken, turn, -1), best, places)
+        mass = tl.where(index == best, float("-inf"), mass)
         picked += taken.to(tl.int32)
-    rank = tl.sum((places[None, :] < places[:, None]).to(tl.int32), 1)
-    moved = (rank[None, :] == few[:, None]) & (places < 0x7FFFFFFF)[None, :]
-    heavy = tl.max(tl.where(moved, heavy[None, :], float("-inf")), 1)
-    nodes = tl.where(few < picked, tl.sum(tl.where(moved, nodes[None, :], 0), 1), -1)
-    places = tl.where(few < picked, tl.sum(tl.where(moved, places[None, :], 0), 1), -1)
-    return heavy, places, nodes, picked
+    smaller = (places[None, :] < places[:, None]) & (places[None, :] >= 0)
+    return places, tl.where(places < 0, -1, tl.sum(smaller.to(tl.int32), 1)), picked
 
 
 @triton.jit
@@ -245,7 +294,6 @@ def choose_nodes(
         BRANCH,
         PRIOR,
         LAYER,
-        0,
         SPLITS,
         OTHERS,
     )
@@ -269,81 +317,3 @@ def choose_nodes(
     tl.store(picked_ptr + row, picked)
     gone = (chosen | (index >= count)).to(tl.int8)
     tl.store(gone_ptr + row * gone_stride + index, gone, mask=index < gone_places)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def nominate_nodes(
-    rank_ptr,
-    rank_lse_ptr,
-    found_lse_ptr,
-    recent_ptr,
-    count_ptr,
-    list_ptr,
-    nominee_ptr,
-    recent_stride_b,
-    recent_stride_h,
-    recent_stride_n,
-    count_stride_b,
-    count_stride_h,
-    list_stride_b,
-    list_stride_h,
-    rows,
-    num_kv_heads,
-    group,
-    splits,
-    others,
-    rank_places,
-    first,
-    prior,
-    BRANCH: tl.constexpr,
-    PRIOR: tl.constexpr,
-    FEW: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OTHERS: tl.constexpr,
-):
-    """Writes the heaviest nodes of each chunk of each KV head: ``nominee [B, Hkv, 3, chunks * ROOM]``, their masses
-    and, as int32, their places and numbers; -inf and -1 where there are fewer. The heaviest of all are among them."""
-    row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    batch, kv_head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    count = tl.load(count_ptr + batch * count_stride_b + kv_head * count_stride_h).to(tl.int32)
-    if BRANCH:
-        count = count * BRANCH
-        list_ptr += batch * list_stride_b + kv_head * list_stride_h
-    if PRIOR:
-        recent_ptr += batch * recent_stride_b + kv_head * recent_stride_h
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    mass, node = masses(
-        rank_ptr,
-        rank_lse_ptr,
-        found_lse_ptr,
-        recent_ptr,
-        recent_stride_h,
-        recent_stride_n,
-        list_ptr,
-        index,
-        count,
-        (batch * num_kv_heads + kv_head) * group,
-        group,
-        group,
-        rows,
-        splits,
-        others,
-        rank_places,
-        first,
-        prior,
-        BRANCH,
-        PRIOR,
-        False,
-        GROUP,
-        SPLITS,
-        OTHERS,
-    )
-    heavy, places, nodes, _ = first_few(mass, node, index, FEW, FEW, ROOM)
-    nominee_ptr += (row.to(tl.int64) * 3 * chunks + chunk) * ROOM + tl.arange(0, ROOM)
-    tl.store(nominee_ptr, heavy)
-    nominee_ptr = nominee_ptr.to(tl.pointer_type(tl.int32)) + chunks * ROOM
-    tl.store(nominee_ptr, places)
-    tl.store(nominee_ptr + chunks * ROOM, nodes)
