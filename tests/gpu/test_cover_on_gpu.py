@@ -29,13 +29,15 @@ def kernels_only(monkeypatch):
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
-@pytest.fixture(params=["few", "few of those nominated", "chosen before"])
+@pytest.fixture(params=["few", "few and long parts", "chosen before", "many"])
 def few(request, monkeypatch):
-    """Every program chooses, among all or among those that a launch before has found, or a launch before chooses."""
-    if request.param == "chosen before":
+    """See the fixture of this name in ``tests/ops/interpreted_summaries.py``."""
+    if request.param == "few and long parts":
+        monkeypatch.setattr(summaries_kernel, "part_blocks", lambda blocks, k, cost: 3)
+    elif request.param == "chosen before":
+        monkeypatch.setattr(summaries_kernel, "_FEW_OF", -1)
+    elif request.param == "many":
         monkeypatch.setattr(summaries_kernel, "_FEW", -1)
-    elif request.param != "few":
-        monkeypatch.setattr(summaries_kernel, "_CHUNK", 256)
 
 
 def problem(pages, **more):
