@@ -58,6 +58,7 @@ class Counters:
     tokens_evicted: int | Tensor = 0
     pages_refined: float | Tensor = 0.0
     indices_reused: int = 0
+    dense_steps: int = 0
     selections_capped: int | Tensor = 0
     bytes_per_key: int = 0
     resident_bytes: int = 0

@@ -94,6 +94,13 @@ def decode(
             show_default=False,
         ),
     ] = None,
+    dense_below: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of all sequences below which steps are dense, or auto: where methods are slower (model).",
+            show_default="0",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16"),
@@ -105,7 +112,8 @@ def decode(
 ) -> None:
     """A decode step: its attention, beside the fastest dense there is, or tokens a second of a model's generate."""
     of_layers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
-    of_model = {"model": model, "steps": steps, "liger": liger}
+    below = int(dense_below) if dense_below is not None and dense_below.isdecimal() else dense_below
+    of_model = {"model": model, "steps": steps, "liger": liger, "dense_below": below}
     _check_level(level, {"kernel": of_layers, "layer": of_layers, "model": of_model})
 
     from foveate.bench import decode as bench

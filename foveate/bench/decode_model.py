@@ -75,6 +75,8 @@ class Plan:
     steps: int = 64
     liger: bool = False
     """Whether norms, rotations and MLPs of the model run on Liger's kernels, under every method alike."""
+    dense_below: int | str = 0
+    """See :func:`foveate.attach`."""
     dtype: str = "bfloat16"
     seed: int = 0
     device: str = "cuda"
@@ -89,6 +91,8 @@ class Plan:
                 raise UserError(f"{name} must be at least {least}, not {min(numbers, default='none')}")
         if self.steps < 1:
             raise UserError(f"steps must be at least 1, not {self.steps}")
+        if self.dense_below != "auto" and not (isinstance(self.dense_below, int) and self.dense_below >= 0):
+            raise UserError(f"dense-below must be a number of tokens, at least 0, or auto, not {self.dense_below}")
         if self.dtype not in _DTYPES:
             raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
         inference.choose_device(self.device)
@@ -116,7 +120,7 @@ class Plan:
     def command(self) -> str:
         """The command line that makes the rows, a folder shortened to its last name."""
         sizes = {"method": self.methods, "context": self.contexts, "batch": self.batches}
-        rest = {name: getattr(self, name) for name in ("steps", "dtype", "seed", "device")}
+        rest = {name: getattr(self, name) for name in ("steps", "dense_below", "dtype", "seed", "device")}
         return command({"level": "model", "model": self.name, **sizes, **rest}) + " --liger" * self.liger
 
     @property
@@ -212,7 +216,7 @@ def _measured(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor) 
     whole = False
     if spec != TRANSFORMERS:
         try:
-            whole = foveate.attach(model, spec).whole_prompt
+            whole = foveate.attach(model, spec, dense_below=plan.dense_below).whole_prompt
         except ValueError as error:
             raise UserError(f"{plan.model}: {error}") from None
     memory.start()
@@ -269,6 +273,7 @@ def _row(
             "weights": "random" if plan.model in SHAPES else "trained",
             "dtype": plan.dtype,
             "liger": plan.liger,
+            "dense_below": plan.dense_below,
             "steps": plan.steps,
             "seed": plan.seed,
         },

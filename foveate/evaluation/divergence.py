@@ -85,7 +85,7 @@ def measure(
     step()
     for a, b in pairs(layers):
         one = OneReader.of(method, layers[a], layers[b], maps[a, b].tolist())
-        with foveate.attached(model, one):
+        with foveate.attached(model, one, dense_below=0):
             found[a, b] = prompt.divergence(model, trace).mean()
         if not bool(torch.isfinite(found[a, b])):
             raise ValueError(
@@ -116,7 +116,7 @@ def together(
     prompt, trace = answered
     found = torch.zeros(len(methods))
     for number, method in enumerate(methods):
-        with foveate.attached(model, dataclasses.replace(method, decode_only=True)):
+        with foveate.attached(model, dataclasses.replace(method, decode_only=True), dense_below=0):
             found[number] = prompt.divergence(model, trace).mean()
         if not bool(torch.isfinite(found[number])):
             raise ValueError(f"the predictions of the model are not finite (NaN or infinite) with {method.spec}")

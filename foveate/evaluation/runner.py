@@ -209,7 +209,7 @@ class _Examiner:
         )
         for method in methods:
             try:
-                with foveate.attached(self._model, method):
+                with foveate.attached(self._model, method, dense_below=0):
                     inference.run_batch(self._model, self._tokenizer, [cut])
             except UserError:
                 raise
@@ -239,7 +239,7 @@ class _Examiner:
 
     def _measure_alone(self, method: Any, items: Sequence[Item], trace: inference.Trace | None) -> Record:
         torch.manual_seed(self._plan.seed)
-        with foveate.attached(self._model, method):
+        with foveate.attached(self._model, method, dense_below=0):
             self._memory.start()
             prompt = inference.read_prompt(self._model, self._tokenizer, items)
             batch = prompt.go_on(self._model, along=trace)
@@ -256,7 +256,7 @@ class _Examiner:
         self, method: Any, items: Sequence[Item], prompt: inference.Prompt, peak: int, trace: inference.Trace | None
     ) -> Record:
         torch.manual_seed(self._plan.seed)
-        with foveate.attached(self._model, method):
+        with foveate.attached(self._model, method, dense_below=0):
             self._memory.start()
             batch = prompt.go_on(self._model, shared=True, along=trace)
             peak = max(peak, self._memory.peak())
@@ -286,7 +286,7 @@ class _Examiner:
         }
 
     def _is_sparse_in_prefill(self, method: Any) -> bool:
-        with foveate.attached(self._model, method) as attachment:
+        with foveate.attached(self._model, method, dense_below=0) as attachment:
             return attachment.sparse_prompt
 
 

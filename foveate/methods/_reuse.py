@@ -63,6 +63,7 @@ class SelectOnce(Method):
     """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
 
     stateful: ClassVar[bool] = False
+    stands_in: ClassVar[bool] = True
     graphs: ClassVar[bool] = True
     place: ClassVar[Place] = Place(-1, -1)
     """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
@@ -121,6 +122,9 @@ class SelectOnce(Method):
             cache.counters.indices_reused += cache.batch_size
             cache.count_read(total if heads is None else read.index_select(1, heads))
         return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling, heads=heads).out
+
+    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        return attend_all(cache, q, scaling).out
 
     def _check_layers(self, name: str) -> None:
         """A setting that lists layers, by number or by depth; kept as a tuple."""

@@ -59,6 +59,10 @@ class Method:
     """Whether the state after a prompt depends on where the prompt ended."""
     whole_prompt: ClassVar[bool] = False
     """Whether the prompt must come in one piece, and only one prompt."""
+    stands_in: ClassVar[bool] = False
+    """Whether a decode step may read everything instead, see :meth:`stand_in`."""
+    pays_from: ClassVar[int] = 8192
+    """Tokens, of all sequences together, from which decoding on a GPU is faster than dense (docs/decode.md)."""
     graphs: ClassVar[bool] = False
     """Whether a decode step can be captured in a CUDA graph: it asks for numbers of rows by their rules alone, see
     :class:`~foveate.row_numbers.RowNumbers`, and for nothing else that changes from step to step."""
@@ -143,6 +147,12 @@ class Method:
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``, and whatever follows from it."""
+        raise NotImplementedError
+
+    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """As :meth:`decode`, with dense attention, and what later steps need from this one: for contexts so short that
+        nothing is faster. Later steps may differ a little from those behind :meth:`decode`, where attention is looked
+        back on."""
         raise NotImplementedError
 
     @property

@@ -181,6 +181,10 @@ class Kascade(TopKByMass):
                 cache.channel(name).copy_(found)
             ops.write_fp8(cache.channel("fp8_keys"), cache.keys, *kept)
 
+    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        self._scored_keys(cache)
+        return super().stand_in(cache, q, scaling)
+
     def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
         if not self.scores_a_copy:
             return super()._scored_keys(cache)

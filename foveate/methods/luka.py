@@ -234,6 +234,25 @@ class LuKA(Method):
         return out
 
     @property
+    def stands_in(self) -> bool:  # type: ignore[override]
+        """Not where every token's latest attention or divergence makes pages."""
+        return self.compressor != "recent" and self.segmenter != "kl"
+
+    @property
+    def pays_from(self) -> int:  # type: ignore[override]
+        """Many pages are chosen and read in more launches than few."""
+        few = len(self.sizes) == 1 and self.refine == "top_k" and isinstance(self.top_k, int) and self.top_k <= 8
+        return super().pays_from if few else 65536
+
+    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
+        if self.weighs_mass:
+            cache.channel("mass").add_(attended.mass)
+        if cache.step is None and self.pauses(cache.decoded):
+            self.pages.extend(cache)
+        return attended.out
+
+    @property
     def graph_obstacle(self) -> str:
         if self.segmenter == "kl":
             return f"{self.name} with segmenter=kl asks the host where pages end"

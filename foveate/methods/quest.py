@@ -27,6 +27,7 @@ class Quest(Method):
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest, Tang et al. 2024, arXiv:2406.10774"
     stateful: ClassVar[bool] = False
+    stands_in: ClassVar[bool] = True
     graphs: ClassVar[bool] = True
     dense: ClassVar[bool] = False
     """Whether this layer reads all keys; set by :meth:`for_layer`."""
@@ -79,13 +80,23 @@ class Quest(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.dense:
             return attend_all(cache, q, scaling).out
-        lengths = cache.row_tensor("lengths")
-        ops.bound_newest(cache.keys, cache.channel("low"), cache.channel("high"), lengths, self.page_size)
+        lengths = self._bound_newest(cache)
         counts, most = cache.each_row(self.count), cache.most(self._widest)
         pages = ops.topk_rows(self._bounds(cache, q, scaling), counts, most, dtype=torch.int32)
         self._count_read(cache, pages)
         how = {"scaling": scaling, "lengths": lengths}
         return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, **how).out
+
+    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        if not self.dense:
+            self._bound_newest(cache)
+        return attend_all(cache, q, scaling).out
+
+    def _bound_newest(self, cache: SlotCache) -> Tensor:
+        """Put the newest keys into the boxes of their pages; returns the rows' lengths."""
+        lengths = cache.row_tensor("lengths")
+        ops.bound_newest(cache.keys, cache.channel("low"), cache.channel("high"), lengths, self.page_size)
+        return lengths
 
     def pages(self, length: Number) -> Number:
         """Pages of a row, the one that is being filled included."""

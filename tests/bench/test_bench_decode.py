@@ -360,6 +360,8 @@ def test_tokens_of_a_model(monkeypatch):
     [
         ({"model": "lama-3.1-8b"}, "unknown model 'lama-3.1-8b'. Did you mean 'llama-3.1-8b'"),
         ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"dense_below": "soon"}, "dense-below must be a number of tokens, at least 0, or auto, not soon"),
+        ({"dense_below": -1}, "dense-below must be a number of tokens, at least 0, or auto, not -1"),
         ({"contexts": ()}, "contexts must be at least 1, not none"),
         ({"methods": ("h3o",)}, "did you mean 'h2o'"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),

@@ -38,6 +38,8 @@ class Policy:
     counters: Counters = field(default_factory=Counters)
     forward: dict[Hashable, Any] = field(default_factory=dict)
     """The attachment's."""
+    dense_below: int | str = 0
+    """See :func:`attach`."""
     look: Callable[[int, Tensor, Tensor, float], None] | None = None
     """Called with the layer, and the rotated queries and keys that it is given, ``[B, H, n, D]``, and their scaling."""
 
@@ -91,7 +93,8 @@ class Attachment:
         twin.forward = {}
         twin.graphs = copy.deepcopy(self.graphs, memo)
         twin.policies = {
-            index: Policy(policy.method, twin.uid, forward=twin.forward) for index, policy in self.policies.items()
+            index: Policy(policy.method, twin.uid, forward=twin.forward, dense_below=policy.dense_below)
+            for index, policy in self.policies.items()
         }
         for index, policy in self.policies.items():
             memo[id(policy)] = twin.policies[index]
@@ -102,7 +105,12 @@ class Attachment:
 
 
 def attach(
-    model: nn.Module, method: str | Method | None = None, *, cuda_graph: bool | str = "auto", **settings: Any
+    model: nn.Module,
+    method: str | Method | None = None,
+    *,
+    cuda_graph: bool | str = "auto",
+    dense_below: int | str = "auto",
+    **settings: Any,
 ) -> Attachment | dsa.SparseAttachment:
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
 
@@ -115,6 +123,10 @@ def attach(
         cuda_graph: whether `generate` records a decode step as a CUDA graph and replays it for the tokens that follow
             (greedy or sampled, one token for each sequence at a time): True insists; "auto" does so on a GPU where
             model and method allow, and otherwise :func:`stats` tells why not.
+        dense_below: decode steps read everything while a cache has room for fewer tokens than this, those of all its
+            sequences together; "auto": on a GPU than the method needs to be faster that way
+            (:attr:`Method.pays_from`), elsewhere 0: never. Methods that give tokens up never do. :func:`stats` counts
+            these steps. Who compares methods wants 0.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
@@ -122,6 +134,9 @@ def attach(
             ``cuda_graph=True`` where it is not possible; the model is left as it was.
     """
     graphs = Graphs(cuda_graph)
+    whole = isinstance(dense_below, int) and not isinstance(dense_below, bool) and dense_below >= 0
+    if not (whole or dense_below == "auto"):
+        raise ValueError(f"dense_below must be a number of tokens, at least 0, or 'auto', not {dense_below!r}")
     if method is None:
         if settings:
             raise ValueError(f"settings need a method: {', '.join(settings)}")
@@ -139,7 +154,12 @@ def attach(
     uid = _uid()
     forward: dict[Hashable, Any] = {}
     policies = {
-        index: Policy(chosen.for_layer(index, config.num_hidden_layers, sorted(modules)), uid, forward=forward)
+        index: Policy(
+            chosen.for_layer(index, config.num_hidden_layers, sorted(modules)),
+            uid,
+            forward=forward,
+            dense_below=dense_below,
+        )
         for index in modules
     }
     _check_artefacts(policies, config, modules)
@@ -197,10 +217,10 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def attached(
-    model: nn.Module, method: str | Method | None = None, *, cuda_graph: bool | str = "auto", **settings: Any
+    model: nn.Module, method: str | Method | None = None, **options: Any
 ) -> Iterator[Attachment | dsa.SparseAttachment]:
-    """:func:`attach` for the length of a ``with`` block."""
-    attachment = attach(model, method, cuda_graph=cuda_graph, **settings)
+    """:func:`attach`, with its options, for the length of a ``with`` block."""
+    attachment = attach(model, method, **options)
     try:
         yield attachment
     finally:
@@ -242,6 +262,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 tokens_evicted=int(counted.tokens_evicted),
                 pages_refined=round(float(counted.pages_refined)),
                 indices_reused=counted.indices_reused,
+                dense_steps=counted.dense_steps,
                 selections_capped=int(counted.selections_capped),
             )
         )

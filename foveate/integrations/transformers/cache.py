@@ -16,6 +16,7 @@ from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.attention import without_cache
 from foveate.methods import Method, Together
+from foveate.ops._dispatch import runs_kernel
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment
@@ -70,9 +71,9 @@ class Layer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, method: Method, counters: Counters, phase: Phase):
+    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0):
         super().__init__()
-        self.method, self.counters, self.phase = method, counters, phase
+        self.method, self.counters, self.phase, self.dense_below = method, counters, phase, dense_below
         self.store: SlotCache | None = None
         self.seen = 0
         self.scaling: float | None = None
@@ -216,10 +217,20 @@ class Layer(CacheLayerMixin):
         outs = []
         for i in range(n):
             store.write_step(k[:, :, i : i + 1], v[:, :, i : i + 1])
-            outs.append(self.method.decode(store, q[:, :, i : i + 1], scaling))
+            outs.append(self._step(q[:, :, i : i + 1], scaling))
             if self.method.stateful:
                 store.save(first + i + 1)
         return torch.cat(outs, 2) if n > 1 else outs[0]
+
+    def _step(self, q: Tensor, scaling: float) -> Tensor:
+        """Attention of one token a row, dense while the sequences are short."""
+        store, method, below = self.store, self.method, self.dense_below
+        if below == "auto":
+            below = method.pays_from if store.device.type == "cuda" and runs_kernel("attend") else 0
+        if not method.stands_in or store.batch_size * store.capacity >= below:
+            return method.decode(store, q, scaling)
+        self.counters.dense_steps += 1
+        return method.stand_in(store, q, scaling)
 
     def go_on_from(self, read: Layer) -> None:
         """Begin after a prompt that another layer has read, which had :class:`Together` for its method."""
@@ -366,7 +377,7 @@ class Cache(transformers.Cache):
         self.phase = Phase(prompt_end=prompt_length)
         layers = transformers.DynamicCache(config=attachment.config).layers
         for index, policy in attachment.policies.items():
-            layers[index] = Layer(policy.method, policy.counters, self.phase)
+            layers[index] = Layer(policy.method, policy.counters, self.phase, policy.dense_below)
         super().__init__(layers=layers)
         self.steps: Steps | None = None
         attachment.remember(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class Steps:
         self._methods: list[Any] = []
         self._room = 0
         self._totals: list[int] = []
-        self._reused: list[int] = []
+        self._counts: list[tuple[int, ...]] = []
 
     def __deepcopy__(self, memo):  # a copy of the cache has memory of its own
         return None
@@ -118,9 +118,11 @@ class Steps:
         if not self._ready(layers):
             self._enter(layers)
         if self._recording is None and not self._warm:
-            before = [layer.counters.indices_reused for layer in layers]
+            before = [_counted(layer) for layer in layers]
             out = self._run(run, cache)
-            self._reused = [layer.counters.indices_reused - n for layer, n in zip(layers, before)]
+            self._counts = [
+                tuple(now - then for now, then in zip(_counted(layer), one)) for layer, one in zip(layers, before)
+            ]
             self._warm = True
         else:
             if self._recording is None:
@@ -129,9 +131,9 @@ class Steps:
             self._recording.replay()
             self._use.replayed += 1
             out = self._recording.out
-            for layer, reused in zip(layers, self._reused):
+            for layer, counts in zip(layers, self._counts):
                 layer.seen += 1
-                layer.counters.indices_reused += reused
+                _set_counted(layer, (now + more for now, more in zip(_counted(layer), counts)))
         for rows in self._groups:
             rows.steps += 1
         for layer, group in zip(layers, self._grouping):
@@ -231,14 +233,24 @@ class Steps:
 
     def _recorded(self, layers: list[Layer], run: Callable[..., Any], cache: Cache) -> Recording:
         """The step, recorded and not yet done: nothing has changed but what is recorded to change."""
-        before = [(layer.seen, layer.counters.indices_reused) for layer in layers]
+        before = [(layer.seen, _counted(layer)) for layer in layers]
         try:
             return self._record(lambda: self._run(run, cache))
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(str(error).partition("\n")[0]) from error
         finally:
-            for layer, (seen, reused) in zip(layers, before):
-                layer.seen, layer._pending, layer.counters.indices_reused = seen, False, reused
+            for layer, (seen, counts) in zip(layers, before):
+                layer.seen, layer._pending = seen, False
+                _set_counted(layer, counts)
+
+
+def _counted(layer: Layer) -> tuple[int, ...]:
+    """What the host counts of a step: the same in every replay."""
+    return layer.counters.indices_reused, layer.counters.dense_steps
+
+
+def _set_counted(layer: Layer, counts: Iterable[int]) -> None:
+    layer.counters.indices_reused, layer.counters.dense_steps = counts
 
 
 def _without_cache(out: ModelOutput) -> ModelOutput:

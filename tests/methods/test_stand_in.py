@@ -1,0 +1,111 @@
+"""Dense attention in the place of decode steps whose contexts are short."""
+
+import pytest
+import torch
+from matrix import PROMPT, VARIANTS, Driver, Tokens, close
+
+import foveate
+from foveate import methods
+from foveate.integrations.transformers import steps as steps_module
+from tests.helpers import generate, tiny_model, tokens
+from tests.recorded import Replayed
+
+EVER = 1 << 40
+STANDS_IN = [(name, method) for name, method in VARIANTS if method.stands_in]
+each_standing_in = pytest.mark.parametrize("method", [m for _, m in STANDS_IN], ids=[name for name, _ in STANDS_IN])
+
+
+def looks_back(method):
+    return getattr(method, "looks_back", False) or getattr(method, "weighs_mass", False)
+
+
+def test_no_method_that_gives_up_tokens_reads_everything():
+    for name, method in VARIANTS:
+        assert not (method.evicts and method.stands_in), name
+    for name in ("kascade", "oracle_topk", "quest", "omnikv", "lessismore", "luka", "luka_paper"):
+        assert methods.make(name).stands_in, name
+    assert not methods.make("luka", compressor="recent").stands_in
+    assert methods.make("luka").pays_from > methods.make("luka", page_size=16, top_k=3).pays_from
+
+
+@each_standing_in
+def test_short_contexts_are_read_whole(method):
+    given = Tokens.random(2, PROMPT + 24)
+    short, dense = Driver(method, PROMPT), Driver(methods.make("dense"), PROMPT)
+    short.layer.dense_below = EVER
+    for one in (short, dense):
+        one.feed(given[:PROMPT])
+    close(short.feed_steps(given[PROMPT:]), dense.feed_steps(given[PROMPT:]))
+    counters = short.layer.counters
+    assert counters.dense_steps == counters.decode_steps == 24
+    assert float(counters.keys_read) == counters.keys_available
+    assert counters.indices_reused == 0
+
+
+@each_standing_in
+def test_longer_ones_find_what_they_need(method):
+    """Outputs behind dense steps are those that they would be, but for what was not looked back on."""
+    given = Tokens.random(2, PROMPT + 40)
+    short, plain = Driver(method, PROMPT), Driver(method, PROMPT)
+    for one in (short, plain):
+        one.feed(given[:PROMPT])
+        one.layer.dense_below = EVER if one is short else 0
+        one.feed_steps(given[PROMPT:][:25])
+        one.layer.dense_below = 0
+    found, expected = (one.feed_steps(given[PROMPT + 25 :]) for one in (short, plain))
+    assert short.layer.counters.dense_steps == 25
+    assert plain.layer.counters.dense_steps == 0
+    assert short.store.rows == plain.store.rows
+    if looks_back(method):
+        assert found.isfinite().all()
+    else:
+        close(found, expected)
+
+
+@each_standing_in
+def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
+    if method.graph_obstacle:
+        return
+    monkeypatch.setattr(steps_module, "ROOM", 1)
+    given = Tokens.random(2, PROMPT + 120)
+    driver, dense, sparse = (Driver(one, PROMPT) for one in (method, methods.make("dense"), method))
+    for one in (driver, dense, sparse):
+        one.feed(given[:PROMPT])
+    driver.layer.dense_below = 2 * driver.store.capacity + 1
+    fits = driver.store.capacity - PROMPT
+    replayed = Replayed(driver)
+    found, whole, expected = (one.feed_steps(given[PROMPT:]) for one in (replayed, dense, sparse))
+    close(found[:, :, :fits], whole[:, :, :fits])
+    assert driver.layer.counters.dense_steps == fits
+    assert replayed.use.replayed > 80 or method.name.startswith("luka")
+    if looks_back(method):
+        assert torch.any((found - whole)[:, :, fits:].abs() > 1e-3)
+    else:
+        close(found[:, :, fits:], expected[:, :, fits:])
+
+
+def test_of_a_model():
+    model, how = tiny_model("llama"), {"input_ids": tokens(61), "new": 12}
+    with foveate.attached(model, "dense"):
+        expected = generate(model, **how)
+    for method in ("quest:top_k=16,page_size=4,dense_layers=0", "kascade:anchors=1,top_k=9,min_k=4,decode_only=true"):
+        with foveate.attached(model, method, dense_below=4096):
+            assert torch.equal(generate(model, **how), expected)
+            stats = foveate.stats(model)
+            assert {layer.dense_steps for layer in stats.layers} == {11}
+            assert stats.summary()["keys_read_share"] == 1
+            assert "11 decode steps read everything" in str(stats)
+        with foveate.attached(model, method):  # on a CPU never by itself
+            generate(model, **how)
+            stats = foveate.stats(model, reset=True)
+            assert {layer.dense_steps for layer in stats.layers} == {0}
+            assert stats.summary()["keys_read_share"] < 0.8
+            assert "read everything" not in str(stats)
+
+
+@pytest.mark.parametrize("below", [-1, 0.5, True, "always", None])
+def test_bad_bounds(below):
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="dense_below must be a number of tokens, at least 0, or 'auto', not"):
+        foveate.attach(model, "quest", dense_below=below)
+    assert "foveate" not in model.__dict__
