@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from foveate.calibration import load
-from foveate.report import calibrations, csa, indexer, indexer_study, pooled
+from foveate.report import calibrations, csa, decode, decode_goals, indexer, indexer_study, pooled
 from foveate.report.beside_dense import differences, least_keys
 from foveate.report.indexer_goals import goals
 from foveate.report.lines import once
@@ -33,6 +33,8 @@ KINDS = {
     "indexer-settings": indexer_study.settings,
     "indexer-ablations": indexer_study.ablations,
     "csa-layer": csa.layer,
+    "decode-goals": decode_goals.goals,
+    "decode-table": decode.table,
     "dsa-model": csa.model,
 }
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.layer_state import Channel, Counters, Geometry, Tally
+from foveate.layer_state import Channel, Counters, Geometry, Tally, over_rows
 from foveate.moving_rows import MovingRows
 from foveate.ops import first_keys, gather_slots, give_up, put_token
 from foveate.row_numbers import Moving, RowNumbers
@@ -185,11 +185,11 @@ class SlotCache(RowNumbers, Undoing):
         """
         total, tally = getattr(self.counters, name), self.tally if self.step is None else self.step.tally
         if not isinstance(number, Tensor):
-            self.counters.add(name, float(number * self.batch_size))
-        elif tally is not None and isinstance(total, Tensor) and not total.is_inference():
+            number = float(number * self.batch_size)
+        if tally is not None and isinstance(total, Tensor) and not total.is_inference():
             tally.add(total, number)
         else:
-            self.counters.add(name, number.double().mean(1).sum() if number.dim() else number)
+            self.counters.add(name, over_rows(number) if isinstance(number, Tensor) and number.dim() else number)
 
     # Between the layers of one forward pass
 

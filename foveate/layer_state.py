@@ -111,16 +111,17 @@ class Tally:
     """What the layers of a step count on the device: added to the totals of all of them at once, at its end."""
 
     def __init__(self):
-        self._counted: list[tuple[Tensor, Tensor]] = []
+        self._counted: list[tuple[Tensor, float | Tensor]] = []
 
-    def add(self, total: Tensor, number: Tensor) -> None:
+    def add(self, total: Tensor, number: float | Tensor) -> None:
         """Count more of something.
 
         Args:
             total: ``[]``.
-            number: ``[]``, or ``[B, H]``: the sum over the rows of the mean over the heads.
+            number: a number of the host; ``[]``; or ``[B, H]``: the sum over the rows of the mean over the heads.
         """
-        self._counted.append((total, number))
+        if isinstance(number, Tensor) or number:
+            self._counted.append((total, number))
 
     def forget(self) -> None:
         """Leave out what has been counted since the last step."""
@@ -128,15 +129,23 @@ class Tally:
 
     def settle(self) -> None:
         """Add it, in place."""
-        alike: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
+        alike: dict[Hashable, list[tuple[Tensor, float | Tensor]]] = {}
         for total, number in self._counted:
-            alike.setdefault((total.dtype, number.dtype, number.shape), []).append((total, number))
+            kind = (number.dtype, number.shape) if isinstance(number, Tensor) else None
+            alike.setdefault((total.dtype, kind), []).append((total, number))
         for counted in alike.values():
             totals, numbers = zip(*counted)
-            if numbers[0].dim():
-                numbers = torch.stack(numbers).double().mean(2).sum(1).unbind()
-            torch._foreach_add_(totals, [number.to(totals[0].dtype) for number in numbers])
+            if isinstance(numbers[0], Tensor):
+                if numbers[0].dim():
+                    numbers = over_rows(torch.stack(numbers)).unbind()
+                numbers = [number.to(totals[0].dtype) for number in numbers]
+            torch._foreach_add_(totals, numbers)
         self.forget()
+
+
+def over_rows(numbers: Tensor) -> Tensor:
+    """Sums over the rows of the means over the heads, ``[..., B, H]`` to fp64 ``[...]``."""
+    return numbers.sum((-2, -1), dtype=torch.float64) / numbers.shape[-1]
 
 
 @functools.lru_cache(maxsize=256)

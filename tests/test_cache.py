@@ -646,11 +646,13 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
 
 def test_what_layers_count_together_is_added_once():
     generator, tally = torch.Generator().manual_seed(0), Tally()
-    totals = [torch.tensor(n, dtype=torch.float64) for n in (0.0, 2.5, 7.0, 1.0)] + [torch.tensor(3)]
+    totals = [torch.tensor(n, dtype=torch.float64) for n in (0.0, 2.5, 7.0, 1.0, 2.0, 9.0)] + [torch.tensor(3)]
     numbers = [torch.rand(3, 2, generator=generator) for _ in range(2)]
-    numbers += [torch.randint(9, (3, 1), generator=generator), torch.tensor(4.25, dtype=torch.float64), torch.tensor(5)]
+    numbers += [torch.randint(9, (3, 1), generator=generator), torch.tensor(4.25, dtype=torch.float64), 12.5, 0.0]
+    numbers.append(torch.tensor(5))
     expected = [
-        total + (number.double().mean(1).sum() if number.dim() else number) for total, number in zip(totals, numbers)
+        total + (number.double().mean(1).sum() if isinstance(number, torch.Tensor) and number.dim() else number)
+        for total, number in zip(totals, numbers)
     ]
     for total, number in zip(totals, numbers):
         tally.add(total, number)

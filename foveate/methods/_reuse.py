@@ -50,8 +50,6 @@ class Selection(NamedTuple):
     """int ``[B, Hkv, ...]``, -1 for none."""
     read: Tensor | None = None
     """Of a decoded token: how many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
-    total: Tensor | None = None
-    """And the sum over the rows of its mean over the heads, ``[]``."""
 
     def to(self, device: torch.device) -> Selection:
         """The same on another device."""
@@ -116,11 +114,12 @@ class SelectOnce(Method):
             read = (indices >= 0).sum(-1)
             self._hand_on(cache, indices, read)
             # all keys as they are scored, without their values, and then the chosen ones with them
-            cache.count_read(read + self._scored_share(cache) * cache.row_tensor("counts")[:, None])
+            cache.count_read(read)
+            cache.count("keys_read", self._scored(cache))
         else:
-            (indices, read, total), heads = self._handed_on(cache)
+            (indices, read), heads = self._handed_on(cache)
             cache.counters.indices_reused += cache.batch_size
-            cache.count_read(total if heads is None else read.index_select(1, heads))
+            cache.count_read(read if heads is None else read.index_select(1, heads))
         return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling, heads=heads).out
 
     def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -141,6 +140,13 @@ class SelectOnce(Method):
         """Keys that a row of this length may read."""
         return clamp(budget(self.top_k, length, self.min_k), 1, length)
 
+    def _scored(self, cache: SlotCache) -> float | Tensor:
+        """What is read of all keys in order to score them, in keys with their values, see :meth:`SlotCache.count`."""
+        share, step = self._scored_share(cache), cache.step
+        if step is None:
+            return share * sum(cache.rows["counts"]) / cache.batch_size
+        return step.once(("scored", share), lambda: share * cache.row_tensor("counts").double().sum())
+
     def _scored_share(self, cache: SlotCache) -> float:
         """What is read of a key in order to score it, as a share of the key with its value."""
         return cache.geometry.head_dim / (cache.geometry.head_dim + cache.geometry.value_dim)
@@ -148,9 +154,8 @@ class SelectOnce(Method):
     def _hand_on(self, cache: SlotCache, indices: Tensor, read: Tensor | None = None) -> None:
         """For the layers that read them, if any; see :class:`Selection`."""
         if self.place.has_readers:
-            total = None if read is None else read.double().mean(1).sum()
             own, before = ((self.name, layer) for layer in (self.place.layer, self.place.before))
-            cache.hand_on(own, Selection(indices, read, total), instead_of=before)
+            cache.hand_on(own, Selection(indices, read), instead_of=before)
 
     def _handed_on(self, cache: SlotCache) -> tuple[Selection, Tensor | None]:
         """The anchor's selection, and which of its heads each of this layer reads; None: its own."""

@@ -83,6 +83,16 @@ def indexer_tiles(files: Files, out: Out) -> None:
 
 
 @app.command()
+def decode(files: Files, out: Out) -> None:
+    """What a layer's decode step goes to, by method: kernels of `foveate bench decode`."""
+    from foveate.report import decode_plots
+    from foveate.report.rows import read_bench
+
+    decode_plots.parts(read_bench(files, "decode"), out)
+    _say(out, [])
+
+
+@app.command()
 def calibration(
     file: Annotated[Path, typer.Argument(help="File of `foveate calibrate`.", show_default=False)], out: Out
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foveate.report.decode_plots import mean_parts
 from foveate.report.markdown import made_with, markdown_table
 
 Row = Mapping[str, Any]
@@ -53,13 +54,9 @@ def _parts(rows: Sequence[Row]) -> str:
     """What they do, where a profile has told; empty where none has. Upkeep is LuKA's making pages, its share a step."""
     lines = [("method", "tokens", "batch", "score", "select", "attend", "other", "upkeep")]
     for row in rows:
-        kinds = [one for one in (row.get("layers") or {}).values() if one.get("parts_ms")]
-        if not kinds:
+        parts, case = mean_parts(row), row["case"]
+        if not parts:
             continue
-        number = sum(one["layers"] for one in kinds)
-        parts = {part: sum(one["layers"] * one["parts_ms"][part] for one in kinds) / number for part in lines[0][3:7]}
-        parts["upkeep"] = sum(one["layers"] * one["upkeep_ms"] for one in kinds) / number
-        case = row["case"]
         lines.append(
             (
                 f"`{case['method']}`",
