@@ -47,6 +47,7 @@ class MovingRows:
         self._read: tuple[int, dict[str, list[int]], list[bool]] | None = None
         self._memo: dict[Hashable, Any] = {}
         self._constants: dict[Hashable, Tensor] = {}
+        self._after: dict[Hashable, Callable[[], Any]] = {}
 
     def write(self, rows: dict[str, list[int]], freed: list[bool] | None, bound: int) -> None:
         """Put the host's numbers on the device, without waiting for it.
@@ -103,6 +104,27 @@ class MovingRows:
             return True
 
         self.once("evict", count)
+
+    # Between steps
+
+    def pause(self) -> None:
+        """Something is done between two steps, by the numbers that the last one has left."""
+        self._memo.clear()
+        self._after.clear()
+
+    def after(self, key: Hashable, change: Callable[[], Any]) -> None:
+        """Have numbers changed when all layers have done that; of the same key once."""
+        self._after.setdefault(key, change)
+
+    def resume(self) -> None:
+        """It is done."""
+        for change in self._after.values():
+            change()
+        self._after.clear()
+
+    def told(self, rule: Callable[[dict[str, list[int]]], dict[str, list[int]]]) -> None:
+        """Change the host's numbers by a rule, as something between two steps has changed those of the device."""
+        self._rows |= rule(self.read()[0])
 
     # After it
 

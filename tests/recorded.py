@@ -100,7 +100,7 @@ class Replayed:
         outs, self.kind = [], type(tokens)
         for i in range(len(tokens)):
             layer, one = self.driver.layer, tokens[i : i + 1]
-            if layer.method.pauses(layer.store.decoded + 1):
+            if layer.method.pauses(layer.store.decoded + 1) and not layer.method.records_pauses:
                 outs.append(self.driver.feed(one))
             else:
                 outs.append(self.steps(self, self.run, vars(one), {}).out.clone())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from foveate.ops.compress import segments
 
 if TYPE_CHECKING:
     from foveate.methods.luka import LuKA
+    from foveate.moving_rows import MovingRows
 
 KL_LAG = 8
 """Tokens between the two queries whose attention the KL segmenter compares."""
@@ -121,20 +123,53 @@ class Pages:
             self._extend(row)
             cache.put_back(b, row)
 
+    def extend_in_step(self, cache: SlotCache) -> None:
+        """The same of every row at once, by the numbers on the device, in something that is recorded and replayed.
+
+        As many pages are made of each row as any may need; those behind the ones that are due are not read, and are
+        made again when they are.
+        """
+        step = cache.step
+        pages, start, after = step.once(("new pages", self.method.spec), lambda: self._due(step))
+        new = _OfEach(pages, start, self.most_new * self.group, self.sizes[0])
+        self._make(cache, 0, new, *self._tokens(cache, new))
+        for level in range(1, len(self.sizes)):
+            self._make(cache, level, new, self._below(cache, level, new), None)
+        step.after(("new pages", self.method.spec), lambda: [step[name].copy_(after[name]) for name in after])
+
+    @property
+    def most_new(self) -> int:
+        """Nodes of the top level that a row gets at most when pages are made after ``compress_every`` more tokens."""
+        under = self.group * self.sizes[0]
+        return (under - 1 + self.method.compress_every) // under
+
+    def _due(self, rows: Mapping[str, Tensor] | MovingRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Each row's pages, where its next one begins, and its numbers when what is due has been made."""
+        pages, paged = rows["pages"].clone(), rows["paged"]
+        start = torch.where(paged > 0, paged, self.method.sinks)
+        under = self.group * self.sizes[0]
+        due = ((rows["lengths"] - self.method.tail - start) // under).clamp(0, self.most_new)
+        after = {"pages": pages + due * self.group, "paged": torch.where(due > 0, start + due * under, paged)}
+        return pages, start, after
+
+    def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """Numbers of the host as :meth:`extend_in_step` leaves those of the device."""
+        numbers = {name: torch.tensor(rows[name]) for name in ("lengths", "pages", "paged")}
+        return {name: after.tolist() for name, after in self._due(numbers)[2].items()}
+
     def _extend(self, cache: SlotCache) -> None:
         first, start = cache.rows["pages"][0], cache.rows["paged"][0] or self.method.sinks
         ends = self._ends(cache, first, start, cache.lengths[0] - self.method.tail)
         ends = ends[: len(ends) // self.group * self.group]
         if not ends:
             return
-        last = first + len(ends)
-        self._make(cache, 0, first, last, *self._tokens(cache, start, ends))
+        new = _Alike(first, first + len(ends), start, self.sizes[0])
+        self._make(cache, 0, new, *(self._tokens(cache, new) if self.fixed else self._varied(cache, start, ends)))
         if not self.fixed:
-            cache.channel("page_end")[:, :, first:last] = cache.on_device(ends)
+            cache.channel("page_end")[:, :, first : new.last] = cache.on_device(ends)
         for level in range(1, len(self.sizes)):
-            begin, end = self.count(level, first), self.count(level, last)
-            self._make(cache, level, begin, end, self._below(cache, level, begin, end), None)
-        cache.rows["pages"] = [last] * cache.batch_size
+            self._make(cache, level, new, self._below(cache, level, new), None)
+        cache.rows["pages"] = [new.last] * cache.batch_size
         cache.rows["paged"] = [ends[-1]] * cache.batch_size
 
     def _ends(self, cache: SlotCache, first: int, start: int, stop: int) -> list[int]:
@@ -146,60 +181,63 @@ class Pages:
         divergence = cache.channel("divergence")[0, 0, start : max(start, stop)].tolist()
         return ops.divergence_ends(divergence, start, method.kl_threshold, size, self.width)
 
-    def _tokens(self, cache: SlotCache, start: int, ends: list[int]) -> tuple[ops.Nodes, Tensor | None]:
-        """The raw tokens of new pages, fields ``[B, Hkv, n, S, ...]``, and which of the places are used."""
-        if self.fixed:
-            used = None
-            keys, values = (x[:, :, start : ends[-1]].unflatten(2, (len(ends), -1)) for x in (cache.keys, cache.values))
-        else:
-            begins = cache.on_device([start, *ends[:-1]])[:, None]
-            slots = begins + torch.arange(self.width, device=cache.device)
-            used = slots < cache.on_device(ends)[:, None]
-            slots = slots.where(used, 0)
-            keys, values = (x[:, :, slots] for x in (cache.keys, cache.values))
-            used = used[None, None]
+    def _tokens(self, cache: SlotCache, new: _Alike | _OfEach) -> tuple[ops.Nodes, None]:
+        """The raw tokens of new pages, fields ``[B, Hkv, n, S, ...]``; every place is used."""
+        return self._raw(*(new.tokens(x) for x in (cache.keys, cache.values))), None
+
+    def _varied(self, cache: SlotCache, start: int, ends: list[int]) -> tuple[ops.Nodes, Tensor]:
+        """The same of pages of different sizes, and which of the places are used."""
+        begins = cache.on_device([start, *ends[:-1]])[:, None]
+        slots = begins + torch.arange(self.width, device=cache.device)
+        used = slots < cache.on_device(ends)[:, None]
+        slots = slots.where(used, 0)
+        return self._raw(*(x[:, :, slots] for x in (cache.keys, cache.values))), used[None, None]
+
+    def _raw(self, keys: Tensor, values: Tensor) -> ops.Nodes:
         bounds = (keys, keys) if self.method.uses_bounds else (None, None)
         entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.method.bias == "entropy" else None
-        return ops.Nodes(keys, values, None, *bounds, entropy), used
+        return ops.Nodes(keys, values, None, *bounds, entropy)
 
-    def _below(self, cache: SlotCache, level: int, begin: int, end: int) -> ops.Nodes:
-        """The children of nodes above the pages, fields ``[B, Hkv, n, S, ...]``."""
-        branch = self.branch(level)
+    def _over(self, level: int) -> int:
+        """Pages under a node of a level."""
+        return self.sizes[level] // self.sizes[0]
 
-        def field(name: str) -> Tensor | None:
-            name = self.channel(name, level - 1)
-            if name not in cache.specs:
-                return None
-            return cache.channel(name)[:, :, begin * branch : end * branch].unflatten(2, (-1, branch))
+    def _children(self, cache: SlotCache, name: str, level: int, new: _Alike | _OfEach) -> Tensor:
+        """A field of the children of new nodes above the pages, ``[B, Hkv, n, S, ...]``."""
+        return new.nodes(cache.channel(self.channel(name, level - 1)), self._over(level), self.branch(level))
 
-        return ops.Nodes(*(field(name) for name in ops.Nodes._fields))
+    def _below(self, cache: SlotCache, level: int, new: _Alike | _OfEach) -> ops.Nodes:
+        """The children of new nodes above the pages."""
+        return ops.Nodes(
+            *(
+                self._children(cache, name, level, new) if self.channel(name, level - 1) in cache.specs else None
+                for name in ops.Nodes._fields
+            )
+        )
 
     def _make(
-        self, cache: SlotCache, level: int, begin: int, end: int, children: ops.Nodes, used: Tensor | None
+        self, cache: SlotCache, level: int, new: _Alike | _OfEach, children: ops.Nodes, used: Tensor | None
     ) -> None:
-        """Write the nodes ``begin .. end - 1`` of a level, made of their children."""
-        method = self.method
-        mass = self._got("mass", cache, level, begin, end, used) if method.weighs_mass else None
-        recent = self._got("recent", cache, level, begin, end, used) if method.looks_back else None
-        weights = self._weights(begin, end, children, recent if method.compressor == "recent" else mass, used)
+        """Write the new nodes of a level, made of their children."""
+        method, over = self.method, self._over(level)
+        mass = self._got("mass", cache, level, new, used) if method.weighs_mass else None
+        recent = self._got("recent", cache, level, new, used) if method.looks_back else None
+        weights = self._weights(over, new, children, recent if method.compressor == "recent" else mass, used)
         nodes = ops.summarise(children, weights, used, spread=self.method.uses_spread)
         if self.method.zero_values:
             nodes = nodes._replace(v=torch.zeros_like(nodes.v))
-        for name, value in zip(ops.Nodes._fields, nodes):
-            if value is not None:
-                cache.channel(self.channel(name, level))[:, :, begin:end] = value
+        fields = dict(zip(ops.Nodes._fields, nodes))
         if not self.fixed:
-            below = used if level == 0 else cache.channel(self.channel("tokens", level - 1))
-            if level:
-                branch = self.branch(level)
-                below = below[:, :, begin * branch : end * branch].unflatten(2, (-1, branch))
-            cache.channel(self.channel("tokens", level))[:, :, begin:end] = below.sum(-1)
+            fields["tokens"] = (used if level == 0 else self._children(cache, "tokens", level, new)).sum(-1)
         for name, got in (("mass", mass), ("recent", recent)):
             if got is not None and self.channel(name, level) in cache.specs:
-                cache.channel(self.channel(name, level))[:, :, begin:end] = got.sum(-1)
+                fields[name] = got.sum(-1)
+        for name, value in fields.items():
+            if value is not None:
+                new.write(cache.channel(self.channel(name, level)), over, value)
 
     def _weights(
-        self, begin: int, end: int, children: ops.Nodes, got: Tensor | None, used: Tensor | None
+        self, over: int, new: _Alike | _OfEach, children: ops.Nodes, got: Tensor | None, used: Tensor | None
     ) -> Tensor | None:
         method = self.method
         if method.compressor == "mean":
@@ -211,23 +249,20 @@ class Pages:
         if method.compressor == "trained":
             return method.trained(children.k, used=used)
         heads, width, device = children.k.shape[1], children.k.shape[3], children.k.device
-        number = torch.arange(begin, end, device=device)
+        number = torch.arange(new.first // over, new.last // over, device=device)
         sizes = torch.full_like(number, width) if used is None else used.sum(-1)[0, 0]
         return ops.random_weights(number, sizes, width, heads, method.seed)
 
-    def _got(self, name: str, cache: SlotCache, level: int, begin: int, end: int, used: Tensor | None) -> Tensor:
+    def _got(self, name: str, cache: SlotCache, level: int, new: _Alike | _OfEach, used: Tensor | None) -> Tensor:
         """Attention that each child got, all of it (``mass``) or lately, mean over the group: ``[B, Hkv, n, S]``."""
         if level:
-            branch = self.branch(level)
-            got = cache.channel(self.channel(name, level - 1))
-            return got[:, :, begin * branch : end * branch].unflatten(2, (-1, branch))
-        got, start = cache.channel(name), cache.rows["paged"][0] or self.method.sinks
+            return self._children(cache, name, level, new)
+        got = cache.channel(name)
         if used is None:
-            width = self.sizes[0]
-            got = got[:, :, start : start + (end - begin) * width].unflatten(2, (-1, width))
+            got = new.tokens(got)
         else:
             lengths, width = used.sum(-1)[0, 0], used.shape[-1]
-            begins = start + lengths.cumsum(0) - lengths
+            begins = new.start + lengths.cumsum(0) - lengths
             slots = (begins[:, None] + torch.arange(width, device=used.device)).where(used[0, 0], 0)
             got = got[:, :, slots] * used
         return got / cache.geometry.group if name == "mass" else got
@@ -267,3 +302,57 @@ class Pages:
                 beneath = beneath[:, :, : nodes * branch].unflatten(2, (nodes, branch)).sum(-1)
             if nodes:
                 cache.channel(self.channel("recent", level))[:, :, :nodes].lerp_(beneath, share)
+
+
+class _Alike(NamedTuple):
+    """New pages of rows that all have the same ones: ``first .. last - 1``, of the tokens from ``start`` on."""
+
+    first: int
+    last: int
+    start: int
+    size: int
+    """Tokens of a page, where all have as many."""
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """What the slots ``[B, Hkv, L, ...]`` of their tokens hold, ``[B, Hkv, n, S, ...]``."""
+        number = self.last - self.first
+        return x[:, :, self.start : self.start + number * self.size].unflatten(2, (number, self.size))
+
+    def nodes(self, x: Tensor, over: int, branch: int) -> Tensor:
+        """What the ``branch`` children of each new node over so many pages hold, likewise."""
+        return x[:, :, self.first // over * branch : self.last // over * branch].unflatten(2, (-1, branch))
+
+    def write(self, x: Tensor, over: int, value: Tensor) -> None:
+        """Store what the new nodes over so many pages hold, ``[B, Hkv, n, ...]``."""
+        x[:, :, self.first // over : self.last // over] = value
+
+
+class _OfEach(NamedTuple):
+    """The same, but of each row its own, as many: behind its ``pages [B]``, of the tokens from its ``start [B]`` on.
+
+    What lies behind the room that there is goes to the last place, which no row uses: a tail is left.
+    """
+
+    pages: Tensor
+    start: Tensor
+    number: int
+    size: int
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return self._taken(x, self.start, self.number * self.size, self.size)
+
+    def nodes(self, x: Tensor, over: int, branch: int) -> Tensor:
+        return self._taken(x, self.pages // over * branch, self.number // over * branch, branch)
+
+    def write(self, x: Tensor, over: int, value: Tensor) -> None:
+        index = self._index(x, self.pages // over, self.number // over)
+        x.scatter_(2, index.expand(value.shape), value.to(x.dtype))
+
+    def _taken(self, x: Tensor, first: Tensor, number: int, each: int) -> Tensor:
+        index = self._index(x, first, number)
+        return x.gather(2, index.expand(*x.shape[:2], number, *x.shape[3:])).unflatten(2, (number // each, each))
+
+    @staticmethod
+    def _index(x: Tensor, first: Tensor, number: int) -> Tensor:
+        index = (first[:, None] + torch.arange(number, device=x.device)).clamp_max(x.shape[2] - 1)
+        return index.view(len(first), 1, number, *[1] * (x.dim() - 3))

@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -161,8 +161,22 @@ class Method:
         return "" if self.graphs else f"a decode step of {self.name} asks the host for numbers that change"
 
     def pauses(self, decoded: int) -> bool:
-        """Whether the step of a row's ``decoded``-th token since its prompt is left out of graphs: it must be rare."""
+        """Whether more is done after the step of a row's ``decoded``-th token since its prompt, see :meth:`keep_up`.
+
+        Such a step is left out of graphs, and must be rare, unless :attr:`records_pauses`.
+        """
         return False
+
+    records_pauses: ClassVar[bool] = False
+    """Whether that can be captured in a graph of its own."""
+
+    def keep_up(self, cache: SlotCache) -> None:
+        """What some steps are followed by; outside of replayed ones :meth:`decode` does it itself."""
+        raise NotImplementedError
+
+    def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """Numbers of the rows that a recorded :meth:`keep_up` changes, as it leaves them."""
+        return {}
 
     # Settings
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -230,7 +230,7 @@ class LuKA(Method):
             return self._attend(cache, q, scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
         if self.pauses(cache.decoded):
-            self.pages.extend(cache)
+            self.keep_up(cache)
         return out
 
     @property
@@ -249,7 +249,7 @@ class LuKA(Method):
         if self.weighs_mass:
             cache.channel("mass").add_(attended.mass)
         if cache.step is None and self.pauses(cache.decoded):
-            self.pages.extend(cache)
+            self.keep_up(cache)
         return attended.out
 
     @property
@@ -260,6 +260,21 @@ class LuKA(Method):
 
     def pauses(self, decoded: int) -> bool:
         return decoded % self.compress_every == 0
+
+    @property
+    def records_pauses(self) -> bool:  # type: ignore[override]
+        """Where every row gets the same number of pages, by a rule that does not ask for their own."""
+        return self.pages.fixed and self.compressor != "random"
+
+    def keep_up(self, cache: SlotCache) -> None:
+        """Make new pages."""
+        if cache.step is None:
+            self.pages.extend(cache)
+        else:
+            self.pages.extend_in_step(cache)
+
+    def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        return self.pages.numbers_after(rows)
 
     def _note_divergence(self, cache: SlotCache, q: Tensor, scaling: float) -> None:
         """Compare the new queries with those before them, and remember the last ones."""

@@ -337,7 +337,7 @@ def test_tokens_of_a_model(monkeypatch):
         assert row["command"].startswith("foveate bench decode --level model --model tiny --method kascade:")
         assert row["speedup"] == pytest.approx(found[0]["ms"] / row["ms"])
         assert row["tokens_per_s"] == pytest.approx(2000 / row["ms"])
-    assert found[0]["stats"]["decode_steps"] == 3 + 8
+    assert found[0]["stats"]["decode_steps"] == 3 + decode_model._WARM_UP
     assert 0.2 < found[1]["stats"]["keys_read_share"] < 0.9
     assert found[2]["stats"] is None
     assert found[2]["floor_ms"] is None

@@ -85,6 +85,8 @@ class Steps:
         self._record, self._use = record, use
         self._recording: Recording | None = None
         self._warm = False
+        self._pauses: dict[tuple[int, ...], Recording | None] = {}
+        """What is done between steps, by the layers that do it; None: done once, and not recorded yet."""
         self._inputs: dict[str, Tensor] = {}
         self._options: dict[str, Any] = {}
         self._groups: list[MovingRows] = []
@@ -139,6 +141,7 @@ class Steps:
         for layer, group in zip(layers, self._grouping):
             available = self._totals[group] + self._batch * self._groups[group].steps
             layer.counters.count_steps(1, self._batch, available)
+        self._keep_up(layers)
         return type(out)(**out, past_key_values=cache)
 
     # Inputs
@@ -156,6 +159,7 @@ class Steps:
 
     def _forget(self) -> None:
         self._recording, self._warm = None, False
+        self._pauses.clear()
 
     # The cache
 
@@ -179,7 +183,7 @@ class Steps:
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
-                layer.method.spec if store.evicts else None,
+                layer.method.spec if store.evicts or layer.method.records_pauses else None,
                 store.capacity,
                 *(tuple(numbers) for numbers in store.rows.values()),
                 None if store.freed is None else tuple(store.freed.rows),
@@ -216,6 +220,40 @@ class Steps:
             store.move(self._groups[group], places)
 
     # Running
+
+    def _keep_up(self, layers: list[Layer]) -> None:
+        """What some steps are followed by: replayed from its third time on."""
+        which = tuple(n for n, layer in enumerate(layers) if layer.method.pauses(layer.store.decoded))
+        if not which:
+            return
+        groups = {self._grouping[n]: layers[n].method for n in which}
+
+        def run() -> None:
+            moving = [self._groups[group] for group in groups]
+            for rows in moving:
+                rows.sealed = True
+                rows.pause()
+            try:
+                for n in which:
+                    layers[n].method.keep_up(layers[n].store)
+                for rows in moving:
+                    rows.resume()
+            finally:
+                for rows in moving:
+                    rows.sealed = False
+
+        if which not in self._pauses:
+            run()
+            self._pauses[which] = None
+        else:
+            if self._pauses[which] is None:
+                try:
+                    self._pauses[which] = self._record(run)
+                except (RuntimeError, NotImplementedError):  # nothing has been done: it is run as it is
+                    self._pauses[which] = Recording(None, run)
+            self._pauses[which].replay()
+        for group, method in groups.items():
+            self._groups[group].told(method.numbers_after)
 
     def _run(self, run: Callable[..., Any], cache: Cache) -> ModelOutput:
         """The step itself: what is recorded, or done once to make ready what is made at a first use."""
