@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Decoding: kernels, layers and models. Needs a GPU, pip install tokenspeed-fa3==3.0.0.post20260810 (FlashAttention-3) and
+# liger-kernel. Rows are kept as they come, and those of other cases stay.
+#   benchmarks/decode.sh MODEL runs/decode.jsonl
+set -euo pipefail
+cd "$(dirname "$0")/.."
+model=${1:?MODEL: a folder, such as of Qwen2.5-Coder-1.5B-Instruct} out=${2:?OUT: a file of rows}
+dense_prompt=kascade:decode_only=true few=luka:page_size=16,top_k=3 paper=luka:page_size=16,top_k=3,score=summary,prior=0.0
+step() { foveate bench decode "$@" --out "$out"; }
+step --batch 1 --batch 32 --method "$dense_prompt" --method "$paper" --method "$few" --method luka \
+  --method quest --method omnikv --method lessismore
+step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --method "$dense_prompt,top_k=0.3" \
+  --method "$dense_prompt,score_keys=fp8"
+step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \
+  --method quest --method omnikv --method lessismore --method h2o --method streaming --method snapkv --method tova
+for liger in "" --liger; do
+  step --level model --context 131000 --method "$dense_prompt" --method "$paper" --method luka $liger
+done
+step --level model --context 2048 --dense-below auto --method "$dense_prompt" --method "$few" --method luka --method quest \
+  --method omnikv --method lessismore --method h2o --method tova --method snapkv --method streaming
+step --level model --model "$model" --context 30000 --batch 16 --method "$dense_prompt" --method "$few" --method luka
