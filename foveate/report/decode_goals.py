@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from foveate.report.markdown import markdown_table
+from foveate.report.goals import NONE, Goal, Judge, Row, table
 
-Row = Mapping[str, Any]
-_NONE = "–"
 _OF_FLOOR = 0.9
 """A time is good enough, too, when memory alone needs so much of it."""
 _KASCADE = "kascade:decode_only=true"
@@ -16,22 +14,9 @@ _PAGES = "luka:page_size=16,score=summary,prior=0.0,top_k=3"
 _LUKA = "luka"
 
 
-class _Goal(NamedTuple):
-    what: str
-    paper: str
-    goal: str
-    judge: Callable[[Sequence[Row]], tuple[str, bool] | None]
-    """What was measured, and whether it is enough; None if it was not."""
-
-
 def goals(rows: Sequence[Row]) -> str:
     """A line for each goal: the paper's number, the goal, what was measured, and whether the goal is met."""
-    lines = [("", "paper", "goal", "measured", "met")]
-    for goal in _GOALS:
-        found = goal.judge(rows)
-        measured, met = ("not yet", _NONE) if found is None else (found[0], "yes" if found[1] else "no")
-        lines.append((goal.what, goal.paper, goal.goal, measured, met))
-    return markdown_table(lines)
+    return table(_GOALS, rows)
 
 
 def _find(rows: Sequence[Row], **case: Any) -> list[Row]:
@@ -50,7 +35,7 @@ def _spelled(method: str) -> str:
     return parse(method).spec
 
 
-def _speedup(method: str, context: int, batch: int, least: float) -> Callable[[Sequence[Row]], Any]:
+def _speedup(method: str, context: int, batch: int, least: float) -> Judge:
     """So many times the fastest dense attention of the run."""
 
     def judge(rows: Sequence[Row]) -> tuple[str, bool] | None:
@@ -65,7 +50,7 @@ def _speedup(method: str, context: int, batch: int, least: float) -> Callable[[S
     return judge
 
 
-def _layer(kind: str, most_ms: float) -> Callable[[Sequence[Row]], Any]:
+def _layer(kind: str, most_ms: float) -> Judge:
     def judge(rows: Sequence[Row]) -> tuple[str, bool] | None:
         row = _kernel(rows, _KASCADE, 131072, 64)
         if row is None:
@@ -77,7 +62,7 @@ def _layer(kind: str, most_ms: float) -> Callable[[Sequence[Row]], Any]:
     return judge
 
 
-def _managing(batch: int, most: float) -> Callable[[Sequence[Row]], Any]:
+def _managing(batch: int, most: float) -> Judge:
     """The share of choosing pages and of making new ones in what LuKA's kernels take."""
 
     def judge(rows: Sequence[Row]) -> tuple[str, bool] | None:
@@ -92,7 +77,7 @@ def _managing(batch: int, most: float) -> Callable[[Sequence[Row]], Any]:
     return judge
 
 
-def _tokens(methods: str, least: float, **case: Any) -> Callable[[Sequence[Row]], Any]:
+def _tokens(methods: str, least: float, **case: Any) -> Judge:
     """So many times dense, by the fastest of a method's settings that were measured."""
 
     def judge(rows: Sequence[Row]) -> tuple[str, bool] | None:
@@ -120,23 +105,23 @@ def _short(rows: Sequence[Row]) -> tuple[str, bool] | None:
 
 
 _GOALS = (
-    _Goal("Kascade, a tenth, 131,072 tokens, 64 sequences", "4.12×", "≥ 4.6×", _speedup(_KASCADE, 131072, 64, 4.6)),
-    _Goal(
+    Goal("Kascade, a tenth, 131,072 tokens, 64 sequences", "4.12×", "≥ 4.6×", _speedup(_KASCADE, 131072, 64, 4.6)),
+    Goal(
         "the same, choosing by fp8 keys",
-        _NONE,
+        NONE,
         "≥ 5.3×",
         _speedup(f"{_KASCADE},score_keys=fp8", 131072, 64, 5.3),
     ),
-    _Goal("a layer of it that chooses", "10.78 ms", "≤ 8.2 ms", _layer("choosing", 8.2)),
-    _Goal("one that reads", "1.24 ms", "≤ 1.22 ms", _layer("reading", 1.22)),
-    _Goal("Kascade, a tenth, 8,192 tokens", "2.91×", "≥ 3.6×", _speedup(_KASCADE, 8192, 64, 3.6)),
-    _Goal("32,768 tokens", "3.97×", "≥ 4.4×", _speedup(_KASCADE, 32768, 64, 4.4)),
-    _Goal("a fifth, 131,072 tokens", "2.92×", "≥ 3.2×", _speedup(f"{_KASCADE},top_k=0.2", 131072, 64, 3.2)),
-    _Goal("30 %, 131,072 tokens", "2.17×", "≥ 2.4×", _speedup(f"{_KASCADE},top_k=0.3", 131072, 64, 2.4)),
+    Goal("a layer of it that chooses", "10.78 ms", "≤ 8.2 ms", _layer("choosing", 8.2)),
+    Goal("one that reads", "1.24 ms", "≤ 1.22 ms", _layer("reading", 1.22)),
+    Goal("Kascade, a tenth, 8,192 tokens", "2.91×", "≥ 3.6×", _speedup(_KASCADE, 8192, 64, 3.6)),
+    Goal("32,768 tokens", "3.97×", "≥ 4.4×", _speedup(_KASCADE, 32768, 64, 4.4)),
+    Goal("a fifth, 131,072 tokens", "2.92×", "≥ 3.2×", _speedup(f"{_KASCADE},top_k=0.2", 131072, 64, 3.2)),
+    Goal("30 %, 131,072 tokens", "2.17×", "≥ 2.4×", _speedup(f"{_KASCADE},top_k=0.3", 131072, 64, 2.4)),
     *(
-        _Goal(
+        Goal(
             f"LuKA, pages of 16, 3 refined, {context:,} tokens, {batch} sequence{'s' * (batch > 1)}",
-            "slower than dense" if batch == 1 else _NONE,
+            "slower than dense" if batch == 1 else NONE,
             f"≥ {least}×",
             _speedup(_PAGES, context, batch, least),
         )
@@ -149,23 +134,23 @@ _GOALS = (
             (32, 131072, 12),
         )
     ),
-    _Goal("LuKA as recommended, 32,768 tokens, 32 sequences", _NONE, "≥ 3×", _speedup(_LUKA, 32768, 32, 3)),
-    _Goal("131,072 tokens", _NONE, "≥ 4×", _speedup(_LUKA, 131072, 32, 4)),
-    _Goal("choosing and making pages, of its step", "most of it", "< 15 %", _managing(32, 0.15)),
-    _Goal("the same, 1 sequence", "most of it", "< 15 %", _managing(1, 0.15)),
-    _Goal(
+    Goal("LuKA as recommended, 32,768 tokens, 32 sequences", NONE, "≥ 3×", _speedup(_LUKA, 32768, 32, 3)),
+    Goal("131,072 tokens", NONE, "≥ 4×", _speedup(_LUKA, 131072, 32, 4)),
+    Goal("choosing and making pages, of its step", "most of it", "< 15 %", _managing(32, 0.15)),
+    Goal("the same, 1 sequence", "most of it", "< 15 %", _managing(1, 0.15)),
+    Goal(
         "tokens/s, an 8B shape, 131,000 tokens, 1 sequence: Kascade",
-        _NONE,
+        NONE,
         "≥ 1.6×",
         _tokens("kascade", 1.6, model="llama-3.1-8b", context=131000, batch=1),
     ),
-    _Goal("LuKA", _NONE, "≥ 1.8×", _tokens("luka", 1.8, model="llama-3.1-8b", context=131000, batch=1)),
-    _Goal(
+    Goal("LuKA", NONE, "≥ 1.8×", _tokens("luka", 1.8, model="llama-3.1-8b", context=131000, batch=1)),
+    Goal(
         "Qwen2.5-Coder-1.5B, 30,000 tokens, 16 sequences: Kascade",
-        _NONE,
+        NONE,
         "≥ 2×",
         _tokens("kascade", 2, model="qwen2.5-coder-1.5b-instruct", context=30000, batch=16),
     ),
-    _Goal("LuKA", _NONE, "≥ 2×", _tokens("luka", 2, model="qwen2.5-coder-1.5b-instruct", context=30000, batch=16)),
-    _Goal("below 4,096 tokens, 1 sequence, any method", _NONE, "≥ 0.95×", _short),
+    Goal("LuKA", NONE, "≥ 2×", _tokens("luka", 2, model="qwen2.5-coder-1.5b-instruct", context=30000, batch=16)),
+    Goal("below 4,096 tokens, 1 sequence, any method", NONE, "≥ 0.95×", _short),
 )

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from foveate.report import streamindex_paper as paper
-from foveate.report.indexer import NONE, cost, of_scoring, published
-from foveate.report.markdown import markdown_table
+from foveate.report.goals import NONE, Goal, Judge, Row, table
+from foveate.report.indexer import cost, of_scoring, published
 
-Row = Mapping[str, Any]
 _MILLION = 1048576
-
-
-class _Goal(NamedTuple):
-    what: str
-    paper: str
-    goal: str
-    judge: Callable[[Sequence[Row]], tuple[str, bool] | None]
-    """What was measured, and whether it is enough; None if it was not."""
 
 
 def goals(rows: Sequence[Row]) -> str:
     """A line for each goal: the paper's number, the goal, what was measured, and whether the goal is met."""
-    lines = [("", "paper", "goal", "measured", "met")]
-    for goal in _GOALS:
-        found = goal.judge(rows)
-        measured, met = ("not yet", NONE) if found is None else (found[0], "yes" if found[1] else "no")
-        lines.append((goal.what, goal.paper, goal.goal, measured, met))
-    return markdown_table(lines)
+    return table(_GOALS, rows)
 
 
-def _within(most_ms: float, most_gb: float | None = None, **case: Any) -> Callable[[Sequence[Row]], Any]:
+def _within(most_ms: float, most_gb: float | None = None, **case: Any) -> Judge:
     def judge(rows: Sequence[Row]) -> tuple[str, bool] | None:
         row = _find(rows, **case)
         if row is None:
@@ -52,7 +38,7 @@ def _never_slower(rows: Sequence[Row]) -> tuple[str, bool] | None:
     return f"{', '.join(f'{factor:.1f}×' for factor in factors)} faster", min(factors) >= 1
 
 
-def _attention(least: float) -> Callable[[Sequence[Row]], Any]:
+def _attention(least: float) -> Judge:
     def judge(rows: Sequence[Row]) -> tuple[str, bool] | None:
         row = _find(rows, **_LAYER)
         if row is None:
@@ -62,7 +48,7 @@ def _attention(least: float) -> Callable[[Sequence[Row]], Any]:
     return judge
 
 
-def _gpus(number: int, least: float) -> Callable[[Sequence[Row]], Any]:
+def _gpus(number: int, least: float) -> Judge:
     def judge(rows: Sequence[Row]) -> tuple[str, bool] | None:
         flash = {name: value for name, value in _FLASH.items() if name != "gpus"}
         pair = [_find(rows, impl="foveate", tokens=_MILLION, gpus=gpus, **flash) for gpus in (1, number)]
@@ -74,7 +60,7 @@ def _gpus(number: int, least: float) -> Callable[[Sequence[Row]], Any]:
     return judge
 
 
-def _selection(most: float) -> Callable[[Sequence[Row]], Any]:
+def _selection(most: float) -> Judge:
     def judge(rows: Sequence[Row]) -> tuple[str, bool] | None:
         row = _find(rows, impl="foveate", tokens=_MILLION, **_FLASH)
         share = None if row is None else of_scoring(row)
@@ -99,35 +85,35 @@ _FLASH = {"heads": 64, "dim": 128, "top_k": 512, "ratio": 4, "dtype": "bfloat16"
 _PRO, _EIGHTHS = {**_FLASH, "top_k": 1024}, {**_FLASH, "dtype": "float8_e4m3fn"}
 _LAYER = {"impl": "foveate", "tokens": 262144, "index_heads": 64, "top_k": 512, "heads": 64, "dim": 512}
 _GOALS = (
-    _Goal(
+    Goal(
         "V4-Flash, 1,048,576 tokens, bf16",
         published(paper.CHUNKED[512][_MILLION]),
         "≤ 4.5 s, ≤ 3.0 GB",
         _within(4500, 3.0, impl="foveate", tokens=_MILLION, **_FLASH),
     ),
-    _Goal("the same, fp8", NONE, "≤ 2.6 s", _within(2600, impl="foveate", tokens=_MILLION, **_EIGHTHS)),
-    _Goal(
+    Goal("the same, fp8", NONE, "≤ 2.6 s", _within(2600, impl="foveate", tokens=_MILLION, **_EIGHTHS)),
+    Goal(
         "V4-Flash, 32,768 tokens, bf16",
         published(paper.CHUNKED[512][32768]),
         "≤ 5 ms",
         _within(5, impl="foveate", tokens=32768, **_FLASH),
     ),
-    _Goal(
+    Goal(
         "V4-Pro (k = 1,024), 1,048,576 tokens, bf16",
         published(paper.CHUNKED[1024][_MILLION]),
         "≤ 4.8 s, ≤ 5.5 GB",
         _within(4800, 5.5, impl="foveate", tokens=_MILLION, **_PRO),
     ),
-    _Goal("2,048, 4,096, 8,192 tokens, to the materialised path", "slower at 8,192", "never slower", _never_slower),
-    _Goal(
+    Goal("2,048, 4,096, 8,192 tokens, to the materialised path", "slower at 8,192", "never slower", _never_slower),
+    Goal(
         "layer of V4-Flash, 262,144 tokens",
         published(paper.PIPELINE[262144][1]),
         "≤ 0.6 s, ≤ 10 GB",
         _within(600, 10, **_LAYER),
     ),
-    _Goal("its attention, of a bf16 matmul", NONE, "≥ 40 %", _attention(0.4)),
-    _Goal("selection, of scoring: V4-Flash, 1,048,576 tokens", NONE, "< 15 %", _selection(0.15)),
-    _Goal("2 GPUs, 1,048,576 tokens", NONE, "≥ 1.9×", _gpus(2, 1.9)),
-    _Goal("4 GPUs, 1,048,576 tokens", NONE, "≥ 3.7×", _gpus(4, 3.7)),
-    _Goal("recall by the kernel's own scores, least", "0.9980", "1", _exact),
+    Goal("its attention, of a bf16 matmul", NONE, "≥ 40 %", _attention(0.4)),
+    Goal("selection, of scoring: V4-Flash, 1,048,576 tokens", NONE, "< 15 %", _selection(0.15)),
+    Goal("2 GPUs, 1,048,576 tokens", NONE, "≥ 1.9×", _gpus(2, 1.9)),
+    Goal("4 GPUs, 1,048,576 tokens", NONE, "≥ 3.7×", _gpus(4, 3.7)),
+    Goal("recall by the kernel's own scores, least", "0.9980", "1", _exact),
 )

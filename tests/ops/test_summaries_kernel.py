@@ -162,9 +162,9 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, held, width):
     assert_compiled_well(compiled, dtype != "fp32", 96)
 
 
-@pytest.mark.parametrize(("held", "warps"), [(2048, 4), (8192, 8)])
-@pytest.mark.parametrize("rule", [0, 1, 2])
-def test_choice_compiles_for_hopper(held, warps, rule):
+@pytest.mark.parametrize(("held", "warps"), [(1024, 4), (4096, 8), (8192, 16)])
+@pytest.mark.parametrize(("rule", "group"), [(0, 0), (1, 0), (2, 0), (0, 4), (0, 16)])
+def test_choice_compiles_for_hopper(held, warps, rule, group):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.summaries_kernel").choose_nodes
     compiled = _compiled(
@@ -182,5 +182,7 @@ def test_choice_compiles_for_hopper(held, warps, rule):
         SPLITS=16,
         OTHERS=4,
         HELD=held,
+        GROUP=group,
+        AT_ONCE=warps * 32 * importlib.import_module("foveate.ops.attend.summaries_kernel")._RANKED,
     )
     assert compiled.spilled <= 256

@@ -147,7 +147,7 @@ def mend_nodes(
         index = tl.arange(0, HELD)
         if PRIOR:
             recent_ptr += batch * recent_stride_b + head * recent_stride_h
-        mass = group_masses(
+        mass, _ = group_masses(
             rank_ptr,
             rank_lse_ptr,
             found_lse_ptr,

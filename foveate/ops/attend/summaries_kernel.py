@@ -33,7 +33,7 @@ _FEW_OF = 16384
 """Among so many nodes, half as many in fp32, every program that mends finds them out for itself, which saves a launch.
 """
 _FEW_HEADS = 16
-"""The same in groups of so many heads."""
+"""In groups of so many heads masses are computed for all of them at once."""
 _HELD = 32768
 """The most nodes that are chosen from."""
 _MERGED = 32
@@ -401,6 +401,7 @@ class Step:
         recent, recent_strides = self._recent(levels[stage.level])
         capped = torch.empty_like(stage.picked) if how.rule == "top_p" else None
         held = max(256, triton.next_power_of_2(stage.padded))
+        warps = 4 if held <= 1024 else 8 if held <= 4096 else 16
         choose_nodes[(self.batch * self.sets,)](
             rank,
             rank_lse,
@@ -431,7 +432,9 @@ class Step:
             LAYER=how.pool == "layer",
             OTHERS=triton.next_power_of_2(stage.before),
             HELD=held,
-            num_warps=4 if held <= 2048 else 8 if held <= 8192 else 16,
+            GROUP=self.group if self.group <= _FEW_HEADS and how.pool == "kv_head" else 0,
+            AT_ONCE=warps * 32 * _RANKED,
+            num_warps=warps,
             **self._chosen_by(stage, above),
         )
         return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)

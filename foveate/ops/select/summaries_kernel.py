@@ -180,7 +180,7 @@ def group_masses(
     if PRIOR:
         mass = mass + prior * (recent - mass)
     mass = tl.where(node < first, float("inf"), mass)
-    return tl.where(there, mass, float("-inf"))
+    return tl.where(there, mass, float("-inf")), node
 
 
 @triton.jit
@@ -256,11 +256,13 @@ def choose_nodes(
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
     HELD: tl.constexpr,
+    GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Writes of each KV head, or of the ``LAYER``: ``found [B, sets, k]``, the places of chosen nodes, ascending and -1
     behind; ``node``, their numbers, likewise (``BRANCH``); ``picked [B, sets]``, how many; ``gone int8 [B, sets,
     gone_places]``, rows ``gone_stride`` apart, which places no longer count, or never did; and ``capped [B, sets]``,
-    whether more were wanted."""
+    whether more were wanted. ``GROUP``: the heads of a KV head, where these are few and choose for themselves."""
     sets = 1 if LAYER else num_kv_heads
     row = tl.program_id(0).to(tl.int64)
     batch, kv_head = row // sets, row % sets
@@ -272,31 +274,57 @@ def choose_nodes(
         list_ptr += batch * list_stride_b + kv_head * list_stride_h
     if PRIOR:
         recent_ptr += batch * recent_stride_b + kv_head * recent_stride_h
-    mass, node = masses(
-        rank_ptr,
-        rank_lse_ptr,
-        found_lse_ptr,
-        recent_ptr,
-        recent_stride_h,
-        recent_stride_n,
-        list_ptr,
-        index,
-        count,
-        row * members,
-        members,
-        group,
-        rows,
-        splits,
-        others,
-        rank_places,
-        first,
-        prior,
-        BRANCH,
-        PRIOR,
-        LAYER,
-        SPLITS,
-        OTHERS,
-    )
+    if GROUP:
+        mass, node = group_masses(
+            rank_ptr,
+            rank_lse_ptr,
+            found_lse_ptr,
+            recent_ptr,
+            recent_stride_n,
+            list_ptr,
+            index,
+            gone_places,
+            count,
+            row * members,
+            rows,
+            splits,
+            others,
+            rank_places,
+            first,
+            prior,
+            BRANCH,
+            PRIOR,
+            GROUP,
+            SPLITS,
+            OTHERS,
+            AT_ONCE,
+        )
+    else:
+        mass, node = masses(
+            rank_ptr,
+            rank_lse_ptr,
+            found_lse_ptr,
+            recent_ptr,
+            recent_stride_h,
+            recent_stride_n,
+            list_ptr,
+            index,
+            count,
+            row * members,
+            members,
+            group,
+            rows,
+            splits,
+            others,
+            rank_places,
+            first,
+            prior,
+            BRANCH,
+            PRIOR,
+            LAYER,
+            SPLITS,
+            OTHERS,
+        )
     x = tl.where(mass > float("-inf"), mass, float("-inf"))
     if RULE == 1:
         x = tl.where(mass > limit, x, float("-inf"))
