@@ -163,7 +163,7 @@ def generate(
     accounting.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
     network = inference.load_model(model, form, place)
     tensor = torch.tensor([ids], device=place)
-    with foveate.attached(network, chosen), torch.inference_mode():
+    with foveate.attached(network, chosen, dense_below=0), torch.inference_mode():
         made = network.generate(
             tensor,
             attention_mask=torch.ones_like(tensor),

@@ -130,9 +130,11 @@ class Tally:
     def settle(self) -> None:
         """Add it, in place."""
         alike: dict[Hashable, list[tuple[Tensor, float | Tensor]]] = {}
+        turns: dict[Hashable, int] = {}  # what is added at once goes to different totals
         for total, number in self._counted:
             kind = (number.dtype, number.shape) if isinstance(number, Tensor) else None
-            alike.setdefault((total.dtype, kind), []).append((total, number))
+            turns[id(total), kind] = turn = turns.get((id(total), kind), 0) + 1
+            alike.setdefault((total.dtype, kind, turn), []).append((total, number))
         for counted in alike.values():
             totals, numbers = zip(*counted)
             if isinstance(numbers[0], Tensor):

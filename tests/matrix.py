@@ -182,6 +182,7 @@ def assert_same_state(a, b):
     assert a.rows["lengths"] == b.rows["lengths"]
     assert a.rows["live"] == b.rows["live"]
     assert a.rows["pages"] == b.rows["pages"]
+    assert a.rows["paged"] == b.rows["paged"]
     for row in range(a.batch_size):
         ordered = []
         for store in (a, b):

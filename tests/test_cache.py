@@ -644,6 +644,20 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
         copy.deepcopy(rows)
 
 
+def test_one_total_gets_no_two_numbers_in_one_launch(monkeypatch):
+    real, tally, total = torch._foreach_add_, Tally(), torch.tensor(1.0, dtype=torch.float64)
+
+    def distinct(totals, numbers):
+        assert len({one.data_ptr() for one in totals}) == len(totals)
+        real(totals, numbers)
+
+    monkeypatch.setattr(torch, "_foreach_add_", distinct)
+    for number in (2.0, 3.0, torch.ones(2, 3), torch.full((2, 3), 4.0), torch.tensor(5.0)):
+        tally.add(total, number)
+    tally.settle()
+    assert total == 1 + 5 + 2 * 5 + 5
+
+
 def test_what_layers_count_together_is_added_once():
     generator, tally = torch.Generator().manual_seed(0), Tally()
     totals = [torch.tensor(n, dtype=torch.float64) for n in (0.0, 2.5, 7.0, 1.0, 2.0, 9.0)] + [torch.tensor(3)]

@@ -5,8 +5,8 @@ mean, each as often as it occurs, is the method's time. Of the prompt the last q
 learn from them. Level `kernel` looks at one token again and again, recorded as a CUDA graph where that is possible, so
 that it is the kernels that are timed; level `layer` decodes token after token as a model's layer does, with the key and
 value stored, what is evicted, and the time that the host takes. On a GPU no step finds its keys in the cache. What a
-layer reads is counted by the layer, and added to the totals of all layers at once at the end of a model's step: that is
-timed at level `model` alone.
+layer reads is counted by the layer; steps that are replayed add it to the totals of all layers at once, at their end,
+which is timed at level `model` alone, and others layer by layer, which is among the host's time at level `layer`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 from foveate.layer_state import Tally
 from foveate.methods import Method, parse
+from foveate.moving_rows import MovingRows
 
 BENCH = "decode"
 METHODS = ("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3", "luka", "quest", "omnikv", "lessismore")
@@ -291,7 +292,7 @@ def _tokens(plan: Plan, layer: _Layer, chooser: _Layer | None, period: int) -> t
 
 
 def _period(policy: Method) -> int:
-    """Every so many steps one is left out of graphs, because it does more; 0: none is."""
+    """Every so many steps one does more, such as making pages; 0: none does."""
     return next((step for step in range(1, _LONGEST) if policy.pauses(step)), 0)
 
 
@@ -306,6 +307,8 @@ def _upkeep(plan: Plan, policy: Method, layer: _Layer) -> float:
     if plan.device != "cuda":
         ordinary, rare = _tokens(plan, layer, None, period)
         return max(0.0, rare - ordinary) / period
+    if policy.records_pauses:
+        return _between_steps(policy, layer.cache) / period
     k, v = (x[:, :, -1:].clone() for x in (layer.cache.keys, layer.cache.values))
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(2 * period):
@@ -313,6 +316,25 @@ def _upkeep(plan: Plan, policy: Method, layer: _Layer) -> float:
         rare = (layer.cache.decoded + 1) % period == 0
         found[rare].append(breakdown.total(functools.partial(layer.token, k, v)))
     return max(0.0, statistics.median(found[True]) - statistics.median(found[False])) / period
+
+
+def _between_steps(policy: Method, cache: SlotCache) -> float:
+    """Milliseconds of the kernels of what is done between replayed steps."""
+    rows = MovingRows(cache.batch_size, cache.evicts, cache.device)
+    rows.write(cache.rows, None, cache.capacity)
+    cache.move(rows, None)
+    rows.sealed = True
+
+    def keep_up() -> None:
+        rows.pause()
+        policy.keep_up(cache)
+
+    try:
+        keep_up()
+        return breakdown.total(keep_up)
+    finally:
+        rows.sealed = False
+        cache.settle()
 
 
 def _bytes_read(layer: _Layer) -> float:

@@ -241,7 +241,8 @@ class LuKA(Method):
     @property
     def pays_from(self) -> int:  # type: ignore[override]
         """Many pages are chosen and read in more launches than few."""
-        few = len(self.sizes) == 1 and self.refine == "top_k" and isinstance(self.top_k, int) and self.top_k <= 8
+        few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "bound"
+        few = few and isinstance(self.top_k, int) and max(self.top_k, self.first) <= 8
         return super().pays_from if few else 65536
 
     def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -26,7 +26,9 @@ def table(rows: Sequence[Row]) -> str:
 def _shape(row: Row) -> str:
     case = row["case"]
     if case["level"] == "model":
-        return f"{case['model']} ({case['weights']} weights), {case['dtype']}"
+        how = ", Liger's kernels" * case["liger"]
+        how += f", dense below {case['dense_below']}" if case["dense_below"] else ""
+        return f"{case['model']} ({case['weights']} weights), {case['dtype']}{how}"
     return f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
 
 

@@ -161,3 +161,30 @@ def test_models_that_cannot_be_captured_say_so():
     foveate.attach(model, "dense")
     generate(model, tokens(30).cuda())
     assert "layers 0, 2 stay as they are" in foveate.stats(model).graphs.reason
+
+
+@pytest.mark.parametrize(
+    "method",
+    [m for _, m in CAPTURED if m.stands_in],
+    ids=[name for name, m in CAPTURED if m.stands_in],
+)
+def test_short_contexts_are_read_whole(method):
+    """Replayed, and then sparse ones behind them."""
+    plain, replayed, some = drivers(method, LENGTHS)
+    whole, _, _ = drivers(methods.make("dense"), LENGTHS)
+    for one in (plain, replayed.driver):
+        one.layer.dense_below = len(LENGTHS) * (PROMPT + 41)
+    found = replayed.feed_steps(some)
+    close(found[:, :, :40], whole.feed_steps(some)[:, :, :40], 1e-4)
+    close(found, plain.feed_steps(some), 1e-4)
+    assert replayed.driver.layer.counters.dense_steps == plain.layer.counters.dense_steps == 40
+
+
+def test_steps_are_dense_by_themselves_until_a_method_pays(kernels, monkeypatch):
+    monkeypatch.setattr(methods.get("quest"), "pays_from", 2 * 70)
+    model = tiny_model().cuda()
+    foveate.attach(model, "quest:top_k=16,page_size=4,dense_layers=0")
+    generate(model, tokens(60, 2).cuda(), new=30)
+    stats = foveate.stats(model)
+    assert {layer.dense_steps for layer in stats.layers} == {9 if kernels else 0}
+    assert stats.graphs.replayed > (20 if kernels else -1)

@@ -194,6 +194,8 @@ def test_what_is_refused(model):
             model.generate(ids(), max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="settings need a method: top_k"):
         foveate.attach(model, top_k=3)
+    with pytest.raises(ValueError, match="dense_below=4096 needs a method"):
+        foveate.attach(model, dense_below=4096)
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from report.test_indexer_report import MADE, cells
+from report.test_indexer_report import MADE as ELSEWHERE
+from report.test_indexer_report import cells
 from typer.testing import CliRunner
 
 from foveate.cli import app
@@ -14,6 +15,7 @@ from foveate.report import decode_goals, decode_plots, figure
 KASCADE, LUKA = "kascade:decode_only=true", "luka:page_size=16,score=summary,prior=0.0,top_k=3"
 
 
+MADE = ELSEWHERE | {"device": "NVIDIA H100 80GB HBM3"}
 MORE = {"baseline": "dense", "baseline_ms": 1.0, "gb_per_s": 1.0, "tflop_per_s": None, "peak_bytes": 1}
 
 
@@ -44,7 +46,9 @@ def test_nothing_is_met_that_was_not_measured():
     assert set(judged([]).values()) == {("not yet", "–")}
     smaller = of_layers(KASCADE, 131072, 64, 9.0)
     smaller["case"]["heads"] = 16
-    assert set(judged([smaller]).values()) == {("not yet", "–")}
+    other = of_layers(KASCADE, 131072, 64, 9.0) | ELSEWHERE
+    short = of_model("kascade", 2.0, dense_below=8192)
+    assert set(judged([smaller, other, short]).values()) == {("not yet", "–")}
 
 
 def test_speedups_and_floors():
@@ -59,7 +63,10 @@ def test_speedups_and_floors():
     layers["reading"]["floor_ms"] = 1.0
     assert judged([of_layers(KASCADE, 131072, 64, 5, 0.5, layers)])["one that reads", "≤ 1.22 ms"] == ("1.40 ms", "no")
     spelled = of_layers("luka:top_k=3,prior=0.0,page_size=16,score=summary", 8192, 1, 1.6)
-    assert judged([spelled])["LuKA, pages of 16, 3 refined, 8,192 tokens, 1 sequence", "≥ 1.5×"][1] == "yes"
+    assert (
+        judged([spelled])["LuKA, pages of 16, 3 refined by summaries alone, 8,192 tokens, 1 sequence", "≥ 1.5×"][1]
+        == "yes"
+    )
 
 
 def test_choosing_and_making_pages():
@@ -76,8 +83,10 @@ def test_models():
     rows = [of_model("luka", 1.4), of_model("luka:top_k=3", 1.81, liger=True), of_model("kascade", 1.5)]
     rows += [of_model("quest", 0.97, context=2048, dense_below="auto"), of_model("dense", 1.0, dense_below="auto")]
     rows += [of_model("luka", 0.7, context=2048)]  # not dense by itself: another question
+    rows += [of_model("luka", 2.1, model="Qwen2.5-Coder-1.5B-Instruct", context=30000, batch=16)]
     found = judged(rows)
     assert found["LuKA", "≥ 1.8×"] == ("1.81× (`luka:top_k=3`, Liger's kernels under both)", "yes")
+    assert found["LuKA", "≥ 2×"] == ("2.10× (`luka`)", "yes")
     assert found["tokens/s, an 8B shape, 131,000 tokens, 1 sequence: Kascade", "≥ 1.6×"] == ("1.50× (`kascade`)", "no")
     assert found["below 4,096 tokens, 1 sequence, any method", "≥ 0.95×"] == ("0.97× at the least (`quest`)", "yes")
 

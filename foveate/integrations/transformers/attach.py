@@ -123,10 +123,10 @@ def attach(
         cuda_graph: whether `generate` records a decode step as a CUDA graph and replays it for the tokens that follow
             (greedy or sampled, one token for each sequence at a time): True insists; "auto" does so on a GPU where
             model and method allow, and otherwise :func:`stats` tells why not.
-        dense_below: decode steps read everything while a cache has room for fewer tokens than this, those of all its
-            sequences together; "auto": on a GPU than the method needs to be faster that way
-            (:attr:`Method.pays_from`), elsewhere 0: never. Methods that give tokens up never do. :func:`stats` counts
-            these steps. Who compares methods wants 0.
+        dense_below: decode steps read everything while the sequences together, each taken as long as the longest, have
+            fewer tokens than this; "auto": on a GPU than the method needs to be faster (:attr:`Method.pays_from`),
+            elsewhere 0: never. Methods that give tokens up never do. :func:`stats` counts these steps. Who compares
+            methods wants 0.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
@@ -142,6 +142,8 @@ def attach(
             raise ValueError(f"settings need a method: {', '.join(settings)}")
         if cuda_graph is True:
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
+        if dense_below != "auto":
+            raise ValueError(f"dense_below={dense_below} needs a method: a model's own sparse attention stays as it is")
         decoder = _decoder(model)
         dsa.check(model, decoder)
         detach(model)

@@ -77,6 +77,8 @@ class Layer(CacheLayerMixin):
         self.store: SlotCache | None = None
         self.seen = 0
         self.scaling: float | None = None
+        self.replays_dense = False
+        """Whether the step that is being recorded reads everything."""
         self.record_past = False
         self._pending = False
 
@@ -224,13 +226,18 @@ class Layer(CacheLayerMixin):
 
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token a row, dense while the sequences are short."""
-        store, method, below = self.store, self.method, self.dense_below
-        if below == "auto":
-            below = method.pays_from if store.device.type == "cuda" and runs_kernel("attend") else 0
-        if not method.stands_in or store.batch_size * store.capacity >= below:
+        store, method = self.store, self.method
+        if not (self.replays_dense if store.step is not None else self.reads_whole(max(store.lengths))):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
         return method.stand_in(store, q, scaling)
+
+    def reads_whole(self, longest: int) -> bool:
+        """Whether a step reads everything when the longest sequence has so many tokens, see ``dense_below``."""
+        below, store = self.dense_below, self.store
+        if below == "auto":
+            below = self.method.pays_from if store.device.type == "cuda" and runs_kernel("attend") else 0
+        return self.method.stands_in and store.batch_size * longest < below
 
     def go_on_from(self, read: Layer) -> None:
         """Begin after a prompt that another layer has read, which had :class:`Together` for its method."""

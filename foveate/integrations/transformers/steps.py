@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class Steps:
         self._methods: list[Any] = []
         self._room = 0
         self._totals: list[int] = []
+        self._longest: list[int] = []
         self._counts: list[tuple[int, ...]] = []
 
     def __deepcopy__(self, memo):  # a copy of the cache has memory of its own
@@ -119,6 +121,7 @@ class Steps:
         self._load(inputs, options)
         if not self._ready(layers):
             self._enter(layers)
+        self._choose_dense(layers)
         if self._recording is None and not self._warm:
             before = [_counted(layer) for layer in layers]
             out = self._run(run, cache)
@@ -204,11 +207,12 @@ class Steps:
                     else None
                     for one in stores
                 ]
-        self._totals = []
+        self._totals, self._longest = [], []
         for group, rows in enumerate(self._groups):
             store = stores[self._grouping.index(group)]
             rows.write(store.rows, None if store.freed is None else store.freed.rows, store.capacity)
             self._totals.append(sum(store.lengths))
+            self._longest.append(max(store.lengths))
         memory = [tensor for store in stores for tensor in store.tensors.values()]
         memory += [count for store in stores for count in store.counters.on_device(store.device)]
         methods = [layer.method.spec for layer in layers]
@@ -219,10 +223,19 @@ class Steps:
         for store, group, places in zip(stores, self._grouping, self._places):
             store.move(self._groups[group], places)
 
+    def _choose_dense(self, layers: list[Layer]) -> None:
+        """Forget a recording of a step that reads everything in other layers than this one is to."""
+        longest = [self._longest[group] + self._groups[group].steps + 1 for group in self._grouping]
+        dense = [layer.reads_whole(length) for layer, length in zip(layers, longest)]
+        if dense != [layer.replays_dense for layer in layers]:
+            self._forget()
+            for layer, reads in zip(layers, dense):
+                layer.replays_dense = reads
+
     # Running
 
     def _keep_up(self, layers: list[Layer]) -> None:
-        """What some steps are followed by: replayed from its third time on."""
+        """What some steps are followed by: replayed from its second time on."""
         which = tuple(n for n, layer in enumerate(layers) if layer.method.pauses(layer.store.decoded))
         if not which:
             return
@@ -249,7 +262,11 @@ class Steps:
             if self._pauses[which] is None:
                 try:
                     self._pauses[which] = self._record(run)
-                except (RuntimeError, NotImplementedError):  # nothing has been done: it is run as it is
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, NotImplementedError) as error:  # nothing has been done yet
+                    told = f"what follows some steps could not be captured ({str(error).partition(chr(10))[0]})"
+                    warnings.warn(f"foveate: {told}; it is run as it is", stacklevel=2)
                     self._pauses[which] = Recording(None, run)
             self._pauses[which].replay()
         for group, method in groups.items():

@@ -7,7 +7,18 @@ from foveate.ops.attend._nodes_kernel import count_refined, finish, merged, refi
 from foveate.ops.score.summaries_kernel import LOWEST, VARYING, online, write_part
 from foveate.ops.select.summaries_kernel import first_few, group_masses
 
-_VARYING = ["sinks", "rank_places", "before", "node_parts", "per", "units", "most", "page_places", "rank_splits"]
+_VARYING = [
+    "sinks",
+    "rank_places",
+    "before",
+    "node_parts",
+    "per",
+    "units",
+    "most",
+    "page_places",
+    "rank_splits",
+    "width",
+]
 _STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gone") for axis in "bh"]
 
 

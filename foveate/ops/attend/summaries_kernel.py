@@ -426,6 +426,7 @@ class Step:
             rank.stride(1),
             self.raw,
             stage.padded,
+            stage.width,
             k=stage.k,
             limit=how.limit / (len(levels) if how.rule == "top_p" else 1),
             RULE=_RULES[how.rule],

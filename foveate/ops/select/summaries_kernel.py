@@ -216,7 +216,7 @@ def _enough(mass, x, limit):
     return tl.sum((x >= value).to(tl.int32), 0) - tl.minimum(spared, ties.to(tl.float32)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "k", "gone_stride", "gone_places"])
+@triton.jit(do_not_specialize=[*VARYING, "k", "gone_stride", "gone_places", "width"])
 def choose_nodes(
     rank_ptr,
     rank_lse_ptr,
@@ -245,6 +245,7 @@ def choose_nodes(
     rank_places,
     gone_stride,
     gone_places,
+    width,
     first,
     k,
     prior,
@@ -283,7 +284,7 @@ def choose_nodes(
             recent_stride_n,
             list_ptr,
             index,
-            gone_places,
+            width,
             count,
             row * members,
             rows,
