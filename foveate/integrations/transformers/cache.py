@@ -386,6 +386,14 @@ class Cache(transformers.Cache):
         for index, policy in attachment.policies.items():
             layers[index] = Layer(policy.method, policy.counters, self.phase, policy.dense_below)
         super().__init__(layers=layers)
+        self.pausing = [
+            layer
+            for layer in layers
+            if isinstance(layer, Layer)
+            and type(layer.method).pauses is not Method.pauses
+            and not layer.method.records_pauses
+        ]
+        """Layers of which some steps cannot be recorded."""
         self.steps: Steps | None = None
         attachment.remember(self)
 

@@ -202,5 +202,4 @@ def _hooked(model: nn.Module) -> str:
 
 def _pauses(cache: Cache) -> bool:
     """Whether a method wants to run this step by itself."""
-    layers = [layer for layer in cache.layers if isinstance(layer, Layer) and not layer.method.records_pauses]
-    return any(layer.method.pauses(layer.store.decoded + 1) for layer in layers)
+    return any(layer.method.pauses(layer.store.decoded + 1) for layer in cache.pausing)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,6 +72,14 @@ class Use:
         self.replayed = self.captured = 0
 
 
+class _Alike(NamedTuple):
+    """Layers of one method whose rows have the same numbers."""
+
+    first: Layer
+    group: int
+    indices: tuple[int, ...]
+
+
 class Steps:
     """Runs the decode steps of a cache: the first one as it is, the next ones as replays of what it recorded.
 
@@ -96,10 +105,12 @@ class Steps:
         self._places: list[Tensor | None] = []
         self._memory: list[weakref.ref] = []
         self._methods: list[Any] = []
+        self._alike: list[_Alike] = []
         self._room = 0
         self._totals: list[int] = []
         self._longest: list[int] = []
-        self._counts: list[tuple[int, ...]] = []
+        self._counts: list[tuple[Layer, tuple[int, ...]]] = []
+        """What a step adds to the counters of some layers."""
 
     def __deepcopy__(self, memo):  # a copy of the cache has memory of its own
         return None
@@ -125,9 +136,10 @@ class Steps:
         if self._recording is None and not self._warm:
             before = [_counted(layer) for layer in layers]
             out = self._run(run, cache)
-            self._counts = [
+            counts = (
                 tuple(now - then for now, then in zip(_counted(layer), one)) for layer, one in zip(layers, before)
-            ]
+            )
+            self._counts = [(layer, more) for layer, more in zip(layers, counts) if any(more)]
             self._warm = True
         else:
             if self._recording is None:
@@ -136,14 +148,15 @@ class Steps:
             self._recording.replay()
             self._use.replayed += 1
             out = self._recording.out
-            for layer, counts in zip(layers, self._counts):
+            for layer in layers:
                 layer.seen += 1
+            for layer, counts in self._counts:
                 _set_counted(layer, (now + more for now, more in zip(_counted(layer), counts)))
         for rows in self._groups:
             rows.steps += 1
+        available = [total + self._batch * rows.steps for total, rows in zip(self._totals, self._groups)]
         for layer, group in zip(layers, self._grouping):
-            available = self._totals[group] + self._batch * self._groups[group].steps
-            layer.counters.count_steps(1, self._batch, available)
+            layer.counters.count_steps(1, self._batch, available[group])
         self._keep_up(layers)
         return type(out)(**out, past_key_values=cache)
 
@@ -168,11 +181,13 @@ class Steps:
 
     def _ready(self, layers: list[Layer]) -> bool:
         """Whether the rows' numbers are on the device and there is room for a token."""
-        moving = [layer.store.moving for layer in layers]
-        if len(moving) != len(self._grouping) or any(one is None for one in moving):
+        if len(layers) != len(self._grouping) or any(rows.steps >= self._room for rows in self._groups):
             return False
-        rows = [self._groups[group] for group in self._grouping]
-        return all(one.rows is its for one, its in zip(moving, rows)) and all(its.steps < self._room for its in rows)
+        for layer, group in zip(layers, self._grouping):
+            moving = layer.store.moving
+            if moving is None or moving.rows is not self._groups[group]:
+                return False
+        return True
 
     def _enter(self, layers: list[Layer]) -> None:
         """Put the rows' numbers on the device; forget what was recorded for other memory."""
@@ -222,21 +237,26 @@ class Steps:
             self._memory, self._methods = [weakref.ref(tensor) for tensor in memory], methods
         for store, group, places in zip(stores, self._grouping, self._places):
             store.move(self._groups[group], places)
+        alike: dict[Hashable, list[int]] = {}
+        for index, (layer, group) in enumerate(zip(layers, self._grouping)):
+            alike.setdefault((group, methods[index], layer.dense_below, layer.replays_dense), []).append(index)
+        self._alike = [_Alike(layers[same[0]], self._grouping[same[0]], tuple(same)) for same in alike.values()]
 
     def _choose_dense(self, layers: list[Layer]) -> None:
         """Forget a recording of a step that reads everything in other layers than this one is to."""
-        longest = [self._longest[group] + self._groups[group].steps + 1 for group in self._grouping]
-        dense = [layer.reads_whole(length) for layer, length in zip(layers, longest)]
-        if dense != [layer.replays_dense for layer in layers]:
-            self._forget()
-            for layer, reads in zip(layers, dense):
-                layer.replays_dense = reads
+        for first, group, indices in self._alike:
+            reads = first.reads_whole(self._longest[group] + self._groups[group].steps + 1)
+            if reads != first.replays_dense:
+                self._forget()
+                for index in indices:
+                    layers[index].replays_dense = reads
 
     # Running
 
     def _keep_up(self, layers: list[Layer]) -> None:
         """What some steps are followed by: replayed from its second time on."""
-        which = tuple(n for n, layer in enumerate(layers) if layer.method.pauses(layer.store.decoded))
+        due = (same.indices for same in self._alike if same.first.method.pauses(same.first.store.decoded))
+        which = tuple(sorted(itertools.chain.from_iterable(due)))
         if not which:
             return
         groups = {self._grouping[n]: layers[n].method for n in which}
