@@ -474,3 +474,22 @@ def test_options_that_a_level_has_not(options, message):
     done = CliRunner().invoke(app, ["bench", "decode", *options.split()])
     assert done.exit_code == 2
     assert message in done.output
+
+
+@pytest.mark.parametrize("spec", ["luka", "luka:page_size=16,top_k=2,prior=0.0,score=summary"])
+def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeypatch):
+    """A GPU's time of making pages is that of what is recorded, twice: once to make it ready."""
+    ran = []
+    monkeypatch.setattr(breakdown, "total", lambda work: ran.append(work()) or 0.75)
+    plan = decode.Plan((spec,), (400,), **SMALL)
+    generator = torch.Generator().manual_seed(0)
+    drawn = decode._drawn(plan, 2, 400, generator)
+    kind = decode._kinds(parse(spec), 12)[0]
+    layer, _ = decode._layers(plan, kind, [drawn], torch.randn(2, 8, 64, 16, generator=generator))
+    numbers, expected = {name: list(of) for name, of in layer.cache.rows.items()}, layer.decode(layer.cache)
+    object.__setattr__(plan, "device", "cuda")
+    assert decode._upkeep(plan, kind.policy, layer) == 0.75 / 16
+    assert len(ran) == 1
+    assert layer.cache.moving is None
+    assert layer.cache.rows == numbers
+    torch.testing.assert_close(layer.decode(layer.cache), expected, rtol=1e-3, atol=1e-3)
