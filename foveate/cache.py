@@ -291,7 +291,7 @@ class SlotCache(RowNumbers, Undoing):
         """
         step, by = self.step, {"scores": scores, "before": before, "at": at}
         if step is not None:
-            self.moving.places.copy_(give_up(self.positions, rows=rows, **by))
+            give_up(self.positions, rows=rows, out=self.moving.places, **by)
             step.evict(rows)
             self.count("tokens_evicted", step.once("evicted", rows.sum))
             return

@@ -23,8 +23,12 @@ def problem(batch, heads, number, seed=0):
 
 def check(positions, **by):
     mine, its = positions.clone(), positions.clone()
-    found = slots_kernel.give_up(mine, **by)
-    assert torch.equal(found, reference.give_up(its, **by))
+    found, given = (torch.full(positions.shape[:2], 7) for _ in range(2))
+    assert slots_kernel.give_up(mine, out=found, **by) is found
+    assert reference.give_up(its, out=given, **by) is given
+    assert torch.equal(found, given)
+    assert torch.equal(found, slots_kernel.give_up(positions.clone(), **by))
+    assert torch.equal(found, reference.give_up(positions.clone(), **by))
     assert torch.equal(mine, its)
 
 
@@ -96,3 +100,6 @@ def test_what_giving_up_refuses():
     with pytest.raises(ValueError, match="do not fit"):
         slots_kernel.give_up(positions, scores=scores[..., :20])
     assert slots_kernel.give_up(positions[:0], scores=scores[:0]).shape == (0, 2)
+    for out in (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(1, 4, dtype=torch.int64)[:, ::2]):
+        with pytest.raises(ValueError, match=r"out must be contiguous int64 \(1, 2\), not"):
+            slots_kernel.give_up(positions, scores=scores, out=out)

@@ -190,6 +190,7 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
             "MASKED": True,
             "BOUNDED": True,
             "MAX": not coded,
+            "SUM": coded,
             "KEYS": kernel._POOLED,
             "BLOCK_N": 128,
             "SPLITS": 128,

@@ -60,11 +60,8 @@ def attend(
     if q.shape[2] != 1:
         more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass}
         return reference.attend(q, k, v, scaling=scaling, **more)
-    if not need_mass:
-        return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, need_lse)
-    attended = attend_pooled(q, k, v, scaling=scaling, mask=mask, lengths=lengths)
-    attended.mass.clamp_min_(0.0).mul_(q.shape[1] // k.shape[1])
-    return attended if need_lse else attended._replace(lse=None)
+    how = ("sum", "kv_head") if need_mass else None
+    return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, need_lse, how)
 
 
 def attend_pooled(

@@ -53,6 +53,7 @@ def give_up(
     scores: Tensor | None = None,
     before: Tensor | None = None,
     at: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Give up a slot of every KV head: the :func:`weakest`, or that of a certain token.
 
@@ -62,6 +63,7 @@ def give_up(
         scores: fp32 ``[B, Hkv, S]``, as :func:`weakest` has them.
         before: int64 ``[B]``: only tokens before this position can leave, one of which there must be; None: any.
         at: int64 ``[B]``: the position of the token that leaves, instead of ``scores``; each KV head must have it.
+        out: where to put the slots.
 
     Returns:
         int64 ``[B, Hkv]``: the slots, -1 in rows that give up none.
@@ -78,7 +80,7 @@ def give_up(
     index = slots.clamp_min(0)[..., None]
     gone = torch.where(slots[..., None] >= 0, -1, positions.gather(2, index))
     positions.scatter_(2, index, gone.to(torch.int32))
-    return slots
+    return slots if out is None else out.copy_(slots)
 
 
 def put_token(

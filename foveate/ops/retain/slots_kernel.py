@@ -19,6 +19,7 @@ def give_up(
     scores: Tensor | None = None,
     before: Tensor | None = None,
     at: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.retain.reference.give_up`. One launch; a program owns a row and a KV head."""
     batch, heads, number = positions.shape
@@ -27,7 +28,9 @@ def give_up(
     if positions.dtype != torch.int32 or (at is None and scores.shape != positions.shape):
         told = "none" if scores is None else f"{tuple(scores.shape)}"
         raise ValueError(f"positions {tuple(positions.shape)} in {positions.dtype} do not fit scores {told}")
-    slots = torch.empty(batch, heads, dtype=torch.int64, device=positions.device)
+    slots = torch.empty(batch, heads, dtype=torch.int64, device=positions.device) if out is None else out
+    if slots.shape != (batch, heads) or slots.dtype != torch.int64 or not slots.is_contiguous():
+        raise ValueError(f"out must be contiguous int64 {(batch, heads)}, not {slots.dtype} {tuple(slots.shape)}")
     if slots.numel():
         limit = before if at is None else at
         _give_up[batch * heads,](

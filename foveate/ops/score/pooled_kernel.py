@@ -164,7 +164,10 @@ def steps(pooling: str) -> float:
 def pooled(
     kept: Kept, num_kv_heads: int, number: int, mask: Tensor | None, lengths: Tensor | None, pooling: str, pool: str
 ) -> Tensor:
-    """Attention from logits that were kept, pooled; ``mask`` int8 ``[B, Hkv, N]``, ``lengths [B, Hkv]``."""
+    """Attention from logits that were kept, pooled; ``mask`` int8 ``[B, Hkv, N]``, ``lengths [B, Hkv]``.
+
+    Of keys that are not there it is -inf. ``pooling=sum``: the sum over the heads, which is 0 of these.
+    """
     batch, num_heads, padded = kept.logits.shape
     sets, splits = 1 if pool == "layer" else num_kv_heads, kept.lses.shape[2]
     scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=kept.logits.device)
@@ -189,6 +192,7 @@ def pooled(
             MASKED=mask is not None,
             BOUNDED=lengths is not None,
             MAX=pooling == "max",
+            SUM=pooling == "sum",
             KEYS=_POOLED,
             BLOCK_N=kept.block,
             SPLITS=triton.next_power_of_2(splits),
@@ -336,6 +340,7 @@ def _pool_logits(
     MASKED: tl.constexpr,
     BOUNDED: tl.constexpr,
     MAX: tl.constexpr,
+    SUM: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -367,7 +372,7 @@ def _pool_logits(
         if BOUNDED:
             of_head = batch * length_stride_b + (first + member) // group * length_stride_h
             lost = lost | (place >= tl.load(length_ptr + of_head).to(tl.int32))
-    score = score if MAX else score / members
+    score = score if MAX or SUM else score / members
     if MASKED or BOUNDED:
-        score = tl.where(lost, float("-inf"), score)
+        score = tl.where(lost, 0.0 if SUM else float("-inf"), score)
     tl.store(score_ptr + row * padded + place, score, mask=place < padded)
