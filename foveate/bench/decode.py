@@ -307,7 +307,7 @@ def _upkeep(plan: Plan, policy: Method, layer: _Layer) -> float:
     if plan.device != "cuda":
         ordinary, rare = _tokens(plan, layer, None, period)
         return max(0.0, rare - ordinary) / period
-    if policy.records_pauses:
+    if policy.records_pauses and not policy.graph_obstacle:
         return _between_steps(policy, layer.cache) / period
     k, v = (x[:, :, -1:].clone() for x in (layer.cache.keys, layer.cache.values))
     found: dict[bool, list[float]] = {False: [], True: []}
@@ -319,19 +319,15 @@ def _upkeep(plan: Plan, policy: Method, layer: _Layer) -> float:
 
 
 def _between_steps(policy: Method, cache: SlotCache) -> float:
-    """Milliseconds of the kernels of what is done between replayed steps."""
+    """Milliseconds of the kernels of what a layer does between replayed steps, without what it shares with others."""
     rows = MovingRows(cache.batch_size, cache.evicts, cache.device)
     rows.write(cache.rows, None, cache.capacity)
     cache.move(rows, None)
     rows.sealed = True
-
-    def keep_up() -> None:
+    try:
         rows.pause()
         policy.keep_up(cache)
-
-    try:
-        keep_up()
-        return breakdown.total(keep_up)
+        return breakdown.total(functools.partial(policy.keep_up, cache))
     finally:
         rows.sealed = False
         cache.settle()

@@ -16,6 +16,7 @@ from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 from foveate.methods import parse
+from foveate.methods._pages import Pages
 from foveate.report import decode as report
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
@@ -479,8 +480,14 @@ def test_options_that_a_level_has_not(options, message):
 @pytest.mark.parametrize("spec", ["luka", "luka:page_size=16,top_k=2,prior=0.0,score=summary"])
 def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeypatch):
     """A GPU's time of making pages is that of what is recorded, twice: once to make it ready."""
-    ran = []
-    monkeypatch.setattr(breakdown, "total", lambda work: ran.append(work()) or 0.75)
+    ran, real = [], Pages.extend_in_step
+
+    def noted(pages, cache):
+        ran.append(cache.step is not None)
+        real(pages, cache)
+
+    monkeypatch.setattr(Pages, "extend_in_step", noted)
+    monkeypatch.setattr(breakdown, "total", lambda work: work() or 0.75)
     plan = decode.Plan((spec,), (400,), **SMALL)
     generator = torch.Generator().manual_seed(0)
     drawn = decode._drawn(plan, 2, 400, generator)
@@ -489,7 +496,7 @@ def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeyp
     numbers, expected = {name: list(of) for name, of in layer.cache.rows.items()}, layer.decode(layer.cache)
     object.__setattr__(plan, "device", "cuda")
     assert decode._upkeep(plan, kind.policy, layer) == 0.75 / 16
-    assert len(ran) == 1
+    assert ran == [True, True]
     assert layer.cache.moving is None
     assert layer.cache.rows == numbers
     torch.testing.assert_close(layer.decode(layer.cache), expected, rtol=1e-3, atol=1e-3)

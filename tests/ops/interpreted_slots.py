@@ -101,5 +101,6 @@ def test_what_giving_up_refuses():
         slots_kernel.give_up(positions, scores=scores[..., :20])
     assert slots_kernel.give_up(positions[:0], scores=scores[:0]).shape == (0, 2)
     for out in (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(1, 4, dtype=torch.int64)[:, ::2]):
-        with pytest.raises(ValueError, match=r"out must be contiguous int64 \(1, 2\), not"):
-            slots_kernel.give_up(positions, scores=scores, out=out)
+        for module in (slots_kernel, reference):
+            with pytest.raises(ValueError, match=r"out must be contiguous int64 \(1, 2\), not"):
+                module.give_up(positions, scores=scores, out=out)

@@ -128,6 +128,14 @@ def test_head_dims(dim, value_dim):
     check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
 
 
+@pytest.mark.parametrize("prior", [0.0, 0.5])
+def test_ranks_of_one_head_after_the_other(prior, few, monkeypatch):
+    """Where those of all heads are too many to be read at once."""
+    monkeypatch.setattr(summaries_kernel, "_RANKED", 1)
+    check(Problem(pages=(70, 33), heads=14, kv_heads=2), ops.Refinement(prior=prior))
+    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), heads=14, kv_heads=2), ops.Refinement(prior=prior))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (6, 6), (14, 2), (32, 2), (130, 1)])
 def test_groups(heads, kv_heads, few):
     check(Problem(heads=heads, kv_heads=kv_heads), ops.Refinement(mass="preserve"))

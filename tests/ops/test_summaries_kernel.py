@@ -163,7 +163,7 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, held, width):
 
 
 @pytest.mark.parametrize(("held", "warps"), [(1024, 4), (4096, 8), (8192, 16)])
-@pytest.mark.parametrize(("rule", "group"), [(0, 0), (1, 0), (2, 0), (0, 4), (0, 16)])
+@pytest.mark.parametrize(("rule", "group"), [(0, 0), (1, 0), (2, 0), (0, 4), (0, 16), (1, 4), (2, 4)])
 def test_choice_compiles_for_hopper(held, warps, rule, group):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.summaries_kernel").choose_nodes
@@ -178,7 +178,7 @@ def test_choice_compiles_for_hopper(held, warps, rule, group):
         RULE=rule,
         BRANCH=4,
         PRIOR=True,
-        LAYER=rule == 1,
+        LAYER=rule == 1 and not group,
         SPLITS=16,
         OTHERS=4,
         HELD=held,

@@ -130,8 +130,9 @@ def attach(
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
-        ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported, or
-            ``cuda_graph=True`` where it is not possible; the model is left as it was.
+        ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
+            ``cuda_graph=True`` where it is not possible, or ``dense_below`` without a method; the model is left as it
+            was.
     """
     graphs = Graphs(cuda_graph)
     whole = isinstance(dense_below, int) and not isinstance(dense_below, bool) and dense_below >= 0
@@ -142,7 +143,7 @@ def attach(
             raise ValueError(f"settings need a method: {', '.join(settings)}")
         if cuda_graph is True:
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
-        if dense_below != "auto":
+        if dense_below not in ("auto", 0):
             raise ValueError(f"dense_below={dense_below} needs a method: a model's own sparse attention stays as it is")
         decoder = _decoder(model)
         dsa.check(model, decoder)

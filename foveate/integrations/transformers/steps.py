@@ -282,8 +282,6 @@ class Steps:
             if self._pauses[which] is None:
                 try:
                     self._pauses[which] = self._record(run)
-                except torch.OutOfMemoryError:
-                    raise
                 except (RuntimeError, NotImplementedError) as error:  # nothing has been done yet
                     told = f"what follows some steps could not be captured ({str(error).partition(chr(10))[0]})"
                     warnings.warn(f"foveate: {told}; it is run as it is", stacklevel=2)

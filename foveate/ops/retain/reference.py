@@ -46,6 +46,15 @@ def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:
     return positions.masked_fill(~tied, -1).argmax(-1)
 
 
+def check_out(out: Tensor | None, positions: Tensor) -> None:
+    """Raises ValueError for ``out`` that the slots given up, one of every row and KV head, do not fit into."""
+    fits = out is None or (out.shape == positions.shape[:2] and out.dtype == torch.int64 and out.is_contiguous())
+    if not fits:
+        raise ValueError(
+            f"out must be contiguous int64 {tuple(positions.shape[:2])}, not {out.dtype} {tuple(out.shape)}"
+        )
+
+
 def give_up(
     positions: Tensor,
     *,
@@ -63,11 +72,12 @@ def give_up(
         scores: fp32 ``[B, Hkv, S]``, as :func:`weakest` has them.
         before: int64 ``[B]``: only tokens before this position can leave, one of which there must be; None: any.
         at: int64 ``[B]``: the position of the token that leaves, instead of ``scores``; each KV head must have it.
-        out: where to put the slots.
+        out: contiguous int64 ``[B, Hkv]`` to put the slots in.
 
     Returns:
         int64 ``[B, Hkv]``: the slots, -1 in rows that give up none.
     """
+    check_out(out, positions)
     if at is not None:
         slots = (positions == at[:, None, None]).to(torch.uint8).argmax(-1)
     else:

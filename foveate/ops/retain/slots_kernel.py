@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.retain.reference import check_out
 
 _BLOCK = 2048
 """Slots that a program looks at at once."""
@@ -28,9 +29,8 @@ def give_up(
     if positions.dtype != torch.int32 or (at is None and scores.shape != positions.shape):
         told = "none" if scores is None else f"{tuple(scores.shape)}"
         raise ValueError(f"positions {tuple(positions.shape)} in {positions.dtype} do not fit scores {told}")
+    check_out(out, positions)
     slots = torch.empty(batch, heads, dtype=torch.int64, device=positions.device) if out is None else out
-    if slots.shape != (batch, heads) or slots.dtype != torch.int64 or not slots.is_contiguous():
-        raise ValueError(f"out must be contiguous int64 {(batch, heads)}, not {slots.dtype} {tuple(slots.shape)}")
     if slots.numel():
         limit = before if at is None else at
         _give_up[batch * heads,](
