@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ _BEYOND_CACHES = 512 << 20
 """Bytes that no cache of a device holds."""
 _SECONDS, _MOST = 0.5, 200
 """How long one step is timed, and how often at most."""
+_IN_A_GRAPH, _SHORT = 8, 0.25
+"""How often a graph takes a step of so many milliseconds or fewer; less often, one that takes longer."""
 
 
 class Timed(NamedTuple):
@@ -43,16 +46,31 @@ def _filler() -> Tensor:
 def repeated(step: Callable[[], Any], device: str) -> Timed:
     """Median of a step that is the same each time, recorded as a CUDA graph where that is possible.
 
-    The buffer is read in the same graph, so that neither the host's time counts nor that of starting a graph, as in a
-    model, whose layers are in one.
+    What it adds to a graph, as in a model, whose layers follow each other in one: a graph reads the buffer and takes
+    the step, some times over, and what a graph that only reads the buffer takes is not counted. So neither the host's
+    time counts nor that of an event.
     """
     for _ in range(3):
         step()
-    replayed = _recorded(step) if device == "cuda" else None
-    measure = replayed or functools.partial(_measured, step, device)
+    once = _measured(step, device)
+    number = max(1, min(_IN_A_GRAPH, round(_IN_A_GRAPH * _SHORT / max(once, _SHORT))))
+    both = [_recorded(work, number) for work in (step, _nothing)] if device == "cuda" else [None]
+    if any(graph is None for graph in both):
+        return Timed(_median(functools.partial(_measured, step, device)), False)
+    steps, nothing = both
+    return Timed(_median(lambda: (steps() - nothing()) / number), True)
+
+
+def _nothing() -> None:
+    """What takes no time."""
+
+
+def _median(measure: Callable[[], float]) -> float:
     measure()
-    repeats = max(5, min(_MOST, math.ceil(1e3 * _SECONDS / max(measure(), 1e-3))))
-    return Timed(statistics.median(measure() for _ in range(repeats)), replayed is not None)
+    begin = time.perf_counter()
+    measure()
+    repeats = max(5, min(_MOST, math.ceil(_SECONDS / max(time.perf_counter() - begin, 1e-6))))
+    return statistics.median(measure() for _ in range(repeats))
 
 
 def _measured(step: Callable[[], Any], device: str) -> float:
@@ -89,15 +107,17 @@ def memory_rate(device: str) -> float:
     return max(rates)
 
 
-def _recorded(step: Callable[[], Any]) -> Callable[[], float] | None:
-    """What replays the step as a CUDA graph and returns its milliseconds; None where it waits for the device."""
+def _recorded(step: Callable[[], Any], number: int) -> Callable[[], float] | None:
+    """What replays a graph of that many steps, the buffer read before each, and returns its milliseconds; None for a
+    step that waits for the device."""
     graph = torch.cuda.CUDAGraph()
     begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     try:
         with torch.cuda.graph(graph):
-            flush("cuda")
             begin.record()
-            step()
+            for _ in range(number):
+                flush("cuda")
+                step()
             end.record()
     except RuntimeError:
         torch.cuda.synchronize()

@@ -372,7 +372,7 @@ def _own_scores(plan: Plan, name: str, inputs: _Inputs) -> Callable[[slice, int]
 
 def matmul_rate(plan: Plan) -> float:
     """TFLOP/s of a large product of the same dtype, measured here: what this device can do at most."""
-    size, dtype = 8192 if plan.device.startswith("cuda") else 512, getattr(torch, plan.dtype)
+    size, dtype = 8192 if plan.device.startswith("cuda") else 128, getattr(torch, plan.dtype)
     a, b = (torch.randn(size, size, device=plan.device).to(dtype) for _ in range(2))
     if dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=plan.device)

@@ -8,7 +8,7 @@ from foveate import methods, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import masses, summaries, summaries_kernel
 from tests.kernels import poisoned_memory
-from tests.trees import Problem, recent_attention
+from tests.trees import Problem, long_parts, recent_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,8 @@ def kernels_only(monkeypatch):
 def few(request, monkeypatch):
     """See the fixture of this name in ``tests/ops/interpreted_summaries.py``."""
     if request.param == "few and long parts":
-        monkeypatch.setattr(summaries_kernel, "part_blocks", lambda blocks, k, cost: 3)
+        monkeypatch.setattr(summaries_kernel, "plan_parts", long_parts(3))
+        monkeypatch.setattr(summaries_kernel, "_AT_ONCE", 1)
     elif request.param == "chosen before":
         monkeypatch.setattr(summaries_kernel, "_FEW_OF", -1)
     elif request.param == "many":

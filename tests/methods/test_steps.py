@@ -44,6 +44,7 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
         {"compress_every": 11},
         {"compress_every": 7, "page_size": 8},
         {"compress_every": 2, "tail": 1, "sinks": 0},
+        {"compress_every": 3, "tail": 1, "sinks": 5, "page_size": [8, 32]},
         {"compress_every": 13, "page_size": [2, 4, 12], "compressor": "attention", "bias": "entropy"},
         {"compress_every": 5, "prior": 0.5, "compressor": "recent", "zero_values": True, "score": "box"},
     ],

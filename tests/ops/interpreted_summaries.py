@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import triton
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import summaries, summaries_kernel
 from tests.helpers import in_buffer
-from tests.trees import Problem
+from tests.trees import Problem, long_parts
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -24,9 +25,11 @@ def splits(request, monkeypatch):
 @pytest.fixture(params=["few", "few and long parts", "chosen before", "many"])
 def few(request, monkeypatch):
     """What was attended to with all the others is mended, and every program finds out for itself what is refined, in
-    parts of a block or of several, or a launch before chooses; or what is refined is never attended to."""
+    parts of a block or of several, from blocks looked at together or one by one, or a launch before chooses; or what is
+    refined is never attended to."""
     if request.param == "few and long parts":
-        monkeypatch.setattr(summaries_kernel, "part_blocks", lambda blocks, k, cost: 2)
+        monkeypatch.setattr(summaries_kernel, "plan_parts", long_parts(2))
+        monkeypatch.setattr(summaries_kernel, "_AT_ONCE", 1)
     elif request.param == "chosen before":
         monkeypatch.setattr(summaries_kernel, "_FEW_OF", -1)
     elif request.param == "many":
@@ -126,6 +129,37 @@ def test_pools_recent_attention_and_first_pages(pool, prior, first, few):
 @pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (24, 64), (80, 64), (192, 128), (256, 256)])
 def test_head_dims(dim, value_dim):
     check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
+
+
+@pytest.mark.parametrize(("value_dim", "dims"), [(64, 16), (80, 16), (96, 16), (192, 16), (20, 32)])
+@pytest.mark.parametrize("mass", ["exact", "preserve"])
+def test_slices_of_the_output(value_dim, dims, mass, few, monkeypatch):
+    """Of few rows on a large GPU, where programs of a row make some dims each."""
+    monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: 64)
+    if summaries_kernel._FEW > 0:
+        assert summaries_kernel.slice_dims(value_dim, 6, 2, 16, 128) == dims
+    check(Problem(dim=24, value_dim=value_dim, loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "programs", "members", "dims"),
+    [(128, 8, 4, 16), (128, 64, 4, 32), (128, 256, 4, 128), (128, 256, 8, 64), (128, 256, 16, 128), (80, 64, 4, 128)],
+)
+def test_how_many_dims_a_program_makes(value_dim, programs, members, dims):
+    assert summaries_kernel.slice_dims(value_dim, programs, members, 16, 264) == dims
+
+
+def test_parts_fill_the_gpu_and_cost_little():
+    """Of one sequence as many programs as run at a time; of many, a part as long as what is read twice is short."""
+    per, splits = summaries_kernel.plan_parts(8, 128, 3, 0.25, 240)
+    assert 8 * splits <= 240
+    longest = triton.cdiv(triton.cdiv(128, per), splits) * per  # blocks of a program
+    assert longest <= 6  # five would do without parts
+    assert summaries_kernel.plan_parts(8, 0, 3, 0.25, 240) == (1, 1)
+    assert summaries_kernel.plan_parts(256, 128, 3, 0.25, 132)[0] in range(2, 6)
+    assert (
+        summaries_kernel.plan_parts(256, 128, 8, 0.25, 132)[0] <= summaries_kernel.plan_parts(256, 128, 1, 0.25, 132)[0]
+    )
 
 
 @pytest.mark.parametrize("prior", [0.0, 0.5])

@@ -14,9 +14,10 @@ SHAPES = pytest.mark.parametrize(
 LAST_STRIDES = {"size_stride_n", "entropy_stride_n", "recent_stride_n", "end_stride_n"}
 
 
-def test_under_the_interpreter():
+@pytest.mark.parametrize("name", ["summaries", "choice"])
+def test_under_the_interpreter(name):
     pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_summaries.py")
+    run_interpreted(f"ops/interpreted_{name}.py")
 
 
 def _compiled(kernel, vectors, options, **given):
@@ -75,12 +76,14 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
         **dict.fromkeys(("slots_ptr", "count_ptr"), "*i64:16"),
         **dict.fromkeys(("list_ptr", "chosen_ptr"), "*i64:16" if children else None),
         parent_ptr=number if children else None,
-        **dict.fromkeys(("weight_ptr", "rank_ptr", "rank_lse_ptr", "raw_ptr"), number),
+        **dict.fromkeys(("weight_ptr", "rank_ptr", "rank_lse_ptr", "raw_ptr", "recent_ptr", "bound_ptr"), number),
         **dict.fromkeys(("found_ptr", "found_lse_ptr", "read_ptr"), number),
         arrived_ptr="*i32:16",
         BRANCH=4 if children else 0,
         RAW=not children,
         ATTENDS=attends,
+        BOUNDS=attends,
+        RECENT=how != "plain",
         KEEPS_RAW=True,
         PRESERVE=children,
         BIAS=1,
@@ -93,7 +96,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
 
 
 def _attending(dtype, group, width):
-    """What launches that attend have in common."""
+    """What launches that attend have in common, and what some of them have."""
     return {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "value_ptr", "out_ptr"), f"*{dtype}:16"),
         **dict.fromkeys(("count_ptr", "allowed_ptr", "chosen_ptr", "page_ptr"), "*i64:16"),
@@ -134,30 +137,38 @@ def test_attention_compiles_for_hopper(dtype, dim, group, width):
 
 
 @SHAPES
-@pytest.mark.parametrize(("few", "held", "width"), [(3, 512, 16), (3, 8192, 16), (8, 16384, 0), (0, 1, 16)])
-def test_mending_compiles_for_hopper(dtype, dim, group, few, held, width):
+@pytest.mark.parametrize(
+    ("few", "blocks", "width", "programs"), [(3, 8, 16, 8), (3, 128, 16, 256), (8, 1024, 0, 8), (0, 1, 16, 64)]
+)
+def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend._mend_kernel").mend_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
-    held = min(held, host._FEW_OF // (TYPES[dtype].itemsize // 2))
-    options = host.mending_options(tile, TYPES[dtype], held)
+    members = 1 << (group - 1).bit_length()
+    block_s = host.slice_dims(dim, programs, members, tile.block_m, 264)
+    again = tile.block_n if dtype == "fp32" else max(16, min(host._MENDED, host._MENDED_NUMBERS // block_s))
+    sizes = _sizes(tile, dim)
+    del sizes["BLOCK_DV"]
     compiled = _compiled(
         kernel,
         ("q", "k", "v", "value"),
-        options,
-        **_attending(dtype, group, width),
+        host.mending_options(tile, members * blocks),
+        **_attending(dtype, group, width) | {"AT_ONCE": max(1, min(64, tile.num_warps * 1024 // (members * block_s)))},
+        bound_ptr="*fp32:16",
         PRIOR=True,
         FEW=few,
         GROUP=group if few else 1,
         ROOM=8 if few == 8 else 4,
-        HELD=held,
-        HELD_AT_ONCE=options["num_warps"] * 32 * host._RANKED,
+        BLOCKS=blocks,
+        BLOCKS_AT_ONCE=min(8, blocks),
         SPLITS=16,
         OTHERS=4,
+        BLOCK_S=block_s,
+        BLOCK_R=again,
         BLOCK_W=min(16 if width else 32, tile.block_n),
         CHUNKS=1 if width or tile.block_n >= 32 else 2,
-        **_sizes(tile, dim),
+        **sizes,
     )
     assert_compiled_well(compiled, dtype != "fp32", 96)
 

@@ -3,21 +3,20 @@
 import triton
 import triton.language as tl
 
-from foveate.ops.attend._nodes_kernel import count_refined, finish, merged, refined_tokens
-from foveate.ops.score.summaries_kernel import LOWEST, VARYING, online, write_part
-from foveate.ops.select.summaries_kernel import first_few, group_masses
+from foveate.ops.attend._nodes_kernel import count_refined, listed, merged, refined_tokens
+from foveate.ops.score.summaries_kernel import VARYING, online, write_part
+from foveate.ops.select.summaries_kernel import heaviest_few
 
 _VARYING = [
     "sinks",
     "rank_places",
+    "bound_places",
     "before",
-    "node_parts",
     "per",
-    "units",
     "most",
     "page_places",
     "rank_splits",
-    "width",
+    "gone_places",
 ]
 _STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gone") for axis in "bh"]
 
@@ -34,6 +33,7 @@ def mend_nodes(
     recent_ptr,
     rank_ptr,
     rank_lse_ptr,
+    bound_ptr,
     chosen_ptr,
     page_ptr,
     picked_ptr,
@@ -43,7 +43,6 @@ def mend_nodes(
     token_ptr,
     found_ptr,
     found_lse_ptr,
-    arrived_ptr,
     out_ptr,
     lse_ptr,
     read_ptr,
@@ -83,17 +82,15 @@ def mend_nodes(
     num_kv_heads,
     group,
     parts,
-    splits,
     rank_splits,
     before,
-    node_parts,
     per,
-    units,
     most,
-    width,
     sinks,
     places,
     rank_places,
+    bound_places,
+    gone_places,
     page_places,
     first,
     scaling,
@@ -104,8 +101,8 @@ def mend_nodes(
     FEW: tl.constexpr,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
-    HELD: tl.constexpr,
-    HELD_AT_ONCE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr,
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
     PRESERVE: tl.constexpr,
@@ -115,29 +112,30 @@ def mend_nodes(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """Puts refined nodes right in attention to everything, which :func:`score_nodes` has left behind: ``before`` parts
     and ``per`` blocks of nodes in each of those behind them, in ``found [.., B, Hq, Dv]`` and ``found_lse``.
 
-    The ``splits`` programs of a row share three kinds of work: the parts in which nothing is refined are merged, in
-    ``units``; the blocks of the others are attended to once more, without what is refined; and the keys of refined
-    pages are. What each has found goes behind the ``before + node_parts`` parts, and the last one to be ready merges
-    that.
+    Each program of a row makes ``BLOCK_S`` dims of the output, all of it: it merges the parts in which nothing is
+    refined, attends once more to the nodes of the others, without what is refined, ``BLOCK_R`` at a time, and attends
+    to the keys of refined pages.
 
     Which nodes are refined say ``chosen [B, sets, most]``, ``page`` and ``picked``, see :func:`choose_nodes`; or
-    (``FEW``) every program finds them out, ``FEW`` or fewer of ``width`` or fewer, and one writes it down, and what
-    is ``gone``.
+    (``FEW``) every program finds them out, ``FEW`` or fewer of those in ``BLOCKS`` or fewer blocks, and one writes it
+    down; all of them what is ``gone``.
 
     ``KEEPS``: and what masses take, ``token [B, Hq, places]``, the log-weights of the tokens of refined pages.
     """
-    row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    row, part, piece = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = tl.arange(0, BLOCK_M)
+    member = part * BLOCK_M + local
     exist = member < group
     heads = head * group + tl.where(exist, member, 0)
     all_rows = batches * num_kv_heads * group
@@ -150,24 +148,25 @@ def mend_nodes(
     chosen_ptr += batch * found_stride_b + head * found_stride_h
     page_ptr += batch * found_stride_b + head * found_stride_h
     picked_ptr += batch * picked_stride_b + head * picked_stride_h
-    writes = (split == 0) & (part == 0)
+    first_dim = piece * BLOCK_S
+    found_ptr += first_dim
+    writes = (piece == 0) & (part == 0)
 
     few = tl.arange(0, ROOM)
     if FEW:
-        allowed = tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), most)
-        index = tl.arange(0, HELD)
         if PRIOR:
             recent_ptr += batch * recent_stride_b + head * recent_stride_h
-        mass, _ = group_masses(
+        few_places, order, picked = heaviest_few(
             rank_ptr,
             rank_lse_ptr,
             found_lse_ptr,
             recent_ptr,
             recent_stride_n,
+            bound_ptr + row.to(tl.int64) * (2 * GROUP + 2) * bound_places,
+            bound_places,
             list_ptr,
-            index,
-            width,
             count,
+            tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), most),
             first_row,
             all_rows,
             rank_splits,
@@ -180,9 +179,12 @@ def mend_nodes(
             GROUP,
             SPLITS,
             OTHERS,
-            HELD_AT_ONCE,
+            FEW,
+            ROOM,
+            BLOCKS,
+            BLOCK_N,
+            BLOCKS_AT_ONCE,
         )
-        few_places, order, picked = first_few(mass, allowed, FEW, ROOM)
         few_pages = few_places
         if BRANCH:
             above = tl.load(list_ptr + few_places // BRANCH, mask=few_places >= 0, other=0).to(tl.int32)
@@ -193,63 +195,59 @@ def mend_nodes(
             if BRANCH:
                 tl.store(page_ptr + slot, few_pages, mask=slot < most)
             tl.store(picked_ptr, picked)
-            if KEEPS:
-                gone = tl.sum((index[:, None] == few_places[None, :]).to(tl.int32), 1).to(tl.int8)
-                gone_ptr += batch * gone_stride_b + head * gone_stride_h
-                tl.store(gone_ptr + index, gone, mask=index < count)
+        if KEEPS:
+            GONE: tl.constexpr = 1024
+            gone_ptr += batch * gone_stride_b + head * gone_stride_h
+            for begin in tl.range(piece * GONE, gone_places, tl.num_programs(1) * GONE):
+                index = begin + tl.arange(0, GONE)
+                gone = tl.sum((index[:, None] == few_places[None, :]).to(tl.int32), 1) + (index >= count).to(tl.int32)
+                tl.store(gone_ptr + index, gone.to(tl.int8), mask=index < gone_places)
     else:
         picked = tl.load(picked_ptr)
         order = tl.where(few < picked, few, -1)
         few_places = tl.load(chosen_ptr + few, mask=few < picked, other=-1).to(tl.int32)
         few_pages = tl.load(page_ptr + few, mask=few < picked, other=-1).to(tl.int32)
 
-    blocks = tl.cdiv(count, BLOCK_N)
-    mended = tl.where(few_places >= 0, before + few_places // (per * BLOCK_N), -1)
-    found = before + node_parts
-    there = before + tl.cdiv(blocks, per)
-    each = tl.cdiv(there, units)
+    of_part = per * BLOCK_N
+    mended = tl.where(few_places >= 0, few_places // of_part, -1)
     partner = tl.arange(0, MEMBERS)
-    for unit in tl.range(split, units, splits):
-        head_row = first_row + part * BLOCK_M + partner
-        counts = part * BLOCK_M + partner < group
-        head_row = tl.where(counts, head_row, first_row)
-        end = tl.minimum((unit + 1) * each, there)
-        top, weight, out = merged(
-            found_ptr,
-            found_lse_ptr,
-            head_row,
-            counts,
-            all_rows,
-            unit * each,
-            end,
-            mended,
-            AT_ONCE,
-            VALUE_DIM,
-            BLOCK_DV,
-        )
-        place = (found + unit).to(tl.int64) * all_rows + head_row
-        write_part(found_ptr, found_lse_ptr, place, counts, top, weight, out, VALUE_DIM)
+    counts = part * BLOCK_M + partner < group
+    top, weight, out = merged(
+        found_ptr,
+        found_lse_ptr,
+        tl.where(counts, first_row + part * BLOCK_M + partner, first_row),
+        counts,
+        all_rows,
+        0,
+        before + tl.cdiv(count, of_part),
+        tl.where(mended >= 0, before + mended, -1),
+        AT_ONCE,
+        VALUE_DIM,
+        BLOCK_S,
+    )
+    if MEMBERS < BLOCK_M:
+        same = local[:, None] == partner[None, :]
+        top = tl.sum(tl.where(same, top[None, :], 0.0), 1)
+        weight = tl.sum(tl.where(same, weight[None, :], 0.0), 1)
+        out = tl.sum(tl.where(same[:, :, None], out[None, :, :], 0.0), 1)
 
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    lanes, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)
-    value_ptr += batch * value_stride_b + head * value_stride_h
-    turn = (split + splits - units % splits) % splits  # who merges most has least to do here
-    for piece in tl.range(turn, picked * per, splits):
-        chosen = tl.sum(tl.where(order == piece // per, few_places, 0), 0)
-        of_part = chosen // (per * BLOCK_N)
-        earlier = tl.sum(((order >= 0) & (order < piece // per) & (mended == before + of_part)).to(tl.int32), 0)
-        place = (of_part * per + piece % per) * BLOCK_N + lanes
-        stays = (place < count) & (earlier == 0)
-        stays = stays & (tl.sum((place[:, None] == few_places[None, :]).to(tl.int32), 1) == 0)
+    lanes, value_dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
+    value_ptr += batch * value_stride_b + head * value_stride_h + first_dim * value_stride_d
+    for tile in tl.range(0, tl.cdiv(picked * of_part, BLOCK_R)):
+        at = tile * BLOCK_R + lanes
+        turn = at // of_part
+        its_part = listed(turn, picked, mended, order, chosen_ptr, True)
+        place = its_part * of_part + at % of_part
+        earlier = (order >= 0)[None, :] & (order[None, :] < turn[:, None]) & (mended[None, :] == its_part[:, None])
+        left_out = earlier | (place[:, None] == few_places[None, :])
+        stays = (turn < picked) & (place < count) & (tl.sum(left_out.to(tl.int32), 1) == 0)
         node = place
         if BRANCH:
             node = tl.load(list_ptr + place // BRANCH, mask=stays, other=0).to(tl.int32) * BRANCH + place % BRANCH
         known = exist[:, None] & stays[None, :]
         logits = tl.load(weight_ptr + rows[:, None] * places + place[None, :], mask=known, other=float("-inf"))
         v_mask = stays[:, None]
-        if BLOCK_DV > VALUE_DIM:
+        if BLOCK_S > VALUE_DIM:
             v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
         v_tile = (node.to(tl.int64) * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
         v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
@@ -258,11 +256,10 @@ def mend_nodes(
     if not WIDTH:
         end_ptr += batch * end_stride_b + head * end_stride_h
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
-    turn = (split + splits - (units + picked * per) % splits) % splits
     top, weight, out = refined_tokens(
         q_ptr + batch * q_stride_b,
         k_ptr + batch * k_stride_b + head * k_stride_h,
-        v_ptr + batch * v_stride_b + head * v_stride_h,
+        v_ptr + batch * v_stride_b + head * v_stride_h + first_dim * v_stride_d,
         end_ptr,
         weight_ptr,
         token_ptr,
@@ -281,9 +278,9 @@ def mend_nodes(
         heads,
         rows,
         exist,
-        turn,
+        0,
         tl.cdiv(picked * CHUNKS, PAGES),
-        splits,
+        1,
         picked,
         places,
         page_places,
@@ -303,8 +300,7 @@ def mend_nodes(
         BLOCK_W,
         CHUNKS,
     )
-    own = (found + units + split).to(tl.int64) * all_rows + rows
-    write_part(found_ptr, found_lse_ptr, own, exist, top, weight, out, VALUE_DIM)
+    write_part(out_ptr + first_dim, lse_ptr, rows, exist, top, weight, out, VALUE_DIM, NATURAL=True)
     if writes:
         count_refined(
             read_ptr + row,
@@ -320,20 +316,3 @@ def mend_nodes(
             WIDTH,
             ROOM,
         )
-    finish(
-        found_ptr,
-        found_lse_ptr,
-        arrived_ptr,
-        out_ptr,
-        lse_ptr,
-        first_row + part * BLOCK_M,
-        tl.minimum(group - part * BLOCK_M, BLOCK_M),
-        all_rows,
-        found,
-        found + units + splits,
-        splits,
-        MEMBERS,
-        AT_ONCE,
-        VALUE_DIM,
-        BLOCK_DV,
-    )

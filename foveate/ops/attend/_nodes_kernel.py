@@ -7,7 +7,7 @@ from foveate.ops.score.summaries_kernel import LOG2E, LOWEST, VARYING, online, s
 
 
 @triton.jit
-def _listed(place, number, few, order, ptr, FEW: tl.constexpr):
+def listed(place, number, few, order, ptr, FEW: tl.constexpr):
     """Entries of a list of ``number`` at some places: of ``few [ROOM]``, whose ``order`` says where each is, or in
     memory."""
     if FEW:
@@ -80,11 +80,11 @@ def refined_tokens(
     dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])
     q_tile = heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    next_page = _listed((begin * PAGES + token // BLOCK_W) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+    next_page = listed((begin * PAGES + token // BLOCK_W) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
     for tile in tl.range(begin, end, step):
         piece, page = tile * PAGES + token // BLOCK_W, next_page
         place, inside = piece // CHUNKS, piece % CHUNKS * BLOCK_W + token % BLOCK_W
-        next_page = _listed((piece + step * PAGES) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+        next_page = listed((piece + step * PAGES) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
         start, width = _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)
         stored = inside < width
         slot = (start + inside).to(tl.int64)
@@ -100,7 +100,7 @@ def refined_tokens(
         logits = tl.where(stored[None, :], logits, float("-inf"))
         if PRESERVE:
             mine = tile * PAGES + tl.arange(0, PAGES)
-            parent = _listed(mine, picked, few_places, order, place_ptr, FEW)
+            parent = listed(mine, picked, few_places, order, place_ptr, FEW)
             of_parent = weight_ptr + rows[:, None] * places + parent[None, :]
             known = exist[:, None] & (mine < picked)[None, :]
             logits = shared_out(logits, tl.load(of_parent, mask=known, other=0.0), PAGES)
@@ -202,7 +202,7 @@ def count_refined(
         of_pages = tl.zeros([BLOCK], tl.int32)
         for chunk in tl.range(0, picked, BLOCK):
             place = chunk + tl.arange(0, BLOCK)
-            page = _listed(place, picked, few_pages, order, page_ptr, FEW)
+            page = listed(place, picked, few_pages, order, page_ptr, FEW)
             of_pages += _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)[1]
         tokens = tl.sum(of_pages, 0)
     tl.store(read_ptr, tl.load(read_ptr) + tokens)

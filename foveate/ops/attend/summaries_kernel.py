@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +31,26 @@ _RESIDENT = 2
 _FEW = 8
 """Where so many pages or fewer are refined, all summaries are attended to as they are weighed, and that is mended."""
 _FEW_OF = 16384
-"""Among so many nodes, half as many in fp32, every program that mends finds them out for itself, which saves a launch.
-"""
+"""With so many bounds of masses, one a block and head, every program that mends finds out for itself what is refined,
+which saves a launch."""
 _FEW_HEADS = 16
 """In groups of so many heads masses are computed for all of them at once."""
+_AT_ONCE = 8
+"""Blocks of nodes whose masses are looked at together where every program finds out what is refined."""
 _HELD = 32768
-"""The most nodes that are chosen from."""
+"""The most nodes that a launch of its own chooses from."""
 _MERGED = 32
 """Numbers that a thread reads at once when parts are merged."""
+_MENDED = 128
+"""The most nodes that are attended to once more at a time, and, times the dims of the output, """
+_MENDED_NUMBERS = 8192
+"""the most numbers of their values."""
+_SLICES = 2
+"""Programs to a multiprocessor into which the dims of the output are cut at most where this is mended."""
+_MEMBERS_DIMS = 512
+"""The most dims of a group's heads that a program makes of it, unless these fill its rows."""
+_LONGEST_PART = 16
+"""Blocks of nodes of a part at most."""
 _SHARED = 96 << 10
 """Bytes of blocks that a program has under way at most, so that a multiprocessor has room for two."""
 _RANKED = 64
@@ -64,20 +77,43 @@ def weighing_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: i
     return tile.options | {"num_stages": max(2, min(tile.num_stages, blocks))}
 
 
-def mending_options(tile: Tile, dtype: torch.dtype, held: int) -> dict[str, int | None]:
-    """Options of programs that choose among so many nodes, of which a multiprocessor has room for two."""
-    warps = max(tile.num_warps, min(16, held // 1024))
-    registers = 128 if warps >= 8 and dtype != torch.float32 else None
-    return {"num_warps": warps, "num_stages": min(2, tile.num_stages), "maxnreg": registers}
+def mending_options(tile: Tile, bounds: int) -> dict[str, int | None]:
+    """Options of programs that mend what was attended to, and choose by so many bounds of masses."""
+    many = tile.num_stages == 1 or bounds > 4096  # numbers to a thread: of fp32 the values, too
+    return {"num_warps": max(tile.num_warps, 8 if many else 4), "num_stages": min(2, tile.num_stages)}
 
 
-def part_blocks(blocks: int, k: int, cost: float) -> int:
-    """Blocks of nodes of a part of what is attended to as it is weighed.
+@functools.lru_cache(maxsize=1024)
+def plan_parts(programs: int, blocks: int, k: int, cost: float, room: int) -> tuple[int, int]:
+    """How what is attended to as it is weighed is cut: ``(per, splits)``, blocks of nodes of a part, programs of a row.
 
-    Each part costs something, a share of reading a block of values: being written and being read; and ``k`` parts are
-    attended to again.
+    Each part costs something, a share ``cost`` of reading a block of values: being written and being read; and ``k``
+    parts are attended to again. Programs of whole parts take as long as the longest of them (see :func:`split`).
     """
-    return max(1, round(math.sqrt(blocks * cost / max(1, k))))
+
+    def time(per: int) -> float:
+        parts = -(-blocks // per)
+        splits, each = split(programs, parts, room)
+        return -(-programs * splits // room) * (each * per + 1) + (parts * cost + k * per) * programs / room
+
+    per = min(range(1, min(blocks, _LONGEST_PART) + 1), key=time, default=1)
+    return per, split(programs, -(-blocks // per), room)[0]
+
+
+def slice_dims(value_dim: int, programs: int, members: int, block_m: int, room: int) -> int:
+    """How many dims of the output a program makes where what was attended to is mended: a power of two that divides
+    them, or holds them all.
+
+    Few where few rows would leave the GPU idle, and so few that registers hold what is merged for all heads.
+    """
+    whole = dims = max(16, triton.next_power_of_2(value_dim))
+    for fewer in (whole >> shift for shift in range(whole.bit_length() - 4)):
+        if value_dim % fewer:
+            continue
+        if programs * (value_dim // fewer) > room and (members == block_m or members * dims <= _MEMBERS_DIMS):
+            break
+        dims = fewer
+    return dims
 
 
 def attend_summaries(
@@ -95,11 +131,12 @@ def attend_summaries(
     """See :func:`foveate.ops.attend.summaries.attend_summaries`.
 
     Two launches for one level of which few pages are refined: the first weighs summaries and attends to them all, to
-    sinks and to the tail, each part of them by itself; in the second every program finds out which pages are refined,
-    and attends once more to a part that has one, without it, or to the keys of refined pages, or merges other parts;
-    and the last one of a row to be ready merges that (FlashDecoding, Dao et al. 2023). Where many are refined, or there
-    are very many, or the layer chooses, a launch between them chooses; if many, summaries' values are read behind it.
-    Two or three more for each further level, and one for the running sums of each.
+    sinks and to the tail, each part of them by itself, and leaves bounds of what blocks of them may weigh; in the
+    second every program makes some dims of the output: it finds out which pages are refined, merges the parts that have
+    none, and attends once more to the others, without what is refined, and to the keys of that. Where many are refined,
+    or there are very many, or the layer chooses, a launch between them chooses; if many, summaries' values are read
+    behind it, and the last program of a row to be ready merges (FlashDecoding, Dao et al. 2023). Two or three launches
+    more for each further level, and one for the running sums of each.
 
     What rows hold is read from ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` say how much
     room there is, so that a captured step can be replayed when there is more. Repeats are equal bit for bit, and fp32
@@ -143,7 +180,7 @@ class _Stage:
     """Where their log-weights begin, and how many places they have."""
     scoring: int
     attending: int
-    """Programs of a row that weigh nodes, and that attend to them."""
+    """Programs of a row that weigh nodes, and that attend to them or mend."""
     before: int
     """Parts of the output that are there by then."""
     mends: bool
@@ -151,11 +188,7 @@ class _Stage:
     few: bool
     """Whether these choose for themselves."""
     per: int
-    """Blocks of nodes of a part of what is attended to as it is weighed, """
-    node_parts: int
-    """how many such parts there are at most, """
-    units: int
-    """and in how many pieces they are merged."""
+    """Blocks of nodes of a part of what is attended to as it is weighed."""
     chosen: Tensor
     pages: Tensor
     picked: Tensor
@@ -190,8 +223,7 @@ class Step:
         self.programs = self.batch * self.num_kv_heads * self.parts
         self.room = _RESIDENT * multiprocessors(q.device)
         self.members = triton.next_power_of_2(min(self.group, self.tile.block_m))
-        rows = self.members * max(16, triton.next_power_of_2(self.value_dim))  # of a part that is merged
-        self.merged = max(1, min(16, self.tile.num_warps * 32 * _MERGED // rows))
+        self.block_dv = max(16, triton.next_power_of_2(self.value_dim))
         if how.mass == "preserve" and tree.width > self.tile.block_n:
             raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
         self._plan()
@@ -205,33 +237,34 @@ class Step:
         self.stages: list[_Stage] = []
         width, begin, before = tree.rows.places, 0, self.raw_splits
         for level in reversed(range(len(tree.levels))):
-            if width > _HELD:
-                raise UnsupportedError(f"more than {_HELD} nodes of a level")
             k = min(tree.rows.most[level], width)
             last = not k or not level
             blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
-            tiles = triton.cdiv(k * triton.cdiv(tree.width, self.block_w) * self.block_w, block) if last else 0
             beside = 0 if self.stages else self.programs * self.raw_splits  # programs that attend to sinks and tail
-            scoring, each = split(self.programs, blocks, max(self.room - beside, self.room // 2))
-            mends, per, node_parts, units = last and k <= _FEW, 1, 0, 0
+            room = max(self.room - beside, self.room // 2)
+            mends = last and k <= _FEW
+            few = mends and self.group <= _FEW_HEADS and how.pool == "kv_head" and how.rule == "top_k"
+            few = few and triton.next_power_of_2(self.group) * triton.next_power_of_2(blocks) <= _FEW_OF
+            if not few and width > _HELD:
+                raise UnsupportedError(f"more than {_HELD} nodes of a level")
             if mends:
-                few = width <= _FEW_OF // (self.q.element_size() // 2) and self.group <= _FEW_HEADS
-                few = few and how.pool == "kv_head" and how.rule == "top_k"
-                per = part_blocks(blocks, k, 8 * self.members / (block * self.q.element_size()))
-                node_parts = triton.cdiv(blocks, per)
-                scoring = triton.cdiv(node_parts, max(1, each // per))
-                share = max(1, self.room // self.programs)  # programs of a row that run at a time
-                units = min(share, triton.cdiv(before + node_parts, self.merged))
-                attending = min(share, units + k * per + tiles)
+                cost = 8 * self.members / (block * self.q.element_size())
+                per, scoring = plan_parts(self.programs, blocks, k, cost, room)
+                more = triton.cdiv(blocks, per)
+                cut = _SLICES * multiprocessors(self.q.device)
+                dims = slice_dims(self.value_dim, self.programs, self.members, self.tile.block_m, cut)
+                attending = triton.cdiv(self.value_dim, dims)
             else:
-                few = False
+                tiles = triton.cdiv(k * triton.cdiv(tree.width, self.block_w) * self.block_w, block) if last else 0
+                scoring, _ = split(self.programs, blocks, room)
                 attending, _ = split(self.programs, blocks + tiles, self.room)
+                per, more = 1, attending
             chosen = torch.empty(self.batch, self.sets, k, dtype=torch.int64, **new)
             pages = torch.empty_like(chosen) if self.stages else chosen
             picked = torch.empty(self.batch, self.sets, dtype=torch.int32, **new)
-            work = (scoring, attending, before, mends, few, per, node_parts, units)
+            work = (scoring, attending, before, mends, few, per)
             self.stages.append(_Stage(level, width, k, begin, padded, *work, chosen, pages, picked, picked))
-            begin, before = begin + padded, before + node_parts + units + attending
+            begin, before = begin + padded, before + more
             if last:
                 break
             branch = tree.branch(level)
@@ -263,11 +296,11 @@ class Step:
         """All launches."""
         above, looked, capped = None, [], 0
         for stage in self.stages:
-            ranks = self._score(stage, above)
+            *ranks, bounds = self._score(stage, above)
             if not stage.few:
                 capped = capped + self._choose(stage, above, *ranks)
             if stage.mends:
-                self._mend(stage, above, *ranks)
+                self._mend(stage, above, *ranks, bounds)
             else:
                 self._attend(stage, above)
             if self.need_masses:
@@ -302,19 +335,24 @@ class Step:
             "DIM": self.dim,
             "VALUE_DIM": self.value_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(self.dim)),
-            "BLOCK_DV": max(16, triton.next_power_of_2(self.value_dim)),
+            "BLOCK_DV": self.block_dv,
             "BLOCK_M": self.tile.block_m,
             "BLOCK_N": self.tile.block_n,
         }
 
-    def _score(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, Tensor]:
-        """Weighs nodes; returns the ranks and the log-sum-exps of each program's."""
+    def _score(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Weighs nodes; returns the ranks, the log-sum-exps of each program's, and bounds where these are needed."""
         of, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
         weights = self.weights[:, :, stage.begin :]
         rank = weights
         if how.score != "summary":
             rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
         rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
+        bounds = None
+        if stage.few:
+            blocks = triton.cdiv(stage.width, self.tile.block_n)
+            bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
+        recent, recent_strides = self._recent(of) if stage.few else (None, (0, 0, 0))
         count, *count_strides = self.count(stage, above)
         listed = (None, None, None) if raw else (above.pages, above.chosen, self.weights[:, :, above.begin :])
         nodes, spread, entropy = of.nodes.k, of.nodes.spread, of.nodes.entropy
@@ -335,6 +373,8 @@ class Step:
             weights,
             rank,
             rank_lse,
+            recent,
+            bounds,
             self.weights[:, :, self.raw :] if self.keeps else None,
             self.found,
             self.found_lse,
@@ -350,6 +390,7 @@ class Step:
             *((0,) * 3 if entropy is None else entropy.stride()),
             *count_strides,
             *((0, 0) if raw else self.strides(above.pages)),
+            *recent_strides,
             self.batch,
             self.num_kv_heads,
             self.group,
@@ -362,6 +403,8 @@ class Step:
             self.places,
             rank.stride(1),
             self.places,
+            0 if bounds is None else bounds.shape[2],
+            self._first(stage),
             self.scaling,
             math.log(of.size),
             of.reads,
@@ -369,6 +412,8 @@ class Step:
             BRANCH=0 if raw else self.tree.branch(above.level),
             RAW=raw,
             ATTENDS=stage.mends,
+            BOUNDS=stage.few,
+            RECENT=recent is not None,
             KEEPS_RAW=self.keeps,
             PRESERVE=how.mass == "preserve",
             BIAS=_BIASES[how.bias],
@@ -378,13 +423,16 @@ class Step:
             **self._dims,
             **weighing_options(self.tile, q.dtype, of_node, self.capability),
         )
-        return rank, rank_lse
+        return rank, rank_lse, bounds
+
+    def _first(self, stage: _Stage) -> int:
+        """How many nodes of a level are always refined."""
+        return -(-self.how.first * self.tree.levels[0].size // self.tree.levels[stage.level].size)
 
     def _chosen_by(self, stage: _Stage, above: _Stage | None) -> dict[str, Any]:
         """Arguments that say by what nodes of a level are chosen."""
-        sizes = [of.size for of in self.tree.levels]
         return {
-            "first": -(-self.how.first * sizes[0] // sizes[stage.level]),
+            "first": self._first(stage),
             "prior": self.how.prior,
             "BRANCH": 0 if above is None else self.tree.branch(above.level),
             "PRIOR": self.how.prior > 0,
@@ -456,6 +504,8 @@ class Step:
             stage.picked,
             stage.gone,
             *self._found(stage),
+            self.arrived,
+            *self._output,
             *self._strides_of_vectors(of),
             *count_strides,
             *((0, 0) if above is None else self.strides(above.pages)),
@@ -472,19 +522,23 @@ class Step:
             scaling=self.scaling,
             BRANCH=0 if above is None else tree.branch(above.level),
             LAST=stage is self.stages[-1],
-            AT_ONCE=self.merged,
+            AT_ONCE=min(16, self._merged(self.block_dv)),
             **self._pages_read(),
             **self._dims,
             **self.tile.options,
         )
 
-    def _mend(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor) -> None:
+    def _mend(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor, bounds: Tensor | None) -> None:
         """Puts right what is refined in attention to everything, and merges."""
         tree, of = self.tree, self.tree.levels[stage.level]
         count, *count_strides = self.count(stage, above)
         recent, recent_strides = self._recent(of)
-        held = max(128, triton.next_power_of_2(stage.width)) if stage.few else 1
-        options = mending_options(self.tile, self.q.dtype, held)
+        blocks = 1 if bounds is None else triton.next_power_of_2(bounds.shape[2])
+        block_s = max(16, triton.next_power_of_2(triton.cdiv(self.value_dim, stage.attending)))
+        again = self.tile.block_n
+        if self.q.dtype != torch.float32:  # multiplied without tensor cores
+            most = triton.next_power_of_2(max(1, stage.k) * stage.per * again)
+            again = max(16, min(_MENDED, _MENDED_NUMBERS // block_s, most))
         mend_nodes[self.programs, stage.attending](
             self.q,
             self.k,
@@ -496,11 +550,13 @@ class Step:
             recent,
             rank,
             rank_lse,
+            bounds,
             stage.chosen,
             stage.pages,
             stage.picked,
             stage.gone,
             *self._found(stage),
+            *self._output,
             *self._strides_of_vectors(of),
             *count_strides,
             *((0, 0) if above is None else self.strides(above.pages)),
@@ -510,37 +566,45 @@ class Step:
             self.num_kv_heads,
             self.group,
             self.parts,
-            stage.attending,
             stage.scoring,
             stage.before,
-            stage.node_parts,
             stage.per,
-            stage.units,
             stage.k,
-            stage.width,
             tree.sinks,
             self.places,
             rank.stride(1),
+            0 if bounds is None else bounds.shape[2],
+            stage.padded,
             tree.width,
             scaling=self.scaling,
             FEW=max(1, stage.k) if stage.few else 0,
             GROUP=self.group if stage.few else 1,
             ROOM=max(2, triton.next_power_of_2(stage.k)),
-            HELD=held,
-            HELD_AT_ONCE=options["num_warps"] * 32 * _RANKED,
+            BLOCKS=blocks,
+            BLOCKS_AT_ONCE=min(_AT_ONCE, blocks),
             OTHERS=triton.next_power_of_2(stage.before),
-            AT_ONCE=self.merged,
+            AT_ONCE=self._merged(block_s),
+            BLOCK_S=block_s,
+            BLOCK_R=again,
             **self._pages_read(),
             **self._chosen_by(stage, above),
-            **self._dims,
-            **options,
+            **{name: size for name, size in self._dims.items() if name != "BLOCK_DV"},
+            **mending_options(self.tile, triton.next_power_of_2(self.group) * blocks),
         )
 
+    def _merged(self, dims: int) -> int:
+        """How many parts a program merges at once, so many dims of each."""
+        return max(1, min(64, self.tile.num_warps * 32 * _MERGED // (self.members * dims)))
+
     def _found(self, stage: _Stage) -> tuple[Tensor | None, ...]:
-        """What a launch that attends reads and writes: where pages end, log-weights, parts, results, counts."""
+        """What a launch that attends reads and writes: where pages end, log-weights, parts."""
         tokens = self.weights[:, :, self.tokens :] if self.keeps else None
-        found = (self.found, self.found_lse, self.arrived, self.out, self.lse, self.read, self.refined)
-        return self.tree.page_end, self.weights[:, :, stage.begin :], tokens, *found
+        return self.tree.page_end, self.weights[:, :, stage.begin :], tokens, self.found, self.found_lse
+
+    @property
+    def _output(self) -> tuple[Tensor, ...]:
+        """Results and counts."""
+        return self.out, self.lse, self.read, self.refined
 
     def _strides_of_vectors(self, of: Level) -> tuple[int, ...]:
         """Of queries, keys, values and the values of summaries."""

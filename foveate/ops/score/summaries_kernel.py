@@ -66,6 +66,8 @@ def free_energy(deviation, log_size):
         "parent_places",
         "list_stride_b",
         "list_stride_h",
+        "bound_places",
+        "first",
     ]
 )
 def score_nodes(
@@ -85,6 +87,8 @@ def score_nodes(
     weight_ptr,
     rank_ptr,
     rank_lse_ptr,
+    recent_ptr,
+    bound_ptr,
     raw_ptr,
     found_ptr,
     found_lse_ptr,
@@ -123,6 +127,9 @@ def score_nodes(
     count_stride_h,
     list_stride_b,
     list_stride_h,
+    recent_stride_b,
+    recent_stride_h,
+    recent_stride_n,
     batches,
     num_kv_heads,
     group,
@@ -135,6 +142,8 @@ def score_nodes(
     places,
     rank_places,
     parent_places,
+    bound_places,
+    first,
     scaling,
     log_size,
     reads,
@@ -142,6 +151,8 @@ def score_nodes(
     BRANCH: tl.constexpr,
     RAW: tl.constexpr,
     ATTENDS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    RECENT: tl.constexpr,
     KEEPS_RAW: tl.constexpr,
     PRESERVE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -167,6 +178,10 @@ def score_nodes(
 
     ``ATTENDS``: and attends to all nodes, ``per`` blocks to a part, which are written to ``found`` behind ``before``
     others.
+
+    ``BOUNDS``: and writes what bounds the masses of each block's nodes, ``bound [B, Hkv, 2 group + 2, bound_places]``:
+    the largest rank and the log-sum-exp of each head; the largest sum of what the heads of a group see in a node, as
+    shares of what they see in the block; and the largest ``recent`` attention, +inf for one of the ``first`` nodes.
 
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]``: keys read.
     """
@@ -237,6 +252,10 @@ def score_nodes(
             spread_ptr += batch * spread_stride_b + head * spread_stride_h
             scaled = q.to(tl.float32) * scaling
             squared = tl.minimum(scaled * scaled, LARGEST).to(q.dtype)
+        if BOUNDS:
+            bound_ptr += row.to(tl.int64) * (2 * group + 2) * bound_places
+            if RECENT:
+                recent_ptr += batch * recent_stride_b + head * recent_stride_h
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
         if ATTENDS:
@@ -304,9 +323,24 @@ def score_nodes(
             tl.store(weight_ptr + rows[:, None] * places + place[None, :], logits, mask=stored)
             if SCORE > 0:
                 tl.store(rank_ptr + rows[:, None] * rank_places + place[None, :], ranks, mask=stored)
-            higher = tl.maximum(top, tl.max(ranks, 1))
-            weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(ranks - higher[:, None]), 1)
+            peak = tl.max(ranks, 1)
+            base = tl.maximum(peak, LOWEST)
+            shares = tl.exp2(ranks - base[:, None])
+            mass = tl.sum(shares, 1)
+            higher = tl.maximum(top, base)
+            weight = weight * tl.exp2(top - higher) + mass * tl.exp2(base - higher)
             top = higher
+            if BOUNDS:
+                shares = tl.where(exist[:, None], shares / tl.where(mass == 0, 1.0, mass)[:, None], 0.0)
+                recent = tl.zeros([BLOCK_N], tl.float32)
+                if RECENT:
+                    recent = tl.load(recent_ptr + node * recent_stride_n, mask=there, other=0.0)
+                recent = tl.where(there & (node < first), float("inf"), recent)
+                of_block = bound_ptr + block
+                tl.store(of_block + member * bound_places, peak, mask=exist)
+                tl.store(of_block + (group + member) * bound_places, base + tl.log2(mass), mask=exist)
+                tl.store(of_block + 2 * group * bound_places, tl.max(tl.sum(shares, 0), 0))
+                tl.store(of_block + (2 * group + 1) * bound_places, tl.max(recent, 0))
             if ATTENDS:
                 v_mask = there[:, None]
                 if BLOCK_DV > VALUE_DIM:

@@ -6,6 +6,9 @@ import triton.language as tl
 from foveate.ops.select.blocks_kernel import _LOWEST, _behind, _chosen, _end, _float, _kth, _put, _valid
 
 _BOTTOM = tl.constexpr(-3.4e38)
+LAST_PLACE = tl.constexpr(0x7FFFFFFF)
+SLACK = tl.constexpr(1.0001)
+"""What rounding may take from a bound of masses, and more."""
 
 VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h", "first"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
@@ -184,20 +187,122 @@ def group_masses(
 
 
 @triton.jit
-def first_few(mass, allowed, FEW: tl.constexpr, ROOM: tl.constexpr):
-    """The ``allowed`` heaviest, at most ``FEW``, ties to the smaller place: ``(places [ROOM], their order by place
-    [ROOM], how many)``, -1 for none; ``ROOM`` is a power of two. Masses are 0 or more, and -inf where none is."""
-    few, index, picked = tl.arange(0, ROOM), tl.arange(0, mass.shape[0]), tl.zeros([], tl.int32)
-    places = tl.full([ROOM], -1, tl.int32)
-    mass = tl.where(mass >= 0, mass, float("-inf"))
-    for turn in tl.static_range(FEW):
-        top, best = tl.max(mass, 0, return_indices=True)  # of equals the first
-        taken = (top >= 0) & (allowed > turn)
-        places = tl.where(few == tl.where(taken, turn, -1), best, places)
-        mass = tl.where(index == best, float("-inf"), mass)
-        picked += taken.to(tl.int32)
+def _key(mass, place):
+    """What orders nodes by mass, of equals the first before the others; -1 where the mass is none, as of NaN."""
+    bits = tl.abs(mass).to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(mass >= 0, (bits << 32) | (LAST_PLACE - place), -1)
+
+
+@triton.jit
+def _bounds(
+    bound_ptr, bound_places, lse, count, prior, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """At least the largest mass of each block's nodes, and -1 where there are none; see :func:`score_nodes`.
+
+    What a head sees in a node is at most what it sees in the block's largest. What a group's heads see in it is, with
+    its shares of what they see in the block, at most the largest sum of such shares times the most that any sees in the
+    block: which is close where no head sees much.
+    """
+    MEMBERS: tl.constexpr = lse.shape[0]
+    member, block = tl.arange(0, MEMBERS), tl.arange(0, BLOCKS)
+    exist, held = member < GROUP, block < bound_places
+    of_heads = bound_ptr + member[:, None] * bound_places + block[None, :]
+    both = exist[:, None] & held[None, :]
+    peaks = tl.load(of_heads, mask=both, other=float("-inf"))
+    totals = tl.load(of_heads + GROUP * bound_places, mask=both, other=float("-inf"))
+    shared = tl.load(bound_ptr + 2 * GROUP * bound_places + block, mask=held, other=0.0)
+    recent = tl.load(bound_ptr + (2 * GROUP + 1) * bound_places + block, mask=held, other=0.0)
+    apart = tl.sum(tl.where(exist[:, None], tl.exp2(peaks - lse[:, None]), 0.0), 0)
+    together = tl.max(tl.where(exist[:, None], tl.exp2(totals - lse[:, None]), 0.0), 0) * shared
+    bound = tl.minimum(apart, together) / GROUP
+    bound = tl.where(recent == float("inf"), recent, bound + prior * (recent - bound)) * SLACK
+    return tl.where((block * BLOCK_N < count) & (bound >= 0), bound, -1.0)
+
+
+@triton.jit
+def heaviest_few(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    recent_ptr,
+    recent_stride_n,
+    bound_ptr,
+    bound_places,
+    list_ptr,
+    count,
+    allowed,
+    head,
+    rows,
+    splits,
+    others,
+    rank_places,
+    first,
+    prior,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    FEW: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The ``allowed`` heaviest nodes for ``GROUP`` heads of one KV head, at most ``FEW``, of equals the first ones.
+
+    Masses are looked at in few blocks alone: ``AT_ONCE`` at a time, those with the largest bounds first, until no bound
+    reaches the last of the heaviest (which is exact: Fagin et al. 2001's threshold algorithm, with blocks for objects).
+
+    Returns:
+        ``(places [ROOM], their order by place [ROOM], how many)``, -1 for none; ``ROOM`` is a power of two.
+    """
+    MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
+    member, few, some = tl.arange(0, MEMBERS), tl.arange(0, ROOM), tl.arange(0, AT_ONCE)
+    block, lanes = tl.arange(0, BLOCKS), tl.arange(0, AT_ONCE * BLOCK_N)
+    exist = member < GROUP
+    row = head + tl.where(exist, member, 0)
+    lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
+    rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
+    top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
+    lse = top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
+    bound = _bounds(bound_ptr, bound_places, lse, count, prior, GROUP, BLOCKS, BLOCK_N)
+
+    keys, least = tl.full([ROOM], -1, tl.int64), tl.zeros([], tl.float32)
+    left = (allowed > 0) & (tl.max(bound, 0) >= 0)
+    while left:
+        which = tl.full([AT_ONCE], -1, tl.int32)
+        for turn in tl.static_range(AT_ONCE):
+            highest, best = tl.max(bound, 0, return_indices=True)
+            which = tl.where(some == tl.where(highest >= least, turn, -1), best, which)
+            bound = tl.where(block == best, -1.0, bound)
+        of_block = tl.sum(tl.where((lanes // BLOCK_N)[:, None] == some[None, :], which[None, :], 0), 1)
+        place = of_block * BLOCK_N + lanes % BLOCK_N
+        there = (of_block >= 0) & (place < count)
+        at = rank_ptr + row[:, None] * rank_places + place[None, :]
+        ranks = tl.load(at, mask=exist[:, None] & there[None, :], other=float("-inf"))
+        mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0) / GROUP
+        node = place
+        if BRANCH:
+            node = tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
+        if PRIOR:
+            recent = tl.load(recent_ptr + node.to(tl.int64) * recent_stride_n, mask=there, other=0.0)
+            mass = mass + prior * (recent - mass)
+        mass = tl.where(node < first, float("inf"), mass)
+        fresh, chosen = tl.where(there, _key(mass, place), -1), tl.full([ROOM], -1, tl.int64)
+        for turn in tl.static_range(FEW):
+            best_key = tl.maximum(tl.max(fresh, 0), tl.max(keys, 0))
+            chosen = tl.where(few == tl.where(turn < allowed, turn, -1), best_key, chosen)
+            fresh, keys = tl.where(fresh == best_key, -1, fresh), tl.where(keys == best_key, -1, keys)
+        keys = chosen
+        last = tl.sum(tl.where(few == allowed - 1, keys, 0), 0)
+        least = tl.where(last >= 0, (last >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+        left = tl.max(bound, 0) >= least
+
+    places = tl.where(keys >= 0, LAST_PLACE - (keys & LAST_PLACE), -1).to(tl.int32)
     smaller = (places[None, :] < places[:, None]) & (places[None, :] >= 0)
-    return places, tl.where(places < 0, -1, tl.sum(smaller.to(tl.int32), 1)), picked
+    order = tl.where(places < 0, -1, tl.sum(smaller.to(tl.int32), 1))
+    return places, order, tl.sum((places >= 0).to(tl.int32), 0)
 
 
 @triton.jit
