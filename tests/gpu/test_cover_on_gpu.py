@@ -34,6 +34,7 @@ def few(request, monkeypatch):
     """See the fixture of this name in ``tests/ops/interpreted_summaries.py``."""
     if request.param == "few and long parts":
         monkeypatch.setattr(summaries_kernel, "plan_parts", long_parts(3))
+        monkeypatch.setattr(summaries_kernel, "_NO_BOUNDS", 0)
         monkeypatch.setattr(summaries_kernel, "_AT_ONCE", 1)
     elif request.param == "chosen before":
         monkeypatch.setattr(summaries_kernel, "_FEW_OF", -1)

@@ -25,10 +25,11 @@ def splits(request, monkeypatch):
 @pytest.fixture(params=["few", "few and long parts", "chosen before", "many"])
 def few(request, monkeypatch):
     """What was attended to with all the others is mended, and every program finds out for itself what is refined, in
-    parts of a block or of several, from blocks looked at together or one by one, or a launch before chooses; or what is
+    parts of a block or of several, among all nodes or block by block by bounds, or a launch before chooses; or what is
     refined is never attended to."""
     if request.param == "few and long parts":
         monkeypatch.setattr(summaries_kernel, "plan_parts", long_parts(2))
+        monkeypatch.setattr(summaries_kernel, "_NO_BOUNDS", 0)
         monkeypatch.setattr(summaries_kernel, "_AT_ONCE", 1)
     elif request.param == "chosen before":
         monkeypatch.setattr(summaries_kernel, "_FEW_OF", -1)

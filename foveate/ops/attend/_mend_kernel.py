@@ -156,13 +156,15 @@ def mend_nodes(
     if FEW:
         if PRIOR:
             recent_ptr += batch * recent_stride_b + head * recent_stride_h
+        if BLOCKS > BLOCKS_AT_ONCE:
+            bound_ptr += row.to(tl.int64) * (2 * GROUP + 2) * bound_places
         few_places, order, picked = heaviest_few(
             rank_ptr,
             rank_lse_ptr,
             found_lse_ptr,
             recent_ptr,
             recent_stride_n,
-            bound_ptr + row.to(tl.int64) * (2 * GROUP + 2) * bound_places,
+            bound_ptr,
             bound_places,
             list_ptr,
             count,

@@ -36,7 +36,9 @@ which saves a launch."""
 _FEW_HEADS = 16
 """In groups of so many heads masses are computed for all of them at once."""
 _AT_ONCE = 8
-"""Blocks of nodes whose masses are looked at together where every program finds out what is refined."""
+"""Blocks of nodes whose masses are looked at together by programs that find out what is refined by bounds; """
+_NO_BOUNDS = 8192
+"""of so many masses of heads or fewer there are none: all are looked at."""
 _HELD = 32768
 """The most nodes that a launch of its own chooses from."""
 _MERGED = 32
@@ -186,7 +188,9 @@ class _Stage:
     mends: bool
     """Whether everything is attended to as it is weighed, and that is mended by the programs that attend."""
     few: bool
-    """Whether these choose for themselves."""
+    """Whether these choose for themselves, """
+    at_once: int
+    """and of how many blocks, or all, they look at the masses together."""
     per: int
     """Blocks of nodes of a part of what is attended to as it is weighed."""
     chosen: Tensor
@@ -244,7 +248,9 @@ class Step:
             room = max(self.room - beside, self.room // 2)
             mends = last and k <= _FEW
             few = mends and self.group <= _FEW_HEADS and how.pool == "kv_head" and how.rule == "top_k"
-            few = few and triton.next_power_of_2(self.group) * triton.next_power_of_2(blocks) <= _FEW_OF
+            held = triton.next_power_of_2(self.group) * triton.next_power_of_2(max(1, blocks))
+            few = few and held <= _FEW_OF
+            at_once = triton.next_power_of_2(max(1, blocks)) if held * block <= _NO_BOUNDS else _AT_ONCE
             if not few and width > _HELD:
                 raise UnsupportedError(f"more than {_HELD} nodes of a level")
             if mends:
@@ -262,7 +268,7 @@ class Step:
             chosen = torch.empty(self.batch, self.sets, k, dtype=torch.int64, **new)
             pages = torch.empty_like(chosen) if self.stages else chosen
             picked = torch.empty(self.batch, self.sets, dtype=torch.int32, **new)
-            work = (scoring, attending, before, mends, few, per)
+            work = (scoring, attending, before, mends, few, at_once, per)
             self.stages.append(_Stage(level, width, k, begin, padded, *work, chosen, pages, picked, picked))
             begin, before = begin + padded, before + more
             if last:
@@ -348,11 +354,10 @@ class Step:
         if how.score != "summary":
             rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
         rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
-        bounds = None
-        if stage.few:
-            blocks = triton.cdiv(stage.width, self.tile.block_n)
+        blocks, bounds, recent, recent_strides = triton.cdiv(stage.width, self.tile.block_n), None, None, (0, 0, 0)
+        if stage.few and blocks > stage.at_once:
             bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
-        recent, recent_strides = self._recent(of) if stage.few else (None, (0, 0, 0))
+            recent, recent_strides = self._recent(of)
         count, *count_strides = self.count(stage, above)
         listed = (None, None, None) if raw else (above.pages, above.chosen, self.weights[:, :, above.begin :])
         nodes, spread, entropy = of.nodes.k, of.nodes.spread, of.nodes.entropy
@@ -412,7 +417,7 @@ class Step:
             BRANCH=0 if raw else self.tree.branch(above.level),
             RAW=raw,
             ATTENDS=stage.mends,
-            BOUNDS=stage.few,
+            BOUNDS=bounds is not None,
             RECENT=recent is not None,
             KEEPS_RAW=self.keeps,
             PRESERVE=how.mass == "preserve",
@@ -533,7 +538,7 @@ class Step:
         tree, of = self.tree, self.tree.levels[stage.level]
         count, *count_strides = self.count(stage, above)
         recent, recent_strides = self._recent(of)
-        blocks = 1 if bounds is None else triton.next_power_of_2(bounds.shape[2])
+        blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
         block_s = max(16, triton.next_power_of_2(triton.cdiv(self.value_dim, stage.attending)))
         again = self.tile.block_n
         if self.q.dtype != torch.float32:  # multiplied without tensor cores
@@ -580,8 +585,8 @@ class Step:
             FEW=max(1, stage.k) if stage.few else 0,
             GROUP=self.group if stage.few else 1,
             ROOM=max(2, triton.next_power_of_2(stage.k)),
-            BLOCKS=blocks,
-            BLOCKS_AT_ONCE=min(_AT_ONCE, blocks),
+            BLOCKS=blocks if stage.few else 1,
+            BLOCKS_AT_ONCE=stage.at_once,
             OTHERS=triton.next_power_of_2(stage.before),
             AT_ONCE=self._merged(block_s),
             BLOCK_S=block_s,
@@ -589,12 +594,12 @@ class Step:
             **self._pages_read(),
             **self._chosen_by(stage, above),
             **{name: size for name, size in self._dims.items() if name != "BLOCK_DV"},
-            **mending_options(self.tile, triton.next_power_of_2(self.group) * blocks),
+            **mending_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0),
         )
 
     def _merged(self, dims: int) -> int:
         """How many parts a program merges at once, so many dims of each."""
-        return max(1, min(64, self.tile.num_warps * 32 * _MERGED // (self.members * dims)))
+        return max(1, min(32, self.tile.num_warps * 32 * _MERGED // (self.members * dims)))
 
     def _found(self, stage: _Stage) -> tuple[Tensor | None, ...]:
         """What a launch that attends reads and writes: where pages end, log-weights, parts."""

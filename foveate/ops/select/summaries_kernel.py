@@ -220,6 +220,52 @@ def _bounds(
 
 
 @triton.jit
+def _heavier(
+    keys,
+    which,
+    lse,
+    row,
+    exist,
+    rank_ptr,
+    rank_places,
+    recent_ptr,
+    recent_stride_n,
+    list_ptr,
+    count,
+    allowed,
+    first,
+    prior,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The ``allowed`` first of ``keys [ROOM]``, see :func:`_key`, and of those of the nodes of blocks ``which``."""
+    AT_ONCE: tl.constexpr = which.shape[0]
+    few, some, lanes = tl.arange(0, keys.shape[0]), tl.arange(0, AT_ONCE), tl.arange(0, AT_ONCE * BLOCK_N)
+    of_block = tl.sum(tl.where((lanes // BLOCK_N)[:, None] == some[None, :], which[None, :], 0), 1)
+    place = of_block * BLOCK_N + lanes % BLOCK_N
+    there = (of_block >= 0) & (place < count)
+    at = rank_ptr + row[:, None] * rank_places + place[None, :]
+    ranks = tl.load(at, mask=exist[:, None] & there[None, :], other=float("-inf"))
+    mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0) / GROUP
+    node = place
+    if BRANCH:
+        node = tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
+    if PRIOR:
+        recent = tl.load(recent_ptr + node.to(tl.int64) * recent_stride_n, mask=there, other=0.0)
+        mass = mass + prior * (recent - mass)
+    mass = tl.where(node < first, float("inf"), mass)
+    fresh, chosen = tl.where(there, _key(mass, place), -1), tl.full(keys.shape, -1, tl.int64)
+    for turn in tl.static_range(FEW):
+        best = tl.maximum(tl.max(fresh, 0), tl.max(keys, 0))
+        chosen = tl.where(few == tl.where(turn < allowed, turn, -1), best, chosen)
+        fresh, keys = tl.where(fresh == best, -1, fresh), tl.where(keys == best, -1, keys)
+    return chosen
+
+
+@triton.jit
 def heaviest_few(
     rank_ptr,
     rank_lse_ptr,
@@ -251,53 +297,77 @@ def heaviest_few(
 ):
     """The ``allowed`` heaviest nodes for ``GROUP`` heads of one KV head, at most ``FEW``, of equals the first ones.
 
-    Masses are looked at in few blocks alone: ``AT_ONCE`` at a time, those with the largest bounds first, until no bound
-    reaches the last of the heaviest (which is exact: Fagin et al. 2001's threshold algorithm, with blocks for objects).
+    Masses are looked at in few blocks alone where there are more than ``AT_ONCE`` of them: so many at a time, those
+    with the largest bounds first, until no bound reaches the last of the heaviest (which is exact: the threshold
+    algorithm of Fagin et al. 2001 stops in this way).
 
     Returns:
         ``(places [ROOM], their order by place [ROOM], how many)``, -1 for none; ``ROOM`` is a power of two.
     """
     MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
-    member, few, some = tl.arange(0, MEMBERS), tl.arange(0, ROOM), tl.arange(0, AT_ONCE)
-    block, lanes = tl.arange(0, BLOCKS), tl.arange(0, AT_ONCE * BLOCK_N)
+    member, few, some, block = tl.arange(0, MEMBERS), tl.arange(0, ROOM), tl.arange(0, AT_ONCE), tl.arange(0, BLOCKS)
     exist = member < GROUP
     row = head + tl.where(exist, member, 0)
     lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
     rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
     top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
     lse = top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
-    bound = _bounds(bound_ptr, bound_places, lse, count, prior, GROUP, BLOCKS, BLOCK_N)
-
-    keys, least = tl.full([ROOM], -1, tl.int64), tl.zeros([], tl.float32)
-    left = (allowed > 0) & (tl.max(bound, 0) >= 0)
-    while left:
-        which = tl.full([AT_ONCE], -1, tl.int32)
-        for turn in tl.static_range(AT_ONCE):
-            highest, best = tl.max(bound, 0, return_indices=True)
-            which = tl.where(some == tl.where(highest >= least, turn, -1), best, which)
-            bound = tl.where(block == best, -1.0, bound)
-        of_block = tl.sum(tl.where((lanes // BLOCK_N)[:, None] == some[None, :], which[None, :], 0), 1)
-        place = of_block * BLOCK_N + lanes % BLOCK_N
-        there = (of_block >= 0) & (place < count)
-        at = rank_ptr + row[:, None] * rank_places + place[None, :]
-        ranks = tl.load(at, mask=exist[:, None] & there[None, :], other=float("-inf"))
-        mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0) / GROUP
-        node = place
-        if BRANCH:
-            node = tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
-        if PRIOR:
-            recent = tl.load(recent_ptr + node.to(tl.int64) * recent_stride_n, mask=there, other=0.0)
-            mass = mass + prior * (recent - mass)
-        mass = tl.where(node < first, float("inf"), mass)
-        fresh, chosen = tl.where(there, _key(mass, place), -1), tl.full([ROOM], -1, tl.int64)
-        for turn in tl.static_range(FEW):
-            best_key = tl.maximum(tl.max(fresh, 0), tl.max(keys, 0))
-            chosen = tl.where(few == tl.where(turn < allowed, turn, -1), best_key, chosen)
-            fresh, keys = tl.where(fresh == best_key, -1, fresh), tl.where(keys == best_key, -1, keys)
-        keys = chosen
-        last = tl.sum(tl.where(few == allowed - 1, keys, 0), 0)
-        least = tl.where(last >= 0, (last >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-        left = tl.max(bound, 0) >= least
+    keys = tl.full([ROOM], -1, tl.int64)
+    if BLOCKS <= AT_ONCE:
+        keys = _heavier(
+            keys,
+            block,
+            lse,
+            row,
+            exist,
+            rank_ptr,
+            rank_places,
+            recent_ptr,
+            recent_stride_n,
+            list_ptr,
+            count,
+            allowed,
+            first,
+            prior,
+            BRANCH,
+            PRIOR,
+            GROUP,
+            FEW,
+            BLOCK_N,
+        )
+    else:
+        bound = _bounds(bound_ptr, bound_places, lse, count, prior, GROUP, BLOCKS, BLOCK_N)
+        least, left = tl.zeros([], tl.float32), (allowed > 0) & (tl.max(bound, 0) >= 0)
+        while left:
+            which = tl.full([AT_ONCE], -1, tl.int32)
+            for turn in tl.static_range(AT_ONCE):
+                highest, best = tl.max(bound, 0, return_indices=True)
+                which = tl.where(some == tl.where(highest >= least, turn, -1), best, which)
+                bound = tl.where(block == best, -1.0, bound)
+            keys = _heavier(
+                keys,
+                which,
+                lse,
+                row,
+                exist,
+                rank_ptr,
+                rank_places,
+                recent_ptr,
+                recent_stride_n,
+                list_ptr,
+                count,
+                allowed,
+                first,
+                prior,
+                BRANCH,
+                PRIOR,
+                GROUP,
+                FEW,
+                BLOCK_N,
+            )
+            last = tl.sum(tl.where(few == allowed - 1, keys, 0), 0)
+            least = tl.where(last >= 0, (last >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+            left = tl.max(bound, 0) >= least
 
     places = tl.where(keys >= 0, LAST_PLACE - (keys & LAST_PLACE), -1).to(tl.int32)
     smaller = (places[None, :] < places[:, None]) & (places[None, :] >= 0)
