@@ -474,11 +474,15 @@ class SlotCache(RowNumbers, Undoing):
     ) -> None:
         """Write one token a row, see :func:`foveate.ops.put_token`, and empty its channels."""
         own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
+        emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
+        first = next((name for name in emptied if not self.specs[name].shape), None)  # by the same launch
+        own["emptied"] = None if first is None else _movable(self.tensors[first])
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, freed=freed, take=take, **own)
-        for name, spec in self.specs.items():
-            if spec.per == 1 and not spec.recomputed:
-                index = slot.view(*slot.shape, 1, *[1] * len(spec.shape))
-                _movable(self.tensors[name]).scatter_(2, index.expand(*slot.shape, 1, *spec.shape), 0)
+        for name in emptied:
+            if name != first:
+                index = slot.view(*slot.shape, 1, *[1] * len(self.specs[name].shape))
+                shape = (*slot.shape, 1, *self.specs[name].shape)
+                _movable(self.tensors[name]).scatter_(2, index.expand(shape), 0)
 
     def _clear(self, slots: slice) -> None:
         for name, spec in self.specs.items():

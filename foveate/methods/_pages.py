@@ -131,7 +131,7 @@ class Pages:
         """
         step = cache.step
         pages, start, after = step.once(("new pages", self.method.spec), lambda: self._due(step))
-        new = _OfEach(pages, start, self.most_new * self.group, self.sizes[0])
+        new = _OfEach(pages, start, self.most_new * self.group, self.sizes[0], step, self.method.spec)
         self._make(cache, 0, new, *self._tokens(cache, new))
         for level in range(1, len(self.sizes)):
             self._make(cache, level, new, self._below(cache, level, new), None)
@@ -337,22 +337,31 @@ class _OfEach(NamedTuple):
     start: Tensor
     number: int
     size: int
+    step: MovingRows
+    spec: str
+    """Of the method: where its new pages are is computed once for all layers."""
 
     def tokens(self, x: Tensor) -> Tensor:
-        return self._taken(x, self.start, self.number * self.size, self.size)
+        return self._taken(x, 0, self.number * self.size, self.size)
 
     def nodes(self, x: Tensor, over: int, branch: int) -> Tensor:
-        return self._taken(x, self.pages // over * branch, self.number // over * branch, branch)
+        return self._taken(x, over, self.number // over * branch, branch)
 
     def write(self, x: Tensor, over: int, value: Tensor) -> None:
-        index = self._index(x, self.pages // over, self.number // over)
+        index = self._index(x, over, self.number // over, 1)
         x.scatter_(2, index.expand(value.shape), value.to(x.dtype))
 
-    def _taken(self, x: Tensor, first: Tensor, number: int, each: int) -> Tensor:
-        index = self._index(x, first, number)
+    def _taken(self, x: Tensor, over: int, number: int, each: int) -> Tensor:
+        index = self._index(x, over, number, each)
         return x.gather(2, index.expand(*x.shape[:2], number, *x.shape[3:])).unflatten(2, (number // each, each))
 
-    @staticmethod
-    def _index(x: Tensor, first: Tensor, number: int) -> Tensor:
-        index = (first[:, None] + torch.arange(number, device=x.device)).clamp_max(x.shape[2] - 1)
-        return index.view(len(first), 1, number, *[1] * (x.dim() - 3))
+    def _index(self, x: Tensor, over: int, number: int, each: int) -> Tensor:
+        """Where ``number`` tokens of pages begin (``over`` 0), or nodes of which ``each`` are under one over so many
+        pages, to be broadcast along ``x``."""
+
+        def places() -> Tensor:
+            first = self.pages // over * each if over else self.start
+            return (first[:, None] + torch.arange(number, device=x.device)).clamp_max(x.shape[2] - 1)
+
+        index = self.step.once(("new places", self.spec, over, number, each, x.shape[2]), places)
+        return index.view(len(index), 1, number, *[1] * (x.dim() - 3))

@@ -104,6 +104,7 @@ def put_token(
     take: bool = False,
     positions: Tensor | None = None,
     newest: Tensor | None = None,
+    emptied: Tensor | None = None,
 ) -> Tensor:
     """Write one token of every row into memory: where one was given up, or else into the row's next slot.
 
@@ -114,6 +115,7 @@ def put_token(
         freed: int64 ``[B, Hkv]``: slots that were given up, -1 for none.
         take: whether ``freed`` becomes -1.
         positions: int32 ``[B, Hkv, S]``, in which the token gets its own from ``newest``, int32 ``[B]``.
+        emptied: ``[B, Hkv, S]``, numbers of slots, of which the token's becomes 0.
 
     Returns:
         int64 ``[B, Hkv]``: the slots that were written.
@@ -128,4 +130,6 @@ def put_token(
         memory.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), x)
     if positions is not None:
         positions.scatter_(2, slot[..., None], newest[:, None, None].expand(-1, keys.shape[1], 1))
+    if emptied is not None:
+        emptied.scatter_(2, slot[..., None], 0)
     return slot

@@ -63,6 +63,7 @@ def put_token(
     take: bool = False,
     positions: Tensor | None = None,
     newest: Tensor | None = None,
+    emptied: Tensor | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.retain.reference.put_token`. One launch; a program owns a row and a KV head."""
     batch, heads, _, dim = keys.shape
@@ -83,6 +84,7 @@ def put_token(
             freed,
             positions,
             None if positions is None else newest.contiguous(),
+            emptied,
             found,
             *keys.stride(),
             *values.stride(),
@@ -90,6 +92,7 @@ def put_token(
             *(v.stride(axis) for axis in (0, 1, 3)),
             *((0, 0) if freed is None else freed.stride()),
             *((0, 0, 0) if positions is None else positions.stride()),
+            *((0, 0, 0) if emptied is None else emptied.stride()),
             heads,
             TAKE=take and freed is not None,
             DIM=dim,
@@ -161,7 +164,7 @@ def _give_up(
     tl.store(position_ptr + weakest * position_stride_s, -1, mask=weakest >= 0)
 
 
-_STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "k", "v", "freed", "position") for axis in "bh"]
+_STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "k", "v", "freed", "position", "emptied") for axis in "bh"]
 
 
 @triton.jit(do_not_specialize=[*_STRIDES, "heads"])
@@ -174,6 +177,7 @@ def _put_token(
     freed_ptr,
     position_ptr,
     newest_ptr,
+    emptied_ptr,
     found_ptr,
     key_stride_b,
     key_stride_h,
@@ -194,13 +198,16 @@ def _put_token(
     position_stride_b,
     position_stride_h,
     position_stride_s,
+    emptied_stride_b,
+    emptied_stride_h,
+    emptied_stride_s,
     heads,
     TAKE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes a token, its position, and ``found [B, Hkv]``, the slots."""
+    """Writes a token, its position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the slots."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     slot, dims = tl.load(slot_ptr + batch), tl.arange(0, BLOCK)
@@ -220,3 +227,5 @@ def _put_token(
     if position_ptr is not None:
         position_ptr += batch * position_stride_b + head * position_stride_h + slot * position_stride_s
         tl.store(position_ptr, tl.load(newest_ptr + batch))
+    if emptied_ptr is not None:
+        tl.store(emptied_ptr + batch * emptied_stride_b + head * emptied_stride_h + slot * emptied_stride_s, 0)
