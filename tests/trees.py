@@ -82,7 +82,7 @@ class Problem:
             levels.append(ops.Level(nodes, size, beneath if varied else None, recent))
         page_end = ends[:, None].expand(-1, kv_heads, -1).float().contiguous() if varied else None
         rows = self._rows(lengths, starts, pages, sinks, counts, allowed)
-        self.tree = ops.Tree(tuple(levels), rows, sinks, LONGEST * sizes[0] if varied else sizes[0], page_end)
+        self.tree = ops.Tree(tuple(levels), rows, LONGEST * sizes[0] if varied else sizes[0], page_end)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
@@ -93,28 +93,15 @@ class Problem:
     def _rows(self, lengths, starts, pages, sinks, counts, allowed) -> ops.Rows:
         even = len(set(zip(lengths, starts, pages))) == 1
         raw = [length - start + (sinks if start else 0) for length, start in zip(lengths, starts)]
-        slots = hidden = missing = None
-        if not even:
-            rows = [
-                [*range(sinks if start else 0), *range(start, length)] + [length - 1] * (max(raw) - used)
-                for length, start, used in zip(lengths, starts, raw)
-            ]
-            slots = torch.tensor(rows, device=self.device)[:, None].expand(-1, self.kv_heads, -1)
-            hidden = torch.arange(max(raw)) >= torch.tensor(raw)[:, None]
-            missing = torch.arange(max(counts[-1])) >= torch.tensor(counts[-1])[:, None]
-            hidden, missing = (x[:, None, None].to(self.device) for x in (hidden, missing))
         return ops.Rows(
             torch.tensor([lengths, starts, *allowed, *counts], device=self.device),
             tuple(max(of_level) for of_level in allowed),
             max(counts[-1]),
             max(raw),
-            sum(counts[-1]) / len(raw),
-            sum(raw) / len(raw),
+            sinks,
             starts[0] if even else None,
             all(len(set(of_level)) == 1 for of_level in allowed),
-            slots,
-            hidden,
-            missing,
+            (sum(counts[-1]) / len(raw), sum(raw) / len(raw)),
         )
 
     def looked_at(self, how: ops.Refinement, as_read: bool) -> ops.Tree:

@@ -41,7 +41,7 @@ def tree_of(method: LuKA, cache: SlotCache) -> ops.Tree:
         rows = _rows(method, method.spec, *numbers, cache.geometry, cache.device)
     else:
         rows = step.once(("tree", method.spec), lambda: _moving_rows(method, step, cache.geometry))
-    return ops.Tree(levels, rows, method.sinks, pages.width, None if pages.fixed else cache.channel("page_end"))
+    return ops.Tree(levels, rows, pages.width, None if pages.fixed else cache.channel("page_end"))
 
 
 @functools.lru_cache(maxsize=64)
@@ -59,30 +59,17 @@ def _rows(
     nodes = [[method.pages.count(level, n) for n in pages] for level in levels]
     allowed = [[_allowed(method, level, n, geometry.num_heads) for n in nodes[level]] for level in levels]
     raw = [length - start + (method.sinks if start else 0) for length, start in zip(lengths, paged)]
-    slots = hidden = missing = None
     with torch.inference_mode(False):
         numbers = _sent(torch.tensor([lengths, paged, *allowed, *nodes]), device)
-        if not even:
-            width, counts = max(raw), nodes[-1]
-            rows = [
-                [*range(method.sinks if start else 0), *range(start, length)] + [length - 1] * (width - used)
-                for length, start, used in zip(lengths, paged, raw)
-            ]
-            slots = _sent(torch.tensor(rows), device)[:, None].expand(-1, geometry.num_kv_heads, -1)
-            hidden = _sent((torch.arange(width) >= torch.tensor(raw)[:, None])[:, None, None], device)
-            missing = _sent((torch.arange(max(counts)) >= torch.tensor(counts)[:, None])[:, None, None], device)
     return ops.Rows(
         numbers,
         most=tuple(max(counts) for counts in allowed),
         places=max(nodes[-1]),
         width=max(raw),
-        nodes=sum(nodes[-1]) / len(pages),
-        raw=sum(raw) / len(pages),
+        sinks=method.sinks,
         start=paged[0] if even else None,
         alike=all(len(set(counts)) == 1 for counts in allowed),
-        raw_slots=slots,
-        raw_hidden=hidden,
-        hidden=missing,
+        means=(sum(nodes[-1]) / len(pages), sum(raw) / len(pages)),
     )
 
 
@@ -94,20 +81,15 @@ def _moving_rows(method: LuKA, rows: MovingRows, geometry: Geometry) -> ops.Rows
     allowed = [_allowed(method, level, n, geometry.num_heads) for level, n in zip(levels, nodes)]
     allowed = [n if isinstance(n, Tensor) else torch.full_like(pages, n) for n in allowed]
     most = [hierarchy.count(level, hierarchy.most(rows.bound)) for level in levels]
-    places = torch.arange(hierarchy.most_raw, device=rows.device)
-    slots = torch.where((paged[:, None] > 0) & (places >= sinks), paged[:, None] + places - sinks, places)
     return ops.Rows(
         torch.stack([lengths, paged, *allowed, *nodes]),
         most=tuple(int(_allowed(method, level, n, geometry.num_heads)) for level, n in zip(levels, most)),
         places=max(1, most[-1]),
         width=hierarchy.most_raw,
-        nodes=nodes[-1].double()[:, None],
-        raw=(lengths - paged + sinks * (paged > 0)).double()[:, None],
+        sinks=sinks,
         start=None,
         alike=False,
-        raw_slots=slots.minimum(lengths[:, None] - 1)[:, None].expand(-1, geometry.num_kv_heads, -1),
-        raw_hidden=(slots >= lengths[:, None])[:, None, None],
-        hidden=(torch.arange(max(1, most[-1]), device=rows.device) >= nodes[-1][:, None])[:, None, None],
+        means=None,
         moving=True,
     )
 

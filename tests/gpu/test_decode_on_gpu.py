@@ -564,8 +564,9 @@ def test_tokens_that_are_put(dtype, evicts):
             positions = torch.full((3, 2, 700), -1, dtype=torch.int32, device="cuda")
             freed = torch.tensor([[3, -1], [-1, 0], [9, 9]], device="cuda")
             newest = torch.tensor([100, 200, 300], dtype=torch.int32, device="cuda")
-            own = {"positions": positions, "newest": newest, "freed": freed, "take": True}
+            numbers = torch.rand(3, 2, 700, generator=torch.Generator().manual_seed(0)).cuda()
+            own = {"positions": positions, "newest": newest, "freed": freed, "take": True, "emptied": numbers}
         slots = run(keys, values, k, v, torch.tensor([11, 20, 699], device="cuda"), **own)
-        made.append([slots, keys, values, *(own.get(name) for name in ("positions", "freed"))])
+        made.append([slots, keys, values, *(own.get(name) for name in ("positions", "freed", "emptied"))])
     for mine, its in zip(*made, strict=True):
         assert mine is its is None or torch.equal(mine, its)

@@ -75,14 +75,16 @@ def test_a_token_is_put(dim, value_dim, freed, take, evicts):
         k, v = (torch.randn(3, 1, 2, x.shape[3], generator=generator).half().transpose(1, 2) for x in (keys, values))
         own = None if freed is None else torch.tensor(freed)
         positions = torch.arange(3 * 2 * 50, dtype=torch.int32).view(3, 2, 50)[..., :40]
-        given.append((keys, values, k, v, torch.tensor([[11, 0], [20, 0], [39, 0]])[:, 0], own, positions))
+        numbers = torch.rand(3, 2, 50, generator=generator)[..., :40]
+        given.append((keys, values, k, v, torch.tensor([[11, 0], [20, 0], [39, 0]])[:, 0], own, positions, numbers))
     newest, found = torch.tensor([100, 200, 300], dtype=torch.int32), []
-    for run, (*memory, own, positions) in zip((slots_kernel.put_token, reference.put_token), given):
-        more = {"positions": positions, "newest": newest} if evicts else {}
+    for run, (*memory, own, positions, numbers) in zip((slots_kernel.put_token, reference.put_token), given):
+        more = {"positions": positions, "newest": newest, "emptied": numbers} if evicts else {}
         found.append(run(*memory, freed=own, take=take, **more))
     assert torch.equal(*found)
     for mine, its in zip(*given):
         assert mine is its is None or torch.equal(mine, its)
+    assert int((given[0][-1] == 0).sum()) == 6 * evicts
 
 
 def test_what_putting_refuses():

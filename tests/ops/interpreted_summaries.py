@@ -1,5 +1,7 @@
 """The kernels of attention over summaries against the reference, in numbers that Triton's interpreter gets right."""
 
+import dataclasses
+
 import pytest
 import torch
 import triton
@@ -219,7 +221,9 @@ def test_room_for_more_than_rows_have(few):
     problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.Refinement(prior=0.5)
     found, rows = check(problem, how), problem.tree.rows
     problem.tree = problem.tree._replace(
-        rows=rows._replace(places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), moving=True)
+        rows=dataclasses.replace(
+            rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), moving=True
+        )
     )
     roomy = summaries_kernel.attend_summaries(
         *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True, need_masses=True

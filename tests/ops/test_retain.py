@@ -91,7 +91,8 @@ def test_a_token_goes_where_one_was_given_up_or_behind_the_others():
     keys, values = torch.zeros(2, 2, 5, 3), torch.zeros(2, 2, 5, 1)
     positions, freed = torch.full((2, 2, 5), -1, dtype=torch.int32), torch.tensor([[1, -1], [0, 2]])
     k, v = torch.full((2, 2, 1, 3), 7.0), torch.full((2, 2, 1, 1), 8.0)
-    how = {"positions": positions, "newest": torch.tensor([40, 50], dtype=torch.int32)}
+    numbers = torch.ones(2, 2, 5)
+    how = {"positions": positions, "newest": torch.tensor([40, 50], dtype=torch.int32), "emptied": numbers}
     found = ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed, **how)
     assert found.tolist() == [[1, 3], [0, 2]]
     assert freed.tolist() == [[1, -1], [0, 2]]
@@ -100,6 +101,7 @@ def test_a_token_goes_where_one_was_given_up_or_behind_the_others():
     assert torch.equal(values, 8.0 * there[..., None])
     assert positions[there].tolist() == [40, 40, 50, 50]
     assert bool((positions[~there] == -1).all())
+    assert torch.equal(numbers, (~there).float())
     found = ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed, take=True)
     assert freed.tolist() == [[-1, -1], [-1, -1]]
     assert ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed).tolist() == [[3, 3], [4, 4]]

@@ -43,7 +43,7 @@ def note_masses(masses: Sequence[Tensor], looked: Sequence[Looked], tree: Tree, 
 def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
     rows, sinks = tree.rows, tree.sinks
     if rows.raw_slots is not None:
-        total.scatter_add_(2, rows.raw_slots, mass)
+        total.scatter_add_(2, rows.raw_slots.expand(mass.shape), mass)
         return
     total[:, :, :sinks] += mass[..., :sinks]
     total[:, :, rows.start :] += mass[..., sinks:]
@@ -55,8 +55,9 @@ def _look_back(
     sinks, rows = tree.sinks, tree.rows
     masses = [mass / group for mass in masses]
     if rows.raw_slots is not None:
-        change = (masses[0] - tokens.gather(2, rows.raw_slots)).masked_fill_(rows.raw_hidden[:, :, 0], 0.0)
-        tokens.scatter_add_(2, rows.raw_slots, change * share)
+        slots = rows.raw_slots.expand(masses[0].shape)
+        change = (masses[0] - tokens.gather(2, slots)).masked_fill_(rows.raw_hidden[:, :, 0], 0.0)
+        tokens.scatter_add_(2, slots, change * share)
     else:
         tokens[:, :, rows.start :].lerp_(masses[0][..., sinks:], share)
         if sinks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -42,8 +43,9 @@ class Level(NamedTuple):
         return 1.0 + 0.5 * (self.nodes.spread is not None) + 1.0 * (self.nodes.low is not None)
 
 
-class Rows(NamedTuple):
-    """Which slots and nodes each row has. Masks are None where all rows are alike."""
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which slots and nodes each row has. Masks are None where all rows are alike, and made when they are asked for."""
 
     numbers: Tensor
     """int64 ``[2 + 2 * levels, B]`` on the device of the keys: slots in use; the first slot behind the pages, 0 in a
@@ -54,22 +56,56 @@ class Rows(NamedTuple):
     """Places for nodes of the top level."""
     width: int
     """Places for raw tokens."""
-    nodes: float | Tensor
-    """Nodes of the top level: the mean over the rows, or ``[B, 1]``."""
-    raw: float | Tensor
-    """Raw tokens, likewise."""
+    sinks: int
+    """Slots before the first page."""
     start: int | None
     """The first slot behind the pages; None where rows differ."""
     alike: bool
     """Whether as many nodes may be refined in all rows."""
-    raw_slots: Tensor | None
-    """int64 ``[B, Hkv, width]``: sinks and tail; a row's last slot where it has fewer."""
-    raw_hidden: Tensor | None
-    """bool ``[B, 1, 1, width]``: places of ``raw_slots`` that are not used."""
-    hidden: Tensor | None
-    """bool ``[B, 1, 1, places]``: nodes of the top level that a row does not have."""
+    means: tuple[float, float] | None
+    """Nodes of the top level, and raw tokens: means over the rows; None where the device alone knows."""
     moving: bool = False
     """Whether the step is replayed with other numbers than those of now, which no width may depend on."""
+
+    @property
+    def nodes(self) -> float | Tensor:
+        """Nodes of the top level: the mean over the rows, or ``[B, 1]``."""
+        return self.numbers[-1].double()[:, None] if self.means is None else self.means[0]
+
+    @property
+    def raw(self) -> float | Tensor:
+        """Raw tokens, likewise."""
+        if self.means is not None:
+            return self.means[1]
+        lengths, start = self.numbers[:2]
+        return (lengths - start + self.sinks * (start > 0)).double()[:, None]
+
+    @functools.cached_property
+    def raw_slots(self) -> Tensor | None:
+        """int64 ``[B, 1, width]``: sinks and tail; a row's last slot where it has fewer."""
+        return None if self._slots is None else self._slots.minimum(self.numbers[0][:, None] - 1)[:, None]
+
+    @functools.cached_property
+    def raw_hidden(self) -> Tensor | None:
+        """bool ``[B, 1, 1, width]``: places of ``raw_slots`` that are not used."""
+        return None if self._slots is None else (self._slots >= self.numbers[0][:, None])[:, None, None]
+
+    @functools.cached_property
+    def hidden(self) -> Tensor | None:
+        """bool ``[B, 1, 1, places]``: nodes of the top level that a row does not have."""
+        if self.start is not None:
+            return None
+        with torch.inference_mode(False):  # kept for steps that may be outside of it
+            places = torch.arange(self.places, device=self.numbers.device)
+            return (places >= self.numbers[-1][:, None])[:, None, None]
+
+    @functools.cached_property
+    def _slots(self) -> Tensor | None:
+        if self.start is not None:
+            return None
+        with torch.inference_mode(False):
+            places, start = torch.arange(self.width, device=self.numbers.device), self.numbers[1][:, None]
+            return torch.where((start > 0) & (places >= self.sinks), start + places - self.sinks, places)
 
 
 class Tree(NamedTuple):
@@ -82,11 +118,15 @@ class Tree(NamedTuple):
     levels: tuple[Level, ...]
     """The finest first."""
     rows: Rows
-    sinks: int
     width: int
     """Tokens of a page, or the most that one has."""
     page_end: Tensor | None = None
     """``[B, Hkv, pages]``: the exclusive ends of pages, where they are of different sizes."""
+
+    @property
+    def sinks(self) -> int:
+        """Slots before the first page."""
+        return self.rows.sinks
 
     def branch(self, level: int) -> int:
         """Children of a node above the pages."""
@@ -278,7 +318,8 @@ class _Reader:
         """Sinks and tail."""
         rows, sinks = self.tree.rows, self.tree.sinks
         if rows.raw_slots is not None:
-            keys, values = gather_fields([self.keys, self.values], rows.raw_slots, complete=True)
+            slots = rows.raw_slots.expand(-1, self.keys.shape[1], -1)
+            keys, values = gather_fields([self.keys, self.values], slots, complete=True)
         else:
             keys, values = (x[:, :, rows.start :] for x in (self.keys, self.values))
             if sinks:

@@ -318,11 +318,11 @@ class Step:
         return Covered(self.out, self.lse if need_lse else None, masses, tuple(looked), self.read, self.refined, capped)
 
     def _looked(self, stage: _Stage, above: _Stage | None) -> Looked:
-        index, all_chosen = None, self.tree.rows.hidden is None and self.how.rule == "top_k"
+        index, all_chosen = None, self.tree.rows.start is not None and self.how.rule == "top_k"
         if above is not None:
             index = page_slots(above.pages, self.tree.branch(above.level), complete=all_chosen).flatten(-2)
             index = index.expand(-1, self.num_kv_heads, -1)
-        complete = all_chosen or (above is None and self.tree.rows.hidden is None)
+        complete = all_chosen or (above is None and self.tree.rows.start is not None)
         return Looked(stage.level, index, complete, stage.chosen.expand(-1, self.num_kv_heads, -1), all_chosen)
 
     def count(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, int, int]:
