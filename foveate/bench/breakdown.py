@@ -33,11 +33,23 @@ def total(step: Callable[[], Any]) -> float:
 
 def _profiled(step: Callable[[], Any], repeats: int) -> dict[str, float]:
     """Milliseconds by kernel."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(repeats):
-            step()
+    stop = start()
+    for _ in range(repeats):
+        step()
+    return stop()
+
+
+def start() -> Callable[[], dict[str, float]]:
+    """Begins to watch a GPU's kernels; what it returns waits for them, and gives milliseconds by kernel."""
+    profiled = profile(activities=[ProfilerActivity.CUDA])
+    profiled.__enter__()
+
+    def stop() -> dict[str, float]:
         torch.cuda.synchronize()
-    return {event.key: event.device_time_total / 1e3 for event in profiled.key_averages()}
+        profiled.__exit__(None, None, None)
+        return {event.key: event.device_time_total / 1e3 for event in profiled.key_averages()}
+
+    return stop
 
 
 def by_part(milliseconds: dict[str, float]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 The model is a folder's, or one of a known shape with random weights: what a step costs does not depend on them. Prompts
 are random tokens, read in chunks; a step takes the mean time from one token to the
-next, everything included: also what happens at some steps alone.
+next, everything included: also what happens at some steps alone. On a GPU some more steps are watched: what their
+kernels are for, and how long none runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from transformers import (
 )
 
 import foveate
-from foveate.bench import cold
+from foveate.bench import breakdown, cold
 from foveate.bench.decode import BENCH, command
 from foveate.evaluation import accounting, inference
 from foveate.evaluation.errors import UserError, unknown
@@ -62,6 +63,8 @@ _CHUNK = 8192
 """Tokens of a prompt, all sequences together, that are read at once."""
 _WARM_UP = 40
 """Steps that are not timed: the first ones compile kernels and record graphs, also of what LuKA does every 16th."""
+_WATCHED = 16
+"""Steps behind the timed ones whose kernels are watched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Plan:
         if self.liger:
             self._check_liger()
         facts = {"max_positions": self.config().max_position_embeddings}
-        accounting.check_positions(max(self.contexts) + self.steps + _WARM_UP, facts, "context and steps need")
+        accounting.check_positions(max(self.contexts) + self.tokens, facts, "context and steps need")
 
     def _check_liger(self) -> None:
         if find_spec("liger_kernel") is None:
@@ -125,12 +128,22 @@ class Plan:
         return command({"level": "model", "model": self.name, **sizes, **rest}) + " --liger" * self.liger
 
     @property
+    def watched(self) -> int:
+        """Steps whose kernels are watched."""
+        return _WATCHED if self.device == "cuda" else 0
+
+    @property
+    def tokens(self) -> int:
+        """What is generated behind the first token."""
+        return _WARM_UP + self.steps + self.watched
+
+    @property
     def name(self) -> str:
         return self.model if self.model in SHAPES else Path(self.model).resolve().name
 
     def config(self) -> PreTrainedConfig:
         if self.model in SHAPES:
-            longest = max(self.contexts) + self.steps + _WARM_UP
+            longest = max(self.contexts) + self.tokens
             config = SHAPES[self.model]
             return type(config)(
                 **{**config.to_dict(), "max_position_embeddings": max(longest, config.max_position_embeddings)}
@@ -199,21 +212,30 @@ def _loaded(plan: Plan) -> PreTrainedModel:
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token is there: `generate` looks at every one before it asks for the next."""
+    """Notes when each token is there: `generate` looks at every one before it asks for the next.
 
-    def __init__(self) -> None:
+    And what kernels take in the last ``watched`` steps, behind the first ``tokens``: ``kernels``, milliseconds a step.
+    """
+
+    def __init__(self, tokens: int, watched: int) -> None:
         self.ticks: list[float] = []
+        self.kernels: dict[str, float] | None = None
+        self._tokens, self._watched = tokens, watched
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if input_ids.is_cuda:
             torch.cuda.synchronize(input_ids.device)
         self.ticks.append(time.perf_counter())
+        if self._watched and len(self.ticks) == self._tokens:
+            self._stop = breakdown.start()
+        elif self._watched and len(self.ticks) == self._tokens + self._watched:
+            self.kernels = {kernel: ms / self._watched for kernel, ms in self._stop().items()}
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _measured(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor) -> dict[str, Any]:
     """Milliseconds of a step, of the prompt, and what the attachment says of them."""
-    clock, memory = _Clock(), accounting.PeakMemory(plan.device)
+    clock, memory = _Clock(_WARM_UP + plan.steps + 1, plan.watched), accounting.PeakMemory(plan.device)
     whole = False
     if spec != TRANSFORMERS:
         try:
@@ -225,17 +247,19 @@ def _measured(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor) 
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=plan.steps + _WARM_UP + 1,
+        max_new_tokens=plan.tokens + 1,
         eos_token_id=None,
         pad_token_id=0,
         prefill_chunk_size=None if whole else max(1, _CHUNK // len(ids)),
         stopping_criteria=StoppingCriteriaList([clock]),
     )
-    steps = [1e3 * (after - before) for before, after in zip(clock.ticks, clock.ticks[1:])][_WARM_UP:]
+    steps = [1e3 * (after - before) for before, after in zip(clock.ticks, clock.ticks[1:])]
+    steps = steps[_WARM_UP : _WARM_UP + plan.steps]
     one = {
         "ms": statistics.fmean(steps),
         "ms_median": statistics.median(steps),
         "ms_quartiles": statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3,
+        "parts_ms": None if clock.kernels is None else _parts(statistics.fmean(steps), clock.kernels),
         "prefill_ms": 1e3 * (clock.ticks[0] - begin),
         "peak_bytes": memory.peak(),
         "peak_kind": memory.kind,
@@ -245,6 +269,12 @@ def _measured(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor) 
         one["stats"] = foveate.stats(model).summary()
         foveate.detach(model)
     return one
+
+
+def _parts(ms: float, kernels: dict[str, float]) -> dict[str, float]:
+    """What a step's time goes to: by what kernels are for, and how long none of them runs."""
+    parts = breakdown.by_part(kernels)
+    return parts | {"idle": max(0.0, ms - sum(parts.values()))}
 
 
 def _row(

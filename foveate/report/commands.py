@@ -83,12 +83,16 @@ def indexer_tiles(files: Files, out: Out) -> None:
 
 
 @app.command()
-def decode(files: Files, out: Out) -> None:
-    """What a layer's decode step goes to, by method: kernels of `foveate bench decode`."""
+def decode(
+    files: Files,
+    out: Out,
+    level: Annotated[str, typer.Option(help="kernel: a layer's kernels; model: a model's whole step.")] = "kernel",
+) -> None:
+    """What a decode step goes to, by method: kernels of `foveate bench decode`."""
     from foveate.report import decode_plots
     from foveate.report.rows import read_bench
 
-    decode_plots.parts(read_bench(files, "decode"), out)
+    decode_plots.parts(read_bench(files, "decode"), out, level)
     _say(out, [])
 
 

@@ -93,4 +93,16 @@ def _models(rows: Sequence[Row]) -> str:
                 f"{row['peak_bytes'] / 1e9:.2f} GB",
             )
         )
-    return markdown_table(lines)
+    parts = _steps(rows)
+    return markdown_table(lines) + (f"\n\nWhat a step goes to, ms:\n\n{parts}" if parts else "")
+
+
+def _steps(rows: Sequence[Row]) -> str:
+    """What the kernels of a model's step do, and how long none runs; empty where they were not watched."""
+    lines = [("method", "tokens", "batch", "score", "select", "attend", "other", "idle")]
+    for row in rows:
+        case, parts = row["case"], row.get("parts_ms")
+        if parts:
+            times = (f"{ms:.2f}" for ms in parts.values())
+            lines.append((f"`{case['method']}`", f"{case['context']:,}", str(case["batch"]), *times))
+    return markdown_table(lines) if len(lines) > 1 else ""

@@ -347,6 +347,32 @@ def test_layers_decode_token_after_token():
     assert "; 7 reading " in told
 
 
+def test_what_the_steps_of_a_model_go_to(monkeypatch):
+    """Of those behind the timed ones, which the watching does not slow down."""
+    events, look = [], decode_model._Clock.__call__
+
+    def start():
+        events.append("start")
+        return lambda: events.append("stop") or {"_attend_decode": 32.0, "gemv": 1e-3}
+
+    monkeypatch.setitem(decode_model.SHAPES, "tiny", LlamaConfig(**TINY))
+    monkeypatch.setattr(decode_model.breakdown, "start", start)
+    monkeypatch.setattr(decode_model.Plan, "watched", 4)
+    monkeypatch.setattr(
+        decode_model._Clock, "__call__", lambda *args, **how: (events.append("token"), look(*args, **how))[1]
+    )
+    how = {"contexts": (60,), "steps": 3, "dtype": "float32", "device": "cpu"}
+    found = decode_model.run(decode_model.Plan("tiny", ("dense",), **how), say=lambda _: None)
+    timed = decode_model._WARM_UP + 3 + 1
+    assert events == (["token"] * timed + ["start"] + ["token"] * 4 + ["stop"]) * len(found)
+    for row in found:
+        idle = max(0.0, row["ms"] - 8.00025)
+        assert row["parts_ms"] == {"score": 0, "select": 0, "attend": 8, "other": 2.5e-4, "idle": pytest.approx(idle)}
+        assert row["command"].count("--steps 3") == 1
+    told = report.table([row | {"parts_ms": dict.fromkeys(row["parts_ms"], 0.5)} for row in found])
+    assert "| `dense` | 60 | 1 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 |" in told
+
+
 def test_tokens_of_a_model(monkeypatch):
     monkeypatch.setitem(decode_model.SHAPES, "tiny", LlamaConfig(**TINY))
     method = "kascade:anchors=2,decode_only=true,min_k=16"
@@ -365,6 +391,7 @@ def test_tokens_of_a_model(monkeypatch):
     read = found[0]["floor_ms"] * found[0]["memory_gb_per_s"] * 1e6
     assert read / found[0]["ms"] / 1e6 == pytest.approx(found[0]["gb_per_s"])
     assert not found[0]["below_floor"]
+    assert found[0]["parts_ms"] is None  # on a CPU
     assert report.table(found).startswith("tiny (random weights), float32, model (")
     said = []
     monkeypatch.setattr(cold, "memory_rate", lambda device: 1e-9)

@@ -132,6 +132,22 @@ class TestPicture:
         with pytest.raises(UserError, match="nothing to draw: no row of foveate bench decode"):
             decode_plots.parts(self.ROWS[2:3], tmp_path / "parts.png")
 
+    def test_a_models_step(self, tmp_path, coarse, monkeypatch, pages_of):
+        parts = {"score": 1.0, "select": 0.5, "attend": 2.0, "other": 8.0, "idle": 0.25}
+        rows = [of_model(method, 1.0, liger=liger) for liger in (False, True) for method in ("dense", "luka")]
+        rows = [*self.ROWS, *(row | {"parts_ms": parts} for row in rows), of_model("transformers-sdpa", 0.5)]
+        pages = pages_of(figure)
+        decode_plots.parts(rows, tmp_path / "steps.png", "model")
+        titles = [axis.get_title(loc="left") for axis in pages[0].axes[:2]]
+        assert titles[0] == "llama-3.1-8b, 131,000 tokens, 1 sequence"
+        assert titles[1] == titles[0] + ", Liger's kernels"
+        lengths = [[bar.get_width() for bar in container] for container in pages[0].axes[0].containers]
+        assert lengths == [[ms, ms] for ms in parts.values()]
+        with pytest.raises(UserError, match="no row of foveate bench decode --level model"):
+            decode_plots.parts(self.ROWS, tmp_path / "steps.png", "model")
+        with pytest.raises(UserError, match="level must be one of kernel, model, not 'layer'"):
+            decode_plots.parts(rows, tmp_path / "steps.png", "layer")
+
     def test_the_command(self, tmp_path, coarse):
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in self.ROWS), encoding="utf-8")
