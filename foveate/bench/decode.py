@@ -1,12 +1,13 @@
 """What attention takes in a decode step: every kind of layer that a method has, beside the fastest dense library.
 
-Keys and values are drawn, and no model is there: of a method with 32 layers each kind of them is timed once, and their
-mean, each as often as it occurs, is the method's time. Of the prompt the last queries alone are shown to methods that
-learn from them. Level `kernel` looks at one token again and again, and times what that adds to a CUDA graph where one
-can be recorded, so that it is the kernels that are timed; level `layer` decodes token after token as a model's layer does, with the key and
-value stored, what is evicted, and the time that the host takes. On a GPU no step finds its keys in the cache. What a
-layer reads is counted by the layer; steps that are replayed add it to the totals of all layers at once, at their end,
-which is timed at level `model` alone, and others layer by layer, which is among the host's time at level `layer`.
+Keys and values are drawn, and no model is there: of a method with 32 layers each kind of them is timed once, and
+their mean, each as often as it occurs, is the method's time. Of the prompt the last queries alone are shown to
+methods that learn from them. Level `kernel` looks at one token again and again, and times what that adds to a CUDA
+graph where one can be recorded, so that it is the kernels that are timed; level `layer` decodes token after token as
+a model's layer does, with the key and value stored, what is evicted, and the time that the host takes. On a GPU no
+step finds its keys in the cache. What a layer reads is counted by the layer; steps that are replayed add it to the
+totals of all layers at once, at their end, which is timed at level `model` alone, and others layer by layer, which is
+among the host's time at level `layer`.
 """
 
 from __future__ import annotations
