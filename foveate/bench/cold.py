@@ -23,7 +23,8 @@ _BEYOND_CACHES = 512 << 20
 _SECONDS, _MOST = 0.5, 200
 """How long one step is timed, and how often at most."""
 _IN_A_GRAPH, _SHORT = 8, 0.25
-"""How often a graph takes a step of so many milliseconds or fewer; less often, one that takes longer."""
+"""How often a graph takes a step that needs, with reading the buffer, so many milliseconds or fewer; a longer one less
+often."""
 
 
 class Timed(NamedTuple):
@@ -52,12 +53,12 @@ def repeated(step: Callable[[], Any], device: str) -> Timed:
     """
     for _ in range(3):
         step()
-    once = _measured(step, device)
-    number = max(1, min(_IN_A_GRAPH, round(_IN_A_GRAPH * _SHORT / max(once, _SHORT))))
-    both = [_recorded(work, number) for work in (step, _nothing)] if device == "cuda" else [None]
-    if any(graph is None for graph in both):
+    once = _recorded(step, 1) if device == "cuda" else None
+    if once is None:
         return Timed(_median(functools.partial(_measured, step, device)), False)
-    steps, nothing = both
+    once()
+    number = max(1, min(_IN_A_GRAPH, round(_IN_A_GRAPH * _SHORT / max(once(), _SHORT))))
+    steps, nothing = (_recorded(work, number) for work in (step, _nothing))
     return Timed(_median(lambda: (steps() - nothing()) / number), True)
 
 

@@ -130,6 +130,22 @@ def test_pages_of_varied_sizes(dtype, mass, few):
     check(problem((512, 32), sizes=(size, 4 * size), allowed=(0.1, 0.3), varied=True, dtype=dtype), how)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("prior", "first"), [(0.0, 0), (0.5, 3)])
+def test_all_ways_to_choose_few_choose_the_same(dtype, prior, first, monkeypatch):
+    how = ops.Refinement(score="spread", prior=prior, first=first)
+    for pages in ((9000, 8999, 3), (2100, 64)):
+        some = problem(pages, heads=32, kv_heads=8, sizes=(16,), allowed=(5,), dtype=dtype)
+        tree, chosen = some.looked_at(how, False), []
+        ways = [("_NO_BOUNDS", 0), ("_FEW_OF", -1), ("_FEW", -1), *[("_NO_BOUNDS", 1 << 15)] * (max(pages) < 4096)]
+        for name, number in ways:
+            with monkeypatch.context() as patch:
+                patch.setattr(summaries_kernel, name, number)
+                found = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
+                chosen.append(found.looked[0].chosen)
+        assert all(torch.equal(chosen[0], other) for other in chosen[1:])
+
+
 @pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
 def test_biases(bias):
     check(problem((500, 33), sizes=(16,), dtype=torch.float16), ops.Refinement(bias=bias))

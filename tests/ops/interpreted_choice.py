@@ -100,9 +100,11 @@ class Nodes:
         for block in range(blocks):
             some = slice(block * BLOCK, min((block + 1) * BLOCK, self.count))
             ranks = self.ranks[:, some]
-            lse = torch.logsumexp(ranks * 0.6931471805599453, 1) / 0.6931471805599453
-            found[: self.group, block], found[self.group : -2, block] = ranks.amax(1), lse
-            found[-2, block] = (ranks - lse[:, None]).exp2().sum(0).amax()
+            peak = ranks.amax(1)
+            shares = (ranks - peak.clamp_min(-3.4e38)[:, None]).exp2()
+            total = shares.sum(1)
+            found[: self.group, block], found[self.group : -2, block] = peak, total
+            found[-2, block] = (shares / total.where(total > 0, 1.0)[:, None]).sum(0).amax()
             recent = self.recent[self.nodes[some]].nan_to_num(0.0)
             found[-1, block] = recent.masked_fill(self.nodes[some] < self.first, torch.inf).amax()
         return found
@@ -152,6 +154,38 @@ def test_the_few_heaviest(scale, at_once, how):
         assert picked == len(expected) == len(found)
         assert set(found.tolist()) == set(expected.tolist())
         assert order[: len(found)].tolist() == expected.argsort().argsort().tolist()
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("offset", [0.0, 5000.0, -8000.0, 20000.0])
+def test_ranks_far_from_zero(offset, at_once):
+    """Which are rounded to a thousandth: bounds are not rounded apart from them."""
+    for seed in range(25):
+        nodes = Nodes(150, group=1 + seed % 3, scale=0.001, seed=seed)
+        nodes.ranks += offset
+        nodes.rest += offset
+        nodes.ranks[:, 5], nodes.ranks[:, 20] = offset + 9.0, offset + 9.0
+        found, _, _, expected = nodes.few(1, at_once)
+        assert found.tolist() == expected.tolist() == [5]
+
+
+def test_nodes_that_weigh_nothing_are_taken_from_the_first_on():
+    nodes = Nodes(150)
+    nodes.ranks[:] = -torch.inf
+    nodes.ranks[:, 100] = 2.0
+    assert nodes.few(at_once=1)[0].tolist() == [100, 0, 1]
+    nodes.ranks[:, :] = -400.0
+    nodes.ranks[:, 100] = 2.0
+    assert nodes.few(at_once=1)[0].tolist() == [100, 0, 1]
+
+
+def test_first_nodes_of_several_blocks():
+    for at_once in (1, 2):
+        nodes = Nodes(150, first=40)
+        nodes.recent[:] = 0.0
+        assert nodes.few(at_once=at_once)[0].tolist() == [0, 1, 2]
+        lists = Nodes(150, first=90, branch=4)
+        assert lists.few(at_once=at_once)[0].tolist() == [0, 1, 2]
 
 
 def test_equal_nodes_are_taken_from_the_first_on():

@@ -134,6 +134,33 @@ def test_head_dims(dim, value_dim):
     check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
 
 
+@MASS
+@pytest.mark.parametrize("score", ["summary", "spread", "box"])
+@pytest.mark.parametrize(("prior", "first"), [(0.0, 0), (0.3, 20), (0.0, 40)])
+def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
+    """Of the top level, and of nodes that are listed."""
+    mend, bounded = summaries_kernel.Step._mend, []
+
+    def noted(step, stage, above, rank, lse, bounds):
+        bounded.append(bounds is not None)
+        mend(step, stage, above, rank, lse, bounds)
+
+    monkeypatch.setattr(summaries_kernel, "_NO_BOUNDS", 0)
+    monkeypatch.setattr(summaries_kernel, "_AT_ONCE", 1)
+    monkeypatch.setattr(summaries_kernel.Step, "_mend", noted)
+    how = ops.Refinement(mass=mass, score=score, prior=prior, first=first)
+    check(Problem(pages=(90, 33), allowed=(6,)), how)
+    check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8)), how)
+    check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8), varied=True), how)
+    assert bounded == [True] * 3
+
+
+def test_what_is_attended_to_once_more_in_several_tiles():
+    """Of half precision, whose tiles are not blocks."""
+    assert summaries_kernel._MENDED % 64 == 0
+    check(Problem(pages=(300, 170), sizes=(2,), allowed=(3,), dtype=torch.float16, loudness=1.0), ops.Refinement())
+
+
 @pytest.mark.parametrize(("value_dim", "dims"), [(64, 16), (80, 16), (96, 16), (192, 16), (20, 32)])
 @pytest.mark.parametrize("mass", ["exact", "preserve"])
 def test_slices_of_the_output(value_dim, dims, mass, few, monkeypatch):

@@ -22,7 +22,7 @@ def test_compiles_for_hopper(nodes, last):
         axis = name.partition("_stride_")[2]
         given[name] = 1 if axis == "n" else number if name.endswith("_ptr") else "i32"
     given |= dict.fromkeys(("slots_ptr", "count_ptr", "chosen_ptr", "page_ptr", "list_ptr"), "*i64:16")
-    given |= {"picked_ptr": "*i32:16", "gone_ptr": "*i8:16", "share": "fp32"}
+    given |= {"picked_ptr": "*i32:16", "gone_ptr": "*i32:16", "share": "fp32"}
     given |= dict.fromkeys(("below_ptr", "list_ptr", "mass_ptr") if last else ("total_ptr", "raw_recent_ptr"))
     given |= {} if nodes else {"recent_ptr": None}
     given |= {"BRANCH": 4 * (not last), "NODES": nodes, "LAST": last, "KEEPS": not last}

@@ -128,7 +128,7 @@ def mend_nodes(
 
     Which nodes are refined say ``chosen [B, sets, most]``, ``page`` and ``picked``, see :func:`choose_nodes`; or
     (``FEW``) every program finds them out, ``FEW`` or fewer of those in ``BLOCKS`` or fewer blocks, and one writes it
-    down; all of them what is ``gone``.
+    down; all of them what is ``gone``. ``lse`` all write alike.
 
     ``KEEPS``: and what masses take, ``token [B, Hq, places]``, the log-weights of the tokens of refined pages.
     """
@@ -202,8 +202,8 @@ def mend_nodes(
             gone_ptr += batch * gone_stride_b + head * gone_stride_h
             for begin in tl.range(piece * GONE, gone_places, tl.num_programs(1) * GONE):
                 index = begin + tl.arange(0, GONE)
-                gone = tl.sum((index[:, None] == few_places[None, :]).to(tl.int32), 1) + (index >= count).to(tl.int32)
-                tl.store(gone_ptr + index, gone.to(tl.int8), mask=index < gone_places)
+                gone = tl.sum((index[:, None] == few_places[None, :]).to(tl.int32), 1)
+                tl.store(gone_ptr + index, gone, mask=index < gone_places // 16 * 16)
     else:
         picked = tl.load(picked_ptr)
         order = tl.where(few < picked, few, -1)
@@ -291,6 +291,7 @@ def mend_nodes(
         top,
         weight,
         out,
+        piece == 0,
         True,
         WIDTH,
         PRESERVE,

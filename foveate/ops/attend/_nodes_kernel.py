@@ -63,6 +63,7 @@ def refined_tokens(
     top,
     weight,
     out,
+    keeps,
     FEW: tl.constexpr,
     WIDTH: tl.constexpr,
     PRESERVE: tl.constexpr,
@@ -75,7 +76,8 @@ def refined_tokens(
     CHUNKS: tl.constexpr,
 ):
     """An online softmax, with every ``step``-th tile of the keys of ``picked`` pages, from ``begin`` to ``end``; a page
-    has ``CHUNKS`` of ``BLOCK_W`` places. Pointers are those of a row and KV head, but for ``weight`` and ``token``."""
+    has ``CHUNKS`` of ``BLOCK_W`` places. ``KEEPS``: log-weights of tokens are stored, by programs that are to. Pointers
+    are those of a row and KV head, but for ``weight`` and ``token``."""
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
     dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])
     q_tile = heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
@@ -105,7 +107,7 @@ def refined_tokens(
             known = exist[:, None] & (mine < picked)[None, :]
             logits = shared_out(logits, tl.load(of_parent, mask=known, other=0.0), PAGES)
         if KEEPS:
-            kept = (place < picked) & (inside < page_places)
+            kept = (place < picked) & (inside < page_places) & keeps
             at = rows[:, None] * places + (place * page_places + inside)[None, :]
             tl.store(token_ptr + at, logits, mask=exist[:, None] & kept[None, :])
         top, weight, out = online(logits, v, top, weight, out)
@@ -326,29 +328,21 @@ def attend_nodes(
     begin, end = split * each, tl.minimum((split + 1) * each, blocks + tiles)
 
     value_ptr += batch * value_stride_b + head * value_stride_h
-    logit_ptr = weight_ptr + rows[:, None] * places
-    next_place = begin * BLOCK_N + lanes  # what is not fed to matrix units is read one block ahead by hand
-    next_logits = tl.load(
-        logit_ptr + next_place[None, :], mask=exist[:, None] & (next_place < count)[None, :], other=0.0
-    )
-    next_gone = tl.load(gone_ptr + next_place, mask=next_place < count, other=1)
-    next_node = tl.load(list_ptr + next_place // BRANCH, mask=next_place < count, other=0) if BRANCH else next_place
+    logit_ptr = weight_ptr + rows[:, None] * (places // 16 * 16)  # which it is a multiple of
+    padded = tl.cdiv(count, 16) * 16  # masks that change within 16 bytes would have each number read by itself
     for block in tl.range(begin, tl.minimum(end, blocks)):
-        place, logits, gone = block * BLOCK_N + lanes, next_logits, next_gone
-        next_place = place + BLOCK_N
-        ahead = next_place < count
-        next_logits = tl.load(logit_ptr + next_place[None, :], mask=exist[:, None] & ahead[None, :], other=0.0)
+        place = block * BLOCK_N + lanes
         node, there = place, place < count
+        logits = tl.load(logit_ptr + place[None, :], mask=exist[:, None] & (place < padded)[None, :], other=0.0)
+        gone = tl.load(gone_ptr + place, mask=place < padded, other=1)
         if BRANCH:
-            node = next_node.to(tl.int32) * BRANCH + place % BRANCH
-            next_node = tl.load(list_ptr + next_place // BRANCH, mask=ahead, other=0)
+            node = tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
         v_mask = there[:, None]
         if BLOCK_DV > VALUE_DIM:
             v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
         v_tile = (node.to(tl.int64) * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
         v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
-        next_gone = tl.load(gone_ptr + next_place, mask=ahead, other=1)
-        logits = tl.where(exist[:, None] & (there & (gone == 0))[None, :], logits, float("-inf"))
+        logits = tl.where((there & (gone == 0))[None, :], logits, float("-inf"))
         top, weight, out = online(logits, v, top, weight, out)
 
     if LAST:
@@ -388,6 +382,7 @@ def attend_nodes(
             top,
             weight,
             out,
+            True,
             False,
             WIDTH,
             PRESERVE,

@@ -286,7 +286,7 @@ class Step:
         places = self.tokens + last.k * self.tree.width if self.keeps else self.raw
         self.places = triton.cdiv(places, 16) * 16
         self.weights = torch.empty(batch, heads, self.places, dtype=torch.float32, **new)
-        gone = torch.empty(batch, self.sets, self.raw, dtype=torch.int8, **new)
+        gone = torch.empty(batch, self.sets, self.raw, dtype=torch.int32, **new)
         for stage in self.stages:
             stage.gone = gone[:, :, stage.begin : stage.begin + stage.padded]
         self.gone = gone

@@ -180,8 +180,9 @@ def score_nodes(
     others.
 
     ``BOUNDS``: and writes what bounds the masses of each block's nodes, ``bound [B, Hkv, 2 group + 2, bound_places]``:
-    the largest rank and the log-sum-exp of each head; the largest sum of what the heads of a group see in a node, as
-    shares of what they see in the block; and the largest ``recent`` attention, +inf for one of the ``first`` nodes.
+    the largest rank of each head, and what it sees in the block as a multiple of what it sees in that; the largest sum
+    of what the heads of a group see in a node, as shares of what they see in the block; and the largest ``recent``
+    attention, +inf for one of the ``first`` nodes.
 
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]``: keys read.
     """
@@ -263,7 +264,7 @@ def score_nodes(
             highest = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        blocks = tl.cdiv(count, BLOCK_N)
+        blocks, padded = tl.cdiv(count, BLOCK_N), tl.cdiv(count, 16) * 16
         each = tl.cdiv(tl.cdiv(blocks, per), splits) * per
         next_node = split * each * BLOCK_N + lanes
         if BRANCH:  # read one block ahead, so that reading summaries ahead is left to the compiler
@@ -319,10 +320,10 @@ def score_nodes(
                 given = shared_out(logits, mass, GROUPS)
                 moved = tl.where(there[None, :], ranks + (given - logits), float("-inf"))
                 ranks, logits = moved if SCORE > 0 else given, given
-            stored = exist[:, None] & there[None, :]
-            tl.store(weight_ptr + rows[:, None] * places + place[None, :], logits, mask=stored)
+            stored = exist[:, None] & (place < padded)[None, :]  # rows of places are padded, too
+            tl.store(weight_ptr + rows[:, None] * (places // 16 * 16) + place[None, :], logits, mask=stored)
             if SCORE > 0:
-                tl.store(rank_ptr + rows[:, None] * rank_places + place[None, :], ranks, mask=stored)
+                tl.store(rank_ptr + rows[:, None] * (rank_places // 16 * 16) + place[None, :], ranks, mask=stored)
             peak = tl.max(ranks, 1)
             base = tl.maximum(peak, LOWEST)
             shares = tl.exp2(ranks - base[:, None])
@@ -338,7 +339,7 @@ def score_nodes(
                 recent = tl.where(there & (node < first), float("inf"), recent)
                 of_block = bound_ptr + block
                 tl.store(of_block + member * bound_places, peak, mask=exist)
-                tl.store(of_block + (group + member) * bound_places, base + tl.log2(mass), mask=exist)
+                tl.store(of_block + (group + member) * bound_places, mass, mask=exist)
                 tl.store(of_block + 2 * group * bound_places, tl.max(tl.sum(shares, 0), 0))
                 tl.store(of_block + (2 * group + 1) * bound_places, tl.max(recent, 0))
             if ATTENDS:

@@ -38,7 +38,7 @@ def _share(
 ):
     """The masses of nodes that one head sees; see :func:`masses`."""
     some, parts = tl.arange(0, SPLITS), tl.arange(0, OTHERS)
-    rank = tl.load(rank_ptr + row * rank_places + index, mask=there, other=float("-inf"))
+    rank = tl.load(rank_ptr + row * (rank_places // 16 * 16) + index, mask=there, other=float("-inf"))
     lse = log_sum(tl.load(rank_lse_ptr + row * splits + some, mask=some < splits, other=float("-inf")))
     of_others = found_lse_ptr + parts.to(tl.int64) * rows + row
     rest = log_sum(tl.load(of_others, mask=parts < others, other=float("-inf")))
@@ -90,7 +90,7 @@ def masses(
             found_lse_ptr,
             head + member,
             index,
-            there,
+            index < tl.cdiv(count, 16) * 16,  # which is as far as ranks are written
             rows,
             splits,
             others,
@@ -149,10 +149,13 @@ def group_masses(
 ):
     """What :func:`masses` finds for ``GROUP`` heads of one KV head, in few steps one behind the other: everything is
     asked for at once, if it is ``AT_ONCE`` numbers or fewer, and before it is known how many of the ``places`` count.
+
+    Rows of ranks, and places, are padded to 16: where a mask changes within 16 bytes each number is read by itself.
     """
     MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
     HELD: tl.constexpr = index.shape[0]
-    member, held = tl.arange(0, MEMBERS), index < places
+    member, held = tl.arange(0, MEMBERS), index < tl.cdiv(places, 16) * 16
+    rank_places = rank_places // 16 * 16
     row, exist = head + tl.where(member < GROUP, member, 0), member < GROUP
     if MEMBERS * HELD <= AT_ONCE:
         ranks = tl.load(
@@ -161,7 +164,7 @@ def group_masses(
             other=float("-inf"),
         )
     if PRIOR and not BRANCH:
-        recent = tl.load(recent_ptr + index.to(tl.int64) * recent_stride_n, mask=held, other=0.0)
+        recent = tl.load(recent_ptr + index.to(tl.int64) * recent_stride_n, mask=index < places, other=0.0)
     lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
     rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
     top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
@@ -209,11 +212,11 @@ def _bounds(
     of_heads = bound_ptr + member[:, None] * bound_places + block[None, :]
     both = exist[:, None] & held[None, :]
     peaks = tl.load(of_heads, mask=both, other=float("-inf"))
-    totals = tl.load(of_heads + GROUP * bound_places, mask=both, other=float("-inf"))
+    totals = tl.load(of_heads + GROUP * bound_places, mask=both, other=0.0)
     shared = tl.load(bound_ptr + 2 * GROUP * bound_places + block, mask=held, other=0.0)
     recent = tl.load(bound_ptr + (2 * GROUP + 1) * bound_places + block, mask=held, other=0.0)
-    apart = tl.sum(tl.where(exist[:, None], tl.exp2(peaks - lse[:, None]), 0.0), 0)
-    together = tl.max(tl.where(exist[:, None], tl.exp2(totals - lse[:, None]), 0.0), 0) * shared
+    largest = tl.where(exist[:, None], tl.exp2(peaks - lse[:, None]), 0.0)
+    apart, together = tl.sum(largest, 0), tl.max(largest * totals, 0) * shared
     bound = tl.minimum(apart, together) / GROUP
     bound = tl.where(recent == float("inf"), recent, bound + prior * (recent - bound)) * SLACK
     return tl.where((block * BLOCK_N < count) & (bound >= 0), bound, -1.0)
@@ -222,7 +225,8 @@ def _bounds(
 @triton.jit
 def _heavier(
     keys,
-    which,
+    place,
+    there,
     lse,
     row,
     exist,
@@ -239,16 +243,12 @@ def _heavier(
     PRIOR: tl.constexpr,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """The ``allowed`` first of ``keys [ROOM]``, see :func:`_key`, and of those of the nodes of blocks ``which``."""
-    AT_ONCE: tl.constexpr = which.shape[0]
-    few, some, lanes = tl.arange(0, keys.shape[0]), tl.arange(0, AT_ONCE), tl.arange(0, AT_ONCE * BLOCK_N)
-    of_block = tl.sum(tl.where((lanes // BLOCK_N)[:, None] == some[None, :], which[None, :], 0), 1)
-    place = of_block * BLOCK_N + lanes % BLOCK_N
-    there = (of_block >= 0) & (place < count)
-    at = rank_ptr + row[:, None] * rank_places + place[None, :]
-    ranks = tl.load(at, mask=exist[:, None] & there[None, :], other=float("-inf"))
+    """The ``allowed`` first of ``keys [ROOM]``, see :func:`_key`, and of those of the nodes that are ``there``."""
+    few = tl.arange(0, keys.shape[0])
+    at = rank_ptr + row[:, None] * (rank_places // 16 * 16) + place[None, :]
+    written = place < tl.cdiv(count, 16) * 16
+    ranks = tl.load(at, mask=exist[:, None] & written[None, :], other=float("-inf"))
     mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0) / GROUP
     node = place
     if BRANCH:
@@ -306,6 +306,7 @@ def heaviest_few(
     """
     MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
     member, few, some, block = tl.arange(0, MEMBERS), tl.arange(0, ROOM), tl.arange(0, AT_ONCE), tl.arange(0, BLOCKS)
+    lanes = tl.arange(0, AT_ONCE * BLOCK_N)
     exist = member < GROUP
     row = head + tl.where(exist, member, 0)
     lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
@@ -314,9 +315,11 @@ def heaviest_few(
     lse = top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
     keys = tl.full([ROOM], -1, tl.int64)
     if BLOCKS <= AT_ONCE:
+        place = tl.arange(0, BLOCKS * BLOCK_N)
         keys = _heavier(
             keys,
-            block,
+            place,
+            place < count,
             lse,
             row,
             exist,
@@ -333,7 +336,6 @@ def heaviest_few(
             PRIOR,
             GROUP,
             FEW,
-            BLOCK_N,
         )
     else:
         bound = _bounds(bound_ptr, bound_places, lse, count, prior, GROUP, BLOCKS, BLOCK_N)
@@ -344,9 +346,13 @@ def heaviest_few(
                 highest, best = tl.max(bound, 0, return_indices=True)
                 which = tl.where(some == tl.where(highest >= least, turn, -1), best, which)
                 bound = tl.where(block == best, -1.0, bound)
+            of_block = tl.sum(tl.where((lanes // BLOCK_N)[:, None] == some[None, :], which[None, :], 0), 1)
+            place = tl.maximum(of_block, 0) * BLOCK_N + lanes % BLOCK_N
+            place = tl.max_contiguous(tl.multiple_of(place, BLOCK_N), BLOCK_N)
             keys = _heavier(
                 keys,
-                which,
+                place,
+                (of_block >= 0) & (place < count),
                 lse,
                 row,
                 exist,
@@ -363,7 +369,6 @@ def heaviest_few(
                 PRIOR,
                 GROUP,
                 FEW,
-                BLOCK_N,
             )
             last = tl.sum(tl.where(few == allowed - 1, keys, 0), 0)
             least = tl.where(last >= 0, (last >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
@@ -436,8 +441,8 @@ def choose_nodes(
     AT_ONCE: tl.constexpr,
 ):
     """Writes of each KV head, or of the ``LAYER``: ``found [B, sets, k]``, the places of chosen nodes, ascending and -1
-    behind; ``node``, their numbers, likewise (``BRANCH``); ``picked [B, sets]``, how many; ``gone int8 [B, sets,
-    gone_places]``, rows ``gone_stride`` apart, which places no longer count, or never did; and ``capped [B, sets]``,
+    behind; ``node``, their numbers, likewise (``BRANCH``); ``picked [B, sets]``, how many; ``gone int32 [B, sets,
+    gone_places]``, rows ``gone_stride`` apart, which places no longer count; and ``capped [B, sets]``,
     whether more were wanted. ``GROUP``: the heads of a KV head, where these are few and choose for themselves."""
     sets = 1 if LAYER else num_kv_heads
     row = tl.program_id(0).to(tl.int64)
@@ -519,5 +524,5 @@ def choose_nodes(
         _put(node_ptr + row * k, 0, node, chosen)
         _end(node_ptr + row * k, picked, k, 1024)
     tl.store(picked_ptr + row, picked)
-    gone = (chosen | (index >= count)).to(tl.int8)
-    tl.store(gone_ptr + row * gone_stride + index, gone, mask=index < gone_places)
+    gone = gone_ptr + row * (gone_stride // 16 * 16) + index
+    tl.store(gone, chosen.to(tl.int32), mask=index < gone_places // 16 * 16)
