@@ -80,32 +80,30 @@ class Rows:
         lengths, start = self.numbers[:2]
         return (lengths - start + self.sinks * (start > 0)).double()[:, None]
 
-    @functools.cached_property
+    @property
     def raw_slots(self) -> Tensor | None:
         """int64 ``[B, 1, width]``: sinks and tail; a row's last slot where it has fewer."""
-        return None if self._slots is None else self._slots.minimum(self.numbers[0][:, None] - 1)[:, None]
+        return self._masks[0]
 
-    @functools.cached_property
+    @property
     def raw_hidden(self) -> Tensor | None:
         """bool ``[B, 1, 1, width]``: places of ``raw_slots`` that are not used."""
-        return None if self._slots is None else (self._slots >= self.numbers[0][:, None])[:, None, None]
+        return self._masks[1]
 
-    @functools.cached_property
+    @property
     def hidden(self) -> Tensor | None:
         """bool ``[B, 1, 1, places]``: nodes of the top level that a row does not have."""
-        if self.start is not None:
-            return None
-        with torch.inference_mode(False):  # kept for steps that may be outside of it
-            places = torch.arange(self.places, device=self.numbers.device)
-            return (places >= self.numbers[-1][:, None])[:, None, None]
+        return self._masks[2]
 
     @functools.cached_property
-    def _slots(self) -> Tensor | None:
+    def _masks(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.start is not None:
-            return None
-        with torch.inference_mode(False):
-            places, start = torch.arange(self.width, device=self.numbers.device), self.numbers[1][:, None]
-            return torch.where((start > 0) & (places >= self.sinks), start + places - self.sinks, places)
+            return None, None, None
+        lengths, start, nodes = (self.numbers[n][:, None] for n in (0, 1, -1))
+        with torch.inference_mode(False):  # they are kept for steps that may be outside of it
+            raw, top = (torch.arange(number, device=lengths.device) for number in (self.width, self.places))
+            slots = torch.where((start > 0) & (raw >= self.sinks), start + raw - self.sinks, raw)
+            return slots.minimum(lengths - 1)[:, None], (slots >= lengths)[:, None, None], (top >= nodes)[:, None, None]
 
 
 class Tree(NamedTuple):
