@@ -53,6 +53,16 @@ def test_what_is_refined(pool):
     check(Problem(pages=(30, 12), dim=32, heads=14, kv_heads=2), ops.Refinement(pool=pool, prior=0.5))
 
 
+@pytest.mark.parametrize("page", [1, 7, 16, 40])
+@pytest.mark.parametrize("most", ["few", "many"])
+def test_page_sizes(page, most, monkeypatch):
+    """Of a page's tokens one number is kept, or one of each block's."""
+    if most == "many":
+        monkeypatch.setattr(summaries_kernel, "_FEW", -1)
+    check(Problem(sizes=(page,)))
+    check(Problem(sizes=(page,), dtype=torch.float16, allowed=(2,)))
+
+
 def test_what_is_refused():
     problem, how = Problem(), ops.Refinement()
     for wrong, what in ((lambda x: x.double(), "float32"), (lambda x: x.mT.contiguous().mT, "next to each other")):

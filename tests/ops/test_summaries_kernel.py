@@ -95,7 +95,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
     assert_compiled_well(compiled, dtype != "fp32", 0 if dtype != "fp32" else 192)
 
 
-def _attending(dtype, group, width):
+def _attending(dtype, group, width, keeps=2):
     """What launches that attend have in common, and what some of them have."""
     return {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "value_ptr", "out_ptr"), f"*{dtype}:16"),
@@ -109,20 +109,21 @@ def _attending(dtype, group, width):
         "WIDTH": width,
         "BRANCH": 0,
         "PRESERVE": bool(width),
-        "KEEPS": True,
+        "KEEPS": keeps,
         "MEMBERS": 1 << (group - 1).bit_length(),
         "AT_ONCE": 4,
     }
 
 
 @SHAPES
+@pytest.mark.parametrize("keeps", [1, 2])
 @pytest.mark.parametrize("width", [16, 0])
-def test_attention_compiles_for_hopper(dtype, dim, group, width):
+def test_attention_compiles_for_hopper(dtype, dim, group, width, keeps):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend._nodes_kernel").attend_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
-    given = {name: one for name, one in _attending(dtype, group, width).items() if name in kernel.arg_names}
+    given = {name: one for name, one in _attending(dtype, group, width, keeps).items() if name in kernel.arg_names}
     compiled = _compiled(
         kernel,
         ("q", "k", "v", "value"),

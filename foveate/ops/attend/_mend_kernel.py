@@ -130,7 +130,7 @@ def mend_nodes(
     (``FEW``) every program finds them out, ``FEW`` or fewer of those in ``BLOCKS`` or fewer blocks, and one writes it
     down; all of them what is ``gone``. ``lse`` all write alike.
 
-    ``KEEPS``: and what masses take, ``token [B, Hq, places]``, the log-weights of the tokens of refined pages.
+    ``KEEPS``: and what masses take, ``token [B, Hq, places]``, see :func:`refined_tokens`.
     """
     row, part, piece = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)

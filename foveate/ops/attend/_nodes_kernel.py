@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from foveate.ops.score.summaries_kernel import LOG2E, LOWEST, VARYING, online, shared_out, write_part
+from foveate.ops.score.summaries_kernel import LOG2E, LOWEST, VARYING, log_sums, online, shared_out, write_part
 
 
 @triton.jit
@@ -76,8 +76,8 @@ def refined_tokens(
     CHUNKS: tl.constexpr,
 ):
     """An online softmax, with every ``step``-th tile of the keys of ``picked`` pages, from ``begin`` to ``end``; a page
-    has ``CHUNKS`` of ``BLOCK_W`` places. ``KEEPS``: log-weights of tokens are stored, by programs that are to. Pointers
-    are those of a row and KV head, but for ``weight`` and ``token``."""
+    has ``CHUNKS`` of ``BLOCK_W`` places. ``KEEPS``: log-weights are stored, by programs that are to: 1, of all tokens;
+    2, of chunks. Pointers are those of a row and KV head, but for ``weight`` and ``token``."""
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
     dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])
     q_tile = heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
@@ -106,10 +106,15 @@ def refined_tokens(
             of_parent = weight_ptr + rows[:, None] * places + parent[None, :]
             known = exist[:, None] & (mine < picked)[None, :]
             logits = shared_out(logits, tl.load(of_parent, mask=known, other=0.0), PAGES)
-        if KEEPS:
+        if KEEPS == 1:
             kept = (place < picked) & (inside < page_places) & keeps
             at = rows[:, None] * places + (place * page_places + inside)[None, :]
             tl.store(token_ptr + at, logits, mask=exist[:, None] & kept[None, :])
+        elif KEEPS:
+            of_chunk = tile * PAGES + tl.arange(0, PAGES)
+            total = log_sums(tl.reshape(logits, [logits.shape[0], PAGES, BLOCK_W]))
+            kept = exist[:, None] & ((of_chunk < picked * CHUNKS) & keeps)[None, :]
+            tl.store(token_ptr + rows[:, None] * places + of_chunk[None, :], total, mask=kept)
         top, weight, out = online(logits, v, top, weight, out)
     return top, weight, out
 
@@ -298,7 +303,7 @@ def attend_nodes(
     program of a row that is ready last merges all parts. Which nodes are refined say ``chosen [B, sets, most]``,
     ``page``, ``picked`` and ``gone``, see :func:`choose_nodes`.
 
-    ``KEEPS``: and what masses take, ``token [B, Hq, places]``, the log-weights of the tokens of refined pages.
+    ``KEEPS``: and what masses take, ``token [B, Hq, places]``, see :func:`refined_tokens`.
     """
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)

@@ -65,7 +65,7 @@ def note(step: Step, sums: Sums) -> None:
         last = stage is step.stages[-1]
         count, *count_strides = step.count(stage, above)
         recent = None if sums.recent is None else tree.levels[stage.level].recent
-        width = tree.width if last else tree.branch(stage.level)
+        width = step.kept if last else tree.branch(stage.level)
         block_w = triton.next_power_of_2(width)
         each = max(1, min(triton.next_power_of_2(max(1, stage.k)), _POOLED // block_w))
         node_blocks, found_blocks = triton.cdiv(stage.width, _POOLED), triton.cdiv(stage.k, each)
@@ -199,9 +199,9 @@ def note_masses(
 
     Of log-weights ``weight [B, Hq, places]``, to the base 2, and ``lse [B, Hq]``: the first ``node_blocks`` programs of
     a row do so for nodes that were not refined, the next ``found_blocks`` for those that were, whose mass is that of
-    what is beneath: of tokens, the ``LAST`` time, or of ``below [B, Hkv, mass_places]``, ``page_places`` for each.
-    ``KEEPS``: ``mass``, likewise, is written for the level above. See :func:`attend_nodes` for what says which nodes
-    there are and which are refined.
+    what is beneath: of tokens or chunks of them, the ``LAST`` time, or of ``below [B, Hkv, mass_places]``,
+    ``page_places`` for each. ``KEEPS``: ``mass``, likewise, is written for the level above. See :func:`attend_nodes`
+    for what says which nodes there are and which are refined.
 
     The programs behind, the ``LAST`` time, add the masses of sinks and tail to ``total`` and move ``raw_recent``.
     """

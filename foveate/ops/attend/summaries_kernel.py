@@ -215,7 +215,7 @@ class Step:
         sums: Sums | None,
     ):
         self.q, self.k, self.v, self.tree, self.how, self.scaling = q, k, v, tree, how, scaling
-        self.need_masses, self.sums, self.keeps = need_masses, sums, need_masses or sums is not None
+        self.need_masses, self.sums, self.keeps_raw = need_masses, sums, need_masses or sums is not None
         self.batch, self.num_heads, _, self.dim = q.shape
         self.num_kv_heads, self.value_dim = v.shape[1], v.shape[3]
         self.group = self.num_heads // self.num_kv_heads
@@ -226,6 +226,10 @@ class Step:
         self.parts = triton.cdiv(self.group, self.tile.block_m)
         self.programs = self.batch * self.num_kv_heads * self.parts
         self.room = _RESIDENT * multiprocessors(q.device)
+        self.chunks = triton.cdiv(tree.width, self.block_w)
+        self.keeps = 1 if need_masses else 2 if sums is not None and sums.recent is not None else 0
+        self.kept = tree.width if need_masses else self.chunks
+        """Which log-weights of tokens of refined pages are kept, see :func:`refined_tokens`, and how many of a page."""
         self.members = triton.next_power_of_2(min(self.group, self.tile.block_m))
         self.block_dv = max(16, triton.next_power_of_2(self.value_dim))
         if how.mass == "preserve" and tree.width > self.tile.block_n:
@@ -283,7 +287,7 @@ class Step:
         batch, heads, new, last = self.batch, self.num_heads, {"device": self.q.device}, self.stages[-1]
         self.raw = last.begin + last.padded
         self.tokens = self.raw + triton.cdiv(self.tree.rows.width, 16) * 16
-        places = self.tokens + last.k * self.tree.width if self.keeps else self.raw
+        places = self.tokens + last.k * self.kept * (self.keeps > 0) if self.keeps_raw else self.raw
         self.places = triton.cdiv(places, 16) * 16
         self.weights = torch.empty(batch, heads, self.places, dtype=torch.float32, **new)
         gone = torch.empty(batch, self.sets, self.raw, dtype=torch.int32, **new)
@@ -380,7 +384,7 @@ class Step:
             rank_lse,
             recent,
             bounds,
-            self.weights[:, :, self.raw :] if self.keeps else None,
+            self.weights[:, :, self.raw :] if self.keeps_raw else None,
             self.found,
             self.found_lse,
             self.arrived,
@@ -419,7 +423,7 @@ class Step:
             ATTENDS=stage.mends,
             BOUNDS=bounds is not None,
             RECENT=recent is not None,
-            KEEPS_RAW=self.keeps,
+            KEEPS_RAW=self.keeps_raw,
             PRESERVE=how.mass == "preserve",
             BIAS=_BIASES[how.bias],
             SCORE=_SCORES[how.score],
@@ -631,5 +635,5 @@ class Step:
             "KEEPS": self.keeps,
             "MEMBERS": self.members,
             "BLOCK_W": self.block_w,
-            "CHUNKS": triton.cdiv(tree.width, self.block_w),
+            "CHUNKS": self.chunks,
         }

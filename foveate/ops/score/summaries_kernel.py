@@ -36,14 +36,20 @@ def write_part(
 
 
 @triton.jit
+def log_sums(logits):
+    """Logarithms of sums over the last axis of ``[M, N, S]``, to the base 2; -inf of nothing."""
+    top = tl.maximum(tl.max(logits, 2), LOWEST)
+    return top + tl.log2(tl.sum(tl.exp2(logits - top[:, :, None]), 2))
+
+
+@triton.jit
 def shared_out(logits, mass, GROUPS: tl.constexpr):
     """Log-weights of children ``[M, N]``, group by group, with which they share out ``mass [M, GROUPS]`` (LuKA,
     equation 3): all to the base 2; -inf for children that are not there."""
     M: tl.constexpr = logits.shape[0]
     EACH: tl.constexpr = logits.shape[1] // GROUPS
     of_group = tl.reshape(logits, [M, GROUPS, EACH])
-    top = tl.maximum(tl.max(of_group, 2), LOWEST)
-    total = top + tl.log2(tl.sum(tl.exp2(of_group - top[:, :, None]), 2))
+    total = log_sums(of_group)
     share = tl.where(total == float("-inf"), float("-inf"), mass - total)
     return tl.reshape(of_group + share[:, :, None], [M, GROUPS * EACH])
 

@@ -442,7 +442,7 @@ def choose_nodes(
 ):
     """Writes of each KV head, or of the ``LAYER``: ``found [B, sets, k]``, the places of chosen nodes, ascending and -1
     behind; ``node``, their numbers, likewise (``BRANCH``); ``picked [B, sets]``, how many; ``gone int32 [B, sets,
-    gone_places]``, rows ``gone_stride`` apart, which places no longer count; and ``capped [B, sets]``,
+    gone_places]``, rows ``gone_stride`` apart, which places no longer count, or never did; and ``capped [B, sets]``,
     whether more were wanted. ``GROUP``: the heads of a KV head, where these are few and choose for themselves."""
     sets = 1 if LAYER else num_kv_heads
     row = tl.program_id(0).to(tl.int64)
@@ -525,4 +525,4 @@ def choose_nodes(
         _end(node_ptr + row * k, picked, k, 1024)
     tl.store(picked_ptr + row, picked)
     gone = gone_ptr + row * (gone_stride // 16 * 16) + index
-    tl.store(gone, chosen.to(tl.int32), mask=index < gone_places // 16 * 16)
+    tl.store(gone, (chosen | (index >= count)).to(tl.int32), mask=index < gone_places // 16 * 16)
