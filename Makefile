@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 # The Triton of that torch, which its CPU wheel does not bring.
 TRITON ?= triton==3.7.1; sys_platform == 'linux' and platform_machine == 'x86_64'
 TRANSFORMERS ?= transformers>=5.17,<6
+# What pytest is told besides, such as which tests.
+TESTS ?=
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
@@ -17,7 +19,7 @@ demo: $(VENV)/.installed $(MODEL)/config.json
 	  --method luka --method mixed --dtype float32 --show-answers --out runs/demo.jsonl
 
 test: $(VENV)/.installed $(MODEL)/config.json
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto $(TESTS)
 
 test-gpu:
 	python3 -m pytest -m gpu
