@@ -16,7 +16,8 @@ from foveate.ops.attend.reference import (
     prompt_path,
 )
 from foveate.ops.attend.selected import with_sinks
-from foveate.ops.attend.summaries import Covered, Level, Refinement, Rows, Tree
+from foveate.ops.attend.summaries import Covered, Refinement
+from foveate.ops.attend.tree import Level, Rows, Tree
 
 attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")
 attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from foveate.ops.attend.summaries import Looked, Tree
+    from foveate.ops.attend.summaries import Looked
+    from foveate.ops.attend.tree import Tree
 
 
 class Sums(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +11,20 @@ import triton
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import Tile, multiprocessors, split
+from foveate.ops._tile import multiprocessors, split
 from foveate.ops.attend._mend_kernel import mend_nodes
 from foveate.ops.attend._nodes_kernel import attend_nodes
+from foveate.ops.attend._summaries_plan import mending_options, plan_parts, slice_dims, tile_for, weighing_options
 from foveate.ops.attend.masses import Sums
 from foveate.ops.attend.masses_kernel import note, pooled
 from foveate.ops.attend.reference import page_slots
-from foveate.ops.attend.summaries import WEIGHT_SPREAD, Covered, Level, Looked, Refinement, Tree
+from foveate.ops.attend.summaries import WEIGHT_SPREAD, Covered, Looked, Refinement
+from foveate.ops.attend.tree import Level, Tree
 from foveate.ops.score.summaries_kernel import score_nodes
 from foveate.ops.select.summaries_kernel import choose_nodes
 
 _LARGEST = 256
 """The largest head dim."""
-_HEADS = 64
-"""The most heads of a program."""
 _RESIDENT = 2
 """Programs that a multiprocessor runs at a time."""
 _FEW = 8
@@ -49,73 +48,11 @@ _MENDED_NUMBERS = 8192
 """the most numbers of their values."""
 _SLICES = 2
 """Programs to a multiprocessor into which the dims of the output are cut at most where this is mended."""
-_MEMBERS_DIMS = 512
-"""The most dims of a group's heads that a program makes of it, unless these fill its rows."""
-_LONGEST_PART = 16
-"""Blocks of nodes of a part at most."""
-_SHARED = 96 << 10
-"""Bytes of blocks that a program has under way at most, so that a multiprocessor has room for two."""
 _RANKED = 64
 """Ranks of nodes that a thread reads at once."""
 _RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
 _SCORES = {"summary": 0, "spread": 1, "box": 2}
 _BIASES = {"none": 0, "log": 1, "entropy": 2, "spread": 3}
-
-
-def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
-    """Heads and nodes of a program for head dims of which ``dim`` is the larger: blocks of 16 KB of half precision."""
-    heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
-    if dtype == torch.float32:  # multiplied without tensor cores
-        return Tile(16, 16, num_warps=8 if dim > 128 else 4, num_stages=1)
-    nodes = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
-    return Tile(heads, nodes, num_warps=4 if heads < 64 else 8, num_stages=2 if heads == 64 else 3)
-
-
-def weighing_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: int) -> dict[str, int | None]:
-    """Options of programs that weigh nodes: how far ahead these are read, of which ``of_node`` numbers are."""
-    if dtype == torch.float32:
-        return tile.options | {"num_warps": 8}
-    blocks = _SHARED // (1 if capability >= 9 else 2) // (tile.block_n * of_node * dtype.itemsize)
-    return tile.options | {"num_stages": max(2, min(tile.num_stages, blocks))}
-
-
-def mending_options(tile: Tile, bounds: int) -> dict[str, int | None]:
-    """Options of programs that mend what was attended to, and choose by so many bounds of masses."""
-    many = tile.num_stages == 1 or bounds > 4096  # numbers to a thread: of fp32 the values, too
-    return {"num_warps": max(tile.num_warps, 8 if many else 4), "num_stages": min(2, tile.num_stages)}
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_parts(programs: int, blocks: int, k: int, cost: float, room: int) -> tuple[int, int]:
-    """How what is attended to as it is weighed is cut: ``(per, splits)``, blocks of nodes of a part, programs of a row.
-
-    Each part costs something, a share ``cost`` of reading a block of values: being written and being read; and ``k``
-    parts are attended to again. Programs of whole parts take as long as the longest of them (see :func:`split`).
-    """
-
-    def time(per: int) -> float:
-        parts = -(-blocks // per)
-        splits, each = split(programs, parts, room)
-        return -(-programs * splits // room) * (each * per + 1) + (parts * cost + k * per) * programs / room
-
-    per = min(range(1, min(blocks, _LONGEST_PART) + 1), key=time, default=1)
-    return per, split(programs, -(-blocks // per), room)[0]
-
-
-def slice_dims(value_dim: int, programs: int, members: int, block_m: int, room: int) -> int:
-    """How many dims of the output a program makes where what was attended to is mended: a power of two that divides
-    them, or holds them all.
-
-    Few where few rows would leave the GPU idle, and so few that registers hold what is merged for all heads.
-    """
-    whole = dims = max(16, triton.next_power_of_2(value_dim))
-    for fewer in (whole >> shift for shift in range(whole.bit_length() - 4)):
-        if value_dim % fewer:
-            continue
-        if programs * (value_dim // fewer) > room and (members == block_m or members * dims <= _MEMBERS_DIMS):
-            break
-        dims = fewer
-    return dims
 
 
 def attend_summaries(

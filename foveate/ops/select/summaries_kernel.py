@@ -123,6 +123,17 @@ def _log_sums(lse_ptr, row, there, number, rows, stride_row, stride_part, PARTS:
 
 
 @triton.jit
+def _all_log_sums(
+    rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS: tl.constexpr, OTHERS: tl.constexpr
+):
+    """Logarithms of what some heads ``row [M]`` see of nodes and of the rest of the cover, to the base 2."""
+    lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
+    rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
+    top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
+    return top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
+
+
+@triton.jit
 def group_masses(
     rank_ptr,
     rank_lse_ptr,
@@ -165,10 +176,7 @@ def group_masses(
         )
     if PRIOR and not BRANCH:
         recent = tl.load(recent_ptr + index.to(tl.int64) * recent_stride_n, mask=index < places, other=0.0)
-    lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
-    rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
-    top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
-    lse = top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
+    lse = _all_log_sums(rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS, OTHERS)
     if MEMBERS * HELD <= AT_ONCE:
         mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0)
     else:
@@ -309,10 +317,7 @@ def heaviest_few(
     lanes = tl.arange(0, AT_ONCE * BLOCK_N)
     exist = member < GROUP
     row = head + tl.where(exist, member, 0)
-    lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
-    rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
-    top = tl.maximum(tl.maximum(lse, rest), _BOTTOM)
-    lse = top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
+    lse = _all_log_sums(rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS, OTHERS)
     keys = tl.full([ROOM], -1, tl.int64)
     if BLOCKS <= AT_ONCE:
         place = tl.arange(0, BLOCKS * BLOCK_N)
