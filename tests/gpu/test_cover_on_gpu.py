@@ -98,6 +98,17 @@ def test_few_pages_of_any_group(dtype, heads, kv_heads, mass, pages, few):
 
 
 @DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 1)])
+def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads, few):
+    """What is left when they are taken out of everything would be rounding."""
+    for pages in ((700, 40), (5000,)):
+        some = problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype)
+        some.overrate([7, 8, 699], 15.0, SCALING)
+        found = check(some, ops.Refinement())
+        assert (found.looked[0].chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
+
+
+@DTYPES
 @DIMS
 @MASS
 def test_any_head_dim(dtype, dim, value_dim, mass, few):

@@ -5,9 +5,16 @@ import torch
 import triton
 import triton.language as tl
 
-from foveate.ops.select.summaries_kernel import heaviest_few
+from foveate.ops.select import summaries_kernel
+from foveate.ops.select.summaries_kernel import all_log_sums, heaviest_few
 
 BLOCK, ROOM, FEW = 16, 4, 3
+
+
+@pytest.fixture(autouse=True, params=[0, 128], ids=["found in turn", "put in order"])
+def compared(request, monkeypatch):
+    """How the blocks with the largest bounds are found."""
+    monkeypatch.setattr(summaries_kernel, "_COMPARED", tl.constexpr(request.param))
 
 
 @triton.jit
@@ -35,10 +42,12 @@ def few_of(
     FEW: tl.constexpr,
     ROOM: tl.constexpr,
 ):
+    member = tl.arange(0, triton.next_power_of_2(GROUP))
+    exist = member < GROUP
+    lse = all_log_sums(lse_ptr, others_ptr, tl.where(exist, member, 0), exist, 1, 1, GROUP, 1, 1)
     places, order, picked = heaviest_few(
+        lse,
         rank_ptr,
-        lse_ptr,
-        others_ptr,
         recent_ptr,
         1,
         bound_ptr,
@@ -47,17 +56,12 @@ def few_of(
         count,
         allowed,
         0,
-        GROUP,
-        1,
-        1,
         rank_places,
         first,
         prior,
         BRANCH,
         True,
         GROUP,
-        1,
-        1,
         FEW,
         ROOM,
         BLOCKS,

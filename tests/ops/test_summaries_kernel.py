@@ -1,6 +1,7 @@
 """The kernels of attention over summaries: what they compute (under the interpreter) and what they compile to."""
 
 import importlib
+import re
 
 import pytest
 import torch
@@ -48,9 +49,13 @@ def _sizes(tile, dim):
     }
 
 
-def assert_compiled_well(compiled, half, spilled):
+def assert_compiled_well(compiled, half, spilled, ahead=True):
     assert ("mma.sync" in compiled.ptx or "wgmma.mma_async" in compiled.ptx) == half
-    assert ("cp.async.cg.shared.global" in compiled.ptx) == half, "vectors are fetched ahead, 16 bytes at a time"
+    if ahead:
+        assert ("cp.async.cg.shared.global" in compiled.ptx) == half, "vectors are fetched ahead, 16 bytes at a time"
+    else:
+        assert re.search(r"ld\.global[.\w:]*\.v4\.b32", compiled.ptx), "vectors are read 16 bytes at a time"
+    assert "tf32" not in compiled.ptx, "nothing is multiplied in less than its own precision"
     assert "ex2.approx.ftz.f32" in compiled.ptx
     assert compiled.shared <= 113 << 10, "two programs to a multiprocessor"
     assert compiled.spilled <= spilled
@@ -89,6 +94,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
         BIAS=1,
         SCORE=int(how != "plain"),
         SIZED=False,
+        SIGNALS=attends,
         LARGEST=torch.finfo(TYPES[dtype]).max,
         **_sizes(tile, dim),
     )
@@ -110,7 +116,6 @@ def _attending(dtype, group, width, keeps=2):
         "BRANCH": 0,
         "PRESERVE": bool(width),
         "KEEPS": keeps,
-        "MEMBERS": 1 << (group - 1).bit_length(),
         "AT_ONCE": 4,
     }
 
@@ -147,31 +152,32 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
     members = 1 << (group - 1).bit_length()
-    block_s = host.slice_dims(dim, programs, members, tile.block_m, 264)
-    again = tile.block_n if dtype == "fp32" else max(16, min(host._MENDED, host._MENDED_NUMBERS // block_s))
+    block_s = host.slice_dims(dim, programs, tile.block_m, 264)
     sizes = _sizes(tile, dim)
     del sizes["BLOCK_DV"]
     compiled = _compiled(
         kernel,
         ("q", "k", "v", "value"),
-        host.mending_options(tile, members * blocks),
-        **_attending(dtype, group, width) | {"AT_ONCE": max(1, min(32, tile.num_warps * 1024 // (members * block_s)))},
+        host.mending_options(tile, members * blocks, few > 0),
+        **_attending(dtype, group, width) | {"AT_ONCE": host.merge_at_once(tile, block_s)},
         bound_ptr="*fp32:16",
         PRIOR=True,
         FEW=few,
+        WAITS=few > 0,
+        RANKED=True,
         GROUP=group if few else 1,
         ROOM=8 if few == 8 else 4,
         BLOCKS=blocks,
-        BLOCKS_AT_ONCE=blocks if members * blocks * tile.block_n <= host._NO_BOUNDS else 8,
+        BLOCKS_AT_ONCE=blocks if members * blocks * tile.block_n <= host._NO_BOUNDS else min(16, 64 // members),
         SPLITS=16,
         OTHERS=4,
         BLOCK_S=block_s,
-        BLOCK_R=again,
+        BLOCK_R=min(host._ANEW, tile.block_n),
         BLOCK_W=min(16 if width else 32, tile.block_n),
         CHUNKS=1 if width or tile.block_n >= 32 else 2,
         **sizes,
     )
-    assert_compiled_well(compiled, dtype != "fp32", 96)
+    assert_compiled_well(compiled, dtype != "fp32", 96, ahead=False)
 
 
 @pytest.mark.parametrize(("held", "warps"), [(1024, 4), (4096, 8), (8192, 16)])

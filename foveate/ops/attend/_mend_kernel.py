@@ -2,10 +2,16 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from foveate.ops.attend._nodes_kernel import count_refined, listed, merged, refined_tokens
-from foveate.ops.score.summaries_kernel import VARYING, online, write_part
-from foveate.ops.select.summaries_kernel import heaviest_few
+from foveate.ops.score.summaries_kernel import LOWEST, VARYING, online, write_part
+from foveate.ops.select.summaries_kernel import all_log_sums, heaviest_few
+
+_GONE = tl.constexpr(1024)
+"""Nodes that are noted as left at a time."""
+_LOST = tl.constexpr(2.0)
+"""How many times as heavy as all that is attended to may be what is taken out of it."""
 
 _VARYING = [
     "sinks",
@@ -103,11 +109,11 @@ def mend_nodes(
     ROOM: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
+    RANKED: tl.constexpr,
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
     PRESERVE: tl.constexpr,
     KEEPS: tl.constexpr,
-    MEMBERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -118,24 +124,27 @@ def mend_nodes(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """Puts refined nodes right in attention to everything, which :func:`score_nodes` has left behind: ``before`` parts
     and ``per`` blocks of nodes in each of those behind them, in ``found [.., B, Hq, Dv]`` and ``found_lse``.
 
-    Each program of a row makes ``BLOCK_S`` dims of the output, all of it: it merges the parts in which nothing is
-    refined, attends once more to the nodes of the others, without what is refined, ``BLOCK_R`` at a time, and attends
-    to the keys of refined pages.
+    Each program of a row makes ``BLOCK_S`` dims of the output, all of it: it merges the parts, takes refined nodes out
+    of that and attends to the keys of refined pages. What is left would be rounding where nearly all of it is taken
+    out, as of pages whose summaries seem far heavier than their keys are: there (``_LOST``) all is done once more, with
+    the parts in which something is refined attended to anew, without that, ``BLOCK_R`` nodes at a time.
 
     Which nodes are refined say ``chosen [B, sets, most]``, ``page`` and ``picked``, see :func:`choose_nodes`; or
     (``FEW``) every program finds them out, ``FEW`` or fewer of those in ``BLOCKS`` or fewer blocks, and one writes it
     down; all of them what is ``gone``. ``lse`` all write alike.
 
     ``KEEPS``: and what masses take, ``token [B, Hq, places]``, see :func:`refined_tokens`.
+
+    ``WAITS``: it may be started while :func:`score_nodes` runs, and waits for that before anything of it is read.
     """
     row, part, piece = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    local = tl.arange(0, BLOCK_M)
-    member = part * BLOCK_M + local
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
     exist = member < group
     heads = head * group + tl.where(exist, member, 0)
     all_rows = batches * num_kv_heads * group
@@ -152,16 +161,29 @@ def mend_nodes(
     found_ptr += first_dim
     writes = (piece == 0) & (part == 0)
 
-    few = tl.arange(0, ROOM)
+    few, of_part = tl.arange(0, ROOM), per * BLOCK_N
+    none = tl.full([1], -1, tl.int32)
+    number = before + tl.cdiv(count, of_part)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
+    if WAITS:
+        gdc_wait()
+    top, weight, out = merged(
+        found_ptr, found_lse_ptr, rows, exist, all_rows, 0, number, none, top, weight, out, AT_ONCE, VALUE_DIM
+    )
     if FEW:
+        if RANKED:
+            lse = all_log_sums(rank_lse_ptr, found_lse_ptr, rows, exist, rank_splits, before, all_rows, SPLITS, OTHERS)
+        else:
+            lse = top + tl.log2(weight)
         if PRIOR:
             recent_ptr += batch * recent_stride_b + head * recent_stride_h
         if BLOCKS > BLOCKS_AT_ONCE:
             bound_ptr += row.to(tl.int64) * (2 * GROUP + 2) * bound_places
         few_places, order, picked = heaviest_few(
+            lse,
             rank_ptr,
-            rank_lse_ptr,
-            found_lse_ptr,
             recent_ptr,
             recent_stride_n,
             bound_ptr,
@@ -170,17 +192,12 @@ def mend_nodes(
             count,
             tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), most),
             first_row,
-            all_rows,
-            rank_splits,
-            before,
             rank_places,
             first,
             prior,
             BRANCH,
             PRIOR,
             GROUP,
-            SPLITS,
-            OTHERS,
             FEW,
             ROOM,
             BLOCKS,
@@ -198,111 +215,123 @@ def mend_nodes(
                 tl.store(page_ptr + slot, few_pages, mask=slot < most)
             tl.store(picked_ptr, picked)
         if KEEPS:
-            GONE: tl.constexpr = 1024
             gone_ptr += batch * gone_stride_b + head * gone_stride_h
-            for begin in tl.range(piece * GONE, gone_places, tl.num_programs(1) * GONE):
-                index = begin + tl.arange(0, GONE)
-                gone = tl.sum((index[:, None] == few_places[None, :]).to(tl.int32), 1)
-                tl.store(gone_ptr + index, gone, mask=index < gone_places // 16 * 16)
+            for begin in tl.range(piece * _GONE, gone_places, tl.num_programs(1) * _GONE):
+                index = begin + tl.arange(0, _GONE)
+                tl.store(gone_ptr + index, tl.zeros([_GONE], tl.int32), mask=index < gone_places // 16 * 16)
+            tl.debug_barrier()  # what follows is written behind that
+            mine = (few_places >= 0) & (few_places // _GONE % tl.num_programs(1) == piece)
+            tl.store(gone_ptr + few_places, tl.full([ROOM], 1, tl.int32), mask=mine)
     else:
         picked = tl.load(picked_ptr)
         order = tl.where(few < picked, few, -1)
         few_places = tl.load(chosen_ptr + few, mask=few < picked, other=-1).to(tl.int32)
         few_pages = tl.load(page_ptr + few, mask=few < picked, other=-1).to(tl.int32)
 
-    of_part = per * BLOCK_N
     mended = tl.where(few_places >= 0, few_places // of_part, -1)
-    partner = tl.arange(0, MEMBERS)
-    counts = part * BLOCK_M + partner < group
-    top, weight, out = merged(
-        found_ptr,
-        found_lse_ptr,
-        tl.where(counts, first_row + part * BLOCK_M + partner, first_row),
-        counts,
-        all_rows,
-        0,
-        before + tl.cdiv(count, of_part),
-        tl.where(mended >= 0, before + mended, -1),
-        AT_ONCE,
-        VALUE_DIM,
-        BLOCK_S,
-    )
-    if MEMBERS < BLOCK_M:
-        same = local[:, None] == partner[None, :]
-        top = tl.sum(tl.where(same, top[None, :], 0.0), 1)
-        weight = tl.sum(tl.where(same, weight[None, :], 0.0), 1)
-        out = tl.sum(tl.where(same[:, :, None], out[None, :, :], 0.0), 1)
-
     lanes, value_dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
     value_ptr += batch * value_stride_b + head * value_stride_h + first_dim * value_stride_d
-    for tile in tl.range(0, tl.cdiv(picked * of_part, BLOCK_R)):
-        at = tile * BLOCK_R + lanes
-        turn = at // of_part
-        its_part = listed(turn, picked, mended, order, chosen_ptr, True)
-        place = its_part * of_part + at % of_part
-        earlier = (order >= 0)[None, :] & (order[None, :] < turn[:, None]) & (mended[None, :] == its_part[:, None])
-        left_out = earlier | (place[:, None] == few_places[None, :])
-        stays = (turn < picked) & (place < count) & (tl.sum(left_out.to(tl.int32), 1) == 0)
-        node = place
-        if BRANCH:
-            node = tl.load(list_ptr + place // BRANCH, mask=stays, other=0).to(tl.int32) * BRANCH + place % BRANCH
-        known = exist[:, None] & stays[None, :]
-        logits = tl.load(weight_ptr + rows[:, None] * places + place[None, :], mask=known, other=float("-inf"))
-        v_mask = stays[:, None]
-        if BLOCK_S > VALUE_DIM:
-            v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
-        v_tile = (node.to(tl.int64) * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
-        v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
-        top, weight, out = online(logits, v, top, weight, out)
-
     if not WIDTH:
         end_ptr += batch * end_stride_b + head * end_stride_h
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
-    top, weight, out = refined_tokens(
-        q_ptr + batch * q_stride_b,
-        k_ptr + batch * k_stride_b + head * k_stride_h,
-        v_ptr + batch * v_stride_b + head * v_stride_h + first_dim * v_stride_d,
-        end_ptr,
-        weight_ptr,
-        token_ptr,
-        chosen_ptr,
-        page_ptr,
-        few_places,
-        few_pages,
-        order,
-        q_stride_h,
-        q_stride_d,
-        k_stride_l,
-        k_stride_d,
-        v_stride_l,
-        v_stride_d,
-        end_stride_n,
-        heads,
-        rows,
-        exist,
-        0,
-        tl.cdiv(picked * CHUNKS, PAGES),
-        1,
-        picked,
-        places,
-        page_places,
-        sinks,
-        scaling,
-        top,
-        weight,
-        out,
-        piece == 0,
-        True,
-        WIDTH,
-        PRESERVE,
-        KEEPS,
-        DIM,
-        VALUE_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        BLOCK_W,
-        CHUNKS,
-    )
+    anew, left = tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
+    while left > 0:
+        top, weight, out = merged(
+            found_ptr,
+            found_lse_ptr,
+            rows,
+            exist,
+            all_rows,
+            0,
+            tl.where(anew > 0, number, 0),
+            tl.where(mended >= 0, before + mended, -1),
+            top,
+            weight,
+            out,
+            AT_ONCE,
+            VALUE_DIM,
+        )
+        lost = tl.zeros([BLOCK_M], tl.float32)
+        for one in tl.static_range(ROOM):
+            refined, its_page = tl.sum(tl.where(few == one, few_places, 0)), tl.sum(tl.where(few == one, few_pages, 0))
+            takes = (refined >= 0) & (anew == 0)
+            share = tl.load(weight_ptr + rows * places + refined, mask=exist & takes, other=float("-inf"))
+            share = tl.exp2(share - top)
+            vector = value_ptr + its_page.to(tl.int64) * value_stride_n + value_dims * value_stride_d
+            taken = tl.load(vector, mask=(first_dim + value_dims < VALUE_DIM) & takes, other=0.0).to(tl.float32)
+            lost = lost + share
+            out = out - share[:, None] * taken[None, :]
+        weight = weight - lost
+        for tile in tl.range(0, tl.where(anew > 0, tl.cdiv(picked * of_part, BLOCK_R), 0)):
+            at = tile * BLOCK_R + lanes
+            turn = at // of_part
+            its_part = listed(turn, picked, mended, order, chosen_ptr, True)
+            place = its_part * of_part + at % of_part
+            earlier = (order >= 0)[None, :] & (order[None, :] < turn[:, None]) & (mended[None, :] == its_part[:, None])
+            left_out = earlier | (place[:, None] == few_places[None, :])
+            stays = (turn < picked) & (place < count) & (tl.sum(left_out.to(tl.int32), 1) == 0)
+            node = place
+            if BRANCH:
+                node = tl.load(list_ptr + place // BRANCH, mask=stays, other=0).to(tl.int32) * BRANCH + place % BRANCH
+            known = exist[:, None] & stays[None, :]
+            logits = tl.load(weight_ptr + rows[:, None] * places + place[None, :], mask=known, other=float("-inf"))
+            v_mask = stays[:, None] & (first_dim + value_dims < VALUE_DIM)[None, :]
+            v_tile = (node.to(tl.int64) * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
+            v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
+            top, weight, out = online(logits, v, top, weight, out)
+        highest = top
+        top, weight, out = refined_tokens(
+            q_ptr + batch * q_stride_b,
+            k_ptr + batch * k_stride_b + head * k_stride_h,
+            v_ptr + batch * v_stride_b + head * v_stride_h + first_dim * v_stride_d,
+            end_ptr,
+            weight_ptr,
+            token_ptr,
+            chosen_ptr,
+            page_ptr,
+            few_places,
+            few_pages,
+            order,
+            q_stride_h,
+            q_stride_d,
+            k_stride_l,
+            k_stride_d,
+            v_stride_l,
+            v_stride_d,
+            end_stride_n,
+            heads,
+            rows,
+            exist,
+            0,
+            tl.cdiv(picked * CHUNKS, PAGES),
+            1,
+            picked,
+            places,
+            page_places,
+            sinks,
+            scaling,
+            top,
+            weight,
+            out,
+            piece == 0,
+            True,
+            WIDTH,
+            PRESERVE,
+            KEEPS,
+            DIM,
+            VALUE_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            BLOCK_W,
+            CHUNKS,
+        )
+        lost = lost * tl.exp2(highest - top)
+        left = tl.max((exist & (anew == 0) & ~(lost <= weight * _LOST)).to(tl.int32), 0)
+        if left > 0:
+            top = tl.full([BLOCK_M], LOWEST, tl.float32)
+            weight = tl.zeros([BLOCK_M], tl.float32)
+            out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
+        anew = anew + 1
     write_part(out_ptr + first_dim, lse_ptr, rows, exist, top, weight, out, VALUE_DIM, NATURAL=True)
     if writes:
         count_refined(

@@ -82,11 +82,16 @@ def refined_tokens(
     dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])
     q_tile = heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    next_page = listed((begin * PAGES + token // BLOCK_W) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+    if not FEW:  # read one tile ahead, so that reading keys ahead is left to the compiler
+        next_page = listed((begin * PAGES + token // BLOCK_W) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
     for tile in tl.range(begin, end, step):
-        piece, page = tile * PAGES + token // BLOCK_W, next_page
+        piece = tile * PAGES + token // BLOCK_W
         place, inside = piece // CHUNKS, piece % CHUNKS * BLOCK_W + token % BLOCK_W
-        next_page = listed((piece + step * PAGES) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+        if FEW:
+            page = listed(place, picked, few_pages, order, page_ptr, FEW)
+        else:
+            page = next_page
+            next_page = listed((piece + step * PAGES) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
         start, width = _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)
         stored = inside < width
         slot = (start + inside).to(tl.int64)
@@ -129,18 +134,18 @@ def merged(
     begin,
     end,
     left_out,
+    top,
+    weight,
+    out,
     AT_ONCE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
 ):
-    """Parts ``begin`` to ``end`` of ``found [.., rows, Dv]`` without those that are ``left_out [ROOM]``, always in one
-    order: an online softmax of each ``row [MEMBERS]``.
+    """Adds parts ``begin`` to ``end`` of ``found [.., rows, Dv]`` without those that are ``left_out [ROOM]``, always in
+    one order, to an online softmax ``top``, ``weight`` and ``out [M, Dv]`` of each ``row [M]``.
 
     They may have been written by other programs of this launch: they must not be looked for in the first cache.
     """
-    dims, turn = tl.arange(0, BLOCK_DV), tl.arange(0, AT_ONCE)
-    top, weight = tl.full(row.shape, LOWEST, tl.float32), tl.zeros(row.shape, tl.float32)
-    out = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
+    dims, turn = tl.arange(0, out.shape[1]), tl.arange(0, AT_ONCE)
     for first in tl.range(begin, end, AT_ONCE):
         part = first + turn
         counts = (part < end) & (tl.sum((part[:, None] == left_out[None, :]).to(tl.int32), 1) == 0)
@@ -163,26 +168,25 @@ def finish(
     arrived_ptr,
     out_ptr,
     lse_ptr,
-    first_row,
-    members,
+    row,
+    exist,
     rows,
     begin,
     end,
     splits,
-    MEMBERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Merges parts ``begin`` to ``end`` of ``members`` heads, once all ``splits`` programs have written theirs."""
+    """Merges parts ``begin`` to ``end`` of some heads, once all ``splits`` programs have written theirs."""
     tl.debug_barrier()  # all of this program is written before it counts as ready
     ready = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel")
     if ready == splits - 1:
-        member, none = tl.arange(0, MEMBERS), tl.full([1], -1, tl.int32)
-        exist = member < members
-        row = first_row + tl.where(exist, member, 0)
+        none = tl.full([1], -1, tl.int32)
+        top, weight = tl.full(row.shape, LOWEST, tl.float32), tl.zeros(row.shape, tl.float32)
+        out = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
         top, weight, out = merged(
-            found_ptr, found_lse_ptr, row, exist, rows, begin, end, none, AT_ONCE, VALUE_DIM, BLOCK_DV
+            found_ptr, found_lse_ptr, row, exist, rows, begin, end, none, top, weight, out, AT_ONCE, VALUE_DIM
         )
         write_part(out_ptr, lse_ptr, row, exist, top, weight, out, VALUE_DIM, NATURAL=True)
 
@@ -285,7 +289,6 @@ def attend_nodes(
     LAST: tl.constexpr,
     PRESERVE: tl.constexpr,
     KEEPS: tl.constexpr,
-    MEMBERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -424,13 +427,12 @@ def attend_nodes(
             arrived_ptr,
             out_ptr,
             lse_ptr,
-            (batch * num_kv_heads + head) * group + part * BLOCK_M,
-            tl.minimum(group - part * BLOCK_M, BLOCK_M),
+            rows,
+            exist,
             all_rows,
             0,
             before + splits,
             splits,
-            MEMBERS,
             AT_ONCE,
             VALUE_DIM,
             BLOCK_DV,

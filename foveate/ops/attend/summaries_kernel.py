@@ -14,7 +14,14 @@ from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import multiprocessors, split
 from foveate.ops.attend._mend_kernel import mend_nodes
 from foveate.ops.attend._nodes_kernel import attend_nodes
-from foveate.ops.attend._summaries_plan import mending_options, plan_parts, slice_dims, tile_for, weighing_options
+from foveate.ops.attend._summaries_plan import (
+    mending_options,
+    merge_at_once,
+    plan_parts,
+    slice_dims,
+    tile_for,
+    weighing_options,
+)
 from foveate.ops.attend.masses import Sums
 from foveate.ops.attend.masses_kernel import note, pooled
 from foveate.ops.attend.reference import page_slots
@@ -25,8 +32,8 @@ from foveate.ops.select.summaries_kernel import choose_nodes
 
 _LARGEST = 256
 """The largest head dim."""
-_RESIDENT = 2
-"""Programs that a multiprocessor runs at a time."""
+_WEIGHING, _ATTENDING = 3, 2
+"""Programs that a multiprocessor runs at a time, of those that weigh nodes and of those that attend to them."""
 _FEW = 8
 """Where so many pages or fewer are refined, all summaries are attended to as they are weighed, and that is mended."""
 _FEW_OF = 16384
@@ -34,18 +41,15 @@ _FEW_OF = 16384
 which saves a launch."""
 _FEW_HEADS = 16
 """In groups of so many heads masses are computed for all of them at once."""
-_AT_ONCE = 8
-"""Blocks of nodes whose masses are looked at together by programs that find out what is refined by bounds; """
+_AT_ONCE, _AT_ONCE_OF = 16, 64
+"""Blocks of nodes whose masses are looked at together by programs that find out what is refined by bounds, at most, and
+those times heads; """
 _NO_BOUNDS = 8192
 """of so many masses of heads or fewer there are none: all are looked at."""
 _HELD = 32768
 """The most nodes that a launch of its own chooses from."""
-_MERGED = 32
-"""Numbers that a thread reads at once when parts are merged."""
-_MENDED = 128
-"""The most nodes that are attended to once more at a time, and, times the dims of the output, """
-_MENDED_NUMBERS = 8192
-"""the most numbers of their values."""
+_ANEW = 32
+"""The most nodes that are attended to anew at a time."""
 _SLICES = 2
 """Programs to a multiprocessor into which the dims of the output are cut at most where this is mended."""
 _RANKED = 64
@@ -71,11 +75,11 @@ def attend_summaries(
 
     Two launches for one level of which few pages are refined: the first weighs summaries and attends to them all, to
     sinks and to the tail, each part of them by itself, and leaves bounds of what blocks of them may weigh; in the
-    second every program makes some dims of the output: it finds out which pages are refined, merges the parts that have
-    none, and attends once more to the others, without what is refined, and to the keys of that. Where many are refined,
-    or there are very many, or the layer chooses, a launch between them chooses; if many, summaries' values are read
-    behind it, and the last program of a row to be ready merges (FlashDecoding, Dao et al. 2023). Two or three launches
-    more for each further level, and one for the running sums of each.
+    second, which is started while the first still runs, every program makes some dims of the output: it merges the
+    parts, finds out which pages are refined, takes their summaries out again and attends to their keys. Where many are
+    refined, or there are very many, or the layer chooses, a launch between them chooses; if many, summaries' values are
+    read behind it, and the last program of a row to be ready merges (FlashDecoding, Dao et al. 2023). Two or three
+    launches more for each further level, and one for the running sums of each.
 
     What rows hold is read from ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` say how much
     room there is, so that a captured step can be replayed when there is more. Repeats are equal bit for bit, and fp32
@@ -162,12 +166,11 @@ class Step:
         self.block_w = min(triton.next_power_of_2(tree.width), self.tile.block_n)
         self.parts = triton.cdiv(self.group, self.tile.block_m)
         self.programs = self.batch * self.num_kv_heads * self.parts
-        self.room = _RESIDENT * multiprocessors(q.device)
+        self.multiprocessors = multiprocessors(q.device)
         self.chunks = triton.cdiv(tree.width, self.block_w)
         self.keeps = 1 if need_masses else 2 if sums is not None and sums.recent is not None else 0
         self.kept = tree.width if need_masses else self.chunks
         """Which log-weights of tokens of refined pages are kept, see :func:`refined_tokens`, and how many of a page."""
-        self.members = triton.next_power_of_2(min(self.group, self.tile.block_m))
         self.block_dv = max(16, triton.next_power_of_2(self.value_dim))
         if how.mass == "preserve" and tree.width > self.tile.block_n:
             raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
@@ -178,7 +181,8 @@ class Step:
         """The levels that are looked at, from the top down."""
         tree, how, block, new = self.tree, self.how, self.tile.block_n, {"device": self.q.device}
         raw_blocks = triton.cdiv(tree.rows.width, block)
-        self.raw_splits = max(1, min(raw_blocks, self.room // (2 * self.programs)))
+        weighing, attending = _WEIGHING * self.multiprocessors, _ATTENDING * self.multiprocessors
+        self.raw_splits = max(1, min(raw_blocks, weighing // (2 * self.programs)))
         self.stages: list[_Stage] = []
         width, begin, before = tree.rows.places, 0, self.raw_splits
         for level in reversed(range(len(tree.levels))):
@@ -186,30 +190,32 @@ class Step:
             last = not k or not level
             blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
             beside = 0 if self.stages else self.programs * self.raw_splits  # programs that attend to sinks and tail
-            room = max(self.room - beside, self.room // 2)
+            room = max(weighing - beside, weighing // 2)
             mends = last and k <= _FEW
             few = mends and self.group <= _FEW_HEADS and how.pool == "kv_head" and how.rule == "top_k"
             held = triton.next_power_of_2(self.group) * triton.next_power_of_2(max(1, blocks))
             few = few and held <= _FEW_OF
-            at_once = triton.next_power_of_2(max(1, blocks)) if held * block <= _NO_BOUNDS else _AT_ONCE
+            at_once = triton.next_power_of_2(max(1, blocks))
+            if held * block > _NO_BOUNDS:
+                at_once = min(at_once, _AT_ONCE, max(1, _AT_ONCE_OF // triton.next_power_of_2(self.group)))
             if not few and width > _HELD:
                 raise UnsupportedError(f"more than {_HELD} nodes of a level")
             if mends:
-                cost = 8 * self.members / (block * self.q.element_size())
-                per, scoring = plan_parts(self.programs, blocks, k, cost, room)
+                cost = 8 * self.tile.block_m / (block * self.q.element_size())
+                per, scoring = plan_parts(self.programs, blocks, cost, room)
                 more = triton.cdiv(blocks, per)
-                cut = _SLICES * multiprocessors(self.q.device)
-                dims = slice_dims(self.value_dim, self.programs, self.members, self.tile.block_m, cut)
-                attending = triton.cdiv(self.value_dim, dims)
+                cut = _SLICES * self.multiprocessors
+                dims = slice_dims(self.value_dim, self.programs, self.tile.block_m, cut)
+                splits = triton.cdiv(self.value_dim, dims)
             else:
                 tiles = triton.cdiv(k * triton.cdiv(tree.width, self.block_w) * self.block_w, block) if last else 0
                 scoring, _ = split(self.programs, blocks, room)
-                attending, _ = split(self.programs, blocks + tiles, self.room)
-                per, more = 1, attending
+                splits, _ = split(self.programs, blocks + tiles, attending)
+                per, more = 1, splits
             chosen = torch.empty(self.batch, self.sets, k, dtype=torch.int64, **new)
             pages = torch.empty_like(chosen) if self.stages else chosen
             picked = torch.empty(self.batch, self.sets, dtype=torch.int32, **new)
-            work = (scoring, attending, before, mends, few, at_once, per)
+            work = (scoring, splits, before, mends, few, at_once, per)
             self.stages.append(_Stage(level, width, k, begin, padded, *work, chosen, pages, picked, picked))
             begin, before = begin + padded, before + more
             if last:
@@ -366,10 +372,15 @@ class Step:
             SCORE=_SCORES[how.score],
             SIZED=of.tokens is not None,
             LARGEST=torch.finfo(q.dtype).max,
+            SIGNALS=self._started_early(stage),
             **self._dims,
             **weighing_options(self.tile, q.dtype, of_node, self.capability),
         )
         return rank, rank_lse, bounds
+
+    def _started_early(self, stage: _Stage) -> bool:
+        """Whether what is behind the weighing may be started while that still runs (programmatic dependent launch)."""
+        return stage.few and self.capability >= 9
 
     def _first(self, stage: _Stage) -> int:
         """How many nodes of a level are always refined."""
@@ -468,7 +479,7 @@ class Step:
             scaling=self.scaling,
             BRANCH=0 if above is None else tree.branch(above.level),
             LAST=stage is self.stages[-1],
-            AT_ONCE=min(16, self._merged(self.block_dv)),
+            AT_ONCE=min(16, merge_at_once(self.tile, self.block_dv)),
             **self._pages_read(),
             **self._dims,
             **self.tile.options,
@@ -481,10 +492,7 @@ class Step:
         recent, recent_strides = self._recent(of)
         blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
         block_s = max(16, triton.next_power_of_2(triton.cdiv(self.value_dim, stage.attending)))
-        again = self.tile.block_n
-        if self.q.dtype != torch.float32:  # multiplied without tensor cores
-            most = triton.next_power_of_2(max(1, stage.k) * stage.per * again)
-            again = max(16, min(_MENDED, _MENDED_NUMBERS // block_s, most))
+        waits = self._started_early(stage)
         mend_nodes[self.programs, stage.attending](
             self.q,
             self.k,
@@ -524,23 +532,21 @@ class Step:
             tree.width,
             scaling=self.scaling,
             FEW=max(1, stage.k) if stage.few else 0,
+            RANKED=self.how.score != "summary",
             GROUP=self.group if stage.few else 1,
             ROOM=max(2, triton.next_power_of_2(stage.k)),
             BLOCKS=blocks if stage.few else 1,
             BLOCKS_AT_ONCE=stage.at_once,
             OTHERS=triton.next_power_of_2(stage.before),
-            AT_ONCE=self._merged(block_s),
+            AT_ONCE=merge_at_once(self.tile, block_s),
             BLOCK_S=block_s,
-            BLOCK_R=again,
+            BLOCK_R=min(_ANEW, self.tile.block_n),
             **self._pages_read(),
             **self._chosen_by(stage, above),
             **{name: size for name, size in self._dims.items() if name != "BLOCK_DV"},
-            **mending_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0),
+            WAITS=waits,
+            **mending_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0, waits),
         )
-
-    def _merged(self, dims: int) -> int:
-        """How many parts a program merges at once, so many dims of each."""
-        return max(1, min(32, self.tile.num_warps * 32 * _MERGED // (self.members * dims)))
 
     def _found(self, stage: _Stage) -> tuple[Tensor | None, ...]:
         """What a launch that attends reads and writes: where pages end, log-weights, parts."""
@@ -570,7 +576,6 @@ class Step:
             "WIDTH": tree.width if tree.page_end is None else 0,
             "PRESERVE": self.how.mass == "preserve",
             "KEEPS": self.keeps,
-            "MEMBERS": self.members,
             "BLOCK_W": self.block_w,
             "CHUNKS": self.chunks,
         }

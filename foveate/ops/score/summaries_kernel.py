@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4e38)
@@ -171,6 +172,7 @@ def score_nodes(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SIGNALS: tl.constexpr,
 ):
     """Writes ``weight [B, Hq, places]``, the log-weights of nodes, ``rank [B, Hq, rank_places]`` where pages are ranked
     by another estimate, and ``rank_lse [B, Hq, splits]``, all to the base 2.
@@ -191,7 +193,11 @@ def score_nodes(
     attention, +inf for one of the ``first`` nodes.
 
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]``: keys read.
+
+    ``SIGNALS``: the next launch waits by itself, and may be started when all programs of this one have been.
     """
+    if SIGNALS:
+        gdc_launch_dependents()
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -202,7 +208,6 @@ def score_nodes(
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
     lanes, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)
-    all_rows = batches * num_kv_heads * group
     count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
     if BRANCH:
         count = count * BRANCH
@@ -240,7 +245,7 @@ def score_nodes(
                     kept = raw_ptr + rows[:, None] * places + place[None, :]
                     tl.store(kept, logits, mask=exist[:, None] & stored[None, :])
                 top, weight, out = online(logits, v, top, weight, out)
-            found = split.to(tl.int64) * all_rows + rows
+            found = split.to(tl.int64) * (batches * num_kv_heads * group) + rows
             write_part(found_ptr, found_lse_ptr, found, exist, top, weight, out, VALUE_DIM)
         if split == 0:
             tl.store(arrived_ptr + tl.program_id(0), 0)
@@ -356,7 +361,7 @@ def score_nodes(
                 v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
                 highest, total, out = online(logits, v, highest, total, out)
                 whole = (block % per == per - 1) | (block == blocks - 1)
-                found = (before + block // per).to(tl.int64) * all_rows + rows
+                found = (before + block // per).to(tl.int64) * (batches * num_kv_heads * group) + rows
                 write_part(found_ptr, found_lse_ptr, found, exist & whole, highest, total, out, VALUE_DIM)
                 highest, total = tl.where(whole, LOWEST, highest), tl.where(whole, 0.0, total)
                 out = tl.where(whole, 0.0, out)

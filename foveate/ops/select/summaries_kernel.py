@@ -9,6 +9,8 @@ _BOTTOM = tl.constexpr(-3.4e38)
 LAST_PLACE = tl.constexpr(0x7FFFFFFF)
 SLACK = tl.constexpr(1.0001)
 """What rounding may take from a bound of masses, and more."""
+_COMPARED = tl.constexpr(128)
+"""So many blocks or fewer are put in order at once, each compared with each; of more the first are found in turn."""
 
 VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h", "first"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
@@ -123,7 +125,7 @@ def _log_sums(lse_ptr, row, there, number, rows, stride_row, stride_part, PARTS:
 
 
 @triton.jit
-def _all_log_sums(
+def all_log_sums(
     rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS: tl.constexpr, OTHERS: tl.constexpr
 ):
     """Logarithms of what some heads ``row [M]`` see of nodes and of the rest of the cover, to the base 2."""
@@ -176,7 +178,7 @@ def group_masses(
         )
     if PRIOR and not BRANCH:
         recent = tl.load(recent_ptr + index.to(tl.int64) * recent_stride_n, mask=index < places, other=0.0)
-    lse = _all_log_sums(rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS, OTHERS)
+    lse = all_log_sums(rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS, OTHERS)
     if MEMBERS * HELD <= AT_ONCE:
         mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0)
     else:
@@ -266,7 +268,7 @@ def _heavier(
         mass = mass + prior * (recent - mass)
     mass = tl.where(node < first, float("inf"), mass)
     fresh, chosen = tl.where(there, _key(mass, place), -1), tl.full(keys.shape, -1, tl.int64)
-    for turn in tl.static_range(FEW):
+    for turn in tl.range(0, FEW):
         best = tl.maximum(tl.max(fresh, 0), tl.max(keys, 0))
         chosen = tl.where(few == tl.where(turn < allowed, turn, -1), best, chosen)
         fresh, keys = tl.where(fresh == best, -1, fresh), tl.where(keys == best, -1, keys)
@@ -275,9 +277,8 @@ def _heavier(
 
 @triton.jit
 def heaviest_few(
+    lse,
     rank_ptr,
-    rank_lse_ptr,
-    found_lse_ptr,
     recent_ptr,
     recent_stride_n,
     bound_ptr,
@@ -286,24 +287,20 @@ def heaviest_few(
     count,
     allowed,
     head,
-    rows,
-    splits,
-    others,
     rank_places,
     first,
     prior,
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
     GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OTHERS: tl.constexpr,
     FEW: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The ``allowed`` heaviest nodes for ``GROUP`` heads of one KV head, at most ``FEW``, of equals the first ones.
+    """The ``allowed`` heaviest nodes for ``GROUP`` heads of one KV head, at most ``FEW``, of equals the first ones; the
+    log-sum-exp ``lse [MEMBERS]`` is that of all the heads see.
 
     Masses are looked at in few blocks alone where there are more than ``AT_ONCE`` of them: so many at a time, those
     with the largest bounds first, until no bound reaches the last of the heaviest (which is exact: the threshold
@@ -317,7 +314,6 @@ def heaviest_few(
     lanes = tl.arange(0, AT_ONCE * BLOCK_N)
     exist = member < GROUP
     row = head + tl.where(exist, member, 0)
-    lse = _all_log_sums(rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS, OTHERS)
     keys = tl.full([ROOM], -1, tl.int64)
     if BLOCKS <= AT_ONCE:
         place = tl.arange(0, BLOCKS * BLOCK_N)
@@ -344,13 +340,25 @@ def heaviest_few(
         )
     else:
         bound = _bounds(bound_ptr, bound_places, lse, count, prior, GROUP, BLOCKS, BLOCK_N)
-        least, left = tl.zeros([], tl.float32), (allowed > 0) & (tl.max(bound, 0) >= 0)
+        if BLOCKS <= _COMPARED:
+            # no two are equal, and none is less than the bound
+            bits = tl.maximum(bound, 0.0).to(tl.int32, bitcast=True)
+            ranked = (bits + 2 * BLOCKS) // BLOCKS * BLOCKS - block
+            turn_of = tl.sum((ranked[:, None] > ranked[None, :]).to(tl.int32), 0)
+        left, turns = (allowed > 0) & (tl.max(bound, 0) >= 0), tl.zeros([], tl.int32)
+        least = tl.zeros([], tl.float32)
         while left:
             which = tl.full([AT_ONCE], -1, tl.int32)
-            for turn in tl.static_range(AT_ONCE):
-                highest, best = tl.max(bound, 0, return_indices=True)
-                which = tl.where(some == tl.where(highest >= least, turn, -1), best, which)
-                bound = tl.where(block == best, -1.0, bound)
+            if BLOCKS <= _COMPARED:
+                now = (turn_of[:, None] == turns + some[None, :]) & (bound >= least)[:, None]
+                which = tl.max(tl.where(now, block[:, None], -1), 0)
+                turns = turns + AT_ONCE
+                bound = tl.where(turn_of < turns, -1.0, bound)
+            else:
+                for turn in tl.static_range(AT_ONCE):
+                    highest, best = tl.max(bound, 0, return_indices=True)
+                    which = tl.where(some == tl.where(highest >= least, turn, -1), best, which)
+                    bound = tl.where(block == best, -1.0, bound)
             of_block = tl.sum(tl.where((lanes // BLOCK_N)[:, None] == some[None, :], which[None, :], 0), 1)
             place = tl.maximum(of_block, 0) * BLOCK_N + lanes % BLOCK_N
             place = tl.max_contiguous(tl.multiple_of(place, BLOCK_N), BLOCK_N)
