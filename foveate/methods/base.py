@@ -61,7 +61,7 @@ class Method:
     """Whether the prompt must come in one piece, and only one prompt."""
     stands_in: ClassVar[bool] = False
     """Whether a decode step may read everything instead, see :meth:`stand_in`."""
-    pays_from: ClassVar[int] = 8192
+    pays_from: ClassVar[int] = 16384
     """Tokens, of all sequences together, from which decoding on a GPU is faster than dense (docs/decode.md)."""
     graphs: ClassVar[bool] = False
     """Whether a decode step can be captured in a CUDA graph: it asks for numbers of rows by their rules alone, see

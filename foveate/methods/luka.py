@@ -243,7 +243,7 @@ class LuKA(Method):
         """Many pages are chosen and read in more launches than few."""
         few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "bound"
         few = few and isinstance(self.top_k, int) and max(self.top_k, self.first) <= 8
-        return 32768 if few else 65536
+        return Method.pays_from if few else 65536
 
     def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
