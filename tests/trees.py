@@ -122,11 +122,11 @@ class Problem:
             levels.append(of._replace(nodes=nodes, tokens=field(of.tokens), recent=field(of.recent, how.prior > 0)))
         return self.tree._replace(levels=tuple(levels))
 
-    def overrate(self, nodes: list[int], logit: float, scaling: float) -> None:
-        """Lets some nodes of the top level, in the first row, seem far heavier than what is beneath them."""
+    def overrate(self, nodes: list[int], logit: float, scaling: float, level: int = -1) -> None:
+        """Lets some nodes, in the first row, seem far heavier than what is beneath them."""
         q = self.q[0, :, 0].float().unflatten(0, (self.kv_heads, -1)) * self.loudness
-        toward = (q / q.square().sum(-1, keepdim=True)).mean(1) * q.shape[1]  # about 1 in a product with each of them
-        self.tree.levels[-1].nodes.k[0, :, nodes] = (toward * logit / scaling).to(self.dtype)[:, None]
+        toward = (q / q.square().sum(-1, keepdim=True)).sum(1)  # about 1 in a product with each of them
+        self.tree.levels[level].nodes.k[0, :, nodes] = (toward * logit / scaling).to(self.dtype)[:, None]
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:

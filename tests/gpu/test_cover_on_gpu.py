@@ -143,8 +143,9 @@ def test_pages_of_varied_sizes(dtype, mass, few):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("prior", "first"), [(0.0, 0), (0.5, 3)])
-def test_all_ways_to_choose_few_choose_the_same(dtype, prior, first, monkeypatch):
-    how = ops.Refinement(score="spread", prior=prior, first=first)
+@pytest.mark.parametrize("score", ["summary", "spread"])
+def test_all_ways_to_choose_few_choose_the_same(dtype, prior, first, score, monkeypatch):
+    how = ops.Refinement(score=score, prior=prior, first=first)
     for pages in ((9000, 8999, 3), (2100, 64)):
         some = problem(pages, heads=32, kv_heads=8, sizes=(16,), allowed=(5,), dtype=dtype)
         tree, chosen = some.looked_at(how, False), []
@@ -210,12 +211,12 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(*pair) for pair in zip(again, expected[0], strict=True))
-    for some, wanted in ((first, expected[0]), (second, expected[1])):
-        for old, new in zip(contents(first), [x.clone() for x in contents(some)], strict=True):
+    given = [[x.clone() for x in contents(some)] for some in (first, second)]
+    for turn in (0, 1, 0, 1, 1):  # each but the last after other contents, so that nothing stale would be right
+        for old, new in zip(contents(first), given[turn], strict=True):
             old.copy_(new)
-        for _ in range(3):
-            graph.replay()
-        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(found, expected[turn], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -239,8 +240,10 @@ def test_running_sums(pages, sizes, allowed, rule):
         torch.testing.assert_close(mine, its)
 
 
-def test_many_steps_are_equal_bit_for_bit():
-    """The last program of a row to be ready merges: whichever it is, and however the others were scheduled."""
+@pytest.mark.parametrize("few", [8, -1])
+def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
+    """However programs are scheduled: the last one of a row to be ready merges, or they start while others run."""
+    monkeypatch.setattr(summaries_kernel, "_FEW", few)
     some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
     tree = some.looked_at(how, False)
     outs = [ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_lse=True)[:2] for _ in range(300)]

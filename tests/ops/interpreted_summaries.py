@@ -160,11 +160,15 @@ def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
 @pytest.mark.parametrize("nodes", [[7], [7, 8, 39]])
 def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes, few):
     """What is left when they are taken out of everything would be rounding."""
-    for more in ({"sizes": (4,), "allowed": (3,)}, {"pages": (180, 9), "sizes": (2, 4), "allowed": (5, 3)}):
-        problem = Problem(**{"pages": (90, 9), "dtype": dtype, "loudness": 1.0} | more)
-        problem.overrate(nodes, 15.0, 0.3)
-        found = check(problem, ops.Refinement())
-        assert set(nodes) <= set(found.looked[0].chosen[0, 0].tolist())
+    problem = Problem((90, 9), sizes=(4,), dtype=dtype, loudness=1.0)
+    problem.overrate(nodes, 15.0, 0.3)
+    assert set(nodes) <= set(check(problem, ops.Refinement()).looked[0].chosen[0, 0].tolist())
+    problem = Problem((180, 20), sizes=(2, 4), allowed=(5, 40), dtype=dtype, loudness=1.0)
+    problem.overrate(nodes, 25.0, 0.3)  # so that their children are looked at
+    problem.overrate([2 * node + 1 for node in nodes], 15.0, 0.3, level=0)
+    looked = check(problem, ops.Refinement()).looked[1]
+    chosen = looked.index[0, 0][looked.chosen[0, 0][looked.chosen[0, 0] >= 0]]
+    assert {2 * node + 1 for node in nodes} <= set(chosen.tolist())
 
 
 def test_doing_all_once_more(few, monkeypatch):
@@ -186,6 +190,12 @@ def test_slices_of_the_output(value_dim, dims, mass, few, monkeypatch):
     check(Problem(dim=24, value_dim=value_dim, loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
 
 
+def test_several_programs_note_what_is_refined(few, monkeypatch):
+    monkeypatch.setattr(_mend_kernel, "_GONE", tl.constexpr(16))
+    monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: 64)
+    check(Problem((90, 33), value_dim=64, allowed=(5,), loudness=1.0), ops.Refinement(prior=0.3))
+
+
 @pytest.mark.parametrize(
     ("value_dim", "programs", "heads", "dims"),
     [(128, 8, 4, 16), (128, 64, 4, 32), (128, 256, 4, 128), (256, 256, 16, 128), (128, 256, 64, 32), (80, 64, 4, 128)],
@@ -195,7 +205,7 @@ def test_how_many_dims_a_program_makes(value_dim, programs, heads, dims):
 
 
 def test_parts_fill_the_gpu_and_cost_little():
-    """Of one sequence as many programs as run at a time; of many, a part as long as what is read twice is short."""
+    """Of one sequence as many programs as run at a time; of many, parts that are the longer the more they cost."""
     per, splits = summaries_kernel.plan_parts(8, 128, 0.25, 240)
     assert 8 * splits <= 240
     longest = triton.cdiv(triton.cdiv(128, per), splits) * per  # blocks of a program

@@ -49,15 +49,17 @@ def _sizes(tile, dim):
     }
 
 
-def assert_compiled_well(compiled, half, spilled, ahead=True):
+def assert_compiled_well(compiled, half, spilled, wide=None, programs=2):
+    """``wide``: how many reads of 16 bytes there must be; None: vectors are fetched ahead."""
     assert ("mma.sync" in compiled.ptx or "wgmma.mma_async" in compiled.ptx) == half
-    if ahead:
+    if wide is None:
         assert ("cp.async.cg.shared.global" in compiled.ptx) == half, "vectors are fetched ahead, 16 bytes at a time"
     else:
-        assert re.search(r"ld\.global[.\w:]*\.v4\.b32", compiled.ptx), "vectors are read 16 bytes at a time"
+        found = re.findall(r"ld\.global(?!\.cg)[.\w:]*\.v4\.b32", compiled.ptx)
+        assert len(found) >= wide, "keys are read 16 bytes at a time"
     assert "tf32" not in compiled.ptx, "nothing is multiplied in less than its own precision"
     assert "ex2.approx.ftz.f32" in compiled.ptx
-    assert compiled.shared <= 113 << 10, "two programs to a multiprocessor"
+    assert compiled.shared <= (227 << 10) // programs - 1024, f"{programs} programs to a multiprocessor"
     assert compiled.spilled <= spilled
 
 
@@ -87,6 +89,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
         BRANCH=4 if children else 0,
         RAW=not children,
         ATTENDS=attends,
+        RANK_LSE=how != "plain" or not attends,
         BOUNDS=attends,
         RECENT=how != "plain",
         KEEPS_RAW=True,
@@ -99,6 +102,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
         **_sizes(tile, dim),
     )
     assert_compiled_well(compiled, dtype != "fp32", 0 if dtype != "fp32" else 192)
+    assert ("griddepcontrol.launch_dependents" in compiled.ptx) == attends
 
 
 def _attending(dtype, group, width, keeps=2):
@@ -144,27 +148,38 @@ def test_attention_compiles_for_hopper(dtype, dim, group, width, keeps):
 
 @SHAPES
 @pytest.mark.parametrize(
-    ("few", "blocks", "width", "programs"), [(3, 8, 16, 8), (3, 128, 16, 256), (8, 1024, 0, 8), (0, 1, 16, 64)]
+    ("few", "blocks", "width", "programs", "ranked", "branch"),
+    [
+        (3, 8, 16, 8, False, 0),
+        (3, 8, 16, 8, True, 4),
+        (3, 128, 16, 256, True, 0),
+        (8, 1024, 0, 8, False, 0),
+        (0, 1, 16, 64, False, 4),
+    ],
 )
-def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs):
+def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs, ranked, branch):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend._mend_kernel").mend_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
     members = 1 << (group - 1).bit_length()
-    block_s = host.slice_dims(dim, programs, tile.block_m, 264)
+    block_s, options = (
+        host.slice_dims(dim, programs, tile.block_m, 264),
+        host.mending_options(tile, members * blocks, few > 0),
+    )
     sizes = _sizes(tile, dim)
     del sizes["BLOCK_DV"]
     compiled = _compiled(
         kernel,
         ("q", "k", "v", "value"),
-        host.mending_options(tile, members * blocks, few > 0),
-        **_attending(dtype, group, width) | {"AT_ONCE": host.merge_at_once(tile, block_s)},
+        options,
+        **_attending(dtype, group, width)
+        | {"AT_ONCE": host.merge_at_once(tile, block_s), "BRANCH": branch, "list_ptr": "*i64:16" if branch else None},
         bound_ptr="*fp32:16",
         PRIOR=True,
         FEW=few,
         WAITS=few > 0,
-        RANKED=True,
+        RANKED=ranked,
         GROUP=group if few else 1,
         ROOM=8 if few == 8 else 4,
         BLOCKS=blocks,
@@ -177,7 +192,9 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
         CHUNKS=1 if width or tile.block_n >= 32 else 2,
         **sizes,
     )
-    assert_compiled_well(compiled, dtype != "fp32", 96, ahead=False)
+    keys = tile.block_n * dim * TYPES[dtype].itemsize // (16 * 32 * options["num_warps"])
+    assert_compiled_well(compiled, dtype != "fp32", 96, wide=keys)
+    assert ("griddepcontrol.wait" in compiled.ptx) == (few > 0)
 
 
 @pytest.mark.parametrize(("held", "warps"), [(1024, 4), (4096, 8), (8192, 16)])

@@ -9,8 +9,8 @@ from foveate.ops.score.summaries_kernel import LOWEST, VARYING, online, write_pa
 from foveate.ops.select.summaries_kernel import all_log_sums, heaviest_few
 
 _GONE = tl.constexpr(1024)
-"""Nodes that are noted as left at a time."""
-_LOST = tl.constexpr(2.0)
+"""Nodes that are noted as refined or not at a time."""
+_LOST = tl.constexpr(1.0)
 """How many times as heavy as all that is attended to may be what is taken out of it."""
 
 _VARYING = [
@@ -234,8 +234,8 @@ def mend_nodes(
     if not WIDTH:
         end_ptr += batch * end_stride_b + head * end_stride_h
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
-    anew, left = tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
-    while left > 0:
+    anew, again = tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
+    while again > 0:
         top, weight, out = merged(
             found_ptr,
             found_lse_ptr,
@@ -255,10 +255,13 @@ def mend_nodes(
         for one in tl.static_range(ROOM):
             refined, its_page = tl.sum(tl.where(few == one, few_places, 0)), tl.sum(tl.where(few == one, few_pages, 0))
             takes = (refined >= 0) & (anew == 0)
+            there = takes
+            if BLOCK_S > VALUE_DIM:
+                there = there & (value_dims < VALUE_DIM)
             share = tl.load(weight_ptr + rows * places + refined, mask=exist & takes, other=float("-inf"))
             share = tl.exp2(share - top)
             vector = value_ptr + its_page.to(tl.int64) * value_stride_n + value_dims * value_stride_d
-            taken = tl.load(vector, mask=(first_dim + value_dims < VALUE_DIM) & takes, other=0.0).to(tl.float32)
+            taken = tl.load(vector, mask=there, other=0.0).to(tl.float32)
             lost = lost + share
             out = out - share[:, None] * taken[None, :]
         weight = weight - lost
@@ -275,7 +278,9 @@ def mend_nodes(
                 node = tl.load(list_ptr + place // BRANCH, mask=stays, other=0).to(tl.int32) * BRANCH + place % BRANCH
             known = exist[:, None] & stays[None, :]
             logits = tl.load(weight_ptr + rows[:, None] * places + place[None, :], mask=known, other=float("-inf"))
-            v_mask = stays[:, None] & (first_dim + value_dims < VALUE_DIM)[None, :]
+            v_mask = stays[:, None]
+            if BLOCK_S > VALUE_DIM:
+                v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
             v_tile = (node.to(tl.int64) * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
             v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
             top, weight, out = online(logits, v, top, weight, out)
@@ -326,8 +331,8 @@ def mend_nodes(
             CHUNKS,
         )
         lost = lost * tl.exp2(highest - top)
-        left = tl.max((exist & (anew == 0) & ~(lost <= weight * _LOST)).to(tl.int32), 0)
-        if left > 0:
+        again = tl.max((exist & (anew == 0) & ~(lost <= weight * _LOST)).to(tl.int32), 0)
+        if again > 0:
             top = tl.full([BLOCK_M], LOWEST, tl.float32)
             weight = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)

@@ -16,7 +16,8 @@ _HEADS_DIMS = 2048
 _LONGEST_PART = 16
 """Blocks of nodes of a part at most."""
 _SHARED = 96 << 10
-"""Bytes of blocks that a program has under way at most, so that a multiprocessor has room for two."""
+"""Bytes of blocks that a program has under way at most: a multiprocessor has room for two, or three of which each takes
+three quarters of this."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:

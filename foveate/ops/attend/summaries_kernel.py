@@ -181,7 +181,7 @@ class Step:
         """The levels that are looked at, from the top down."""
         tree, how, block, new = self.tree, self.how, self.tile.block_n, {"device": self.q.device}
         raw_blocks = triton.cdiv(tree.rows.width, block)
-        weighing, attending = _WEIGHING * self.multiprocessors, _ATTENDING * self.multiprocessors
+        weighing = _WEIGHING * self.multiprocessors
         self.raw_splits = max(1, min(raw_blocks, weighing // (2 * self.programs)))
         self.stages: list[_Stage] = []
         width, begin, before = tree.rows.places, 0, self.raw_splits
@@ -210,7 +210,7 @@ class Step:
             else:
                 tiles = triton.cdiv(k * triton.cdiv(tree.width, self.block_w) * self.block_w, block) if last else 0
                 scoring, _ = split(self.programs, blocks, room)
-                splits, _ = split(self.programs, blocks + tiles, attending)
+                splits, _ = split(self.programs, blocks + tiles, _ATTENDING * self.multiprocessors)
                 per, more = 1, splits
             chosen = torch.empty(self.batch, self.sets, k, dtype=torch.int64, **new)
             pages = torch.empty_like(chosen) if self.stages else chosen
@@ -293,14 +293,16 @@ class Step:
             "BLOCK_N": self.tile.block_n,
         }
 
-    def _score(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Weighs nodes; returns the ranks, the log-sum-exps of each program's, and bounds where these are needed."""
+    def _score(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weighs nodes; returns the ranks, the log-sum-exps of each program's, and bounds, where these are needed."""
         of, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
         weights = self.weights[:, :, stage.begin :]
         rank = weights
         if how.score != "summary":
             rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
-        rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
+        rank_lse = None
+        if not stage.few or how.score != "summary":  # else it is that of what is attended to
+            rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
         blocks, bounds, recent, recent_strides = triton.cdiv(stage.width, self.tile.block_n), None, None, (0, 0, 0)
         if stage.few and blocks > stage.at_once:
             bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
@@ -364,6 +366,7 @@ class Step:
             BRANCH=0 if raw else self.tree.branch(above.level),
             RAW=raw,
             ATTENDS=stage.mends,
+            RANK_LSE=rank_lse is not None,
             BOUNDS=bounds is not None,
             RECENT=recent is not None,
             KEEPS_RAW=self.keeps_raw,
@@ -393,7 +396,6 @@ class Step:
             "prior": self.how.prior,
             "BRANCH": 0 if above is None else self.tree.branch(above.level),
             "PRIOR": self.how.prior > 0,
-            "SPLITS": triton.next_power_of_2(stage.scoring),
         }
 
     def _recent(self, of: Level) -> tuple[Tensor | None, tuple[int, int, int]]:
@@ -436,6 +438,7 @@ class Step:
             limit=how.limit / (len(levels) if how.rule == "top_p" else 1),
             RULE=_RULES[how.rule],
             LAYER=how.pool == "layer",
+            SPLITS=triton.next_power_of_2(stage.scoring),
             OTHERS=triton.next_power_of_2(stage.before),
             HELD=held,
             GROUP=self.group if self.group <= _FEW_HEADS and how.pool == "kv_head" else 0,
@@ -485,14 +488,16 @@ class Step:
             **self.tile.options,
         )
 
-    def _mend(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor, bounds: Tensor | None) -> None:
+    def _mend(
+        self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor | None, bounds: Tensor | None
+    ) -> None:
         """Puts right what is refined in attention to everything, and merges."""
         tree, of = self.tree, self.tree.levels[stage.level]
         count, *count_strides = self.count(stage, above)
         recent, recent_strides = self._recent(of)
         blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
         block_s = max(16, triton.next_power_of_2(triton.cdiv(self.value_dim, stage.attending)))
-        waits = self._started_early(stage)
+        waits, ranked = self._started_early(stage), stage.few and self.how.score != "summary"
         mend_nodes[self.programs, stage.attending](
             self.q,
             self.k,
@@ -532,12 +537,13 @@ class Step:
             tree.width,
             scaling=self.scaling,
             FEW=max(1, stage.k) if stage.few else 0,
-            RANKED=self.how.score != "summary",
+            RANKED=ranked,
             GROUP=self.group if stage.few else 1,
             ROOM=max(2, triton.next_power_of_2(stage.k)),
             BLOCKS=blocks if stage.few else 1,
-            BLOCKS_AT_ONCE=stage.at_once,
-            OTHERS=triton.next_power_of_2(stage.before),
+            BLOCKS_AT_ONCE=stage.at_once if stage.few else 1,
+            SPLITS=triton.next_power_of_2(stage.scoring) if ranked else 1,
+            OTHERS=triton.next_power_of_2(stage.before) if ranked else 1,
             AT_ONCE=merge_at_once(self.tile, block_s),
             BLOCK_S=block_s,
             BLOCK_R=min(_ANEW, self.tile.block_n),

@@ -158,6 +158,7 @@ def score_nodes(
     BRANCH: tl.constexpr,
     RAW: tl.constexpr,
     ATTENDS: tl.constexpr,
+    RANK_LSE: tl.constexpr,
     BOUNDS: tl.constexpr,
     RECENT: tl.constexpr,
     KEEPS_RAW: tl.constexpr,
@@ -175,7 +176,7 @@ def score_nodes(
     SIGNALS: tl.constexpr,
 ):
     """Writes ``weight [B, Hq, places]``, the log-weights of nodes, ``rank [B, Hq, rank_places]`` where pages are ranked
-    by another estimate, and ``rank_lse [B, Hq, splits]``, all to the base 2.
+    by another estimate, and (``RANK_LSE``) ``rank_lse [B, Hq, splits]``, all to the base 2.
 
     Nodes are the first ``count`` of a level or, with a ``BRANCH``, the children of those in ``list``, which are at the
     places ``chosen`` among their own (``count`` says how many), with the log-weights ``parent``.
@@ -335,13 +336,15 @@ def score_nodes(
             tl.store(weight_ptr + rows[:, None] * (places // 16 * 16) + place[None, :], logits, mask=stored)
             if SCORE > 0:
                 tl.store(rank_ptr + rows[:, None] * (rank_places // 16 * 16) + place[None, :], ranks, mask=stored)
-            peak = tl.max(ranks, 1)
-            base = tl.maximum(peak, LOWEST)
-            shares = tl.exp2(ranks - base[:, None])
-            mass = tl.sum(shares, 1)
-            higher = tl.maximum(top, base)
-            weight = weight * tl.exp2(top - higher) + mass * tl.exp2(base - higher)
-            top = higher
+            if RANK_LSE or BOUNDS:
+                peak = tl.max(ranks, 1)
+                base = tl.maximum(peak, LOWEST)
+                shares = tl.exp2(ranks - base[:, None])
+                mass = tl.sum(shares, 1)
+            if RANK_LSE:
+                higher = tl.maximum(top, base)
+                weight = weight * tl.exp2(top - higher) + mass * tl.exp2(base - higher)
+                top = higher
             if BOUNDS:
                 shares = tl.where(exist[:, None], shares / tl.where(mass == 0, 1.0, mass)[:, None], 0.0)
                 recent = tl.zeros([BLOCK_N], tl.float32)
@@ -365,8 +368,9 @@ def score_nodes(
                 write_part(found_ptr, found_lse_ptr, found, exist & whole, highest, total, out, VALUE_DIM)
                 highest, total = tl.where(whole, LOWEST, highest), tl.where(whole, 0.0, total)
                 out = tl.where(whole, 0.0, out)
-        lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
-        tl.store(rank_lse_ptr + rows * splits + split, lse, mask=exist)
+        if RANK_LSE:
+            lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+            tl.store(rank_lse_ptr + rows * splits + split, lse, mask=exist)
         if (split == 0) & (part == 0):
             read = count * reads
             if RAW:
