@@ -22,11 +22,13 @@ def available(device: str, dtype: str, say: Callable[[str], None] = print) -> di
         return found | {"sdpa-math": functools.partial(_folded, backend=SDPBackend.MATH)}
     found["sdpa-cudnn"] = functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
     found["sdpa-flash"] = functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)
-    flash = _flash_attention_3()
-    if flash is None:
-        say("FlashAttention-3 is not here: pip install tokenspeed-fa3==3.0.0.post20260810")
-    else:
-        found["flash-attention-3"] = flash
+    try:
+        found["flash-attention-3"] = _flash_attention_3()
+    except Exception as error:  # it loads a library, which may not fit the device or torch
+        if getattr(error, "name", None) == "flash_attn_interface":
+            say("FlashAttention-3 is not here: pip install tokenspeed-fa3==3.0.0.post20260810")
+        else:
+            say(f"FlashAttention-3 is here and cannot be loaded: {error}")
     return found
 
 
@@ -41,12 +43,8 @@ def _folded(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend
     return _sdpa(rows, k, v, scaling, backend).flatten(1, 2)[:, :, None]
 
 
-@functools.cache
-def _flash_attention_3() -> Attend | None:
-    try:
-        from flash_attn_interface import flash_attn_func
-    except Exception:  # it loads a library, which may not fit the device or torch
-        return None
+def _flash_attention_3() -> Attend:
+    from flash_attn_interface import flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         moved = (x.transpose(1, 2) for x in (q, k, v))

@@ -306,12 +306,20 @@ def test_kernels_are_told_apart_by_what_they_are_for(found):
 
 
 def test_libraries_of_each_dtype(monkeypatch):
-    monkeypatch.setattr(dense_peers, "_flash_attention_3", lambda: None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # importing it fails as if it were not there
     said = []
     assert set(dense_peers.available("cuda", "float32", said.append)) == {"sdpa-efficient", "sdpa-math"}
     assert said == []  # FlashAttention-3 would not help
     assert set(dense_peers.available("cuda", "float16", said.append)) == {"sdpa-efficient", "sdpa-cudnn", "sdpa-flash"}
     assert said[0].startswith("FlashAttention-3 is not here")
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = []
+    assert "flash-attention-3" not in dense_peers.available("cuda", "float16", said.append)
+    assert said == ["FlashAttention-3 is here and cannot be loaded: libcudart.so.13: no such file"]
 
 
 def test_libraries_give_dense_attention(monkeypatch):
@@ -323,13 +331,11 @@ def test_libraries_give_dense_attention(monkeypatch):
 
     module.flash_attn_func = lambda *args, **more: flash_attn_func(*args, **more).mT.transpose(1, 2)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    dense_peers._flash_attention_3.cache_clear()
     q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
     expected = ops.attend(q, k, v, scaling=0.3).out
     libraries = dense_peers.available("cpu", "float32"), dense_peers.available("cuda", "float32")
     for attend in (dense_peers._flash_attention_3(), libraries[0]["sdpa"], libraries[1]["sdpa-math"]):
         torch.testing.assert_close(attend(q, k, v, 0.3), expected)
-    dense_peers._flash_attention_3.cache_clear()
 
 
 def test_layers_decode_token_after_token():

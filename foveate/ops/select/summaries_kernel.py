@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from foveate.ops.select.blocks_kernel import _LOWEST, _behind, _chosen, _end, _float, _kth, _put, _valid
+from foveate.ops.select.blocks_kernel import _LOWEST, _behind, _end, _float, _kth, _valid
 
 _BOTTOM = tl.constexpr(-3.4e38)
 LAST_PLACE = tl.constexpr(0x7FFFFFFF)
@@ -528,13 +528,16 @@ def choose_nodes(
         wanted = _enough(mass, x, limit)
         tl.store(capped_ptr + row, (wanted > allowed).to(tl.int32))
         allowed = tl.minimum(wanted, allowed)
-    kth, room, crowded = _kth(x, allowed, _LOWEST + 1, valid, _behind(x))
-    chosen, _ = _chosen(x, kth, room, crowded, 0)
+    kth, room, _ = _kth(x, allowed, _LOWEST + 1, valid, _behind(x))
+    above, tie = x > _float(kth), x == _float(kth)
+    seen = tl.cumsum((above.to(tl.int32) + (tie.to(tl.int32) << 16)), 0)  # either is at most 32,768
+    ties = (seen.to(tl.uint32, bitcast=True) >> 16).to(tl.int32)
+    chosen, place = above | (tie & (ties <= room)), (seen & 0xFFFF) + tl.minimum(ties, room) - 1
     picked = tl.minimum(valid, allowed)
-    _put(found_ptr + row * k, 0, index, chosen)
+    tl.store(found_ptr + row * k + place, index, mask=chosen)
     _end(found_ptr + row * k, picked, k, 1024)
     if BRANCH:
-        _put(node_ptr + row * k, 0, node, chosen)
+        tl.store(node_ptr + row * k + place, node, mask=chosen)
         _end(node_ptr + row * k, picked, k, 1024)
     tl.store(picked_ptr + row, picked)
     gone = gone_ptr + row * (gone_stride // 16 * 16) + index
