@@ -106,12 +106,12 @@ class SelectOnce(Method):
             return attend_all(cache, q, scaling).out
         if place.chooses and place.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, indices, (indices >= 0).sum(-1))
+            self._hand_on(cache, indices, self._read(cache, indices))
             return out
         heads = None
         if place.chooses:
             indices = self.select(cache, q, scaling)
-            read = (indices >= 0).sum(-1)
+            read = self._read(cache, indices)
             self._hand_on(cache, indices, read)
             # all keys as they are scored, without their values, and then the chosen ones with them
             cache.count_read(read)
@@ -139,6 +139,10 @@ class SelectOnce(Method):
     def count(self, length: Number) -> Number:
         """Keys that a row of this length may read."""
         return clamp(budget(self.top_k, length, self.min_k), 1, length)
+
+    def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
+        """How many keys are read, ``[B, Hkv]``."""
+        return (indices >= 0).sum(-1)
 
     def _scored(self, cache: SlotCache) -> float | Tensor:
         """What is read of all keys in order to score them, in keys with their values, see :meth:`SlotCache.count`."""
@@ -274,6 +278,11 @@ class TopKByMass(SelectOnce):
         alike = cache.step is None and len(set(cache.lengths)) == 1
         best = self._best(scores, cache.each_row(self.count), cache.most(self.count), alike)
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
+
+    def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
+        if self.top_p < 1 or cache.stored()[0] is not None:
+            return super()._read(cache, indices)
+        return cache.each_row(self.count)[:, None].expand(indices.shape[:2])  # one number for all layers of a step
 
     def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool) -> Tensor:
         """The keys of the highest scores ``[B, Hkv, N]``: ``[B, Hkv or 1, K]``.
