@@ -309,7 +309,6 @@ def mend_nodes(
             exist,
             0,
             tl.cdiv(picked * CHUNKS, PAGES),
-            1,
             picked,
             places,
             page_places,

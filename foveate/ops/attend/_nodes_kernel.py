@@ -54,7 +54,6 @@ def refined_tokens(
     exist,
     begin,
     end,
-    step,
     picked,
     places,
     page_places,
@@ -75,23 +74,23 @@ def refined_tokens(
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """An online softmax, with every ``step``-th tile of the keys of ``picked`` pages, from ``begin`` to ``end``; a page
-    has ``CHUNKS`` of ``BLOCK_W`` places. ``KEEPS``: log-weights are stored, by programs that are to: 1, of all tokens;
-    2, of chunks. Pointers are those of a row and KV head, but for ``weight`` and ``token``."""
+    """An online softmax, with tiles ``begin`` to ``end`` of the keys of ``picked`` pages; a page has ``CHUNKS`` of
+    ``BLOCK_W`` places. ``KEEPS``: log-weights are stored, by programs that are to: 1, of all tokens; 2, of chunks.
+    Pointers are those of a row and KV head, but for ``weight`` and ``token``."""
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
     dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])
     q_tile = heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
     if not FEW:  # read one tile ahead, so that reading keys ahead is left to the compiler
         next_page = listed((begin * PAGES + token // BLOCK_W) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
-    for tile in tl.range(begin, end, step):
+    for tile in tl.range(begin, end):
         piece = tile * PAGES + token // BLOCK_W
         place, inside = piece // CHUNKS, piece % CHUNKS * BLOCK_W + token % BLOCK_W
         if FEW:
             page = listed(place, picked, few_pages, order, page_ptr, FEW)
         else:
             page = next_page
-            next_page = listed((piece + step * PAGES) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+            next_page = listed((piece + PAGES) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
         start, width = _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)
         stored = inside < width
         slot = (start + inside).to(tl.int64)
@@ -381,7 +380,6 @@ def attend_nodes(
             exist,
             tl.maximum(begin - blocks, 0),
             end - blocks,
-            1,
             picked,
             places,
             page_places,
