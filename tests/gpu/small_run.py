@@ -59,13 +59,17 @@ def noted(real, name, ran):
     return run
 
 
+def has_fp8() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
 def decode(dtype: torch.dtype) -> None:
     tokens = Tokens.random(2, PROMPT + DECODED)
     tokens = Tokens(*(x.to("cuda", dtype) for x in (tokens.q, tokens.k, tokens.v)))
-    for spec in SPECS:
-        if "fp8" in spec and torch.cuda.get_device_capability() < (8, 9):
-            continue
-        driver = Driver(methods.parse(spec).for_layer(1, 3, [1]), PROMPT)
+    layers = [methods.parse(spec).for_layer(1, 3, [1]) for spec in SPECS if "fp8" not in spec or has_fp8()]
+    reads_all_and_chooses = methods.parse("kascade:anchors=[0],top_k=40,min_k=16,decode_only=true").for_layer(0, 3)
+    for layer in (*layers, reads_all_and_chooses):
+        driver = Driver(layer, PROMPT)
         driver.feed(tokens[:PROMPT])
         driver.feed_steps(tokens[PROMPT:])
     rows = torch.randn(2, 6, 1, 16, device="cuda").to(dtype)
@@ -88,7 +92,7 @@ def index() -> None:
     q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((1, 70, 64, 128), (1, 900, 128)))
     weights = torch.rand(1, 70, 64, device="cuda")
     for fp8 in (False, True):
-        if fp8 and torch.cuda.get_device_capability() < (8, 9):
+        if fp8 and not has_fp8():
             continue
         (q_, _), (k_, scales) = (csa.to_fp8(q), csa.to_fp8(k)) if fp8 else ((q, None), (k, None))
         csa.lightning_indexer(q_, k_, weights, 40, ratio=4, offset=3600, key_scales=scales)
