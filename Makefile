@@ -24,9 +24,13 @@ test: $(VENV)/.installed $(MODEL)/config.json
 test-gpu:
 	python3 -m pytest -m gpu
 
+# racecheck leaves out the kernel of specialised warps: it does not see that those wait at the compiler's own barrier.
+SANITIZE = PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \
+  --kernel-name-exclude kns=pytorch_flash
+
 sanitize:
-	for tool in memcheck racecheck; do PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-regex-exclude kns=pytorch_flash python3 tests/gpu/small_run.py || exit 1; done
+	$(SANITIZE) --tool memcheck python3 tests/gpu/small_run.py
+	$(SANITIZE) --tool racecheck --kernel-name-exclude kns=_indexer_scores python3 tests/gpu/small_run.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

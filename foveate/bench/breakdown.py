@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,12 @@ def _profiled(step: Callable[[], Any], repeats: int) -> dict[str, float]:
 
 
 def start() -> Callable[[], dict[str, float]]:
-    """Begins to watch a GPU's kernels; what it returns waits for them, and gives milliseconds by kernel."""
+    """Begins to watch a GPU's kernels; what it returns waits for them, and gives milliseconds by kernel.
+
+    What watches is taken out of the process afterwards, unless ``TEARDOWN_CUPTI`` says otherwise: left in it, it would
+    slow every launch that is timed later.
+    """
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
     profiled = profile(activities=[ProfilerActivity.CUDA])
     profiled.__enter__()
 

@@ -44,11 +44,10 @@ def _folded(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend
 
 
 def _flash_attention_3() -> Attend:
-    from flash_attn_interface import flash_attn_func
+    from flash_attn_interface import flash_attn_with_kvcache
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        moved = (x.transpose(1, 2) for x in (q, k, v))
-        found = flash_attn_func(*moved, softmax_scale=scaling, causal=False)
-        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn_with_kvcache(q, k, v, softmax_scale=scaling).transpose(1, 2)  # splits keys as it sees fit
 
     return attend

@@ -325,11 +325,12 @@ def test_a_library_that_cannot_be_loaded(tmp_path, monkeypatch):
 def test_libraries_give_dense_attention(monkeypatch):
     module = ModuleType("flash_attn_interface")
 
-    def flash_attn_func(q, k, v, softmax_scale, causal):
+    def flash_attn_with_kvcache(q, k, v, softmax_scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale, enable_gqa=True).mT
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale, enable_gqa=True)
+        return attended.transpose(1, 2)
 
-    module.flash_attn_func = lambda *args, **more: flash_attn_func(*args, **more).mT.transpose(1, 2)
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
     expected = ops.attend(q, k, v, scaling=0.3).out
