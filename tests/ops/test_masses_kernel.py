@@ -26,5 +26,5 @@ def test_compiles_for_hopper(nodes, last):
     given |= dict.fromkeys(("below_ptr", "list_ptr", "mass_ptr") if last else ("total_ptr", "raw_recent_ptr"))
     given |= {} if nodes else {"recent_ptr": None}
     given |= {"BRANCH": 4 * (not last), "NODES": nodes, "LAST": last, "KEEPS": not last}
-    compiled = compile_for(90, kernel, given | {"EACH": 32, "BLOCK_W": 16, "BLOCK": 512}, num_warps=4)
+    compiled = compile_for(90, kernel, given | {"EACH": 32, "BLOCK_W": 16, "BLOCK": 512, "HEADS": 4}, num_warps=4)
     assert compiled.spilled == 0

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _POOLED = 512
 """Places of a program."""
+_AT_ONCE = 4
+"""Heads of a group whose log-weights it reads at once, at most."""
 
 
 def pooled(step: Step) -> tuple[Tensor, ...]:
@@ -46,6 +48,7 @@ def pooled(step: Step) -> tuple[Tensor, ...]:
         last.begin,
         BRANCH=0 if above is None else step.tree.branch(above.level),
         BLOCK=_POOLED,
+        HEADS=_heads_at_once(step),
         num_warps=4,
     )
     parts = [(step.raw, step.tree.rows.width), *((stage.begin, stage.width) for stage in step.stages)]
@@ -115,8 +118,13 @@ def note(step: Step, sums: Sums) -> None:
             EACH=each,
             BLOCK_W=block_w,
             BLOCK=_POOLED,
+            HEADS=_heads_at_once(step),
             num_warps=4,
         )
+
+
+def _heads_at_once(step: Step) -> int:
+    return min(_AT_ONCE, triton.next_power_of_2(step.group))
 
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("list", "found", "picked", "gone", "total", "raw_recent") for axis in "bh"]
@@ -124,13 +132,17 @@ _VARYING = ["batches", "num_kv_heads", "places", "mass_places", "node_blocks", "
 
 
 @triton.jit
-def _pooled(weight_ptr, lse_ptr, row, place, there, places, group):
-    """Masses of places ``[...]`` of a KV head, summed over the group; 0 where none is ``there``."""
+def _pooled(weight_ptr, lse_ptr, row, place, there, places, group, HEADS: tl.constexpr):
+    """Masses of places ``[N]`` of a KV head, summed over the group, ``HEADS`` of it read at once; 0 where none is
+    ``there``."""
     mass = tl.zeros(place.shape, tl.float32)
-    for member in tl.range(0, group):
-        head = row * group + member
-        lse = tl.load(lse_ptr + head) * LOG2E
-        mass += tl.exp2(tl.load(weight_ptr + head * places + place, mask=there, other=float("-inf")) - lse)
+    for first in tl.range(0, group, HEADS):
+        member = first + tl.arange(0, HEADS)
+        exist = member < group
+        head = row * group + tl.where(exist, member, 0)
+        weight = weight_ptr + (head * places)[:, None] + place[None, :]
+        weight = tl.load(weight, mask=exist[:, None] & there[None, :], other=float("-inf"))
+        mass += tl.sum(tl.exp2(weight - (tl.load(lse_ptr + head) * LOG2E)[:, None]), 0)
     return mass
 
 
@@ -194,6 +206,7 @@ def note_masses(
     EACH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Moves ``recent`` towards the masses of the nodes of one level, the mean over the group, a ``share`` of the way.
 
@@ -220,7 +233,7 @@ def note_masses(
             place = block * BLOCK + tl.arange(0, BLOCK)
             gone = tl.load(gone_ptr + batch * gone_stride_b + head * gone_stride_h + place, mask=place < count, other=1)
             stays = (place < count) & (gone == 0)
-            mass = _pooled(weight_ptr, lse_ptr, row, place, stays, places, group)
+            mass = _pooled(weight_ptr, lse_ptr, row, place, stays, places, group, HEADS)
             if KEEPS:
                 tl.store(mass_ptr + place, mass, mask=stays)
             node = place.to(tl.int64)
@@ -236,7 +249,9 @@ def note_masses(
             beneath = number[:, None] * page_places + inside[None, :]
             there = known[:, None] & (inside < page_places)[None, :]
             if LAST:
-                masses = _pooled(token_ptr, lse_ptr, row, beneath, there, places, group)
+                flat, stored = tl.reshape(beneath, [EACH * BLOCK_W]), tl.reshape(there, [EACH * BLOCK_W])
+                masses = _pooled(token_ptr, lse_ptr, row, flat, stored, places, group, HEADS)
+                masses = tl.reshape(masses, [EACH, BLOCK_W])
             else:
                 masses = tl.load(below_ptr + row * mass_places + beneath, mask=there, other=0.0)
             mass = tl.sum(masses, 1)
@@ -251,7 +266,7 @@ def note_masses(
         lead = tl.where(start > 0, sinks, 0)
         there = place < length - start + lead
         slot = tl.where(place < lead, place, start + place - lead)
-        mass = _pooled(raw_ptr, lse_ptr, row, place, there, places, group)
+        mass = _pooled(raw_ptr, lse_ptr, row, place, there, places, group, HEADS)
         if total_ptr is not None:
             total = total_ptr + batch * total_stride_b + head * total_stride_h + slot
             tl.store(total, tl.load(total, mask=there, other=0.0) + mass, mask=there)
@@ -288,6 +303,7 @@ def pool_masses(
     last,
     BRANCH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Writes ``mass [B, Hkv, places]``, summed over the group, of the log-weights ``weight [B, Hq, places]``, to the
     base 2, and ``lse [B, Hq]``. ``nodes`` come first, those that are ``gone`` among them, from ``last`` on the
@@ -307,9 +323,5 @@ def pool_masses(
     stays = known & (tl.load(gone_ptr + place, mask=known, other=1) == 0)
     stays = stays | ((place >= nodes) & (place < nodes + number) & (place < tokens))
     stays = stays | ((place >= tokens) & (place < tokens + picked * page_places) & (place < places))
-    mass = tl.zeros([BLOCK], tl.float32)
-    for member in tl.range(0, group):
-        of_head = row * group + member
-        lse = tl.load(lse_ptr + of_head) * LOG2E
-        mass += tl.exp2(tl.load(weight_ptr + of_head * places + place, mask=stays, other=float("-inf")) - lse)
+    mass = _pooled(weight_ptr, lse_ptr, row, place, stays, places, group, HEADS)
     tl.store(mass_ptr + row * places + place, mass, mask=place < places)
