@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,15 @@ _BEYOND_CACHES = 512 << 20
 _SECONDS, _MOST = 0.5, 200
 """How long one step is timed, and how often at most."""
 _IN_A_GRAPH, _SHORT = 8, 0.25
-"""How often a graph takes a step that needs, with reading the buffer, so many milliseconds or fewer; a longer one less
-often."""
+"""How many steps a graph takes that need, each with reading the buffer, so many milliseconds or fewer; of longer ones
+fewer."""
+
+
+class Turn(NamedTuple):
+    """A step, and what is done before it and not counted."""
+
+    step: Callable[[], Any]
+    beside: Callable[[], Any] | None = None
 
 
 class Timed(NamedTuple):
@@ -45,21 +52,35 @@ def _filler() -> Tensor:
 
 
 def repeated(step: Callable[[], Any], device: str) -> Timed:
-    """Median of a step that is the same each time, recorded as a CUDA graph where that is possible.
-
-    What it adds to a graph, as in a model, whose layers follow each other in one: a graph reads the buffer and takes
-    the step, some times over, and what a graph that only reads the buffer takes is not counted. So neither the host's
-    time counts nor that of an event.
-    """
+    """Median of a step that is the same each time, recorded as a CUDA graph where that is possible."""
     for _ in range(3):
         step()
-    once = _recorded(step, 1) if device == "cuda" else None
-    if once is None:
+    ms = added([Turn(step)]) if device == "cuda" else None
+    if ms is None:
         return Timed(_median(functools.partial(_measured, step, device)), False)
+    return Timed(ms, True)
+
+
+def added(turns: Sequence[Turn], start: Callable[[], Any] | None = None) -> float | None:
+    """Milliseconds that the steps of some turns add to a CUDA graph; None where one waits for the device.
+
+    As in a model, whose layers follow each other in one: a graph takes the turns, some times over, the buffer read
+    before each step, and what the same graph takes without the steps is not counted. So neither the host's time counts
+    nor that of an event.
+
+    Args:
+        start: done at the beginning of a graph, such as to put things back, and not counted.
+    """
+    start = start or _nothing
+    once = _recorded(turns, start, 1)
+    if once is None:
+        return None
     once()
-    number = max(1, min(_IN_A_GRAPH, round(_IN_A_GRAPH * _SHORT / max(once(), _SHORT))))
-    steps, nothing = (_recorded(work, number) for work in (step, _nothing))
-    return Timed(_median(lambda: (steps() - nothing()) / number), True)
+    short = _SHORT * len(turns)
+    number = max(1, min(_IN_A_GRAPH // len(turns), round(_IN_A_GRAPH * short / max(once(), short))))
+    steps = _recorded(turns, start, number)
+    nothing = _recorded([Turn(_nothing, turn.beside) for turn in turns], start, number)
+    return _median(lambda: (steps() - nothing()) / number)
 
 
 def _nothing() -> None:
@@ -108,17 +129,20 @@ def memory_rate(device: str) -> float:
     return max(rates)
 
 
-def _recorded(step: Callable[[], Any], number: int) -> Callable[[], float] | None:
-    """What replays a graph of that many steps, the buffer read before each, and returns its milliseconds; None for a
-    step that waits for the device."""
+def _recorded(turns: Sequence[Turn], start: Callable[[], Any], number: int) -> Callable[[], float] | None:
+    """What replays a graph of some turns, so many times, and returns its milliseconds; None where a step waits for the
+    device."""
     graph = torch.cuda.CUDAGraph()
     begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     try:
         with torch.cuda.graph(graph):
+            start()
             begin.record()
-            for _ in range(number):
+            for turn in [*turns] * number:
+                if turn.beside is not None:
+                    turn.beside()
                 flush("cuda")
-                step()
+                turn.step()
             end.record()
     except RuntimeError:
         torch.cuda.synchronize()

@@ -4,10 +4,10 @@ Keys and values are drawn, and no model is there: of a method with 32 layers eac
 their mean, each as often as it occurs, is the method's time. Of the prompt the last queries alone are shown to
 methods that learn from them. Level `kernel` looks at one token again and again, and times what that adds to a CUDA
 graph where one can be recorded, so that it is the kernels that are timed; level `layer` decodes token after token as
-a model's layer does, with the key and value stored, what is evicted, and the time that the host takes. On a GPU no
-step finds its keys in the cache. What a layer reads is counted by the layer; steps that are replayed add it to the
-totals of all layers at once, at their end, which is timed at level `model` alone, and others layer by layer, which is
-among the host's time at level `layer`.
+a model's layer does whose steps are replayed, with the key and value stored, what is evicted, and what is done now and
+then, such as making pages; where steps are not recorded, with the time that the host takes. On a GPU no step finds its
+keys in the cache. What a layer reads is counted by the layer; steps that are replayed add it to the totals of all
+layers at once, at their end, which is timed at level `model` alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import breakdown, cold, dense_peers
+from foveate.bench import breakdown, cold, decode_layer, dense_peers
+from foveate.bench.decode_layer import Layer
 from foveate.cache import Counters, Geometry, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
@@ -40,8 +41,6 @@ _OBSERVED = 64
 """Queries of a prompt that methods learn from."""
 _CHUNK = 8192
 """Tokens drawn at once."""
-_WARM_UP, _STEPS = 8, 32
-"""Tokens of level `layer` that are not timed, and those that are."""
 _LONGEST = 1025
 """No method does anything less often than this."""
 
@@ -152,22 +151,6 @@ class _Kind(NamedTuple):
     """The policy of the layer whose choice these read."""
 
 
-class _Layer(NamedTuple):
-    """A cache, and what looks at it in a step."""
-
-    cache: SlotCache
-    decode: Callable[[SlotCache], Any]
-
-    def look(self) -> None:
-        self.decode(self.cache)
-        if self.cache.tally is not None:
-            self.cache.tally.forget()
-
-    def token(self, k: Tensor, v: Tensor) -> None:
-        self.cache.write_step(k, v)
-        self.look()
-
-
 class _Found(NamedTuple):
     ms: float
     bytes: float
@@ -207,9 +190,14 @@ def _of_size(
 
 def _peer(plan: Plan, attend: dense_peers.Attend, cache: SlotCache, q: Tensor) -> _Found:
     branch = cache.branch({}, False, Counters(), {})
-    layer = _Layer(branch, lambda branch: attend(q, branch.keys, branch.values, plan.scaling))
-    tokens = branch.used if plan.level == "kernel" else branch.used + (_WARM_UP + _STEPS + 1) / 2
-    timed = _timed(plan, layer)
+    layer = Layer(branch, lambda branch: attend(q, branch.keys, branch.values, plan.scaling))
+    if plan.level == "kernel":
+        tokens, timed = float(branch.used), cold.repeated(layer.look, plan.device)
+    elif plan.device == "cuda":
+        tokens, timed = branch.used + 1.0, cold.repeated(layer.newest_again(), plan.device)
+    else:
+        first, (ms, _) = branch.used + 1, decode_layer.one_by_one(layer, None, 0)
+        tokens, timed = (first + branch.used) / 2, cold.Timed(ms, False)
     return _Found(timed.ms, tokens * branch.batch_size * branch.counters.bytes_per_key, timed.graph, None)
 
 
@@ -223,15 +211,15 @@ def _method(plan: Plan, kinds: Sequence[_Kind], caches: Sequence[SlotCache], que
             layer.look()
             read = _bytes_read(layer)
             layer.cache.tally = Tally()
-            timed = _timed(plan, layer)
+            timed = cold.repeated(layer.look, plan.device)
             more = {
                 "parts_ms": breakdown.parts(layer.look, plan.device),
                 "upkeep_ms": _upkeep(plan, kind.policy, layer),
             }
             layer.cache.tally = None
         else:
-            timed = _timed(plan, layer, chooser, _period(kind.policy))
-            read, more = _bytes_read(layer), {}
+            timed, more = _tokens(plan, kind, caches, queries, layer, chooser), {}
+            read = _bytes_read(layer)
         graphs.append(timed.graph)
         layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": read, **more}
         if getattr(kind.policy, "scores_a_copy", False):
@@ -250,13 +238,13 @@ def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
     return float((wanted & found).sum() / wanted.sum())
 
 
-def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[_Layer, _Layer | None]:
+def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[Layer, Layer | None]:
     """The layer that is timed, and the one whose choice it reads: of the same pass, and behind new tokens with keys of
     its own."""
 
-    def prepared(policy: Method, cache: SlotCache) -> _Layer:
+    def prepared(policy: Method, cache: SlotCache) -> Layer:
         branch = _prepared(policy, cache, queries, plan.scaling)
-        return _Layer(branch, lambda branch: policy.decode(branch, queries[:, :, -1:], plan.scaling))
+        return Layer(branch, lambda branch: policy.decode(branch, queries[:, :, -1:], plan.scaling))
 
     layer = prepared(kind.policy, caches[0])
     if kind.chooser is None:
@@ -266,30 +254,19 @@ def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tenso
     return layer, chooser
 
 
-def _timed(plan: Plan, layer: _Layer, chooser: _Layer | None = None, period: int = 0) -> cold.Timed:
-    """A step of a layer at the plan's level, which is the same for libraries and methods.
-
-    ``period``: every so many steps one does more, such as making pages; its share of that counts.
-    """
-    if plan.level == "kernel":
-        return cold.repeated(layer.look, plan.device)
-    ordinary, rare = _tokens(plan, layer, chooser, period)
+def _tokens(
+    plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor, layer: Layer, chooser: Layer | None
+) -> cold.Timed:
+    """A token of a layer, as in steps that are replayed, if they can be."""
+    policy, period = kind.policy, _period(kind.policy)
+    if plan.device == "cuda" and not policy.graph_obstacle and (not period or policy.records_pauses):
+        other = _layers(plan, kind, caches, queries)[0] if chooser is None else chooser
+        ms = decode_layer.Replayed(layer, other, policy, period).ms()
+        if ms is not None:
+            return cold.Timed(ms, True)
+        layer.cache.settle()
+    ordinary, rare = decode_layer.one_by_one(layer, chooser, period)
     return cold.Timed(ordinary + (rare - ordinary) / period if period else ordinary, False)
-
-
-def _tokens(plan: Plan, layer: _Layer, chooser: _Layer | None, period: int) -> tuple[float, float]:
-    """Medians of steps that decode token after token: of ordinary ones, and of every ``period``-th."""
-    k, v = (x[:, :, -1:].clone() for x in (layer.cache.keys, layer.cache.values))
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for step in range(_WARM_UP + max(_STEPS, 3 * period)):
-        layer.cache.forward.clear()
-        if chooser is not None:
-            chooser.token(k, v)
-        rare = period > 0 and (layer.cache.decoded + 1) % period == 0
-        ms = cold.once(functools.partial(layer.token, k, v), plan.device)
-        if step >= _WARM_UP:
-            times[rare].append(ms)
-    return statistics.median(times[False]), statistics.median(times[True] or [0.0])
 
 
 def _period(policy: Method) -> int:
@@ -297,7 +274,7 @@ def _period(policy: Method) -> int:
     return next((step for step in range(1, _LONGEST) if policy.pauses(step)), 0)
 
 
-def _upkeep(plan: Plan, policy: Method, layer: _Layer) -> float:
+def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
     """Milliseconds a step, on average, of what every so many steps one does beside attending: LuKA's making pages.
 
     Of a GPU what its kernels take, by a profile; elsewhere what the step takes longer.
@@ -306,11 +283,11 @@ def _upkeep(plan: Plan, policy: Method, layer: _Layer) -> float:
     if not period:
         return 0.0
     if plan.device != "cuda":
-        ordinary, rare = _tokens(plan, layer, None, period)
+        ordinary, rare = decode_layer.one_by_one(layer, None, period)
         return max(0.0, rare - ordinary) / period
     if policy.records_pauses and not policy.graph_obstacle:
         return _between_steps(policy, layer.cache) / period
-    k, v = (x[:, :, -1:].clone() for x in (layer.cache.keys, layer.cache.values))
+    k, v = decode_layer.newest(layer.cache)
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(2 * period):
         layer.cache.forward.clear()
@@ -334,7 +311,7 @@ def _between_steps(policy: Method, cache: SlotCache) -> float:
         cache.settle()
 
 
-def _bytes_read(layer: _Layer) -> float:
+def _bytes_read(layer: Layer) -> float:
     counters = layer.cache.counters
     return float(counters.keys_read) / counters.decode_steps * counters.bytes_per_key
 
@@ -399,7 +376,7 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
     dtype, geometry = getattr(torch, plan.dtype), Geometry(plan.heads, plan.kv_heads, plan.head_dim, plan.head_dim)
     cache = SlotCache(geometry, batch, dtype, torch.device(plan.device))
     longest = max(_period(_parsed(spec)) for spec in ("dense", *plan.methods))
-    cache.reserve(context + _WARM_UP + max(_STEPS, 3 * longest))
+    cache.reserve(context + decode_layer.room(longest))
     for first in range(0, context, _CHUNK):
         shape = (batch, plan.kv_heads, min(_CHUNK, context - first), plan.head_dim)
         k, v = (torch.randn(shape, generator=generator, device=plan.device).to(dtype) for _ in range(2))

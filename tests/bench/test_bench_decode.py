@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import breakdown, cold, decode, decode_model, dense_peers, rows
+from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, dense_peers, rows
 from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
@@ -139,7 +139,7 @@ def test_without_any_library_the_baseline_is_our_own(monkeypatch, times):
 
 @pytest.mark.parametrize("level", decode.LEVELS)
 def test_the_cache_is_flushed_before_each_timed_step_and_nothing_comes_between(monkeypatch, times, level):
-    events, measured, look = [], decode.accounting.milliseconds, decode._Layer.look
+    events, measured, look = [], decode.accounting.milliseconds, decode_layer.Layer.look
 
     def timed(work, device):
         events.append("begin")
@@ -149,7 +149,7 @@ def test_the_cache_is_flushed_before_each_timed_step_and_nothing_comes_between(m
 
     monkeypatch.setattr(cold, "flush", lambda device: events.append("flush"))
     monkeypatch.setattr(decode.accounting, "milliseconds", timed)
-    monkeypatch.setattr(decode._Layer, "look", lambda layer: (events.append("look"), look(layer)))
+    monkeypatch.setattr(decode_layer.Layer, "look", lambda layer: (events.append("look"), look(layer)))
     _quick(METHODS[1], level=level)
     begins = [place for place, event in enumerate(events) if event == "begin"]
     kinds = 5  # of Kascade three, dense, and the library
@@ -159,11 +159,12 @@ def test_the_cache_is_flushed_before_each_timed_step_and_nothing_comes_between(m
 
 @pytest.mark.parametrize(("once", "number"), [(0.01, 8), (0.3, 4), (7.0, 1)])
 def test_of_a_graph_counts_what_a_step_adds_to_it(monkeypatch, once, number):
-    recorded = {}
+    recorded = []
 
-    def replayed(work, times):
-        recorded[work] = times
-        return lambda: times * (0.2 + (once if work is step else 0.0))
+    def replayed(turns, start, times):
+        mine = sum(turn.step is step for turn in turns)
+        recorded.append((mine, times))
+        return lambda: times * (0.2 * len(turns) + once * mine)
 
     def step():
         pass
@@ -172,8 +173,9 @@ def test_of_a_graph_counts_what_a_step_adds_to_it(monkeypatch, once, number):
     monkeypatch.setattr(cold, "_measured", lambda work, device: 5.0)
     monkeypatch.setattr(cold, "_recorded", replayed)
     assert cold.repeated(step, "cuda") == (pytest.approx(once), True)
-    assert list(recorded.values()) == [number, number]
-    monkeypatch.setattr(cold, "_recorded", lambda work, times: None)
+    assert recorded == [(1, 1), (1, number), (0, number)]
+    assert cold.added([cold.Turn(step)] * 3) == pytest.approx(3 * once)
+    monkeypatch.setattr(cold, "_recorded", lambda *args: None)
     assert cold.repeated(step, "cuda") == (5.0, False)
 
 
@@ -228,7 +230,10 @@ def test_a_reading_layer_reads_what_another_with_its_own_keys_chose(monkeypatch,
     assert not torch.equal(keys, others)
     assert layer.cache.counters.decode_steps == 1
     chosen.clear()
-    decode._timed(plan, layer, chooser if level == "layer" else None)
+    if level == "kernel":
+        cold.repeated(layer.look, "cpu")
+    else:
+        decode_layer.one_by_one(layer, chooser, 0)
     caches = [keys.data_ptr() for keys, _ in chosen]
     alone = [others.data_ptr()] * len(caches)
     assert caches == (alone if level == "kernel" else [keys.data_ptr(), others.data_ptr()] * 40)

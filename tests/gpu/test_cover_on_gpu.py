@@ -6,7 +6,7 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.ops import _dispatch
-from foveate.ops.attend import masses, summaries, summaries_kernel
+from foveate.ops.attend import _summaries_plan, masses, summaries, summaries_kernel
 from tests.kernels import poisoned_memory
 from tests.trees import Problem, long_parts, recent_attention
 
@@ -33,13 +33,13 @@ def kernels_only(monkeypatch):
 def few(request, monkeypatch):
     """See the fixture of this name in ``tests/ops/interpreted_summaries.py``."""
     if request.param == "few and long parts":
-        monkeypatch.setattr(summaries_kernel, "plan_parts", long_parts(3))
-        monkeypatch.setattr(summaries_kernel, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(summaries_kernel, "_AT_ONCE", 1)
+        monkeypatch.setattr(_summaries_plan, "plan_parts", long_parts(3))
+        monkeypatch.setattr(_summaries_plan, "_NO_BOUNDS", 0)
+        monkeypatch.setattr(_summaries_plan, "_AT_ONCE", 1)
     elif request.param == "chosen before":
-        monkeypatch.setattr(summaries_kernel, "_FEW_OF", -1)
+        monkeypatch.setattr(_summaries_plan, "_FEW_OF", -1)
     elif request.param == "many":
-        monkeypatch.setattr(summaries_kernel, "_FEW", -1)
+        monkeypatch.setattr(_summaries_plan, "_FEW", -1)
 
 
 def problem(pages, **more):
@@ -152,7 +152,7 @@ def test_all_ways_to_choose_few_choose_the_same(dtype, prior, first, score, monk
         ways = [("_NO_BOUNDS", 0), ("_FEW_OF", -1), ("_FEW", -1), *[("_NO_BOUNDS", 1 << 15)] * (max(pages) < 4096)]
         for name, number in ways:
             with monkeypatch.context() as patch:
-                patch.setattr(summaries_kernel, name, number)
+                patch.setattr(_summaries_plan, name, number)
                 found = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
                 chosen.append(found.looked[0].chosen)
         assert all(torch.equal(chosen[0], other) for other in chosen[1:])
@@ -243,7 +243,7 @@ def test_running_sums(pages, sizes, allowed, rule):
 @pytest.mark.parametrize("few", [8, -1])
 def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
     """However programs are scheduled: the last one of a row to be ready merges, or they start while others run."""
-    monkeypatch.setattr(summaries_kernel, "_FEW", few)
+    monkeypatch.setattr(_summaries_plan, "_FEW", few)
     some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
     tree = some.looked_at(how, False)
     outs = [ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_lse=True)[:2] for _ in range(300)]

@@ -5,7 +5,7 @@ import torch
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import summaries, summaries_kernel
+from foveate.ops.attend import _summaries_plan, summaries, summaries_kernel
 from tests.trees import Problem, recent_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -58,7 +58,7 @@ def test_what_is_refined(pool):
 def test_page_sizes(page, most, monkeypatch):
     """Of a page's tokens one number is kept, or one of each block's."""
     if most == "many":
-        monkeypatch.setattr(summaries_kernel, "_FEW", -1)
+        monkeypatch.setattr(_summaries_plan, "_FEW", -1)
     check(Problem(sizes=(page,)))
     check(Problem(sizes=(page,), dtype=torch.float16, allowed=(2,)))
 

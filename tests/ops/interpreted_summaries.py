@@ -9,7 +9,7 @@ import triton.language as tl
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import _mend_kernel, summaries, summaries_kernel
+from foveate.ops.attend import _mend_kernel, _summaries_plan, summaries, summaries_kernel
 from tests.helpers import in_buffer
 from tests.trees import Problem, long_parts
 
@@ -31,13 +31,13 @@ def few(request, monkeypatch):
     parts of a block or of several, among all nodes or block by block by bounds, or a launch before chooses; or what is
     refined is never attended to."""
     if request.param == "few and long parts":
-        monkeypatch.setattr(summaries_kernel, "plan_parts", long_parts(2))
-        monkeypatch.setattr(summaries_kernel, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(summaries_kernel, "_AT_ONCE", 1)
+        monkeypatch.setattr(_summaries_plan, "plan_parts", long_parts(2))
+        monkeypatch.setattr(_summaries_plan, "_NO_BOUNDS", 0)
+        monkeypatch.setattr(_summaries_plan, "_AT_ONCE", 1)
     elif request.param == "chosen before":
-        monkeypatch.setattr(summaries_kernel, "_FEW_OF", -1)
+        monkeypatch.setattr(_summaries_plan, "_FEW_OF", -1)
     elif request.param == "many":
-        monkeypatch.setattr(summaries_kernel, "_FEW", -1)
+        monkeypatch.setattr(_summaries_plan, "_FEW", -1)
 
 
 def assert_same(found, expected, number_of_rows):
@@ -146,8 +146,8 @@ def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
         bounded.append(bounds is not None)
         mend(step, stage, above, rank, lse, bounds)
 
-    monkeypatch.setattr(summaries_kernel, "_NO_BOUNDS", 0)
-    monkeypatch.setattr(summaries_kernel, "_AT_ONCE", 1)
+    monkeypatch.setattr(_summaries_plan, "_NO_BOUNDS", 0)
+    monkeypatch.setattr(_summaries_plan, "_AT_ONCE", 1)
     monkeypatch.setattr(summaries_kernel.Step, "_mend", noted)
     how = ops.Refinement(mass=mass, score=score, prior=prior, first=first)
     check(Problem(pages=(90, 33), allowed=(6,)), how)
@@ -185,8 +185,8 @@ def test_doing_all_once_more(few, monkeypatch):
 def test_slices_of_the_output(value_dim, dims, mass, few, monkeypatch):
     """Of few rows on a large GPU, where programs of a row make some dims each."""
     monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: 64)
-    if summaries_kernel._FEW > 0:
-        assert summaries_kernel.slice_dims(value_dim, 6, 2, 128) == dims
+    if _summaries_plan._FEW > 0:
+        assert _summaries_plan.slice_dims(value_dim, 6, 2, 128) == dims
     check(Problem(dim=24, value_dim=value_dim, loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
 
 
@@ -201,17 +201,17 @@ def test_several_programs_note_what_is_refined(few, monkeypatch):
     [(128, 8, 4, 16), (128, 64, 4, 32), (128, 256, 4, 128), (256, 256, 16, 128), (128, 256, 64, 32), (80, 64, 4, 128)],
 )
 def test_how_many_dims_a_program_makes(value_dim, programs, heads, dims):
-    assert summaries_kernel.slice_dims(value_dim, programs, heads, 264) == dims
+    assert _summaries_plan.slice_dims(value_dim, programs, heads, 264) == dims
 
 
 def test_parts_fill_the_gpu_and_cost_little():
     """Of one sequence as many programs as run at a time; of many, parts that are the longer the more they cost."""
-    per, splits = summaries_kernel.plan_parts(8, 128, 0.25, 240)
+    per, splits = _summaries_plan.plan_parts(8, 128, 0.25, 240)
     assert 8 * splits <= 240
     longest = triton.cdiv(triton.cdiv(128, per), splits) * per  # blocks of a program
     assert longest <= 6  # five would do without parts
-    assert summaries_kernel.plan_parts(8, 0, 0.25, 240) == (1, 1)
-    free, cheap, dear = (summaries_kernel.plan_parts(24, 128, cost, 132)[0] for cost in (0, 0.25, 1))
+    assert _summaries_plan.plan_parts(8, 0, 0.25, 240) == (1, 1)
+    free, cheap, dear = (_summaries_plan.plan_parts(24, 128, cost, 132)[0] for cost in (0, 0.25, 1))
     assert 1 == free < cheap < dear
 
 

@@ -162,11 +162,10 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
     kernel = importlib.import_module("foveate.ops.attend._mend_kernel").mend_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
+    plan = importlib.import_module("foveate.ops.attend._summaries_plan")
     members = 1 << (group - 1).bit_length()
-    block_s, options = (
-        host.slice_dims(dim, programs, tile.block_m, 264),
-        host.mending_options(tile, members * blocks, few > 0),
-    )
+    block_s = plan.slice_dims(dim, programs, tile.block_m, 264)
+    options = plan.mending_options(tile, members * blocks, few > 0)
     sizes = _sizes(tile, dim)
     del sizes["BLOCK_DV"]
     compiled = _compiled(
@@ -183,7 +182,7 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
         GROUP=group if few else 1,
         ROOM=8 if few == 8 else 4,
         BLOCKS=blocks,
-        BLOCKS_AT_ONCE=blocks if members * blocks * tile.block_n <= host._NO_BOUNDS else min(16, 64 // members),
+        BLOCKS_AT_ONCE=blocks if members * blocks * tile.block_n <= plan._NO_BOUNDS else min(16, 64 // members),
         SPLITS=16,
         OTHERS=4,
         BLOCK_S=block_s,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 
 import torch
 import triton
+from torch import Tensor
 
+from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import Tile, split
+from foveate.ops.attend.summaries import Refinement
+from foveate.ops.attend.tree import Tree
 
 _HEADS = 64
 """The most heads of a program."""
@@ -15,6 +20,24 @@ _HEADS_DIMS = 2048
 """The most dims of all heads of a group together that a program makes."""
 _LONGEST_PART = 16
 """Blocks of nodes of a part at most."""
+_WEIGHING, _ATTENDING = 3, 2
+"""Programs that a multiprocessor runs at a time, of those that weigh nodes and of those that attend to them."""
+_SLICES = 2
+"""Programs to a multiprocessor into which the dims of the output are cut at most where this is mended."""
+_FEW = 8
+"""Where so many pages or fewer are refined, all summaries are attended to as they are weighed, and that is mended."""
+_FEW_OF = 16384
+"""With so many bounds of masses, one a block and head, every program that mends finds out for itself what is refined,
+which saves a launch."""
+_HELD = 32768
+"""The most nodes that a launch of its own chooses from."""
+FEW_HEADS = 16
+"""In groups of so many heads masses are computed for all of them at once."""
+_AT_ONCE, _AT_ONCE_OF = 16, 64
+"""Blocks of nodes whose masses are looked at together by programs that find out what is refined by bounds, at most, and
+those times heads; """
+_NO_BOUNDS = 8192
+"""of so many masses of heads or fewer there are none: all are looked at."""
 _SHARED = 96 << 10
 """Bytes of blocks that a program has under way at most: a multiprocessor has room for two, or three of which each takes
 three quarters of this."""
@@ -82,3 +105,109 @@ def slice_dims(value_dim: int, programs: int, heads: int, room: int) -> int:
             break
         dims = fewer
     return dims
+
+
+@dataclass
+class Stage:
+    """What is done at one level, and the room for what comes of it."""
+
+    level: int
+    width: int
+    """Nodes of a row that may be looked at."""
+    k: int
+    """How many of them may be refined."""
+    begin: int
+    padded: int
+    """Where their log-weights begin, and how many places they have."""
+    scoring: int
+    attending: int
+    """Programs of a row that weigh nodes, and that attend to them or mend."""
+    before: int
+    """Parts of the output that are there by then."""
+    parts: int
+    """Parts that this adds."""
+    mends: bool
+    """Whether everything is attended to as it is weighed, and that is mended by the programs that attend."""
+    few: bool
+    """Whether these choose for themselves, """
+    at_once: int
+    """and of how many blocks, or all, they look at the masses together."""
+    per: int
+    """Blocks of nodes of a part of what is attended to as it is weighed."""
+    chosen: Tensor = field(init=False, repr=False)
+    pages: Tensor = field(init=False, repr=False)
+    picked: Tensor = field(init=False, repr=False)
+    gone: Tensor = field(init=False, repr=False)
+    """See :func:`choose_nodes`."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the kernels work on, as far as it says how they cut it."""
+
+    tile: Tile
+    programs: int
+    """Programs of which each has all keys of some heads: of those of a KV head, or fewer."""
+    group: int
+    """Query heads of a KV head."""
+    value_dim: int
+    bytes: int
+    """Of a number of the keys."""
+    multiprocessors: int
+
+    def raw_splits(self, tree: Tree) -> int:
+        """Programs into which sinks and tail are cut, where the topmost nodes are weighed."""
+        blocks = triton.cdiv(tree.rows.width, self.tile.block_n)
+        return max(1, min(blocks, _WEIGHING * self.multiprocessors // (2 * self.programs)))
+
+    def stages(self, tree: Tree, how: Refinement) -> list[Stage]:
+        """The levels that are looked at, from the top down."""
+        found: list[Stage] = []
+        width, begin, before = tree.rows.places, 0, self.raw_splits(tree)
+        for level in reversed(range(len(tree.levels))):
+            k = min(tree.rows.most[level], width)
+            last = not k or not level
+            one = self._stage(tree, how, level, width, k, begin, before, last)
+            found.append(one)
+            begin, before = begin + one.padded, before + one.parts
+            if last:
+                break
+            branch = tree.branch(level)
+            if how.mass == "preserve" and (branch & (branch - 1) or branch > self.tile.block_n):
+                raise UnsupportedError(f"{branch} children of a node under mass=preserve")
+            width = k * branch
+        return found
+
+    def _stage(
+        self, tree: Tree, how: Refinement, level: int, width: int, k: int, begin: int, before: int, last: bool
+    ) -> Stage:
+        block, heads = self.tile.block_n, triton.next_power_of_2(self.group)
+        blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
+        beside = 0 if begin else self.programs * before  # programs that attend to sinks and tail
+        weighing = _WEIGHING * self.multiprocessors
+        room = max(weighing - beside, weighing // 2)
+        mends = last and k <= _FEW
+        few = mends and self.group <= FEW_HEADS and how.pool == "kv_head" and how.rule == "top_k"
+        at_once = triton.next_power_of_2(max(1, blocks))
+        few = few and heads * at_once <= _FEW_OF
+        if heads * at_once * block > _NO_BOUNDS:
+            at_once = min(at_once, _AT_ONCE, max(1, _AT_ONCE_OF // heads))
+        if not few and width > _HELD:
+            raise UnsupportedError(f"more than {_HELD} nodes of a level")
+        if mends:
+            cost = 8 * self.tile.block_m / (block * self.bytes)
+            per, scoring = plan_parts(self.programs, blocks, cost, room)
+            parts, cut = triton.cdiv(blocks, per), _SLICES * self.multiprocessors
+            attending = triton.cdiv(self.value_dim, slice_dims(self.value_dim, self.programs, self.tile.block_m, cut))
+        else:
+            block_w = page_block(tree.width, self.tile)
+            tiles = triton.cdiv(k * triton.cdiv(tree.width, block_w) * block_w, block) if last else 0
+            scoring, _ = split(self.programs, blocks, room)
+            attending, _ = split(self.programs, blocks + tiles, _ATTENDING * self.multiprocessors)
+            per, parts = 1, attending
+        return Stage(level, width, k, begin, padded, scoring, attending, before, parts, mends, few, at_once, per)
+
+
+def page_block(width: int, tile: Tile) -> int:
+    """Places of a page, or of a piece of it, that a program reads at once: a power of two."""
+    return min(triton.next_power_of_2(width), tile.block_n)

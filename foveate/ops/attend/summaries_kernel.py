@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +10,16 @@ import triton
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import multiprocessors, split
+from foveate.ops._tile import multiprocessors
 from foveate.ops.attend._mend_kernel import mend_nodes
 from foveate.ops.attend._nodes_kernel import attend_nodes
 from foveate.ops.attend._summaries_plan import (
+    FEW_HEADS,
+    Stage,
+    Work,
     mending_options,
     merge_at_once,
-    plan_parts,
-    slice_dims,
+    page_block,
     tile_for,
     weighing_options,
 )
@@ -32,26 +33,8 @@ from foveate.ops.select.summaries_kernel import choose_nodes
 
 _LARGEST = 256
 """The largest head dim."""
-_WEIGHING, _ATTENDING = 3, 2
-"""Programs that a multiprocessor runs at a time, of those that weigh nodes and of those that attend to them."""
-_FEW = 8
-"""Where so many pages or fewer are refined, all summaries are attended to as they are weighed, and that is mended."""
-_FEW_OF = 16384
-"""With so many bounds of masses, one a block and head, every program that mends finds out for itself what is refined,
-which saves a launch."""
-_FEW_HEADS = 16
-"""In groups of so many heads masses are computed for all of them at once."""
-_AT_ONCE, _AT_ONCE_OF = 16, 64
-"""Blocks of nodes whose masses are looked at together by programs that find out what is refined by bounds, at most, and
-those times heads; """
-_NO_BOUNDS = 8192
-"""of so many masses of heads or fewer there are none: all are looked at."""
-_HELD = 32768
-"""The most nodes that a launch of its own chooses from."""
 _ANEW = 32
 """The most nodes that are attended to anew at a time."""
-_SLICES = 2
-"""Programs to a multiprocessor into which the dims of the output are cut at most where this is mended."""
 _RANKED = 64
 """Ranks of nodes that a thread reads at once."""
 _RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
@@ -109,38 +92,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement) -> None
         raise ValueError(f"shapes do not fit one query a row: {shapes}")
 
 
-@dataclass
-class _Stage:
-    """What is done at one level, and the room for what comes of it."""
-
-    level: int
-    width: int
-    """Nodes of a row that may be looked at."""
-    k: int
-    """How many of them may be refined."""
-    begin: int
-    padded: int
-    """Where their log-weights begin, and how many places they have."""
-    scoring: int
-    attending: int
-    """Programs of a row that weigh nodes, and that attend to them or mend."""
-    before: int
-    """Parts of the output that are there by then."""
-    mends: bool
-    """Whether everything is attended to as it is weighed, and that is mended by the programs that attend."""
-    few: bool
-    """Whether these choose for themselves, """
-    at_once: int
-    """and of how many blocks, or all, they look at the masses together."""
-    per: int
-    """Blocks of nodes of a part of what is attended to as it is weighed."""
-    chosen: Tensor
-    pages: Tensor
-    picked: Tensor
-    gone: Tensor
-    """See :func:`choose_nodes`."""
-
-
 class Step:
     """One call."""
 
@@ -163,10 +114,9 @@ class Step:
         self.sets = 1 if how.pool == "layer" else self.num_kv_heads
         self.capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
         self.tile = tile_for(q.dtype, max(self.dim, self.value_dim), self.group, self.capability)
-        self.block_w = min(triton.next_power_of_2(tree.width), self.tile.block_n)
+        self.block_w = page_block(tree.width, self.tile)
         self.parts = triton.cdiv(self.group, self.tile.block_m)
         self.programs = self.batch * self.num_kv_heads * self.parts
-        self.multiprocessors = multiprocessors(q.device)
         self.chunks = triton.cdiv(tree.width, self.block_w)
         self.keeps = 1 if need_masses else 2 if sums is not None and sums.recent is not None else 0
         self.kept = tree.width if need_masses else self.chunks
@@ -174,57 +124,10 @@ class Step:
         self.block_dv = max(16, triton.next_power_of_2(self.value_dim))
         if how.mass == "preserve" and tree.width > self.tile.block_n:
             raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
-        self._plan()
+        size = q.element_size()
+        work = Work(self.tile, self.programs, self.group, self.value_dim, size, multiprocessors(q.device))
+        self.raw_splits, self.stages = work.raw_splits(tree), work.stages(tree, how)
         self._make_room()
-
-    def _plan(self) -> None:
-        """The levels that are looked at, from the top down."""
-        tree, how, block, new = self.tree, self.how, self.tile.block_n, {"device": self.q.device}
-        raw_blocks = triton.cdiv(tree.rows.width, block)
-        weighing = _WEIGHING * self.multiprocessors
-        self.raw_splits = max(1, min(raw_blocks, weighing // (2 * self.programs)))
-        self.stages: list[_Stage] = []
-        width, begin, before = tree.rows.places, 0, self.raw_splits
-        for level in reversed(range(len(tree.levels))):
-            k = min(tree.rows.most[level], width)
-            last = not k or not level
-            blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
-            beside = 0 if self.stages else self.programs * self.raw_splits  # programs that attend to sinks and tail
-            room = max(weighing - beside, weighing // 2)
-            mends = last and k <= _FEW
-            few = mends and self.group <= _FEW_HEADS and how.pool == "kv_head" and how.rule == "top_k"
-            held = triton.next_power_of_2(self.group) * triton.next_power_of_2(max(1, blocks))
-            few = few and held <= _FEW_OF
-            at_once = triton.next_power_of_2(max(1, blocks))
-            if held * block > _NO_BOUNDS:
-                at_once = min(at_once, _AT_ONCE, max(1, _AT_ONCE_OF // triton.next_power_of_2(self.group)))
-            if not few and width > _HELD:
-                raise UnsupportedError(f"more than {_HELD} nodes of a level")
-            if mends:
-                cost = 8 * self.tile.block_m / (block * self.q.element_size())
-                per, scoring = plan_parts(self.programs, blocks, cost, room)
-                more = triton.cdiv(blocks, per)
-                cut = _SLICES * self.multiprocessors
-                dims = slice_dims(self.value_dim, self.programs, self.tile.block_m, cut)
-                splits = triton.cdiv(self.value_dim, dims)
-            else:
-                tiles = triton.cdiv(k * triton.cdiv(tree.width, self.block_w) * self.block_w, block) if last else 0
-                scoring, _ = split(self.programs, blocks, room)
-                splits, _ = split(self.programs, blocks + tiles, _ATTENDING * self.multiprocessors)
-                per, more = 1, splits
-            chosen = torch.empty(self.batch, self.sets, k, dtype=torch.int64, **new)
-            pages = torch.empty_like(chosen) if self.stages else chosen
-            picked = torch.empty(self.batch, self.sets, dtype=torch.int32, **new)
-            work = (scoring, splits, before, mends, few, at_once, per)
-            self.stages.append(_Stage(level, width, k, begin, padded, *work, chosen, pages, picked, picked))
-            begin, before = begin + padded, before + more
-            if last:
-                break
-            branch = tree.branch(level)
-            if how.mass == "preserve" and (branch & (branch - 1) or branch > block):
-                raise UnsupportedError(f"{branch} children of a node under mass=preserve")
-            width = k * branch
-        self.found_parts = before
 
     def _make_room(self) -> None:
         batch, heads, new, last = self.batch, self.num_heads, {"device": self.q.device}, self.stages[-1]
@@ -235,13 +138,17 @@ class Step:
         self.weights = torch.empty(batch, heads, self.places, dtype=torch.float32, **new)
         gone = torch.empty(batch, self.sets, self.raw, dtype=torch.int32, **new)
         for stage in self.stages:
+            stage.chosen = torch.empty(batch, self.sets, stage.k, dtype=torch.int64, **new)
+            stage.pages = stage.chosen if stage is self.stages[0] else torch.empty_like(stage.chosen)
+            stage.picked = torch.empty(batch, self.sets, dtype=torch.int32, **new)
             stage.gone = gone[:, :, stage.begin : stage.begin + stage.padded]
         self.gone = gone
         self.arrived = torch.empty(self.programs, dtype=torch.int32, **new)
         self.read = torch.empty(batch, self.num_kv_heads, dtype=torch.float32, **new)
         self.refined = torch.empty_like(self.read)
-        self.found = torch.empty(self.found_parts, batch, heads, self.value_dim, dtype=torch.float32, **new)
-        self.found_lse = torch.empty(self.found_parts, batch, heads, dtype=torch.float32, **new)
+        parts = last.before + last.parts
+        self.found = torch.empty(parts, batch, heads, self.value_dim, dtype=torch.float32, **new)
+        self.found_lse = torch.empty(parts, batch, heads, dtype=torch.float32, **new)
         self.out = self.q.new_empty(batch, heads, 1, self.value_dim)
         self.lse = torch.empty(batch, heads, 1, dtype=torch.float32, **new)
 
@@ -264,7 +171,7 @@ class Step:
             note(self, self.sums)
         return Covered(self.out, self.lse if need_lse else None, masses, tuple(looked), self.read, self.refined, capped)
 
-    def _looked(self, stage: _Stage, above: _Stage | None) -> Looked:
+    def _looked(self, stage: Stage, above: Stage | None) -> Looked:
         index, all_chosen = None, self.tree.rows.start is not None and self.how.rule == "top_k"
         if above is not None:
             index = page_slots(above.pages, self.tree.branch(above.level), complete=all_chosen).flatten(-2)
@@ -272,7 +179,7 @@ class Step:
         complete = all_chosen or (above is None and self.tree.rows.start is not None)
         return Looked(stage.level, index, complete, stage.chosen.expand(-1, self.num_kv_heads, -1), all_chosen)
 
-    def count(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, int, int]:
+    def count(self, stage: Stage, above: Stage | None) -> tuple[Tensor, int, int]:
         """How many nodes there are, or of how many the children, with its strides by row and head."""
         if above is None:
             return self.tree.rows.numbers[2 + len(self.tree.levels) + stage.level], 1, 0
@@ -293,7 +200,7 @@ class Step:
             "BLOCK_N": self.tile.block_n,
         }
 
-    def _score(self, stage: _Stage, above: _Stage | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _score(self, stage: Stage, above: Stage | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Weighs nodes; returns the ranks, the log-sum-exps of each program's, and bounds, where these are needed."""
         of, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
         weights = self.weights[:, :, stage.begin :]
@@ -381,15 +288,15 @@ class Step:
         )
         return rank, rank_lse, bounds
 
-    def _started_early(self, stage: _Stage) -> bool:
+    def _started_early(self, stage: Stage) -> bool:
         """Whether what is behind the weighing may be started while that still runs (programmatic dependent launch)."""
         return stage.few and self.capability >= 9
 
-    def _first(self, stage: _Stage) -> int:
+    def _first(self, stage: Stage) -> int:
         """How many nodes of a level are always refined."""
         return -(-self.how.first * self.tree.levels[0].size // self.tree.levels[stage.level].size)
 
-    def _chosen_by(self, stage: _Stage, above: _Stage | None) -> dict[str, Any]:
+    def _chosen_by(self, stage: Stage, above: Stage | None) -> dict[str, Any]:
         """Arguments that say by what nodes of a level are chosen."""
         return {
             "first": self._first(stage),
@@ -401,7 +308,7 @@ class Step:
     def _recent(self, of: Level) -> tuple[Tensor | None, tuple[int, int, int]]:
         return (None, (0, 0, 0)) if not self.how.prior else (of.recent, of.recent.stride())
 
-    def _choose(self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
+    def _choose(self, stage: Stage, above: Stage | None, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
         """Which nodes are refined; returns how many selections were cut short."""
         how, levels = self.how, self.tree.levels
         count, *count_strides = self.count(stage, above)
@@ -441,14 +348,14 @@ class Step:
             SPLITS=triton.next_power_of_2(stage.scoring),
             OTHERS=triton.next_power_of_2(stage.before),
             HELD=held,
-            GROUP=self.group if self.group <= _FEW_HEADS and how.pool == "kv_head" else 0,
+            GROUP=self.group if self.group <= FEW_HEADS and how.pool == "kv_head" else 0,
             AT_ONCE=warps * 32 * _RANKED,
             num_warps=warps,
             **self._chosen_by(stage, above),
         )
         return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
 
-    def _attend(self, stage: _Stage, above: _Stage | None) -> None:
+    def _attend(self, stage: Stage, above: Stage | None) -> None:
         """Attends to what is not refined of a level and, of the last one, to the keys of what is; and merges."""
         tree, of = self.tree, self.tree.levels[stage.level]
         count, *count_strides = self.count(stage, above)
@@ -489,7 +396,7 @@ class Step:
         )
 
     def _mend(
-        self, stage: _Stage, above: _Stage | None, rank: Tensor, rank_lse: Tensor | None, bounds: Tensor | None
+        self, stage: Stage, above: Stage | None, rank: Tensor, rank_lse: Tensor | None, bounds: Tensor | None
     ) -> None:
         """Puts right what is refined in attention to everything, and merges."""
         tree, of = self.tree, self.tree.levels[stage.level]
@@ -554,7 +461,7 @@ class Step:
             **mending_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0, waits),
         )
 
-    def _found(self, stage: _Stage) -> tuple[Tensor | None, ...]:
+    def _found(self, stage: Stage) -> tuple[Tensor | None, ...]:
         """What a launch that attends reads and writes: where pages end, log-weights, parts."""
         tokens = self.weights[:, :, self.tokens :] if self.keeps else None
         return self.tree.page_end, self.weights[:, :, stage.begin :], tokens, self.found, self.found_lse
@@ -569,7 +476,7 @@ class Step:
         queries = (self.q.stride(axis) for axis in (0, 1, 3))
         return *queries, *self.k.stride(), *self.v.stride(), *of.nodes.v.stride()
 
-    def _strides_of_chosen(self, stage: _Stage) -> tuple[int, ...]:
+    def _strides_of_chosen(self, stage: Stage) -> tuple[int, ...]:
         """Of what says which nodes are refined, and where pages end."""
         end = self.tree.page_end
         chosen = (x for one in (stage.chosen, stage.picked, stage.gone) for x in self.strides(one))

@@ -1,0 +1,127 @@
+"""Level `layer` of the decode bench, as it is replayed on a GPU: here the same turns are taken without a graph."""
+
+import functools
+
+import pytest
+import torch
+
+from foveate.bench import cold, decode, decode_layer
+from foveate.methods import parse
+
+SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
+SPECS = (
+    "dense",
+    "kascade:decode_only=true,anchors=[1],top_k=0.2,min_k=16",
+    "quest:page_size=8,top_k=0.3",
+    "luka:page_size=8,tail=16,top_k=2,prior=0.5",
+    "luka:page_size=[4,8],tail=16,top_k=0.3",
+    "h2o:top_k=64,window=8",
+    "tova:top_k=64",
+    "streaming:window=64",
+    "snapkv:top_k=64,window=8",
+)
+KINDS = [(spec, kind.name) for spec in SPECS for kind in decode._kinds(parse(spec), 12)]
+
+
+def layers(spec, name):
+    """The layer of this kind and the one before it, as freshly made each time; and what the layer attended to."""
+    plan = decode.Plan((spec,), (200,), **SMALL)
+    (kind,) = (kind for kind in decode._kinds(parse(spec), 12) if kind.name == name)
+    generator = torch.Generator().manual_seed(0)
+    caches = [decode._drawn(plan, 2, 200, generator) for _ in range(2)]
+    queries = torch.randn(2, 8, 64, 16, generator=generator)
+    layer, chooser = decode._layers(plan, kind, caches, queries)
+    other = decode._layers(plan, kind, caches, queries)[0] if chooser is None else chooser
+    outs = []
+    watched = layer._replace(decode=lambda cache: outs.append(layer.decode(cache).clone()))
+    return watched, other, kind.policy, decode._period(kind.policy), outs
+
+
+def take(replayed):
+    with replayed.sealed():
+        for turn in replayed.turns():
+            if turn.beside is not None:
+                turn.beside()
+            turn.step()
+
+
+@pytest.mark.parametrize(("spec", "name"), KINDS)
+def test_tokens_are_those_of_ordinary_steps(spec, name):
+    layer, other, policy, period, outs = layers(spec, name)
+    replayed = decode_layer.Replayed(layer, other, policy, period)
+    take(replayed)
+    ordinary, before, _, _, expected = layers(spec, name)
+    k, v = decode_layer.newest(ordinary.cache)
+    for _ in range(1 + max(1, period)):
+        for one in (before, ordinary):
+            one.cache.forward.clear()
+        before.token(k, v)
+        ordinary.token(k, v)
+    assert len(outs) == len(expected)
+    for out, wanted in zip(outs, expected):
+        torch.testing.assert_close(out, wanted)
+    moved = replayed.rows.numbers[0].clone()
+    replayed.again()
+    assert (moved - replayed.rows.numbers[0]).tolist() == [max(1, period)] * 2
+    take(replayed)
+    assert torch.equal(replayed.rows.numbers[0], moved)
+
+
+@pytest.mark.parametrize("spec", ["dense", "luka:page_size=8,tail=16,top_k=2"])
+def test_what_is_timed(spec, monkeypatch):
+    """A token; or with its share of what is done now and then. Everything is done once before it is recorded."""
+    layer, other, policy, period, outs = layers(spec, parse(spec).name)
+    replayed, started = decode_layer.Replayed(layer, other, policy, period), len(outs)
+    graphs = []
+
+    def recorded(turns, start, number):
+        graphs.append((sum(turn.step is not cold._nothing for turn in turns), start == replayed.again, number))
+        return lambda: 3.0 if graphs[-1] and len(graphs) < 3 else 1.0
+
+    monkeypatch.setattr(cold, "_recorded", recorded)
+    monkeypatch.setattr(cold, "_median", lambda measure: 32.0)
+    assert replayed.ms() == 32.0 / max(1, period)
+    assert len(outs) - started == max(1, period)
+    tokens = 1 if not period else period + 2
+    assert [graph[:2] for graph in graphs] == [(tokens, True), (tokens, True), (0, True)]
+    monkeypatch.setattr(cold, "_recorded", lambda *args: None)
+    assert replayed.ms() is None
+
+
+def test_a_library_stores_its_token_in_one_place():
+    plan = decode.Plan(("dense",), (200,), **SMALL)
+    cache = decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0)).branch({}, False, decode.Counters(), {})
+    lengths = []
+    step = decode_layer.Layer(cache, lambda cache: lengths.append(cache.keys.shape[2])).newest_again()
+    k, _ = decode_layer.newest(cache)
+    cache.keys[:, :, -1:].zero_()
+    for _ in range(3):
+        step()
+    assert lengths == [201] * 3
+    assert torch.equal(cache.keys[:, :, -1:], k)
+
+
+def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
+    """On a GPU those of methods that ask the host, and those that could not be recorded."""
+    how = []
+    monkeypatch.setattr(decode_layer.Replayed, "ms", lambda replayed: how.append("replayed"))
+    monkeypatch.setattr(decode_layer, "one_by_one", lambda *args: how.append("one by one") or (2.0, 18.0))
+    monkeypatch.setattr(decode.Plan, "check", lambda plan: None)
+    for spec, expected in (
+        ("dense", ["replayed", "one by one"]),
+        ("luka:page_size=8,tail=16,segmenter=kl", ["one by one"]),
+        ("luka:page_size=8,tail=16,segmenter=gaussian", ["one by one"]),
+    ):
+        plan = decode.Plan((spec,), (200,), **SMALL)
+        (kind,) = decode._kinds(parse(spec), 12)
+        caches = [decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0))]
+        find = functools.partial(decode._layers, plan, kind, caches, torch.randn(2, 8, 64, 16))
+        how.clear()
+        timed = decode._tokens(_on_a_gpu(plan), kind, caches, torch.randn(2, 8, 64, 16), *find())
+        assert how == expected
+        assert timed == (3.0 if "luka" in spec else 2.0, False)
+
+
+def _on_a_gpu(plan):
+    own = {name: value for name, value in vars(plan).items() if name != "device"}
+    return decode.Plan(**own, device="cuda")

@@ -1,0 +1,30 @@
+"""The decode bench on a GPU, on little data: what is recorded is recorded there."""
+
+import pytest
+
+from foveate.bench import cold, decode
+
+pytestmark = pytest.mark.gpu
+
+METHODS = (
+    "kascade:decode_only=true",
+    "quest",
+    "omnikv",
+    "lessismore",
+    "luka:page_size=16,top_k=3",
+    "luka",
+    "h2o",
+    "tova",
+    "snapkv",
+    "streaming",
+)
+
+
+@pytest.mark.parametrize("level", decode.LEVELS)
+def test_steps_of_all_methods_are_recorded(level, monkeypatch):
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
+    evict = {"h2o", "tova", "snapkv", "streaming"} if level == "kernel" else set()
+    plan = decode.Plan([spec for spec in METHODS if spec not in evict], (4096,), (2,), level=level)
+    rows = decode.run(plan, say=lambda text: None)
+    assert {row["case"]["method"]: row["cuda_graph"] for row in rows if not row["cuda_graph"]} == {}
+    assert all(row["ms"] > 0 for row in rows)

@@ -1,0 +1,63 @@
+"""How attention over summaries is cut into programs, without running any."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foveate import ops
+from foveate.ops._dispatch import UnsupportedError
+
+plan = pytest.importorskip("foveate.ops.attend._summaries_plan", exc_type=ImportError)
+
+MULTIPROCESSORS = 132
+KV_HEADS = 8
+
+
+def work(batch, dtype=torch.float16):
+    tile = plan.tile_for(dtype, 128, 4, 9)
+    return plan.Work(tile, batch * KV_HEADS, 4, 128, dtype.itemsize, MULTIPROCESSORS)
+
+
+def tree(pages, most, sizes=(16,), tail=144):
+    """A stand-in with room for so many ``pages``, of which ``most`` of each level are refined, lowest level first."""
+    top = pages * sizes[0] // sizes[-1]
+    rows = SimpleNamespace(width=tail, places=top, most=most)
+    return SimpleNamespace(
+        rows=rows, levels=sizes, width=sizes[0], branch=lambda level: sizes[level] // sizes[level - 1]
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 32, 64])
+@pytest.mark.parametrize("tokens", [4096, 32768, 131072, 524288])
+def test_programs_fill_the_gpu(batch, tokens):
+    """Of page 16, top_k 3, where there is work for so many."""
+    mine = work(batch)
+    (stage,) = mine.stages(tree(tokens // 16, [3]), ops.Refinement())
+    blocks = -(-tokens // 16 // mine.tile.block_n)
+    assert (stage.width, stage.k, stage.mends, stage.few) == (tokens // 16, 3, True, True)
+    assert stage.parts == -(-blocks // stage.per)
+    assert stage.scoring <= stage.parts
+    assert mine.programs * stage.scoring >= min(0.9 * MULTIPROCESSORS, mine.programs * blocks)
+    assert mine.programs * stage.attending >= min(0.9 * MULTIPROCESSORS, 8 * mine.programs)
+
+
+def test_levels_follow_each_other():
+    first, last = work(1).stages(tree(16384, [1802, 1229], (8, 32)), ops.Refinement())
+    assert (first.level, first.width, first.k, first.mends) == (1, 4096, 1229, False)
+    assert (last.level, last.width, last.k, last.mends) == (0, 4 * 1229, 1802, False)
+    assert (first.begin, first.padded, last.begin, last.padded) == (0, 4096, 4096, 4928)
+    assert (first.before, last.before) == (work(1).raw_splits(tree(1, [1])), first.before + first.parts)
+
+
+def test_nothing_is_refined():
+    """Then no level is looked at below, and what is weighed is attended to."""
+    (stage,) = work(1).stages(tree(64, [3, 0], (8, 32)), ops.Refinement())
+    assert (stage.level, stage.k, stage.mends) == (1, 0, True)
+
+
+def test_what_kernels_do_not_do():
+    with pytest.raises(UnsupportedError, match="more than 32768 nodes"):
+        work(1).stages(tree(32769, [100]), ops.Refinement())
+    with pytest.raises(UnsupportedError, match="3 children"):
+        work(1).stages(tree(96, [10, 10], (8, 24)), ops.Refinement(mass="preserve"))
