@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.bench.breakdown import PARTS
+from foveate.bench.decode_model import TRANSFORMERS
 from foveate.evaluation.errors import UserError
 from foveate.report import figure
 from foveate.report.markdown import made_with
@@ -26,7 +27,7 @@ LEVELS = {"kernel": ("µs a layer", 1e3), "model": ("ms a step", 1.0)}
 
 
 def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
-    """A panel for each length and batch size, a bar for each method: what its time goes to, one above the other.
+    """Panels for each number of sequences, one for each length, a bar for each method: what its time goes to.
 
     Args:
         rows: of `foveate bench decode`; those of other levels, or without a profile of their kernels, are left out.
@@ -46,35 +47,67 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
             f"nothing to draw: no row of foveate bench decode --level {level} with a profile of its kernels"
         )
     unit, scale = LEVELS[level]
-    panels = sorted({_panel(row) for row in profiled})
-    methods = list(dict.fromkeys(row["case"]["method"] for row in profiled))
-    rows_of_panels = -(-len(panels) // figure.columns(len(panels)))
-    with figure.drawing(out, 1.6 + rows_of_panels * (0.9 + 0.24 * len(methods))) as page:
-        axes = figure.panels(page, len(panels), sharey=True)
-        for axis, panel in zip(axes, panels):
-            own = {row["case"]["method"]: of_row(row) for row in profiled if _panel(row) == panel}
-            below = [0.0] * len(methods)
-            for part in own[next(iter(own))]:
-                times = [scale * own[method][part] if method in own else 0.0 for method in methods]
-                axis.barh(range(len(methods)), times, left=below, color=_COLORS[part], label=_WORDS[part], height=0.7)
-                below = [sum(pair) for pair in zip(below, times)]
-            axis.set_yticks(range(len(methods)), methods, fontsize=7)
-            axis.grid(visible=False, axis="y")
-            axis.set_xlabel(unit)
-            model, batch, context, how = panel
-            axis.set_title(f"{model}{context:,} tokens, {batch} sequence{'s' * (batch > 1)}{how}")
-        axes[0].invert_yaxis()
+    groups: dict[tuple[str, int, str], list[Row]] = {}
+    for row in profiled:
+        groups.setdefault(_group(row), []).append(row)
+    heights = [0.75 + 0.26 * len(_methods(rows)) for rows in groups.values()]
+    with figure.drawing(out, 1.0 + sum(heights)) as page:
+        axes = []
+        for part, (group, rows) in zip(figure.stacked(page, heights), groups.items()):
+            methods, contexts = _methods(rows), sorted({row["case"]["context"] for row in rows})
+            own = part.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
+            part.suptitle(_told(group), x=0.01, ha="left", fontsize=8.5)
+            for axis, context in zip(own, contexts):
+                of_context = [row for row in rows if row["case"]["context"] == context]
+                _bars(axis, methods, {row["case"]["method"]: of_row(row) for row in of_context}, scale)
+                axis.set_title(f"{context:,} tokens")
+                axis.set_xlabel(unit)
+            own[0].set_yticks(range(len(methods)), [_lines(name) for name in methods], fontsize=6.5)
+            own[0].set_ylim(len(methods) - 0.5, -0.5)
+            axes += [*own]
         figure.legend(page, axes)
         told = "a layer's decode step goes to: its kernels, without gaps" if level == "kernel" else "a step goes to"
         figure.title(page, f"What {told}", made_with(profiled))
 
 
-def _panel(row: Row) -> tuple[str, int, int, str]:
-    """The model, if there is one, sequences, tokens, and how it runs."""
+def _bars(axis: Any, methods: Sequence[str], times: Mapping[str, Mapping[str, float]], scale: float) -> None:
+    """A bar for each method, and what all of it takes; that of another library may leave the panel."""
+    places = [methods.index(name) for name in times]
+    totals = [scale * sum(parts.values()) for parts in times.values()]
+    limit = 1.2 * max(total for name, total in zip(times, totals) if name != TRANSFORMERS)
+    below = [0.0] * len(times)
+    for part in next(iter(times.values())):
+        widths = [scale * parts[part] for parts in times.values()]
+        axis.barh(places, widths, left=below, color=_COLORS[part], label=_WORDS[part], height=0.7)
+        below = [sum(pair) for pair in zip(below, widths)]
+    for place, total in zip(places, totals):
+        end = {"x": limit, "ha": "right"} if total > limit else {"x": total, "ha": "left"}
+        axis.text(y=place, s=f" {total:,.{0 if total >= 100 else 1}f} ", va="center", fontsize=6.5, **end)
+    axis.set_xlim(0, limit)
+    axis.grid(visible=False, axis="y")
+
+
+def _methods(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["case"]["method"] for row in rows))
+
+
+def _lines(spec: str) -> str:
+    """A long name in two lines."""
+    name, comma, rest = spec.partition(",")
+    return f"{name}{comma}\n{rest}" if len(spec) > 28 else spec
+
+
+def _group(row: Row) -> tuple[str, int, str]:
+    """The model, if there is one, sequences, and how it runs."""
     case = row["case"]
     how = ", Liger's kernels" * bool(case.get("liger"))
     how += f", dense below {case['dense_below']}" if case.get("dense_below") else ""
-    return f"{case['model']}, " if case.get("model") else "", case["batch"], case["context"], how
+    return f"{case['model']}, " if case.get("model") else "", case["batch"], how
+
+
+def _told(group: tuple[str, int, str]) -> str:
+    model, batch, how = group
+    return f"{model}{batch} sequence{'s' * (batch > 1)}{how}"
 
 
 def _of_step(row: Row) -> dict[str, float]:

@@ -124,6 +124,11 @@ def panels(figure: Any, count: int, **shared: Any) -> list[Any]:
     return axes[:count]
 
 
+def stacked(figure: Any, heights: Sequence[float]) -> list[Any]:
+    """Parts of a figure below each other, so many inches high."""
+    return figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0].tolist()
+
+
 def columns(count: int) -> int:
     """Panels side by side."""
     return count if count <= 2 else 2 if count == 4 else 3

@@ -119,14 +119,17 @@ class TestPicture:
         pages = pages_of(figure)
         decode_plots.parts(self.ROWS, tmp_path / "parts.png")
         assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
-        short, long = pages[0].axes[:2]
-        assert [axis.get_title(loc="left") for axis in (short, long)] == [
-            "8,192 tokens, 1 sequence",
-            "32,768 tokens, 1 sequence",
-        ]
+        (group,) = pages[0].subfigs
+        assert group.get_suptitle() == "1 sequence"
+        short, long = group.axes
+        assert [axis.get_title(loc="left") for axis in (short, long)] == ["8,192 tokens", "32,768 tokens"]
         lengths = [[bar.get_width() for bar in container] for container in short.containers]
-        assert lengths == [[0, 500, 0], [0, 0, 0], [1000, 625, 0], [0, 93.75, 0], [250, 250, 0]]
-        assert [bar.get_width() for bar in long.containers[0]] == [0, 0, 1000]
+        assert lengths == [[0, 500], [0, 0], [1000, 625], [0, 93.75], [250, 250]]
+        assert [text.get_text() for text in short.texts] == [" 1,250 ", " 1,469 "]
+        (bar,) = long.containers[0]
+        assert (bar.get_width(), bar.get_y() + bar.get_height() / 2) == (1000, pytest.approx(2))
+        names = [label.get_text() for label in short.get_yticklabels()]
+        assert names == ["dense", KASCADE, "luka:page_size=16,\ntop_k=3,score=summary,prior=0.0"]
 
     def test_without_a_profile(self, tmp_path):
         with pytest.raises(UserError, match="nothing to draw: no row of foveate bench decode"):
@@ -135,14 +138,19 @@ class TestPicture:
     def test_a_models_step(self, tmp_path, coarse, monkeypatch, pages_of):
         parts = {"score": 1.0, "select": 0.5, "attend": 2.0, "other": 8.0, "idle": 0.25}
         rows = [of_model(method, 1.0, liger=liger) for liger in (False, True) for method in ("dense", "luka")]
-        rows = [*self.ROWS, *(row | {"parts_ms": parts} for row in rows), of_model("transformers-sdpa", 0.5)]
+        rows = [*self.ROWS, *(row | {"parts_ms": parts} for row in rows)]
+        slow = {part: 10 * ms for part, ms in parts.items()}
+        rows += [of_model("transformers-sdpa", 0.1) | {"parts_ms": slow}, of_model("quest", 0.5)]
         pages = pages_of(figure)
         decode_plots.parts(rows, tmp_path / "steps.png", "model")
-        titles = [axis.get_title(loc="left") for axis in pages[0].axes[:2]]
-        assert titles[0] == "llama-3.1-8b, 131,000 tokens, 1 sequence"
-        assert titles[1] == titles[0] + ", Liger's kernels"
-        lengths = [[bar.get_width() for bar in container] for container in pages[0].axes[0].containers]
-        assert lengths == [[ms, ms] for ms in parts.values()]
+        titles = [group.get_suptitle() for group in pages[0].subfigs]
+        assert titles == ["llama-3.1-8b, 1 sequence", "llama-3.1-8b, 1 sequence, Liger's kernels"]
+        axes = [axis for group in pages[0].subfigs for axis in group.axes]
+        assert [axis.get_title(loc="left") for axis in axes] == ["131,000 tokens"] * 2
+        lengths = [[bar.get_width() for bar in container] for container in axes[0].containers]
+        assert lengths == [[ms, ms, 10 * ms] for ms in parts.values()]
+        assert axes[0].get_xlim()[1] == pytest.approx(1.2 * 11.75)  # which the library's own path leaves
+        assert [text.get_text() for text in axes[0].texts] == [" 11.8 ", " 11.8 ", " 118 "]
         with pytest.raises(UserError, match="no row of foveate bench decode --level model"):
             decode_plots.parts(self.ROWS, tmp_path / "steps.png", "model")
         with pytest.raises(UserError, match="level must be one of kernel, model, not 'layer'"):
