@@ -44,9 +44,10 @@ def start() -> Callable[[], dict[str, float]]:
     """Begins to watch a GPU's kernels; what it returns waits for them, and gives milliseconds by kernel.
 
     What watches is taken out of the process afterwards, unless ``TEARDOWN_CUPTI`` says otherwise: left in it, it would
-    slow every launch that is timed later.
+    slow every launch that is timed later. Before CUDA 12.6 that does not go together with CUDA graphs.
     """
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    if tuple(map(int, (torch.version.cuda or "0").split("."))) >= (12, 6):
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")
     profiled = profile(activities=[ProfilerActivity.CUDA])
     profiled.__enter__()
 

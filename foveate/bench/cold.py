@@ -31,7 +31,7 @@ class Turn(NamedTuple):
     """A step, and what is done before it and not counted."""
 
     step: Callable[[], Any]
-    beside: Callable[[], Any] | None = None
+    before: Callable[[], Any] | None = None
 
 
 class Timed(NamedTuple):
@@ -65,21 +65,20 @@ def added(turns: Sequence[Turn], start: Callable[[], Any] | None = None) -> floa
     """Milliseconds that the steps of some turns add to a CUDA graph; None where one waits for the device.
 
     As in a model, whose layers follow each other in one: a graph takes the turns, some times over, the buffer read
-    before each step, and what the same graph takes without the steps is not counted. So neither the host's time counts
-    nor that of an event.
+    before each step, and before what comes before it; and what the same graph takes without the steps is not counted.
+    So neither the host's time counts nor that of an event.
 
     Args:
         start: done at the beginning of a graph, such as to put things back, and not counted.
     """
     start = start or _nothing
-    once = _recorded(turns, start, 1)
-    if once is None:
+    alone = _recorded(turns, start, 1)
+    if alone is None:
         return None
-    once()
-    short = _SHORT * len(turns)
-    number = max(1, min(_IN_A_GRAPH // len(turns), round(_IN_A_GRAPH * short / max(once(), short))))
+    alone()
+    number = max(1, min(_IN_A_GRAPH // len(turns), round(_IN_A_GRAPH * _SHORT / max(alone(), _SHORT))))
     steps = _recorded(turns, start, number)
-    nothing = _recorded([Turn(_nothing, turn.beside) for turn in turns], start, number)
+    nothing = _recorded([Turn(_nothing, turn.before) for turn in turns], start, number)
     return _median(lambda: (steps() - nothing()) / number)
 
 
@@ -132,6 +131,7 @@ def memory_rate(device: str) -> float:
 def _recorded(turns: Sequence[Turn], start: Callable[[], Any], number: int) -> Callable[[], float] | None:
     """What replays a graph of some turns, so many times, and returns its milliseconds; None where a step waits for the
     device."""
+    flush("cuda")  # whose buffer belongs to no graph
     graph = torch.cuda.CUDAGraph()
     begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     try:
@@ -139,11 +139,14 @@ def _recorded(turns: Sequence[Turn], start: Callable[[], Any], number: int) -> C
             start()
             begin.record()
             for turn in [*turns] * number:
-                if turn.beside is not None:
-                    turn.beside()
+                if turn.before is not None:
+                    flush("cuda")
+                    turn.before()
                 flush("cuda")
                 turn.step()
             end.record()
+    except torch.cuda.OutOfMemoryError:
+        raise
     except RuntimeError:
         torch.cuda.synchronize()
         return None

@@ -218,8 +218,8 @@ def _method(plan: Plan, kinds: Sequence[_Kind], caches: Sequence[SlotCache], que
             }
             layer.cache.tally = None
         else:
-            timed, more = _tokens(plan, kind, caches, queries, layer, chooser), {}
-            read = _bytes_read(layer)
+            timed, read = _tokens(plan, kind, caches, queries, layer, chooser)
+            more = {}
         graphs.append(timed.graph)
         layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": read, **more}
         if getattr(kind.policy, "scores_a_copy", False):
@@ -256,17 +256,18 @@ def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tenso
 
 def _tokens(
     plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor, layer: Layer, chooser: Layer | None
-) -> cold.Timed:
-    """A token of a layer, as in steps that are replayed, if they can be."""
+) -> tuple[cold.Timed, float]:
+    """A token of a layer, as in steps that are replayed if all that is done can be recorded, and the bytes it reads."""
     policy, period = kind.policy, _period(kind.policy)
     if plan.device == "cuda" and not policy.graph_obstacle and (not period or policy.records_pauses):
         other = _layers(plan, kind, caches, queries)[0] if chooser is None else chooser
         ms = decode_layer.Replayed(layer, other, policy, period).ms()
         if ms is not None:
-            return cold.Timed(ms, True)
-        layer.cache.settle()
+            return cold.Timed(ms, True), _bytes_read(layer)
+        layer, chooser = _layers(plan, kind, caches, queries)
     ordinary, rare = decode_layer.one_by_one(layer, chooser, period)
-    return cold.Timed(ordinary + (rare - ordinary) / period if period else ordinary, False)
+    mean = ordinary + (rare - ordinary) / period if period else ordinary
+    return cold.Timed(mean, False), _bytes_read(layer)
 
 
 def _period(policy: Method) -> int:

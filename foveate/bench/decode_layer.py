@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foveate import ops
 from foveate.bench import cold
 from foveate.cache import SlotCache
 from foveate.methods import Method
@@ -52,10 +53,11 @@ class Layer(NamedTuple):
         number on the device."""
         k, v = newest(self.cache)
         self.cache.append(k, v)
+        keys, values = (self.cache.tensors[name] for name in ("keys", "values"))
+        slots = torch.full((len(k),), self.cache.used - 1, device=k.device)
 
         def token() -> None:
-            for kept, new in ((self.cache.keys, k), (self.cache.values, v)):
-                kept[:, :, -1:] = new
+            ops.put_token(keys, values, k, v, slots)
             self.look()
 
         return token
@@ -73,7 +75,7 @@ def one_by_one(layer: Layer, chooser: Layer | None, period: int) -> tuple[float,
     """
     k, v = newest(layer.cache)
     times: dict[bool, list[float]] = {False: [], True: []}
-    for step in range(_WARM_UP + max(_STEPS, 3 * period)):
+    for step in range(room(period)):
         layer.cache.forward.clear()
         if chooser is not None:
             chooser.token(k, v)
@@ -88,7 +90,8 @@ class Replayed:
     """A layer of which each token is stored and attended to as in a step that is replayed, behind another layer, which
     computes what all layers of a step share.
 
-    Either stores and attends to a token at once, as a first step does that is not recorded yet.
+    Either stores and attends to a token at once, as a first step does that is not recorded yet. Then the same tokens
+    follow again and again: the rows' numbers are put back, and where tokens are given up the places that are taken.
 
     Args:
         layer: the one that is timed.
@@ -112,7 +115,7 @@ class Replayed:
             if one.evicts:
                 one.own_memory()
                 places = torch.full((one.batch_size, one.geometry.num_kv_heads), -1, device=one.device)
-                self._moving.append(places)
+                self._moving += [places, one.tensors["positions"]]
             one.move(self.rows, places)
         self._decoded = cache.decoded
         self._first = [numbers.clone() for numbers in self._moving]
@@ -123,9 +126,11 @@ class Replayed:
         turns = self.turns()
         with self.sealed():
             for turn in turns:  # as it is, which makes ready what is made at a first use
-                if turn.beside is not None:
-                    turn.beside()
+                if turn.before is not None:
+                    turn.before()
                 turn.step()
+                if turn is turns[0]:
+                    self._count()
             ms = cold.added(turns, self.again)
         return None if ms is None else ms / max(1, self.period)
 
@@ -162,6 +167,12 @@ class Replayed:
     def _pause(self) -> None:
         self.rows.pause()
         self.policy.keep_up(self.other.cache)
+
+    def _count(self) -> None:
+        """Add what a token has counted to the totals, as steps do for all layers at their end."""
+        self.rows.tally.settle()
+        for one in (self.other.cache, self.layer.cache):
+            one.counters.count_steps(1, one.batch_size, 0)
 
     def _forget(self) -> None:
         for one in (self.other, self.layer):

@@ -1,11 +1,10 @@
 """Level `layer` of the decode bench, as it is replayed on a GPU: here the same turns are taken without a graph."""
 
-import functools
-
 import pytest
 import torch
 
 from foveate.bench import cold, decode, decode_layer
+from foveate.cache import Counters
 from foveate.methods import parse
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
@@ -40,9 +39,15 @@ def layers(spec, name):
 def take(replayed):
     with replayed.sealed():
         for turn in replayed.turns():
-            if turn.beside is not None:
-                turn.beside()
+            if turn.before is not None:
+                turn.before()
             turn.step()
+
+
+def live(replayed):
+    """How many slots hold a token, where some are given up."""
+    positions = (one.cache.tensors.get("positions") for one in (replayed.layer, replayed.other))
+    return [None if of is None else int((of >= 0).sum()) for of in positions]
 
 
 @pytest.mark.parametrize(("spec", "name"), KINDS)
@@ -60,11 +65,16 @@ def test_tokens_are_those_of_ordinary_steps(spec, name):
     assert len(outs) == len(expected)
     for out, wanted in zip(outs, expected):
         torch.testing.assert_close(out, wanted)
-    moved = replayed.rows.numbers[0].clone()
+    moved, filled = replayed.rows.numbers.clone(), live(replayed)
     replayed.again()
-    assert (moved - replayed.rows.numbers[0]).tolist() == [max(1, period)] * 2
-    take(replayed)
-    assert torch.equal(replayed.rows.numbers[0], moved)
+    assert (moved - replayed.rows.numbers)[0].tolist() == [max(1, period)] * 2
+    for _ in range(3):
+        replayed.again()
+        take(replayed)
+    assert torch.equal(replayed.rows.numbers, moved)
+    assert live(replayed) == filled
+    if not policy.evicts and "prior" not in spec and spec != "luka:page_size=[4,8],tail=16,top_k=0.3":
+        torch.testing.assert_close(outs[-1], expected[-1])  # nothing goes by the attention of the tokens before
 
 
 @pytest.mark.parametrize("spec", ["dense", "luka:page_size=8,tail=16,top_k=2"])
@@ -75,53 +85,70 @@ def test_what_is_timed(spec, monkeypatch):
     graphs = []
 
     def recorded(turns, start, number):
-        graphs.append((sum(turn.step is not cold._nothing for turn in turns), start == replayed.again, number))
-        return lambda: 3.0 if graphs[-1] and len(graphs) < 3 else 1.0
+        graphs.append((sum(turn.step is not cold._nothing for turn in turns), start == replayed.again))
+        return lambda: 1.0
 
     monkeypatch.setattr(cold, "_recorded", recorded)
     monkeypatch.setattr(cold, "_median", lambda measure: 32.0)
+    before = layer.cache.counters.decode_steps
     assert replayed.ms() == 32.0 / max(1, period)
-    assert len(outs) - started == max(1, period)
-    tokens = 1 if not period else period + 2
-    assert [graph[:2] for graph in graphs] == [(tokens, True), (tokens, True), (0, True)]
+    tokens = max(1, period)
+    assert len(outs) - started == layer.cache.counters.decode_steps - before == tokens
+    steps = tokens + 2 if period else 1
+    assert graphs == [(steps, True), (steps, True), (0, True)]
     monkeypatch.setattr(cold, "_recorded", lambda *args: None)
     assert replayed.ms() is None
 
 
+def test_what_a_layer_reads_is_counted_by_token():
+    """Of all tokens that are taken before anything is recorded: here of 201 to 202."""
+    layer, other, policy, period, _ = layers("dense", "dense")
+    replayed = decode_layer.Replayed(layer, other, policy, period)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cold, "added", lambda turns, start: 1.0)
+        replayed.ms()
+    assert decode._bytes_read(layer) == 2 * 201.5 * layer.cache.counters.bytes_per_key
+
+
 def test_a_library_stores_its_token_in_one_place():
     plan = decode.Plan(("dense",), (200,), **SMALL)
-    cache = decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0)).branch({}, False, decode.Counters(), {})
+    cache = decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0)).branch({}, False, Counters(), {})
     lengths = []
     step = decode_layer.Layer(cache, lambda cache: lengths.append(cache.keys.shape[2])).newest_again()
-    k, _ = decode_layer.newest(cache)
+    k, v = decode_layer.newest(cache)
     cache.keys[:, :, -1:].zero_()
+    cache.values[:, :, -1:].zero_()
     for _ in range(3):
         step()
     assert lengths == [201] * 3
     assert torch.equal(cache.keys[:, :, -1:], k)
+    assert torch.equal(cache.values[:, :, -1:], v)
 
 
 def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
-    """On a GPU those of methods that ask the host, and those that could not be recorded."""
-    how = []
+    """On a GPU those of methods that ask the host, and those that could not be recorded, with layers made anew."""
+    how, timed = [], []
     monkeypatch.setattr(decode_layer.Replayed, "ms", lambda replayed: how.append("replayed"))
-    monkeypatch.setattr(decode_layer, "one_by_one", lambda *args: how.append("one by one") or (2.0, 18.0))
-    monkeypatch.setattr(decode.Plan, "check", lambda plan: None)
+    monkeypatch.setattr(decode, "_bytes_read", lambda layer: 7.0)
+
+    def one_by_one(layer, chooser, period):
+        how.append("one by one")
+        timed.append(layer)
+        return 2.0, 18.0
+
+    monkeypatch.setattr(decode_layer, "one_by_one", one_by_one)
     for spec, expected in (
         ("dense", ["replayed", "one by one"]),
         ("luka:page_size=8,tail=16,segmenter=kl", ["one by one"]),
         ("luka:page_size=8,tail=16,segmenter=gaussian", ["one by one"]),
     ):
-        plan = decode.Plan((spec,), (200,), **SMALL)
+        plan, queries = decode.Plan((spec,), (200,), **SMALL), torch.randn(2, 8, 64, 16)
         (kind,) = decode._kinds(parse(spec), 12)
         caches = [decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0))]
-        find = functools.partial(decode._layers, plan, kind, caches, torch.randn(2, 8, 64, 16))
+        layer, chooser = decode._layers(plan, kind, caches, queries)
         how.clear()
-        timed = decode._tokens(_on_a_gpu(plan), kind, caches, torch.randn(2, 8, 64, 16), *find())
+        on_a_gpu = decode.Plan(**vars(plan) | {"device": "cuda"})
+        found = decode._tokens(on_a_gpu, kind, caches, queries, layer, chooser)
         assert how == expected
-        assert timed == (3.0 if "luka" in spec else 2.0, False)
-
-
-def _on_a_gpu(plan):
-    own = {name: value for name, value in vars(plan).items() if name != "device"}
-    return decode.Plan(**own, device="cuda")
+        assert (timed[-1] is layer) == (len(expected) == 1)
+        assert found == ((3.0 if "luka" in spec else 2.0, False), 7.0)

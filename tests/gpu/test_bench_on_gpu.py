@@ -27,4 +27,4 @@ def test_steps_of_all_methods_are_recorded(level, monkeypatch):
     plan = decode.Plan([spec for spec in METHODS if spec not in evict], (4096,), (2,), level=level)
     rows = decode.run(plan, say=lambda text: None)
     assert {row["case"]["method"]: row["cuda_graph"] for row in rows if not row["cuda_graph"]} == {}
-    assert all(row["ms"] > 0 for row in rows)
+    assert [row["case"]["method"] for row in rows if row["below_floor"]] == [], "keys are not found in a cache"

@@ -107,9 +107,9 @@ def slice_dims(value_dim: int, programs: int, heads: int, room: int) -> int:
     return dims
 
 
-@dataclass
+@dataclass(eq=False)
 class Stage:
-    """What is done at one level, and the room for what comes of it."""
+    """What is done at one level, and the room for what comes of it, which who runs it makes."""
 
     level: int
     width: int
@@ -151,8 +151,8 @@ class Work:
     group: int
     """Query heads of a KV head."""
     value_dim: int
-    bytes: int
-    """Of a number of the keys."""
+    itemsize: int
+    """Bytes of a number of the keys."""
     multiprocessors: int
 
     def raw_splits(self, tree: Tree) -> int:
@@ -183,7 +183,8 @@ class Work:
     ) -> Stage:
         block, heads = self.tile.block_n, triton.next_power_of_2(self.group)
         blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
-        beside = 0 if begin else self.programs * before  # programs that attend to sinks and tail
+        topmost = not begin
+        beside = self.programs * before if topmost else 0  # programs that attend to sinks and tail
         weighing = _WEIGHING * self.multiprocessors
         room = max(weighing - beside, weighing // 2)
         mends = last and k <= _FEW
@@ -195,7 +196,7 @@ class Work:
         if not few and width > _HELD:
             raise UnsupportedError(f"more than {_HELD} nodes of a level")
         if mends:
-            cost = 8 * self.tile.block_m / (block * self.bytes)
+            cost = 8 * self.tile.block_m / (block * self.itemsize)
             per, scoring = plan_parts(self.programs, blocks, cost, room)
             parts, cut = triton.cdiv(blocks, per), _SLICES * self.multiprocessors
             attending = triton.cdiv(self.value_dim, slice_dims(self.value_dim, self.programs, self.tile.block_m, cut))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _POOLED = 512
 """Places of a program."""
-_AT_ONCE = 4
+_HEADS = 4
 """Heads of a group whose log-weights it reads at once, at most."""
 
 
@@ -124,7 +124,7 @@ def note(step: Step, sums: Sums) -> None:
 
 
 def _heads_at_once(step: Step) -> int:
-    return min(_AT_ONCE, triton.next_power_of_2(step.group))
+    return min(_HEADS, triton.next_power_of_2(step.group))
 
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("list", "found", "picked", "gone", "total", "raw_recent") for axis in "bh"]
