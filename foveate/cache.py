@@ -8,6 +8,7 @@ token a slot holds (-1: none).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -151,11 +152,11 @@ class SlotCache(RowNumbers, Undoing):
 
     def held(self, mask: Tensor | None, lengths: Tensor | None) -> int | Tensor:
         """How many tokens that is, as :meth:`count_read` takes it: of what :meth:`stored` has returned."""
+        if self.step is not None:  # as many in every layer
+            return self.step.once("held", functools.partial(self.step["live"].sum, dtype=torch.float64))
         if mask is not None:
             return mask.sum(-1)
-        if lengths is None:
-            return self.used
-        return lengths[:, None] if self.step is None else self.step.once("held", lengths.double().sum)
+        return self.used if lengths is None else lengths[:, None]
 
     @property
     def resident_bytes(self) -> int:
