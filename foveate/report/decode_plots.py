@@ -74,7 +74,7 @@ def _bars(axis: Any, methods: Sequence[str], times: Mapping[str, Mapping[str, fl
     """A bar for each method, and what all of it takes; that of another library may leave the panel."""
     places = [methods.index(name) for name in times]
     totals = [scale * sum(parts.values()) for parts in times.values()]
-    limit = 1.2 * max(total for name, total in zip(times, totals) if name != TRANSFORMERS)
+    limit = 1.2 * max((total for name, total in zip(times, totals) if name != TRANSFORMERS), default=max(totals))
     below = [0.0] * len(times)
     for part in next(iter(times.values())):
         widths = [scale * parts[part] for parts in times.values()]

@@ -1,8 +1,11 @@
 """What a decode step's attention costs: which layers are timed, what they read, what is refused."""
 
+import functools
 import json
+import os
 import shlex
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -177,6 +180,59 @@ def test_of_a_graph_counts_what_a_step_adds_to_it(monkeypatch, once, number):
     assert cold.added([cold.Turn(step)] * 3) == pytest.approx(3 * once)
     monkeypatch.setattr(cold, "_recorded", lambda *args: None)
     assert cold.repeated(step, "cuda") == (5.0, False)
+
+
+class Recorder:
+    """In place of what records CUDA graphs: notes what is done, and when time is taken."""
+
+    def __init__(self, monkeypatch, refuses=None):
+        self.events, self._refuses = [], refuses
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph: self)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **how: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.events.append("waited"))
+        monkeypatch.setattr(cold, "flush", lambda device: self.events.append("flush"))
+
+    def __enter__(self):
+        self.events.clear()
+
+    def __exit__(self, *raised):
+        if self._refuses is not None:
+            raise self._refuses
+
+    def record(self):
+        self.events.append("time")
+
+
+def test_neither_a_step_nor_what_is_before_it_finds_its_keys_in_the_cache(monkeypatch):
+    recorder = Recorder(monkeypatch)
+    note = {name: functools.partial(recorder.events.append, name) for name in ("start", "before", "step", "alone")}
+    assert cold._recorded([cold.Turn(note["step"], note["before"]), cold.Turn(note["alone"])], note["start"], 2)
+    turns = ["flush", "before", "flush", "step", "flush", "alone"]
+    assert recorder.events == ["start", "time", *turns, *turns, "time"]
+
+
+def test_a_step_that_cannot_be_recorded_and_one_for_which_there_is_no_memory(monkeypatch):
+    turns = [cold.Turn(cold._nothing)]
+    recorder = Recorder(monkeypatch, RuntimeError("operation not permitted when stream is capturing"))
+    assert cold._recorded(turns, cold._nothing, 1) is None
+    assert recorder.events[-1] == "waited"
+    Recorder(monkeypatch, torch.cuda.OutOfMemoryError("out of memory"))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        cold._recorded(turns, cold._nothing, 1)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "set_to", "expected"), [("13.0", None, "1"), ("12.4", None, None), ("13.0", "0", "0")]
+)
+def test_the_profiler_leaves_the_process(cuda, set_to, expected, monkeypatch):
+    monkeypatch.setenv("TEARDOWN_CUPTI", set_to or "")
+    if set_to is None:
+        monkeypatch.delenv("TEARDOWN_CUPTI")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(breakdown, "profile", lambda activities: nullcontext())
+    breakdown.start()
+    assert os.environ.get("TEARDOWN_CUPTI") == expected
 
 
 def test_flushing_reads_more_than_any_cache_holds(monkeypatch):
