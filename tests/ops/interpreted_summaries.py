@@ -294,6 +294,18 @@ def test_ties_go_to_the_smaller_index(few):
     assert (found.looked[0].chosen == torch.arange(5)).all()
 
 
+def test_the_heaviest_lie_behind_more_ties_than_are_chosen(few):
+    problem = Problem(pages=(40, 13), allowed=(5,))
+    problem.q.zero_()
+    recent = problem.tree.levels[0].recent
+    recent.zero_()
+    for row, places in enumerate(([20, 37], [10, 12])):
+        recent[row, :, places] = 0.5
+    found = check(problem, ops.Refinement(prior=0.5))
+    expected = torch.tensor([[0, 1, 2, 20, 37], [0, 1, 2, 10, 12]])
+    assert torch.equal(found.looked[0].chosen, expected[:, None].expand_as(found.looked[0].chosen))
+
+
 def test_what_it_refuses():
     def run(problem, how=None, **changed):
         how = how or ops.Refinement()
