@@ -29,11 +29,11 @@ class Tile(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def split(rows: int, blocks: int, room: int) -> tuple[int, int]:
+def split(rows: int, blocks: int, room: int, merging: float = 1 / 64) -> tuple[int, int]:
     """How to cut the ``blocks`` of each of ``rows`` among programs, of which the GPU runs ``room`` at a time.
 
     Full rounds of programs are what is looked for, and short programs, so that the last ones do not run for long; but
-    each costs time to start and to merge.
+    each costs time to start, and ``merging``, in blocks, to merge.
 
     Returns:
         ``(splits, each)``: programs of a row, and blocks of a program.
@@ -41,7 +41,7 @@ def split(rows: int, blocks: int, room: int) -> tuple[int, int]:
 
     def time(each: int) -> float:
         splits = -(-blocks // each)
-        return (-(-rows * splits // room) + 0.5) * (each + _START) + splits / 64
+        return (-(-rows * splits // room) + 0.5) * (each + _START) + splits * merging
 
     sizes = {-(-blocks // splits) for splits in range(1, min(blocks, _MOST) + 1)}
     each = min(sorted(sizes), key=time, default=1)

@@ -120,7 +120,6 @@ def _attending(dtype, group, width, keeps=2):
         "BRANCH": 0,
         "PRESERVE": bool(width),
         "KEEPS": keeps,
-        "AT_ONCE": 4,
     }
 
 
@@ -133,6 +132,7 @@ def test_attention_compiles_for_hopper(dtype, dim, group, width, keeps):
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
     given = {name: one for name, one in _attending(dtype, group, width, keeps).items() if name in kernel.arg_names}
+    given["AT_ONCE"] = host.merge_last(tile, 1 << (dim - 1).bit_length(), 64)
     compiled = _compiled(
         kernel,
         ("q", "k", "v", "value"),

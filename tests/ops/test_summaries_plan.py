@@ -61,3 +61,15 @@ def test_what_kernels_do_not_do():
         work(1).stages(tree(32769, [100]), ops.Refinement())
     with pytest.raises(UnsupportedError, match="3 children"):
         work(1).stages(tree(96, [10, 10], (8, 24)), ops.Refinement(mass="preserve"))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("tokens", [8192, 131072])
+def test_the_program_that_is_ready_last_does_not_merge_for_long(batch, tokens):
+    mine = work(batch)
+    last = mine.stages(tree(tokens // 8, [tokens // 72, tokens // 106], (8, 32)), ops.Refinement())[-1]
+    parts = last.before + last.parts
+    at_once = plan.merge_last(mine.tile, mine.value_dim, parts)
+    assert parts <= 2 * at_once
+    assert at_once < 2 * parts  # places of no part are merged, too
+    assert at_once * mine.tile.block_m * mine.value_dim <= 128 * 32 * mine.tile.num_warps

@@ -22,6 +22,8 @@ _LONGEST_PART = 16
 """Blocks of nodes of a part at most."""
 _WEIGHING, _ATTENDING = 3, 2
 """Programs that a multiprocessor runs at a time, of those that weigh nodes and of those that attend to them."""
+_MERGING = 1 / 4
+"""What it costs to merge a part of what was attended to, in blocks."""
 _SLICES = 2
 """Programs to a multiprocessor into which the dims of the output are cut at most where this is mended."""
 _FEW = 8
@@ -69,9 +71,15 @@ def mending_options(tile: Tile, bounds: int, waits: bool) -> dict[str, int | Non
 
 
 def merge_at_once(tile: Tile, dims: int) -> int:
-    """How many parts a program merges at once, so many dims of each."""
+    """How many parts a program that mends merges at once, so many dims of each."""
     numbers = tile.num_warps * 32 * (16 if tile.block_m >= 16 else 32)
     return max(1, min(32, numbers // (tile.block_m * dims)))
+
+
+def merge_last(tile: Tile, dims: int, parts: int) -> int:
+    """How many of so many ``parts`` a program merges at once that has nothing else left to do."""
+    numbers = tile.num_warps * 32 * (32 if tile.block_m >= 16 else 128)
+    return max(1, min(32, triton.next_power_of_2(parts), numbers // (tile.block_m * dims)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -204,7 +212,7 @@ class Work:
             block_w = page_block(tree.width, self.tile)
             tiles = triton.cdiv(k * triton.cdiv(tree.width, block_w) * block_w, block) if last else 0
             scoring, _ = split(self.programs, blocks, room)
-            attending, _ = split(self.programs, blocks + tiles, _ATTENDING * self.multiprocessors)
+            attending, _ = split(self.programs, blocks + tiles, _ATTENDING * self.multiprocessors, _MERGING)
             per, parts = 1, attending
         return Stage(level, width, k, begin, padded, scoring, attending, before, parts, mends, few, at_once, per)
 
