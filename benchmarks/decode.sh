@@ -17,6 +17,6 @@ for liger in "" --liger; do
   step --level model --context 131000 --method "$dense_prompt" --method "$paper" --method luka $liger
 done
 step --level model --context 8192 --context 16384 --context 32768 --method "$dense_prompt" --method "$few" --method luka
-step --level model --context 2048 --dense-below auto --method "$dense_prompt" --method "$few" --method luka --method quest \
+step --level model --context 2048 --rounds 3 --dense-below auto --method "$dense_prompt" --method "$few" --method luka --method quest \
   --method omnikv --method lessismore --method h2o --method tova --method snapkv --method streaming
 step --level model --model "$model" --context 30000 --batch 16 --method "$dense_prompt" --method "$few" --method luka

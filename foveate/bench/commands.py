@@ -85,7 +85,11 @@ def decode(
             help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).", show_default="llama-3.1-8b"
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Timed tokens (model).", show_default="64")] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed tokens of a round (model).", show_default="64")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="How often every method generates, one after the other (model).", show_default="1"),
+    ] = None,
     liger: Annotated[
         bool | None,
         typer.Option(
@@ -113,7 +117,7 @@ def decode(
     """A decode step: its attention, beside the fastest dense there is, or tokens a second of a model's generate."""
     of_layers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
     below = int(dense_below) if dense_below is not None and dense_below.isdecimal() else dense_below
-    of_model = {"model": model, "steps": steps, "liger": liger, "dense_below": below}
+    of_model = {"model": model, "steps": steps, "rounds": rounds, "liger": liger, "dense_below": below}
     _check_level(level, {"kernel": of_layers, "layer": of_layers, "model": of_model})
 
     from foveate.bench import decode as bench

@@ -130,6 +130,7 @@ def run(
     """
     plan.check()
     peers = dense_peers.available(plan.device, plan.dtype, say)
+    cold.settle(plan.device)
     rate = cold.memory_rate(plan.device)
     say(f"device memory: {rate:,.1f} GB/s")
     rows: list[dict[str, Any]] = []

@@ -1,9 +1,10 @@
 """Tokens a second of `generate`: a model with dense attention, with sparse attention, and on Transformers' own path.
 
 The model is a folder's, or one of a known shape with random weights: what a step costs does not depend on them. Prompts
-are random tokens, read in chunks; a step takes the mean time from one token to the
-next, everything included: also what happens at some steps alone. On a GPU some more steps are watched: what their
-kernels are for, and how long none runs.
+are random tokens, read in chunks; a step takes the mean time from one token to the next, everything included: also
+what happens at some steps alone. Methods take turns, round after round, so that what slows the host for a while falls
+on all of them. On a GPU some more steps of the last round are watched: what their kernels are for, and how long none
+runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -77,6 +78,9 @@ class Plan:
     contexts: Sequence[int] = (32768,)
     batches: Sequence[int] = (1,)
     steps: int = 64
+    """Timed tokens of a round."""
+    rounds: int = 1
+    """How often every method generates."""
     liger: bool = False
     """Whether norms, rotations and MLPs of the model run on Liger's kernels, under every method alike."""
     dense_below: int | str = 0
@@ -93,8 +97,9 @@ class Plan:
             numbers = getattr(self, name)
             if not numbers or min(numbers) < least:
                 raise UserError(f"{name} must be at least {least}, not {min(numbers, default='none')}")
-        if self.steps < 1:
-            raise UserError(f"steps must be at least 1, not {self.steps}")
+        for name in ("steps", "rounds"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.dense_below != "auto" and not (isinstance(self.dense_below, int) and self.dense_below >= 0):
             raise UserError(f"dense-below must be a number of tokens, at least 0, or auto, not {self.dense_below}")
         if self.dtype not in _DTYPES:
@@ -124,7 +129,7 @@ class Plan:
     def command(self) -> str:
         """The command line that makes the rows, a folder shortened to its last name."""
         sizes = {"method": self.methods, "context": self.contexts, "batch": self.batches}
-        rest = {name: getattr(self, name) for name in ("steps", "dense_below", "dtype", "seed", "device")}
+        rest = {name: getattr(self, name) for name in ("steps", "rounds", "dense_below", "dtype", "seed", "device")}
         return command({"level": "model", "model": self.name, **sizes, **rest}) + " --liger" * self.liger
 
     @property
@@ -168,6 +173,7 @@ def run(
     """
     plan.check()
     specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in plan.methods)]))
+    cold.settle(plan.device)
     rate = cold.memory_rate(plan.device)
     say(f"device memory: {rate:,.1f} GB/s")
     model = _model(plan)
@@ -177,11 +183,13 @@ def run(
             generator = torch.Generator(plan.device).manual_seed(plan.seed)
             shape = (batch, context)
             ids = torch.randint(0, model.config.vocab_size, shape, generator=generator, device=plan.device)
-            found: dict[str, dict[str, Any]] = {}
-            for spec in (*specs, TRANSFORMERS):
-                found[spec] = one = _measured(plan, model, spec, ids)
-                tokens = 1e3 * batch / one["ms"]
-                say(f"{spec} at {context:,} × {batch}: {one['ms']:.2f} ms a step, {tokens:,.1f} tokens/s")
+            rounds: dict[str, list[_Round]] = {spec: [] for spec in (*specs, TRANSFORMERS)}
+            for number in range(plan.rounds):
+                for spec in rounds:
+                    rounds[spec].append(one := _generated(plan, model, spec, ids, number + 1 == plan.rounds))
+                    ms = statistics.fmean(one.steps)
+                    say(f"{spec} at {context:,} × {batch}: {ms:.2f} ms a step, {1e3 * batch / ms:,.1f} tokens/s")
+            found = {spec: _together(plan, those) for spec, those in rounds.items()}
             fresh = [_row(plan, model, spec, context, batch, one, found["dense"], rate) for spec, one in found.items()]
             for row in fresh:
                 if row["below_floor"]:
@@ -212,7 +220,7 @@ def _loaded(plan: Plan) -> PreTrainedModel:
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token is there: `generate` looks at every one before it asks for the next.
+    """Notes when each token is there: `generate` waits for every one before it asks for the next.
 
     And what kernels take in the last ``watched`` steps, behind the first ``tokens``: ``kernels``, milliseconds a step.
     """
@@ -221,21 +229,38 @@ class _Clock(StoppingCriteria):
         self.ticks: list[float] = []
         self.kernels: dict[str, float] | None = None
         self._tokens, self._watched = tokens, watched
+        self._goes_on: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if input_ids.is_cuda:
+        if self._goes_on is None:
+            self._goes_on = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        if not self.ticks and input_ids.is_cuda:  # the prompt's time ends here
             torch.cuda.synchronize(input_ids.device)
         self.ticks.append(time.perf_counter())
         if self._watched and len(self.ticks) == self._tokens:
             self._stop = breakdown.start()
         elif self._watched and len(self.ticks) == self._tokens + self._watched:
             self.kernels = {kernel: ms / self._watched for kernel, ms in self._stop().items()}
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return self._goes_on
 
 
-def _measured(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor) -> dict[str, Any]:
-    """Milliseconds of a step, of the prompt, and what the attachment says of them."""
-    clock, memory = _Clock(_WARM_UP + plan.steps + 1, plan.watched), accounting.PeakMemory(plan.device)
+class _Round(NamedTuple):
+    """What a method did once."""
+
+    steps: list[float]
+    """Milliseconds from a token to the next."""
+    prefill_ms: float
+    kernels: dict[str, float] | None
+    """Milliseconds a watched step, by kernel."""
+    peak_bytes: int
+    peak_kind: str
+    stats: dict[str, Any] | None
+
+
+def _generated(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, last: bool) -> _Round:
+    """One call of `generate`; of the last one of a method some steps are watched."""
+    clock = _Clock(_WARM_UP + plan.steps + 1, plan.watched if last else 0)
+    memory = accounting.PeakMemory(plan.device)
     whole = False
     if spec != TRANSFORMERS:
         try:
@@ -254,21 +279,30 @@ def _measured(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor) 
         stopping_criteria=StoppingCriteriaList([clock]),
     )
     steps = [1e3 * (after - before) for before, after in zip(clock.ticks, clock.ticks[1:])]
-    steps = steps[_WARM_UP : _WARM_UP + plan.steps]
-    one = {
-        "ms": statistics.fmean(steps),
+    prefill = 1e3 * (clock.ticks[0] - begin)
+    stats = None
+    if spec != TRANSFORMERS:
+        stats = foveate.stats(model).summary()
+        foveate.detach(model)
+    timed = steps[_WARM_UP : _WARM_UP + plan.steps]
+    return _Round(timed, prefill, clock.kernels, memory.peak(), memory.kind, stats)
+
+
+def _together(plan: Plan, rounds: Sequence[_Round]) -> dict[str, Any]:
+    """What the rounds of a method say of its steps, of the prompt, and of what it read."""
+    steps, last = [ms for one in rounds for ms in one.steps], rounds[-1]
+    ms = statistics.fmean(steps)
+    return {
+        "ms": ms,
         "ms_median": statistics.median(steps),
         "ms_quartiles": statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3,
-        "parts_ms": None if clock.kernels is None else _parts(statistics.fmean(steps), clock.kernels),
-        "prefill_ms": 1e3 * (clock.ticks[0] - begin),
-        "peak_bytes": memory.peak(),
-        "peak_kind": memory.kind,
-        "stats": None,
+        "ms_rounds": [statistics.fmean(one.steps) for one in rounds],
+        "parts_ms": None if last.kernels is None else _parts(ms, last.kernels),
+        "prefill_ms": statistics.median(one.prefill_ms for one in rounds),
+        "peak_bytes": max(one.peak_bytes for one in rounds),
+        "peak_kind": last.peak_kind,
+        "stats": last.stats,
     }
-    if spec != TRANSFORMERS:
-        one["stats"] = foveate.stats(model).summary()
-        foveate.detach(model)
-    return one
 
 
 def _parts(ms: float, kernels: dict[str, float]) -> dict[str, float]:
@@ -307,6 +341,7 @@ def _row(
             "liger": plan.liger,
             "dense_below": plan.dense_below,
             "steps": plan.steps,
+            "rounds": plan.rounds,
             "seed": plan.seed,
         },
         **one,

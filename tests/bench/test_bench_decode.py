@@ -429,16 +429,47 @@ def test_what_the_steps_of_a_model_go_to(monkeypatch):
     monkeypatch.setattr(
         decode_model._Clock, "__call__", lambda *args, **how: (events.append("token"), look(*args, **how))[1]
     )
-    how = {"contexts": (60,), "steps": 3, "dtype": "float32", "device": "cpu"}
+    how = {"contexts": (60,), "steps": 3, "rounds": 2, "dtype": "float32", "device": "cpu"}
     found = decode_model.run(decode_model.Plan("tiny", ("dense",), **how), say=lambda _: None)
     timed = decode_model._WARM_UP + 3 + 1
-    assert events == (["token"] * timed + ["start"] + ["token"] * 4 + ["stop"]) * len(found)
+    watched = ["token"] * timed + ["start"] + ["token"] * 4 + ["stop"]
+    assert events == (["token"] * (timed + 4)) * len(found) + watched * len(found)  # of the last round alone
     for row in found:
         idle = max(0.0, row["ms"] - 8.00025)
         assert row["parts_ms"] == {"score": 0, "select": 0, "attend": 8, "other": 2.5e-4, "idle": pytest.approx(idle)}
-        assert row["command"].count("--steps 3") == 1
+        assert row["command"].count("--steps 3 --rounds 2") == 1
     told = report.table([row | {"parts_ms": dict.fromkeys(row["parts_ms"], 0.5)} for row in found])
     assert "| `dense` | 60 | 1 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 |" in told
+
+
+def test_methods_take_turns(monkeypatch):
+    """So that what slows the host for a while falls on all of them."""
+    attached, clocks = [], []
+    attach, clock = decode_model.foveate.attach, decode_model._Clock
+
+    class Clock(clock):
+        """By which a step of the n-th time that a model generates takes n milliseconds."""
+
+        def __call__(self, *args, **how):
+            found = super().__call__(*args, **how)
+            self.ticks[-1] = (clocks.index(self) + 1) * len(self.ticks) / 1e3
+            return found
+
+    monkeypatch.setitem(decode_model.SHAPES, "tiny", LlamaConfig(**TINY))
+    monkeypatch.setattr(decode_model, "_Clock", lambda *args: clocks.append(Clock(*args)) or clocks[-1])
+    monkeypatch.setattr(
+        decode_model.foveate, "attach", lambda model, spec, **how: attached.append(spec) or attach(model, spec, **how)
+    )
+    how = {"contexts": (60,), "steps": 3, "rounds": 3, "dtype": "float32", "device": "cpu"}
+    dense, own = decode_model.run(decode_model.Plan("tiny", (), **how), say=lambda _: None)
+    assert attached == ["dense"] * 3
+    assert dense["ms_rounds"] == pytest.approx([1, 3, 5])
+    assert own["ms_rounds"] == pytest.approx([2, 4, 6])
+    assert (dense["ms"], own["ms"]) == (pytest.approx(3), pytest.approx(4))
+    assert own["ms_quartiles"] == pytest.approx([2, 4, 6])
+    assert own["case"]["rounds"] == 3
+    with pytest.raises(UserError, match="rounds must be at least 1, not 0"):
+        decode_model.Plan("tiny", (), **how | {"rounds": 0}).check()
 
 
 def test_tokens_of_a_model(monkeypatch):
