@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foveate.integrations.transformers.releases import CACHE
+from foveate.integrations.transformers.releases import returned_cache as returned_cache
+
 # Operations
 
 
@@ -196,6 +199,11 @@ def _built(family: str, seed: int):
 def tiny_model(family: str = "llama", seed: int = 0):
     """A random model of its own for the test that asks: always the same weights."""
     return copy.deepcopy(_built(family, seed))
+
+
+def cached(cache) -> dict[str, Any]:
+    """The keyword argument that gives a model, or `generate`, a cache."""
+    return {CACHE: cache}
 
 
 def fingerprint(model) -> dict[tuple[str, ...], int]:

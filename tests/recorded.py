@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import ModelOutput
 
 from foveate.integrations.transformers.steps import Recording, Steps, Use
+from tests.helpers import cached
 
 _WAITING = {
     "_local_scalar_dense": "reads a number from the device",
@@ -91,9 +92,9 @@ class Replayed:
         self.driver, self.layers, self.use = driver, [driver.layer], Use()
         self.steps = Steps(recorder, self.use)
 
-    def run(self, q, k, v, past_key_values):
-        assert past_key_values is self
-        return ModelOutput(out=self.driver.feed(self.kind(q, k, v)), past_key_values=self)
+    def run(self, q, k, v, **given):
+        assert given == cached(self)
+        return ModelOutput(out=self.driver.feed(self.kind(q, k, v)), **cached(self))
 
     def feed_steps(self, tokens):
         """The outputs for tokens that are fed one by one."""

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import foveate
 from foveate.evaluation import tasks
 from foveate.evaluation.runner import Comparison, prepare, run
+from tests.helpers import cached, returned_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, DATA = ROOT / "models" / "smollm2-135m", ROOT / "examples" / "data"
@@ -57,7 +58,7 @@ def divergence(model, text, method, prompt=600):
         expected = model(text).logits[0, prompt:].log_softmax(-1)
     with foveate.attached(model, method), torch.inference_mode():
         out = model(text[:, :prompt], logits_to_keep=1)
-        logits = model(text[:, prompt:], past_key_values=out.past_key_values).logits[0].log_softmax(-1)
+        logits = model(text[:, prompt:], **cached(returned_cache(out))).logits[0].log_softmax(-1)
         share = foveate.stats(model).summary()["keys_read_share"]
     return float((expected.exp() * (expected - logits)).sum(-1).mean()), share
 

@@ -22,6 +22,7 @@ import foveate
 from foveate.evaluation import accounting, inference
 from foveate.evaluation.data import read_novels
 from foveate.evaluation.errors import UserError
+from foveate.integrations.transformers import releases
 
 BENCH = "cpu-decode"
 TRANSFORMERS = "transformers-sdpa"
@@ -46,7 +47,7 @@ class Contender:
     def step(self, token: torch.Tensor, timed: bool) -> None:
         """Feed one token ``[1, 1]``."""
         start = time.perf_counter()
-        out = self.model(token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(token, **{releases.CACHE: self.cache}, use_cache=True, logits_to_keep=1)
         elapsed = time.perf_counter() - start
         self.logits.append(out.logits[0, -1].float())
         if timed:
@@ -123,7 +124,7 @@ def _prefill(
         foveate.attach(model, spec)
         cache = foveate.Cache(model)
     start = time.perf_counter()
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(ids, **{releases.CACHE: cache}, use_cache=True, logits_to_keep=1)
     elapsed = time.perf_counter() - start
     say(f"{name}: {ids.shape[1]:,} tokens read in {elapsed:.1f} s")
     return Contender(name, model, cache, elapsed)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import foveate
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
+from foveate.integrations.transformers import releases
 
 BENCH = "dsa"
 TOKENS, SMALL = (262144,), 8192
@@ -183,7 +184,7 @@ def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any],
 
     def feed(*pieces: Tensor) -> None:
         for piece in pieces:
-            kept.append(model(piece, past_key_values=cache, logits_to_keep=_KEPT).logits[0].float())
+            kept.append(model(piece, **{releases.CACHE: cache}, logits_to_keep=_KEPT).logits[0].float())
 
     milliseconds = accounting.milliseconds(functools.partial(feed, *ids.split(plan.chunk, 1)), plan.device)
     logits, times = torch.cat(kept), []

@@ -18,6 +18,7 @@ import transformers
 import foveate
 from foveate.evaluation import accounting, inference
 from foveate.evaluation.errors import UserError
+from foveate.integrations.transformers import releases
 
 BENCH = "prefill"
 TRANSFORMERS = "transformers-sdpa"
@@ -115,7 +116,7 @@ def _measure(model: torch.nn.Module, spec: str, ids: torch.Tensor, repeats: int)
         torch.cuda.synchronize()
         memory.start()
         taken = accounting.milliseconds(
-            functools.partial(model, ids, past_key_values=cache, use_cache=True, logits_to_keep=1), "cuda"
+            functools.partial(model, ids, **{releases.CACHE: cache}, use_cache=True, logits_to_keep=1), "cuda"
         )
         if repeat:
             times.append(taken)

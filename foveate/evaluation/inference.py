@@ -29,6 +29,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from foveate.evaluation.accounting import read_config
 from foveate.evaluation.errors import UserError, unknown
 from foveate.evaluation.tasks.base import Item, Output
+from foveate.integrations.transformers import releases
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -235,7 +236,7 @@ class _Questions(Prompt):
         if not steps:
             return trace.lengths.double() * 0.0
         ids, kwargs = torch.cat([self._paused.ids, trace.tokens[:, :steps]], 1), dict(self._paused.kwargs)
-        out = CausalLMOutputWithPast(logits=self._paused.logits, past_key_values=self.cache.branch(model))
+        out = CausalLMOutputWithPast(logits=self._paused.logits, **{releases.CACHE: self.cache.branch(model)})
         kwargs = model._update_model_kwargs_for_generation(out, kwargs, num_new_tokens=steps) | {
             "logits_to_keep": steps
         }
@@ -301,7 +302,7 @@ def _pause(
     if chunk < input_ids.shape[1] and not (attachment and attachment.whole_prompt):
         generation_config.prefill_chunk_size = chunk
     out = model._prefill(input_ids, generation_config, kwargs)
-    cache, pad = out.past_key_values, generation_config.pad_token_id
+    cache, pad = releases.returned_cache(out), generation_config.pad_token_id
     return _Paused(input_ids, out.logits, cache, logits_processor, stopping_criteria, pad, kwargs)
 
 
@@ -402,7 +403,7 @@ def _decode(
 ) -> torch.Tensor:
     """Ids [B, prompt and answer]: `generate`'s decoding loop, step for step, from a cache that holds the prompt."""
     ids, kwargs = paused.ids, dict(paused.kwargs)
-    out = CausalLMOutputWithPast(logits=paused.logits, past_key_values=cache)
+    out = CausalLMOutputWithPast(logits=paused.logits, **{releases.CACHE: cache})
     with model._optimize_model_for_decode():
         while True:
             if clock is not None:
@@ -428,7 +429,7 @@ class _Texts(Prompt):
         clock.tick()
         out = model(prompt, use_cache=True, logits_to_keep=1)
         clock.tick()
-        self.prefill_ms, self.cache, self._logits = clock.elapsed_ms, out.past_key_values, out.logits[:, -1:]
+        self.prefill_ms, self.cache, self._logits = clock.elapsed_ms, releases.returned_cache(out), out.logits[:, -1:]
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
         target, steps = self._target, self._target.shape[1] - 1
@@ -436,7 +437,7 @@ class _Texts(Prompt):
         nll = _nll(self._logits, target[:, :1])
         for start in range(0, steps, _TARGET_BLOCK):
             block = target[:, start : min(start + _TARGET_BLOCK, steps)]
-            out = model(block, past_key_values=cache, use_cache=True)
+            out = model(block, **{releases.CACHE: cache}, use_cache=True)
             nll += _nll(out.logits, target[:, start + 1 : start + 1 + block.shape[1]])
         clock.tick()
         _check_finite(model, self._items, nll.isfinite())

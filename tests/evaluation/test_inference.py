@@ -7,6 +7,7 @@ import foveate
 from foveate.evaluation import inference
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.tasks.base import Item
+from tests.helpers import cached, returned_cache
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,7 @@ def test_predictions_along_the_answers_of_dense(model, tokenizer, monkeypatch, m
                 out = model(torch.tensor([item.prompt_ids]), use_cache=True)
                 logits = [out.logits[:, -1]]
                 for token in row[:-1]:
-                    out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+                    out = model(torch.tensor([[token]]), **cached(returned_cache(out)), use_cache=True)
                     logits.append(out.logits[:, -1])
             found[name] = torch.cat(logits).log_softmax(-1)
         theirs, ours = found["dense"], found[method]

@@ -14,7 +14,7 @@ from foveate import methods
 from foveate.calibration import choose
 from foveate.integrations.transformers import auto
 from foveate.integrations.transformers.study import Study
-from tests.helpers import CONFIGS, cut_rows, fingerprint, generate, left_padded, prepare, tiny_model, tokens
+from tests.helpers import CONFIGS, cached, cut_rows, fingerprint, generate, left_padded, prepare, tiny_model, tokens
 
 AUTO = "kascade:calibration=auto,anchors=3,top_k=9,tile=24"
 LEAST = 73  # tokens: tiles of 12 positions, the first behind more than 64 keys begins at 72
@@ -106,13 +106,13 @@ class TestTheFirstLongPrompt:
         mask = {"attention_mask": torch.ones_like(ids)} if how.endswith("all") else {}
 
         def outputs(cache, end=lambda: None):
-            out = [model(ids[:, :first], past_key_values=cache, **mask).logits]
+            out = [model(ids[:, :first], **cached(cache), **mask).logits]
             end()
             if not chunks:
-                out += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(first, first + 4)]
+                out += [model(ids[:, i : i + 1], **cached(cache)).logits for i in range(first, first + 4)]
                 cache.begin(second, assistant=False)
-            out.append(model(ids[:, cache.get_seq_length() : second], past_key_values=cache, **mask).logits)
-            out += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(second, 190)]
+            out.append(model(ids[:, cache.get_seq_length() : second], **cached(cache), **mask).logits)
+            out += [model(ids[:, i : i + 1], **cached(cache)).logits for i in range(second, 190)]
             return torch.cat(out, 1)
 
         told = {"prompt_length": second} if chunks else {}
@@ -143,16 +143,16 @@ class TestTheFirstLongPrompt:
     def test_decides_for_caches_that_are_older(self, model):
         with foveate.attached(model, AUTO):
             cache = foveate.Cache(model)
-            model(tokens(60), past_key_values=cache)
+            model(tokens(60), **cached(cache))
             model(tokens(120))
-            ours = model(tokens(1), past_key_values=cache).logits
+            ours = model(tokens(1), **cached(cache)).logits
             method = explicit(model)
         with foveate.attached(model, method):
             cache = foveate.Cache(model)
             end = dense_at_first(model, cache)
-            model(tokens(60), past_key_values=cache)
+            model(tokens(60), **cached(cache))
             end()
-            assert torch.equal(ours, model(tokens(1), past_key_values=cache).logits)
+            assert torch.equal(ours, model(tokens(1), **cached(cache)).logits)
 
     def test_decides_once(self, model, caplog):
         with foveate.attached(model, AUTO):
@@ -181,8 +181,8 @@ class TestTheFirstLongPrompt:
         mask[1, 110:190] = 0
         with foveate.attached(model, AUTO):
             cache = foveate.Cache(model, prompt_length=200)
-            model(ids[:, :100], attention_mask=mask, past_key_values=cache)
-            model(ids[:, 100:], attention_mask=mask, past_key_values=cache)
+            model(ids[:, :100], attention_mask=mask, **cached(cache))
+            model(ids[:, 100:], attention_mask=mask, **cached(cache))
             ours = found(model)
         assert ours == after(model, ids[1:, :100])
         assert ours != after(model, ids[:1, 20:100])
@@ -214,7 +214,7 @@ class TestTheFirstLongPrompt:
 
 def test_short_prompts_stay_dense_and_are_told_once(model, caplog):
     def outputs(cache):
-        return torch.cat([model(tokens(n), past_key_values=cache).logits for n in (LEAST - 1, 1, 1)], 1)
+        return torch.cat([model(tokens(n), **cached(cache)).logits for n in (LEAST - 1, 1, 1)], 1)
 
     with foveate.attached(model, "dense"):
         expected = outputs(foveate.Cache(model))

@@ -9,7 +9,7 @@ import transformers
 
 import foveate
 from foveate.integrations.transformers import dsa
-from tests.helpers import LargestTensor, tiny_model
+from tests.helpers import LargestTensor, cached, tiny_model
 
 SMALL = {
     "vocab_size": 64,
@@ -224,12 +224,12 @@ def test_a_decode_step_that_does_not_wait_says_afterwards_that_it_was_lost(model
     cache = transformers.DynamicCache(config=model.config)
     indexer = next(module for module in model.modules() if type(module).__name__.endswith("Indexer"))
     with foveate.attached(model):
-        model(ids(), past_key_values=cache)
-        model(ids(length=1), past_key_values=cache)
+        model(ids(), **cached(cache))
+        model(ids(length=1), **cached(cache))
         assert foveate.stats(model).layers[0].selections_lost == 0
         indexer.weights_proj.weight.fill_(torch.nan)
         with torch.inference_mode():
-            model(ids(length=1), past_key_values=cache)
+            model(ids(length=1), **cached(cache))
         found = foveate.stats(model, reset=True)
         assert found.layers[0].selections_lost == 1
         assert any("scores were NaN" in note for note in found.summary()["notes"])

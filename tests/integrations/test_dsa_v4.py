@@ -11,7 +11,7 @@ import transformers
 import foveate
 from foveate import csa
 from foveate.integrations.transformers.dsa import compressed
-from tests.helpers import LargestTensor
+from tests.helpers import LargestTensor, cached
 
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 SPARSE, HEAVY, WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
@@ -95,7 +95,7 @@ def test_pieces_with_a_cache(model, pieces):
     foveate.attach(model)
     cache, found = transformers.DynamicCache(config=model.config), []
     for piece in ids().split(pieces, 1):
-        found.append(model(piece, past_key_values=cache).logits)
+        found.append(model(piece, **cached(cache)).logits)
     close(torch.cat(found, 1), expected)
 
 
@@ -103,10 +103,10 @@ def test_pieces_with_a_cache(model, pieces):
 def test_a_cache_goes_from_one_to_the_other(model):
     expected = model(ids(), use_cache=False).logits
     cache = transformers.DynamicCache(config=model.config)
-    model(ids()[:, :13], past_key_values=cache)
+    model(ids()[:, :13], **cached(cache))
     with foveate.attached(model):
-        found = [model(ids()[:, 13:27], past_key_values=cache).logits]
-    found.append(model(ids()[:, 27:], past_key_values=cache).logits)
+        found = [model(ids()[:, 13:27], **cached(cache)).logits]
+    found.append(model(ids()[:, 27:], **cached(cache)).logits)
     close(torch.cat(found, 1), expected[:, 13:])
 
 
@@ -233,7 +233,7 @@ def test_no_tensor_of_queries_by_keys(monkeypatch, padding):
 def test_a_cache_keeps_no_more_than_it_must(model):
     cache = transformers.DynamicCache(config=model.config)
     with foveate.attached(model):
-        model(ids(2, 203), past_key_values=cache)
+        model(ids(2, 203), **cached(cache))
     layers = [layer for layer in cache.layers if hasattr(layer, "compress_rate")]
     assert layers
     for layer in layers:
@@ -262,9 +262,9 @@ def test_a_copy_is_attached_too(model):
 def test_padded_rows_must_be_compressed_from_the_beginning(model):
     mask, cache = torch.ones(2, 40, dtype=torch.int64), transformers.DynamicCache(config=model.config)
     mask[0, :5] = 0
-    model(ids()[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    model(ids()[:, :20], attention_mask=mask[:, :20], **cached(cache))
     with foveate.attached(model), pytest.raises(ValueError, match="padded rows that were compressed without foveate"):
-        model(ids()[:, 20:], attention_mask=mask, past_key_values=cache)
+        model(ids()[:, 20:], attention_mask=mask, **cached(cache))
 
 
 def test_gradients_are_those_of_masks():
@@ -296,8 +296,8 @@ def test_what_is_refused(model):
             model(ids(), attention_mask={"sliding_attention": mask})
         with pytest.raises(ValueError, match="position_ids must count the tokens of each row from its first real one"):
             model(ids(), position_ids=torch.arange(40).remainder(20)[None], use_cache=True)
-        with pytest.raises(ValueError, match=r"past_key_values has a DynamicLayer for layer \d, which compresses"):
-            model(ids(), past_key_values=transformers.DynamicCache())
+        with pytest.raises(ValueError, match=r"the cache has a DynamicLayer for layer \d, which compresses"):
+            model(ids(), **cached(transformers.DynamicCache()))
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
             model.model()
         with pytest.raises(ValueError, match="output_attentions=True is not possible"):
@@ -317,11 +317,11 @@ def test_a_cache_of_padded_rows_is_not_gone_on_with_without_foveate_or_without_a
     cache, mask = transformers.DynamicCache(config=model.config), torch.ones(2, 30, dtype=torch.int64)
     mask[0, :5] = 0
     with foveate.attached(model):
-        model(ids(length=30), attention_mask=mask, past_key_values=cache)
-        with pytest.raises(ValueError, match="attention_mask is missing: past_key_values holds rows with padding"):
-            model(ids(length=4, seed=1), past_key_values=cache)
+        model(ids(length=30), attention_mask=mask, **cached(cache))
+        with pytest.raises(ValueError, match="attention_mask is missing: the cache holds rows with padding"):
+            model(ids(length=4, seed=1), **cached(cache))
     with pytest.raises(KeyError):
-        model(ids(length=10, seed=1), past_key_values=cache)
+        model(ids(length=10, seed=1), **cached(cache))
 
 
 def test_padding_is_refused_with_gradient_checkpointing(model):

@@ -12,7 +12,19 @@ from torch import nn
 
 import foveate
 from foveate import methods
-from tests.helpers import CONFIGS, VOCAB, fingerprint, generate, left_padded, prepare, tiny_model, tokens
+from tests.helpers import (
+    CACHE,
+    CONFIGS,
+    VOCAB,
+    cached,
+    fingerprint,
+    generate,
+    left_padded,
+    prepare,
+    returned_cache,
+    tiny_model,
+    tokens,
+)
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -324,19 +336,19 @@ def test_a_forward_call_beyond_the_positions(dense):
     with torch.no_grad():
         with pytest.raises(ValueError, match=says("513", "max_position_embeddings of 512")):
             dense(tokens(513))
-        cache = dense(tokens(500)).past_key_values
+        cache = returned_cache(dense(tokens(500)))
         with pytest.raises(ValueError, match=says("513", "max_position_embeddings of 512")):
-            dense(tokens(13), past_key_values=cache)
+            dense(tokens(13), **cached(cache))
         assert cache.get_seq_length() == 500
-        dense(tokens(12), past_key_values=cache)
+        dense(tokens(12), **cached(cache))
 
 
 @pytest.mark.parametrize("only_new", [False, True], ids=["whole_conversation", "only_new_ids"])
 def test_a_turn_beyond_the_positions_is_refused_before_it_starts(dense, only_new):
     out = dense.generate(tokens(480), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
-    cache, ids = out.past_key_values, torch.cat([out.sequences, tokens(6)], 1)
+    cache, ids = returned_cache(out), torch.cat([out.sequences, tokens(6)], 1)
     seen = cache.get_seq_length()
-    options = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": 30}
+    options = {"attention_mask": torch.ones_like(ids), **cached(cache), "max_new_tokens": 30}
     with pytest.raises(ValueError, match=says("max_position_embeddings of 512")):
         dense.generate(ids[:, seen:] if only_new else ids, **options)
     assert cache.get_seq_length() == seen
@@ -357,17 +369,17 @@ def foreign_caches(model):
 def test_a_cache_of_transformers(h2o, kind, how):
     cache = foreign_caches(h2o)[kind]
     call = generate if how == "generate" else type(h2o).__call__
-    with pytest.raises(ValueError, match=says(f"past_key_values is a {kind}", "pass foveate.Cache(model)")):
-        call(h2o, tokens(20), past_key_values=cache)
+    with pytest.raises(ValueError, match=says(f"{CACHE} is a {kind}", "pass foveate.Cache(model)")):
+        call(h2o, tokens(20), **cached(cache))
     assert cache.get_seq_length() == 0
 
 
 def test_a_filled_cache_of_transformers_in_training(h2o):
     h2o.train()
     cache = transformers.DynamicCache(config=h2o.config)
-    h2o(tokens(20), past_key_values=cache)
+    h2o(tokens(20), **cached(cache))
     with pytest.raises(ValueError, match=says("cache that is not foveate's", "foveate.Cache(model)")):
-        h2o(tokens(5), past_key_values=cache)
+        h2o(tokens(5), **cached(cache))
 
 
 @pytest.mark.parametrize("implementation", ["static", "offloaded", "quantized"])
@@ -390,14 +402,14 @@ def test_a_cache_of_another_model_or_method(h2o, how, whose):
             other = copy.deepcopy(h2o) if "copy" in whose else tiny_model(seed=1)
             if "copy" not in whose:
                 foveate.attach(other, h2o.foveate.method)
-            cache = other(ids).past_key_values
+            cache = returned_cache(other(ids))
         else:
-            cache = h2o(ids).past_key_values
+            cache = returned_cache(h2o(ids))
             foveate.attach(h2o, "dense" if whose == "another_method" else h2o.foveate.method)
         call = generate if how == "generate" else type(h2o).__call__
         more = torch.cat([ids, tokens(3)], 1) if how == "generate" else tokens(3)
         with pytest.raises(ValueError, match=says("another model or another attached method", "start a new cache")):
-            call(h2o, more, past_key_values=cache)
+            call(h2o, more, **cached(cache))
     assert cache.get_seq_length() == 20
 
 
@@ -410,9 +422,9 @@ def test_a_cache_needs_an_attached_model(model):
 
 @pytest.mark.parametrize("new", [1, 5])
 def test_new_ids_without_a_mask_on_a_cache(h2o, new):
-    cache = h2o.generate(tokens(20), max_new_tokens=4, return_dict_in_generate=True).past_key_values
+    cache = returned_cache(h2o.generate(tokens(20), max_new_tokens=4, return_dict_in_generate=True))
     with pytest.raises(ValueError, match=says("the cache holds 23 tokens", f"cover {new}", "whole conversation")):
-        h2o.generate(tokens(new), past_key_values=cache, max_new_tokens=4)
+        h2o.generate(tokens(new), **cached(cache), max_new_tokens=4)
     assert cache.get_seq_length() == 23
 
 
@@ -422,8 +434,8 @@ def test_assisted_decoding_on_a_cache_in_use(h2o, how):
     ids = torch.cat([first.sequences, tokens(5)], 1)
     options = {how: tiny_model(seed=1) if how == "assistant_model" else 3}
     with pytest.raises(ValueError, match=says("assisted decoding must start on an empty cache")):
-        generate(h2o, ids, past_key_values=first.past_key_values, **options)
-    assert first.past_key_values.get_seq_length() == 23
+        generate(h2o, ids, **cached(returned_cache(first)), **options)
+    assert returned_cache(first).get_seq_length() == 23
 
 
 def layer_lengths(cache):
@@ -433,19 +445,19 @@ def layer_lengths(cache):
 @pytest.mark.parametrize("method", [name for name in methods.names() if methods.get(name).stateful])
 def test_what_is_final_cannot_be_cropped(model, method):
     with torch.no_grad(), foveate.attached(model, method, **methods.get(method).small_budget):
-        cache = model(tokens(40)).past_key_values
-        model(tokens(1), past_key_values=cache)
+        cache = returned_cache(model(tokens(40)))
+        model(tokens(1), **cached(cache))
         with pytest.raises(ValueError, match=says("crop(-1)", "final", "activate_past_recording()")):
             cache.crop(-1)
         assert layer_lengths(cache) == [41] * 3
-        model(tokens(1), past_key_values=cache)
+        model(tokens(1), **cached(cache))
 
 
 @pytest.mark.parametrize("dense_layer", [0, 2])
 def test_a_refused_crop_changes_no_layer(model, dense_layer):
     layers = {dense_layer: "dense", "rest": "h2o:top_k=4,window=4"}
     with torch.no_grad(), foveate.attached(model, "per_layer", layers=layers):
-        cache = model(tokens(40)).past_key_values
+        cache = returned_cache(model(tokens(40)))
         with pytest.raises(ValueError, match="final"):
             cache.crop(-3)
         assert layer_lengths(cache) == [40] * 3
@@ -453,7 +465,7 @@ def test_a_refused_crop_changes_no_layer(model, dense_layer):
 
 def test_crops_that_make_no_sense(dense):
     with torch.no_grad():
-        cache = dense(tokens(20)).past_key_values
+        cache = returned_cache(dense(tokens(20)))
         with pytest.raises(ValueError, match=says("negative number of tokens to remove, not 3")):
             cache.crop(3)
         with pytest.raises(ValueError, match=says("crop(-21) of a cache of 20 tokens")):
@@ -466,14 +478,14 @@ def test_crops_that_make_no_sense(dense):
 
 def test_a_padded_prompt_cannot_be_cropped(dense):
     with torch.no_grad():
-        cache = dense(**left_padded([20, 9])).past_key_values
+        cache = returned_cache(dense(**left_padded([20, 9])))
         with pytest.raises(ValueError, match=says("padded prompt cannot be cropped")):
             cache.crop(-1)
         assert layer_lengths(cache) == [20] * 3
 
 
 def test_the_cache_cannot_be_offloaded(dense):
-    cache = dense(tokens(9)).past_key_values
+    cache = returned_cache(dense(tokens(9)))
     with pytest.raises(ValueError, match="cannot be offloaded"):
         cache.layers[0].offload()
 
@@ -509,10 +521,10 @@ def refused(model, cache, message, ids, **options):
     """The call raises, and the cache is as it was: the next step gives what it would have given."""
     twin = copy.deepcopy(cache)
     with pytest.raises(ValueError, match=message):
-        model(ids, past_key_values=cache, **options)
+        model(ids, **cached(cache), **options)
     assert layer_lengths(cache) == layer_lengths(twin)
     following = tokens(cache.layers[0].batch_size, seed=8).T
-    after, untouched = (model(following, past_key_values=one).logits for one in (cache, twin))
+    after, untouched = (model(following, **cached(one)).logits for one in (cache, twin))
     torch.testing.assert_close(after, untouched)
 
 
@@ -526,23 +538,23 @@ class TestRefusedCallsLeaveTheCacheAsItWas:
             yield model
 
     def test_a_mask_of_pairs(self, model):
-        cache = model(tokens(20, batch=2)).past_key_values
+        cache = returned_cache(model(tokens(20, batch=2)))
         pairs = torch.ones(2, 1, 3, 23, dtype=torch.bool).tril(20)
         refused(model, cache, says("(2, 1, 3, 23)", "2-D mask"), tokens(3, batch=2), attention_mask=pairs)
 
     def test_another_batch_size(self, model):
-        cache = model(tokens(20, batch=2)).past_key_values
+        cache = returned_cache(model(tokens(20, batch=2)))
         refused(model, cache, says("the cache holds 2 sequences, but the batch has 3"), tokens(1, batch=3))
 
     def test_padding_after_the_prompt(self, model):
-        cache = model(tokens(20, batch=2)).past_key_values
+        cache = returned_cache(model(tokens(20, batch=2)))
         mask = torch.ones(2, 23, dtype=torch.int64)
         mask[1, 20] = 0
         message = says("padding after the prompt", "generate")
         refused(model, cache, message, tokens(3, batch=2), attention_mask=mask)
 
     def test_a_mask_that_is_too_short(self, model):
-        cache = model(tokens(20, batch=2)).past_key_values
+        cache = returned_cache(model(tokens(20, batch=2)))
         mask = torch.ones(2, 3, dtype=torch.int64)
         mask[1, 0] = 0
         message = says("attention_mask covers 3 tokens", "holds 20", "3 are new")
@@ -554,7 +566,7 @@ def test_a_refused_call_beside_sliding_layers_is_no_trap(ending):
     """Layers that are not foveate's may have taken the tokens: then the cache is refused from there on."""
     model = tiny_model("gemma3")
     with torch.no_grad(), foveate.attached(model, "dense"):
-        cache = model(tokens(20, batch=2)).past_key_values
+        cache = returned_cache(model(tokens(20, batch=2)))
         twin, following = copy.deepcopy(cache), tokens(1, batch=2, seed=8)
         mask = torch.ones(2, 21, dtype=torch.int64)
         mask[1, 20] = 0
@@ -562,10 +574,10 @@ def test_a_refused_call_beside_sliding_layers_is_no_trap(ending):
         if ending == "batch":
             refused_call = {"input_ids": tokens(1, batch=3)}
         with pytest.raises((ValueError, RuntimeError)):
-            model(**refused_call, past_key_values=cache)
+            model(**refused_call, **cached(cache))
         with contextlib.suppress(ValueError):
-            after = model(following, past_key_values=cache).logits
-            torch.testing.assert_close(after, model(following, past_key_values=twin).logits)
+            after = model(following, **cached(cache)).logits
+            torch.testing.assert_close(after, model(following, **cached(twin)).logits)
 
 
 def interrupt(*_):
@@ -575,19 +587,19 @@ def interrupt(*_):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_cache_whose_forward_was_interrupted(dense, layer):
     with torch.no_grad():
-        cache = dense(tokens(20)).past_key_values
+        cache = returned_cache(dense(tokens(20)))
         hook = dense.model.layers[layer].self_attn.o_proj.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            dense(tokens(3), past_key_values=cache)
+            dense(tokens(3), **cached(cache))
         hook.remove()
         with pytest.raises(ValueError, match=says("interrupted", "start a new cache")):
-            dense(tokens(3), past_key_values=cache)
+            dense(tokens(3), **cached(cache))
         dense(tokens(3))
 
 
 def test_gradients_through_a_cache(dense):
     first = dense(tokens(20))
-    second = dense(tokens(3), past_key_values=first.past_key_values)
+    second = dense(tokens(3), **cached(returned_cache(first)))
     first.logits.sum().backward()
     with pytest.raises(RuntimeError, match=says("gradients do not flow through foveate's cache", "use_cache=False")):
         second.logits.sum().backward()
@@ -638,3 +650,111 @@ def test_gradient_checkpointing_is_refused_where_layers_read_what_others_chose(m
     finally:
         model.gradient_checkpointing_disable()
         model.eval().zero_grad()
+
+
+# Attaching, detaching, and what was attached before
+
+
+@torch.no_grad()
+def test_a_cache_after_its_method_was_detached(h2o):
+    """Transformers' own attention would see the new token alone."""
+    cache = returned_cache(h2o(tokens(20)))
+    foveate.detach(h2o)
+    with pytest.raises(ValueError, match=says("foveate cache", "may have been detached", "start a new cache")):
+        h2o(tokens(1), **cached(cache))
+    assert cache.get_seq_length() == 20
+    h2o(tokens(1))
+
+
+@torch.no_grad()
+def test_a_cache_after_a_failed_forward_and_detach(h2o):
+    cache = returned_cache(h2o(tokens(20)))
+    hook = h2o.lm_head.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        h2o(tokens(1), **cached(cache))
+    hook.remove()
+    foveate.detach(h2o)
+    with pytest.raises(ValueError, match="may have been detached"):
+        h2o(tokens(1), **cached(cache))
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_what_was_attached_before_is_back_after_a_block(h2o, error):
+    expected, before = generate(h2o, tokens(40)), fingerprint(h2o)
+    attachment, ids = h2o.foveate, tokens(41)
+    cache = returned_cache(h2o.generate(ids[:, :36], max_new_tokens=5, do_sample=False, return_dict_in_generate=True))
+    steps, outcome = foveate.stats(h2o).layers[0].decode_steps, contextlib.nullcontext()
+    if error:
+        outcome = pytest.raises(ZeroDivisionError)
+    with outcome, foveate.attached(h2o, "luka"):
+        generate(h2o, tokens(40))
+        assert foveate.stats(h2o).layers[0].method.startswith("luka")
+        if error:
+            raise ZeroDivisionError
+    assert h2o.foveate is attachment
+    assert foveate.stats(h2o).layers[0].decode_steps == steps
+    assert {key[:2] for key in fingerprint(h2o)} == {key[:2] for key in before}
+    assert torch.equal(generate(h2o, tokens(40)), expected)
+    with torch.no_grad():
+        h2o(tokens(1), **cached(cache))
+    foveate.detach(h2o)
+    plain = tiny_model()
+    assert torch.equal(generate(h2o, tokens(40)), generate(plain, tokens(40)))
+
+
+def test_blocks_in_blocks(model):
+    plain = generate(model, tokens(40))
+    with foveate.attached(model, "h2o", top_k=4, window=4):
+        outer = generate(model, tokens(40))
+        with foveate.attached(model, "streaming", window=4), foveate.attached(model, "luka"):
+            pass
+        assert torch.equal(generate(model, tokens(40)), outer)
+    assert torch.equal(generate(model, tokens(40)), plain)
+
+
+# Numbers that are none
+
+
+@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("how", ["generate", "forward"])
+def test_weights_that_are_nan(model, method, how):
+    """The second layer's values are NaN: the error names it and its method."""
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    call = generate if how == "generate" else type(model).__call__
+    settings = methods.get(method).small_budget
+    with torch.no_grad(), foveate.attached(model, method, **settings):
+        name = foveate.stats(model).layers[1].method
+        with pytest.raises(ValueError, match=says(f"layer 1 ({name})", "not finite", "weights", "torch.float32")):
+            call(model, tokens(60))
+
+
+def test_nan_behind_the_last_attention(model):
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.fill_(float("nan"))
+    with foveate.attached(model, "h2o"), pytest.raises(ValueError, match=says("after the last layer", "not finite")):
+        generate(model, tokens(60))
+
+
+# Rows
+
+
+@pytest.mark.parametrize("how", ["generate", "forward"])
+def test_a_prompt_without_tokens(h2o, how):
+    call = generate if how == "generate" else type(h2o).__call__
+    with pytest.raises(ValueError, match=says("input_ids has shape (1, 0)", "at least one token")):
+        call(h2o, tokens(0))
+
+
+def test_padding_on_the_right(h2o):
+    batch = left_padded([20, 9])
+    flipped = {name: x.flip(1) for name, x in batch.items()}
+    with pytest.raises(ValueError, match=says("row 1 of attention_mask ends with padding", "padding_side = 'left'")):
+        h2o.generate(**flipped, max_new_tokens=4)
+
+
+def test_a_row_that_is_all_padding(h2o):
+    batch = left_padded([20, 9, 20])
+    batch["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match=says("row 1 of attention_mask is all padding", "at least one token")):
+        h2o.generate(**batch, max_new_tokens=4)

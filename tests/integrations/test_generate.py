@@ -17,12 +17,14 @@ from tests.helpers import (
     CONFIGS,
     FAMILIES,
     assistant,
+    cached,
     cut_rows,
     fingerprint,
     generate,
     left_padded,
     prepare,
     repetitive,
+    returned_cache,
     tiny_model,
     tokens,
 )
@@ -96,14 +98,14 @@ def begin(model, inputs, **options):
     out = model.generate(**inputs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, **options)
     mask = inputs["attention_mask"]
     mask = torch.cat([mask, mask.new_ones(len(mask), 6)], 1)
-    return out.sequences, mask, out.past_key_values
+    return out.sequences, mask, returned_cache(out)
 
 
 def go_on(model, sequences, mask, cache, said, said_mask=None, new: int = 8, **options):
     """Next turn: the ids said are appended to the conversation."""
     said_mask = torch.ones_like(said) if said_mask is None else said_mask
     ids, mask = torch.cat([sequences, said], 1), torch.cat([mask, said_mask], 1)
-    return generate(model, ids, new, attention_mask=mask, past_key_values=cache, **options)
+    return generate(model, ids, new, attention_mask=mask, **cached(cache), **options)
 
 
 # Dense is the stock model
@@ -156,7 +158,7 @@ def test_dense_logits_of_bare_forward_calls(family, use_cache):
         with foveate.attached(model, "dense"):
             out = model(ids, use_cache=use_cache)
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
-    assert (out.past_key_values is not None) == use_cache
+    assert (returned_cache(out) is not None) == use_cache
 
 
 @every_family
@@ -167,8 +169,8 @@ def test_dense_logits_of_several_forward_calls_on_one_cache(family):
         with foveate.attached(model, "dense"):
             cache, logits = None, []
             for first, last in ((0, 21), (21, 22), (22, 30), (30, 31), (31, 40)):
-                out = model(ids[:, first:last], past_key_values=cache)
-                cache = out.past_key_values
+                out = model(ids[:, first:last], **cached(cache))
+                cache = returned_cache(out)
                 logits.append(out.logits)
     assert isinstance(cache, foveate.Cache)
     assert cache.get_seq_length() == 40
@@ -222,11 +224,11 @@ def test_dense_beams_on_a_cache_made_for_them(family):
 def test_dense_continues_after_a_crop():
     model, ids = tiny_model(), tokens(30)
     with torch.no_grad(), foveate.attached(model, "dense"):
-        cache = model(ids).past_key_values
-        model(tokens(5, seed=1), past_key_values=cache)
+        cache = returned_cache(model(ids))
+        model(tokens(5, seed=1), **cached(cache))
         cache.crop(-9)
         assert cache.get_seq_length() == 26
-        logits = model(ids[:, 26:], past_key_values=cache).logits
+        logits = model(ids[:, 26:], **cached(cache)).logits
         expected = model(ids).logits[:, 26:]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
@@ -274,8 +276,8 @@ def test_the_method_is_active(family, method):
     model, ids = tiny_model(family), tokens(PROMPT + 1)
 
     def next_logits():
-        cache = model(ids[:, :PROMPT]).past_key_values
-        return model(ids[:, PROMPT:], past_key_values=cache).logits
+        cache = returned_cache(model(ids[:, :PROMPT]))
+        return model(ids[:, PROMPT:], **cached(cache)).logits
 
     with torch.no_grad():
         stock = next_logits()
@@ -379,7 +381,7 @@ def test_a_loop_of_forward_calls_gives_the_greedy_tokens(method, context):
         out = model(single()["input_ids"])
         chosen = [out.logits[:, -1].argmax(-1)]
         for _ in range(11):
-            out = model(chosen[-1][:, None], past_key_values=out.past_key_values)
+            out = model(chosen[-1][:, None], **cached(returned_cache(out)))
             chosen.append(out.logits[:, -1].argmax(-1))
     assert torch.equal(torch.stack(chosen, 1), greedy("llama", method))
 
@@ -390,10 +392,10 @@ def test_a_prompt_fed_by_hand_gives_the_greedy_tokens(method):
     with torch.no_grad(), foveate.attached(model, spec(method)):
         cache = foveate.Cache(model, prompt_length=PROMPT)
         for first in range(0, PROMPT, 20):
-            out = model(ids[:, first : first + 20], past_key_values=cache)
+            out = model(ids[:, first : first + 20], **cached(cache))
         chosen = [out.logits[:, -1].argmax(-1)]
         for _ in range(11):
-            chosen.append(model(chosen[-1][:, None], past_key_values=cache).logits[:, -1].argmax(-1))
+            chosen.append(model(chosen[-1][:, None], **cached(cache)).logits[:, -1].argmax(-1))
     assert torch.equal(torch.stack(chosen, 1), greedy("llama", method))
 
 
@@ -420,12 +422,10 @@ def test_two_turns_in_chunks_equal_whole_turns(method, new):
 
     def talk(cuts):
         out = model.generate(**single(), max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
-        cache, ids = out.past_key_values, torch.cat([out.sequences[:, -1:], said], 1)
+        cache, ids = returned_cache(out), torch.cat([out.sequences[:, -1:], said], 1)
         cache.begin(PROMPT + new + 13, assistant=False)
-        logits = [
-            model(ids[:, first:last], past_key_values=cache).logits for first, last in zip([0, *cuts], [*cuts, 14])
-        ]
-        logits.append(model(tokens(1, seed=60), past_key_values=cache).logits)
+        logits = [model(ids[:, first:last], **cached(cache)).logits for first, last in zip([0, *cuts], [*cuts, 14])]
+        logits.append(model(tokens(1, seed=60), **cached(cache)).logits)
         return torch.cat(logits, 1)
 
     with torch.no_grad(), foveate.attached(model, spec(method)):
@@ -441,7 +441,7 @@ def test_turns_of_a_window_equal_one_long_prompt(method, new):
         out = model.generate(**single(), max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
         everything = torch.cat([out.sequences, said], 1)
         expected = generate(model, everything)
-        assert torch.equal(generate(model, everything, past_key_values=out.past_key_values), expected)
+        assert torch.equal(generate(model, everything, **cached(returned_cache(out))), expected)
 
 
 @every_method
@@ -452,7 +452,7 @@ def test_new_ids_alone_equal_the_whole_conversation(method):
         sequences, mask, cache = begin(model, single())
         fresh = torch.cat([sequences[:, -1:], said], 1)
         mask = torch.cat([mask, torch.ones_like(said)], 1)
-        assert torch.equal(generate(model, fresh, 8, attention_mask=mask, past_key_values=cache), whole)
+        assert torch.equal(generate(model, fresh, 8, attention_mask=mask, **cached(cache)), whole)
 
 
 @every_method
@@ -472,10 +472,10 @@ def test_a_reset_cache_is_a_new_one(method):
     model = tiny_model()
     with foveate.attached(model, spec(method)):
         cache = foveate.Cache(model)
-        generate(model, tokens(30, seed=9), past_key_values=cache)
+        generate(model, tokens(30, seed=9), **cached(cache))
         cache.reset()
         assert cache.get_seq_length() == 0
-        assert torch.equal(run(model, single(), past_key_values=cache), greedy("llama", method))
+        assert torch.equal(run(model, single(), **cached(cache)), greedy("llama", method))
 
 
 @every_method
@@ -485,13 +485,13 @@ def test_decoding_that_is_taken_back_leaves_no_trace(method):
     def logits_after(detour: int):
         cache = foveate.Cache(model)
         cache.activate_past_recording()
-        model(single()["input_ids"], past_key_values=cache)
+        model(single()["input_ids"], **cached(cache))
         for step in range(4):
-            model(tokens(1, seed=step), past_key_values=cache)
+            model(tokens(1, seed=step), **cached(cache))
         if detour:
-            model(tokens(detour, seed=77), past_key_values=cache)
+            model(tokens(detour, seed=77), **cached(cache))
             cache.crop(-detour)
-        out = [model(tokens(1, seed=20 + step), past_key_values=cache).logits for step in range(6)]
+        out = [model(tokens(1, seed=20 + step), **cached(cache)).logits for step in range(6)]
         assert cache.get_seq_length() == PROMPT + 10
         return torch.cat(out)
 
@@ -586,7 +586,7 @@ def test_a_training_forward_builds_no_cache():
     model = tiny_model().train()
     with foveate.attached(model, "h2o"):
         out = model(tokens(20))
-    assert not isinstance(out.past_key_values, foveate.Cache) or out.past_key_values.get_seq_length() == 0
+    assert not isinstance(returned_cache(out), foveate.Cache) or returned_cache(out).get_seq_length() == 0
 
 
 # Attaching and detaching
@@ -648,7 +648,7 @@ def test_attaching_a_base_model():
         expected = model(ids).last_hidden_state
         with foveate.attached(model, "dense"):
             out = model(ids)
-    assert isinstance(out.past_key_values, foveate.Cache)
+    assert isinstance(returned_cache(out), foveate.Cache)
     torch.testing.assert_close(out.last_hidden_state, expected, rtol=1e-4, atol=1e-4)
     assert fingerprint(model) == before
 

@@ -10,7 +10,7 @@ import torch
 import foveate
 from foveate import methods
 from foveate.integrations.transformers import graphs, steps
-from tests.helpers import FAMILIES, SLIDING, assistant, generate, left_padded, tiny_model, tokens
+from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, tiny_model, tokens
 from tests.recorded import record
 
 SPECS = [
@@ -90,21 +90,21 @@ def test_turns_chunks_copies_and_forward_passes_go_on_from_replayed_steps(spec):
     found = []
     for one in (plain, model):
         cache = foveate.Cache(one)
-        first = one.generate(tokens(40, 2), max_new_tokens=9, do_sample=False, past_key_values=cache)
+        first = one.generate(tokens(40, 2), max_new_tokens=9, do_sample=False, **cached(cache))
         twin = copy.deepcopy(cache)
         second = torch.cat([first, tokens(12, 2, seed=4)], 1)
         outs = [
             one.generate(
-                second, max_new_tokens=8, do_sample=False, past_key_values=kept, attention_mask=torch.ones_like(second)
+                second, max_new_tokens=8, do_sample=False, **cached(kept), attention_mask=torch.ones_like(second)
             )
             for kept in (cache, twin)
         ]
-        outs.append(one(outs[0][:, -1:], past_key_values=cache).logits.argmax(-1))
+        outs.append(one(outs[0][:, -1:], **cached(cache)).logits.argmax(-1))
         cache.reorder_cache(torch.tensor([1, 0]))
-        outs.append(one(outs[0][:, -1:], past_key_values=cache).logits.argmax(-1))
+        outs.append(one(outs[0][:, -1:], **cached(cache)).logits.argmax(-1))
         cache.batch_repeat_interleave(2)
         third = torch.cat([outs[0].flip(0).repeat_interleave(2, 0), tokens(9, 4, seed=5)], 1)
-        more = {"past_key_values": cache, "attention_mask": torch.ones_like(third)}
+        more = {**cached(cache), "attention_mask": torch.ones_like(third)}
         outs.append(one.generate(third, max_new_tokens=8, do_sample=False, **more))
         outs.append(one.generate(tokens(40, 2), max_new_tokens=9, do_sample=False, prefill_chunk_size=13))
         found.append(outs)
@@ -138,7 +138,7 @@ def test_other_decoding_takes_ordinary_steps_and_says_why():
     for options, reason in (
         ({"num_beams": 2}, "beam_search"),
         ({"use_cache": False}, "use_cache=False"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     ):
         outs = [generate_with(one, **options) for one in (model, plain)]
@@ -174,13 +174,13 @@ def test_weights_may_be_replaced_between_turns():
     for settings in ({"cuda_graph": False}, {}):
         model = attached("dense", **settings)
         cache = foveate.Cache(model)
-        first = model.generate(tokens(40, 2), max_new_tokens=9, do_sample=False, past_key_values=cache)
+        first = model.generate(tokens(40, 2), max_new_tokens=9, do_sample=False, **cached(cache))
         torch.manual_seed(5)
         for weight in model.parameters():  # others at other addresses, and what was there is gone
             old, weight.data = weight.data, torch.randn_like(weight) * 0.2
             old.fill_(torch.nan)
         second = torch.cat([first, tokens(12, 2, seed=4)], 1)
-        more = {"past_key_values": cache, "attention_mask": torch.ones_like(second)}
+        more = {**cached(cache), "attention_mask": torch.ones_like(second)}
         outs.append(model.generate(second, max_new_tokens=9, do_sample=False, **more))
     assert torch.equal(*outs)
     assert foveate.stats(model).graphs.captured == 2

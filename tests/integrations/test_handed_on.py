@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import foveate
-from tests.helpers import tiny_model
+from tests.helpers import cached, tiny_model
 
 METHODS = [
     "quest:top_k=6,page_size=3,min_pages=1,dense_layers=0",
@@ -29,12 +29,12 @@ def ids():
 def test_a_prompt_cropped_before_its_end_goes_on_as_if_nothing_had_been(model, ids, method):
     with foveate.attached(model, method):
         cropped, fresh = (foveate.Cache(model, prompt_length=40) for _ in range(2))
-        model(torch.cat([ids[:, :20], ids[:, :10]], 1), past_key_values=cropped)
+        model(torch.cat([ids[:, :20], ids[:, :10]], 1), **cached(cropped))
         cropped.crop(-10)
         for cache in (cropped, fresh):
-            model(ids[:, cache.get_seq_length() : 40], past_key_values=cache)
+            model(ids[:, cache.get_seq_length() : 40], **cached(cache))
         for i in range(40, 48):
-            outs = [model(ids[:, i : i + 1], past_key_values=cache).logits for cache in (cropped, fresh)]
+            outs = [model(ids[:, i : i + 1], **cached(cache)).logits for cache in (cropped, fresh)]
             torch.testing.assert_close(*outs)
 
 
@@ -42,9 +42,9 @@ def test_a_prompt_cropped_before_its_end_goes_on_as_if_nothing_had_been(model, i
 def test_nothing_gathers_while_a_model_in_training_generates(model, ids):
     with foveate.attached(model.train(), METHODS[1]):
         cache, left = foveate.Cache(model, prompt_length=40), set()
-        model(ids[:, :40], past_key_values=cache)
+        model(ids[:, :40], **cached(cache))
         for i in range(40, 48):
-            model(ids[:, i : i + 1], past_key_values=cache)
+            model(ids[:, i : i + 1], **cached(cache))
             left.add(len(cache.phase.forward))
         cache.reset()
         assert left == {1}

@@ -6,7 +6,7 @@ import torch
 import foveate
 from foveate import methods, ops
 from foveate.methods import Together
-from tests.helpers import left_padded, tiny_model, tokens
+from tests.helpers import cached, left_padded, tiny_model, tokens
 
 GROUP = [
     "dense",
@@ -46,7 +46,7 @@ def read(model, batch, chunk=None):
     for piece in torch.arange(ids.shape[1]).split(chunk or ids.shape[1]):
         seen = mask[:, : piece[-1] + 1] if mask is not None else None
         positions = seen.cumsum(1)[:, piece].sub(1).clamp_min(0) if mask is not None else None
-        options = {"attention_mask": seen, "position_ids": positions, "past_key_values": cache, "logits_to_keep": 1}
+        options = {"attention_mask": seen, "position_ids": positions, **cached(cache), "logits_to_keep": 1}
         logits = model(ids[:, piece], **options).logits
     return logits[:, -1], cache
 
@@ -58,7 +58,7 @@ def go_on(model, batch, logits, cache, steps=STEPS):
     for _ in range(steps):
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        options = {"attention_mask": mask, "position_ids": positions, **cached(cache)}
         made.append(model(made[-1].argmax(-1, keepdim=True), **options).logits[:, -1])
         positions = positions + 1 if mask is not None else None
     return torch.stack(made), foveate.stats(model).to_dict()
@@ -145,7 +145,7 @@ def test_what_cannot_go_on_is_refused():
     with foveate.attached(model, Together((methods.parse("dense"),))), torch.inference_mode():
         _, cache = read(model, batch)
         unfinished = foveate.Cache(model, prompt_length=90)
-        model(batch["input_ids"], past_key_values=unfinished)
+        model(batch["input_ids"], **cached(unfinished))
     with foveate.attached(model, "h2o"):
         with pytest.raises(ValueError, match="h2o is not among the methods that the prompt was read for: dense"):
             cache.branch(model)
@@ -157,4 +157,4 @@ def test_what_cannot_go_on_is_refused():
     with foveate.attached(model, Together((methods.parse("dense"),))):
         _, cache = read(model, batch)
         with pytest.raises(ValueError, match="take a branch"):
-            model(tokens(1), past_key_values=cache)
+            model(tokens(1), **cached(cache))

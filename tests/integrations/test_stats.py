@@ -7,7 +7,7 @@ import torch
 
 import foveate
 from foveate import methods
-from tests.helpers import SLIDING, generate, left_padded, tiny_model, tokens
+from tests.helpers import SLIDING, cached, generate, left_padded, returned_cache, tiny_model, tokens
 
 PROMPT, NEW = 61, 12
 STEPS = NEW - 1
@@ -137,8 +137,8 @@ def test_a_context_below_the_budget_is_read_whole():
 def test_tokens_fed_together_count_like_single_steps():
     model = tiny_model()
     with torch.no_grad(), foveate.attached(model, "dense"):
-        cache = model(tokens(PROMPT)).past_key_values
-        model(tokens(11), past_key_values=cache)
+        cache = returned_cache(model(tokens(PROMPT)))
+        model(tokens(11), **cached(cache))
         layer = foveate.stats(model).layers[0]
     assert layer.decode_steps == 11
     assert layer.keys_read_per_step == layer.keys_available_per_step == 67
@@ -233,7 +233,7 @@ def resident_after(method: str, prompt: int = 480, **options) -> int:
     with foveate.attached(model, method, **options):
         out = model.generate(tokens(prompt), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
         found = foveate.stats(model).resident_bytes
-        assert found == out.past_key_values.resident_bytes
+        assert found == returned_cache(out).resident_bytes
     return found
 
 
@@ -253,7 +253,7 @@ def test_resident_bytes_cover_unchanged_layers_too():
     model = tiny_model("gemma3")
     with foveate.attached(model, "streaming:sinks=2,window=13"):
         out = model.generate(tokens(PROMPT), max_new_tokens=NEW, return_dict_in_generate=True)
-        cache, found = out.past_key_values, foveate.stats(model).resident_bytes
+        cache, found = returned_cache(out), foveate.stats(model).resident_bytes
         sliding = [cache.layers[index] for index in SLIDING["gemma3"]]
         own = sum(cache.layers[index].store.resident_bytes for index in (1, 3))
     held = sum(tensor.nbytes for layer in sliding for tensor in (layer.keys, layer.values))
@@ -265,7 +265,7 @@ def test_resident_bytes_are_those_of_the_cache_filled_last_also_when_it_is_gone(
     with foveate.attached(model, "dense"):
         assert foveate.stats(model).resident_bytes == 0
         cache = foveate.Cache(model)
-        generate(model, tokens(20), past_key_values=cache)
+        generate(model, tokens(20), **cached(cache))
         held = cache.resident_bytes
         del cache
         assert foveate.stats(model, reset=True).resident_bytes == held > 0

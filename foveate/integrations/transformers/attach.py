@@ -13,18 +13,17 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import GenerationMode
 
 from foveate.cache import Counters
-from foveate.integrations.transformers import attention, dsa, handover
+from foveate.integrations.transformers import attention, dsa, releases
 from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.facts import kv_heads, model_facts
 from foveate.integrations.transformers.graphs import GetDecodeCall, Graphs, TakesDecodeCall
-from foveate.integrations.transformers.positions import max_positions
+from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, PrepareCache
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
+from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.methods import Method, make
 
 
@@ -86,6 +85,45 @@ class Attachment:
         """Note the cache whose size :func:`stats` reports."""
         self._cache = weakref.ref(cache)
 
+    def put_on(self, model: nn.Module) -> None:
+        """Make a model that nothing is attached to attend by this attachment, for the first time or again."""
+        decoder = decoder_of(model)
+        config = decoder.config.get_text_config(decoder=True)
+        modules, _ = attention_modules(model, decoder, config)
+        attention.register()
+        memo: dict[int, Any] = {id(config): self.config}  # one copy of each, however many modules share it
+        for module in {id(one): one for one in (model, *decoder.modules())}.values():
+            own = module.__dict__.get("config")
+            if isinstance(own, transformers.PreTrainedConfig):
+                self._undo.append((module, own))
+                module.config = copy.deepcopy(own, memo)
+        for changed in (model.config, decoder.config, self.config):
+            changed._attn_implementation_internal = attention.IMPLEMENTATION
+        for index, module in modules.items():
+            module.foveate = self.policies[index]
+        model.foveate = self
+        decoder.register_forward_pre_hook(BeforeForward(model, self), with_kwargs=True)
+        decoder.register_forward_hook(AfterForward(self), always_call=True)
+        if hasattr(model, "generate"):
+            model._prepare_cache_for_generation = PrepareCache(model, self)
+            model._valid_auto_compile_criteria = TakesDecodeCall(model, self)
+            model.get_compiled_call = GetDecodeCall(model, self)
+
+    def take_off(self, model: nn.Module) -> None:
+        """Give the model its own attention back."""
+        if self.auto is not None:
+            self.auto.stop()
+        decoder = decoder_of(model)
+        remove_hooks(decoder)
+        _remove_hooks(decoder, (BeforeForward, AfterForward))
+        for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"):
+            model.__dict__.pop(name, None)
+        for module, config in self._undo:
+            module.config = config
+        self._undo.clear()
+        for module in (model, *decoder.modules()):
+            module.__dict__.pop("foveate", None)
+
     def __deepcopy__(self, memo):
         twin = copy.copy(self)
         memo[id(self)] = twin
@@ -133,6 +171,7 @@ def attach(
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
             ``cuda_graph=True`` where it is not possible, or ``dense_below`` without a method; the model is left as it
             was.
+        ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs = Graphs(cuda_graph)
     whole = isinstance(dense_below, int) and not isinstance(dense_below, bool) and dense_below >= 0
@@ -145,15 +184,18 @@ def attach(
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
         if dense_below not in ("auto", 0):
             raise ValueError(f"dense_below={dense_below} needs a method: a model's own sparse attention stays as it is")
-        decoder = _decoder(model)
+        decoder = decoder_of(model)
         dsa.check(model, decoder)
+        releases.check(model, decoder)
         detach(model)
-        model.foveate = dsa.attach(model, decoder)
-        return model.foveate
+        own = dsa.SparseAttachment()
+        own.put_on(model)
+        return own
     chosen = make(method, **settings)
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     config = decoder.config.get_text_config(decoder=True)
-    modules, unchanged = _attention_modules(model, decoder, config)
+    modules, unchanged = attention_modules(model, decoder, config)
+    releases.check(model, decoder)
     uid = _uid()
     forward: dict[Hashable, Any] = {}
     policies = {
@@ -166,29 +208,12 @@ def attach(
         for index in modules
     }
     _check_artefacts(policies, config, modules)
-    memo: dict[int, Any] = {}  # one copy of each configuration, however many modules share it
-    attachment = Attachment(chosen, copy.deepcopy(config, memo), policies, unchanged, uid, forward, graphs=graphs)
+    attachment = Attachment(chosen, copy.deepcopy(config), policies, unchanged, uid, forward, graphs=graphs)
+    attachment.auto = _auto(policies)
     if cuda_graph is True:
         graphs.require(graphs.obstacle(model, attachment))
     detach(model)
-    attention.register()
-    owners = [model, *decoder.modules()] if model is not decoder else list(decoder.modules())
-    for module in owners:
-        own = module.__dict__.get("config")
-        if isinstance(own, transformers.PreTrainedConfig):
-            attachment._undo.append((module, own))
-            module.config = copy.deepcopy(own, memo)
-    for changed in (model.config, decoder.config, attachment.config):
-        changed._attn_implementation_internal = attention.IMPLEMENTATION
-    for index, module in modules.items():
-        module.foveate = policies[index]
-    model.foveate = attachment
-    attachment.auto = _auto(policies)
-    decoder.register_forward_pre_hook(_BeforeForward(model, attachment), with_kwargs=True)
-    if hasattr(model, "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = _PrepareCache(model, attachment)
-        model._valid_auto_compile_criteria = TakesDecodeCall(model, attachment)
-        model.get_compiled_call = GetDecodeCall(model, attachment)
+    attachment.put_on(model)
     return attachment
 
 
@@ -197,37 +222,25 @@ def detach(model: nn.Module) -> None:
     attachment = model.__dict__.get("foveate")
     if attachment is None:
         return
-    if isinstance(attachment, dsa.SparseAttachment):
-        attachment.undo(model)
-        del model.foveate
-        return
-    if attachment.auto is not None:
-        attachment.auto.stop()
-    decoder = _decoder(model)
-    remove_hooks(decoder)
-    for key, hook in list(decoder._forward_pre_hooks.items()):
-        if isinstance(hook, _BeforeForward):
-            del decoder._forward_pre_hooks[key]
-            decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-    for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"):
-        model.__dict__.pop(name, None)
-    for module, config in attachment._undo:
-        module.config = config
-    for module in decoder.modules():
-        module.__dict__.pop("foveate", None)
-    model.__dict__.pop("foveate", None)
+    attachment.take_off(model)
 
 
 @contextmanager
 def attached(
     model: nn.Module, method: str | Method | None = None, **options: Any
 ) -> Iterator[Attachment | dsa.SparseAttachment]:
-    """:func:`attach`, with its options, for the length of a ``with`` block."""
+    """:func:`attach`, with its options, for the length of a ``with`` block.
+
+    Afterwards what was attached before is back, with its counters, and caches made for it go on.
+    """
+    before = model.__dict__.get("foveate") if isinstance(model, nn.Module) else None
     attachment = attach(model, method, **options)
     try:
         yield attachment
     finally:
         detach(model)
+        if before is not None:
+            before.put_on(model)
 
 
 def stats(model: nn.Module, reset: bool = False) -> Stats:
@@ -297,170 +310,13 @@ def _check_artefacts(
         artefact.check_model(facts, source)
 
 
+def _remove_hooks(decoder: nn.Module, kinds: tuple[type, ...]) -> None:
+    for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
+            del hooks[key]
+            decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+            decoder._forward_hooks_always_called.pop(key, None)
+
+
 def _uid() -> str:
     return uuid.uuid4().hex
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise ValueError(f"model must be a Transformers PreTrainedModel, not {type(model).__name__}")
-    decoder = model.get_decoder()
-    return model if decoder is None else decoder
-
-
-def _attention_modules(
-    model: nn.Module, decoder: nn.Module, config: transformers.PreTrainedConfig
-) -> tuple[dict[int, nn.Module], dict[int, str]]:
-    """The attention modules to handle by layer, and the layers to leave alone; refuses what is not supported."""
-    kind = type(model).__name__
-
-    def refuse(why: str):
-        raise ValueError(f"{kind} is not supported: {why}")
-
-    if getattr(config, "is_encoder_decoder", False):
-        refuse("it has an encoder; foveate attaches to decoder-only models")
-    if not getattr(type(decoder), "_supports_attention_backend", False):
-        refuse("its attention does not go through Transformers' AttentionInterface")
-    if getattr(config, "num_kv_shared_layers", 0):
-        refuse("some of its layers share the keys and values of others")
-    layers = transformers.DynamicCache(config=config).layers
-    unchanged: dict[int, str] = {}
-    for index, layer in enumerate(layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            unchanged[index] = "sliding-window"
-        elif type(layer) is not DynamicLayer:
-            refuse(f"layer {index} keeps a {type(layer).__name__}, which foveate does not know")
-    modules = {
-        module.layer_idx: module
-        for module in decoder.modules()
-        if hasattr(module, "num_key_value_groups") and getattr(module, "layer_idx", None) is not None
-    }
-    missing = sorted(set(range(len(layers))) - set(modules))
-    if missing:
-        refuse(f"no attention module was found for layers {missing}")
-    handled = {index: module for index, module in modules.items() if index < len(layers) and index not in unchanged}
-    if not handled:
-        refuse("all of its layers use a sliding window, so there is no long context to make cheaper")
-    for index, module in handled.items():
-        if getattr(module, "attn_logit_softcapping", None) is not None:
-            refuse(f"layer {index} caps its attention logits")
-        if hasattr(module, "sinks"):
-            refuse(f"layer {index} has learned attention sinks")
-        if not getattr(module, "is_causal", True):
-            refuse(f"layer {index} is not causal")
-    return handled, unchanged
-
-
-class _BeforeForward:
-    """Pre-hook of the decoder: every forward with a cache runs on a foveate cache that belongs to this model."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
-
-    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        config = decoder.config
-        if config._attn_implementation != attention.IMPLEMENTATION:
-            raise RuntimeError(
-                f"the model's attention implementation was changed to {config._attn_implementation!r} after "
-                "foveate.attach, so keys would be handed to a cache whose attention never took them; it must stay "
-                f"{attention.IMPLEMENTATION!r} until foveate.detach"
-            )
-        if kwargs.get("output_attentions", config.output_attentions):
-            raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
-        cache, training = kwargs.get("past_key_values"), decoder.training
-        if cache is not None and not training:
-            check_cache(cache, self.attachment)
-            cache.begin_forward()
-        elif isinstance(cache, Cache):
-            cache.phase.forward.clear()
-        if training and getattr(decoder, "gradient_checkpointing", False):
-            readers = [n for n, policy in self.attachment.policies.items() if policy.method.reads_other_layers]
-            if readers:
-                raise ValueError(
-                    f"gradient checkpointing is not possible with {self.attachment.method.name}: layer {readers[0]} "
-                    "reads what an earlier layer has chosen, which is not kept until the backward pass"
-                )
-        use_cache = kwargs.get("use_cache")
-        new = cache is None and not training and (config.use_cache if use_cache is None else use_cache)
-        handover.begin(self.attachment.uid if new or isinstance(cache, Cache) else None)
-        self.attachment.forward.clear()
-        ids = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        if ids is not None:
-            check_length((0 if cache is None else cache.get_seq_length()) + ids.shape[1], self.attachment)
-            auto = self.attachment.auto
-            if auto is not None and training:
-                auto.stop()
-            elif auto is not None:
-                auto.before_forward(decoder, self.attachment, ids, kwargs.get("attention_mask"), cache)
-        return (args, kwargs | {"past_key_values": Cache(self.model), "use_cache": True}) if new else None
-
-
-class _PrepareCache:
-    """Stands in for the model's ``_prepare_cache_for_generation``: builds a foveate cache and tells it the prompt."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
-
-    def __call__(
-        self,
-        generation_config: transformers.GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        if generation_config.output_attentions:
-            raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} cannot be combined with an attached "
-                "method, which brings its own cache; leave it out"
-            )
-        self.attachment.graphs.check_generation(generation_mode, generation_config.use_cache)
-        told = [model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
-        lengths = [tensor.shape[-1] for tensor in told if tensor is not None]
-        prompt_end = lengths[0] if lengths else generation_config._mask_length
-        # the last token generated is never fed
-        check_length(max(max_cache_length, prompt_end + (generation_config.max_new_tokens or 1) - 1), self.attachment)
-        if generation_config.use_cache is False:
-            return
-        cache = model_kwargs.get("past_key_values")
-        if cache is None:
-            cache = model_kwargs["past_key_values"] = Cache(self.model)
-        else:
-            check_cache(cache, self.attachment)
-            cache._is_user_defined = True
-            seen, assistant = cache.get_seq_length(), bool(generation_config.is_assistant)
-            if seen and not assistant:
-                if generation_mode == GenerationMode.ASSISTED_GENERATION:
-                    raise ValueError("assisted decoding must start on an empty cache; leave past_key_values out")
-                if prompt_end <= seen:
-                    raise ValueError(
-                        f"the cache holds {seen} tokens, but input_ids and attention_mask cover {prompt_end}: pass the "
-                        "whole conversation, or the new tokens with an attention_mask over all of it"
-                    )
-        cache.begin(prompt_end, bool(generation_config.is_assistant))
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-
-
-def check_length(tokens: int, attachment: Attachment) -> None:
-    """Refuse a context that the model has no positions for."""
-    positions = max_positions(attachment.config.to_dict()) if attachment.positions is None else attachment.positions
-    attachment.positions = positions
-    if positions and tokens > positions:
-        raise ValueError(
-            f"the prompt and what is to be generated come to {tokens} tokens, beyond the model's "
-            f"max_position_embeddings of {positions}"
-        )
-
-
-def check_cache(cache: Any, attachment: Attachment) -> None:
-    """Refuse a cache that is not foveate's or belongs to another model or method."""
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}: with an attached method pass foveate.Cache(model), a cache "
-            "that generate returned, or none"
-        )
-    if cache.owner != attachment.uid:
-        raise ValueError("past_key_values was made for another model or another attached method; start a new cache")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def attention(
         policy.look(module.layer_idx, query, key, scaling)
     layer = handover.take(key, policy.owner)
     if layer is not None:
-        out = layer.attend(query, key, value, attention_mask, scaling)
+        with _named(module.layer_idx, policy.method, query, key, value):
+            out = layer.attend(query, key, value, attention_mask, scaling)
     else:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
@@ -57,9 +59,42 @@ def attention(
                     f"attention_mask has shape {tuple(attention_mask.shape)}: {policy.method.name} is sparse in "
                     "prefill and takes a 2-D mask of real tokens (packing and overlays are not supported)"
                 )
+            handover.reach(module.layer_idx, policy.method.spec)
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
-        out = without_cache(policy.method, query, key, value, attention_mask, scaling, policy.forward)
+        with _named(module.layer_idx, policy.method, query, key, value):
+            out = without_cache(policy.method, query, key, value, attention_mask, scaling, policy.forward)
+    handover.reach(module.layer_idx, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _named(layer: int, method: Method, *given: Tensor) -> Iterator[None]:
+    """Where a method cannot work with queries, keys or values that are no numbers: name the first layer with such."""
+    try:
+        yield
+    except ValueError as error:
+        if all(bool(x.isfinite().all()) for x in given):
+            raise
+        check_finite(handover.reached(), given[0].dtype)
+        raise not_finite(f"layer {layer} ({method.spec}): its queries, keys or values are", given[0].dtype) from error
+
+
+def check_finite(reached: Mapping[int, handover.Reached], dtype: torch.dtype) -> None:
+    """Raise ValueError for the first layer whose attention to a prompt is not finite; waits for the device."""
+    looked = {layer: one for layer, one in sorted(reached.items()) if one.finite is not None}
+    if looked:
+        device = next(iter(looked.values())).finite.device
+        finite = torch.stack([one.finite.to(device) for one in looked.values()])
+        if not bool(finite.all()):
+            layer = list(looked)[int((~finite).nonzero()[0])]
+            raise not_finite(f"layer {layer} ({looked[layer].spec}): its attention to the prompt is", dtype)
+
+
+def not_finite(what: str, dtype: torch.dtype) -> ValueError:
+    """The error for what is not finite."""
+    return ValueError(
+        f"{what} not finite (NaN or infinite); look for NaN in the model's weights, or for an overflow of {dtype}"
+    )
 
 
 def without_cache(

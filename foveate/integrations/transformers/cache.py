@@ -81,6 +81,8 @@ class Layer(CacheLayerMixin):
         """Whether the step that is being recorded reads everything."""
         self.record_past = False
         self._pending = False
+        self.finite: Tensor | None = None
+        """Whether attention to a prompt is finite at its last token, a bool on the device; None of a decode step."""
 
     # Called by the model
 
@@ -94,9 +96,9 @@ class Layer(CacheLayerMixin):
                 "keys were handed to the cache but attention never took them: is the model's attention implementation "
                 "still 'foveate'?"
             )
+        handover.post(self, key_states)
         self.is_initialized = self._pending = True
         self.seen += key_states.shape[2]
-        handover.post(self, key_states)
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -153,9 +155,10 @@ class Layer(CacheLayerMixin):
             channels = self.method.channels(geometry)
             self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
             self.store.staged, self.store.forward = self.record_past, self.phase.forward
-        outs = []
+        outs, self.finite = [], None
         if prompt:
             outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))
+            self.finite = outs[0][:, :, -1].isfinite().all()
         if prompt < k.shape[2]:
             outs.append(self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, scaling))
         return torch.cat(outs, 2) if len(outs) > 1 else outs[0]

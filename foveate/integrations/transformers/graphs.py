@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import GenerationMode
 
+from foveate.integrations.transformers import handover, releases
 from foveate.integrations.transformers.cache import Cache, Layer
 from foveate.integrations.transformers.steps import CaptureError, CudaRecorder, Recording, Steps, Use
 from foveate.ops._dispatch import runs_kernel
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _WATCHING = ("output_attentions", "output_hidden_states", "output_router_logits")
 _SHAPES = ("dynamic", "longrope")
 """Rotary embeddings that look at how long the context is at every step."""
-_OWN_HOOKS = ("foveate.integrations.transformers.attach", "transformers.")
+_OWN_HOOKS = ("foveate.integrations.transformers.hooks", "transformers.")
 """Modules whose forward hooks replays may leave out: what they check does not change from step to step."""
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -119,7 +120,7 @@ class DecodeCall:
         self.model, self.attachment = model, attachment
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        graphs, cache = self.attachment.graphs, inputs.get("past_key_values")
+        graphs, cache = self.attachment.graphs, inputs.get(releases.CACHE)
         if args or not isinstance(cache, Cache) or not _is_step(cache, inputs):
             return self.model(*args, **inputs)
         reason = graphs.obstacle(self.model, self.attachment) or _refusal(cache, inputs, self.attachment)
@@ -129,7 +130,7 @@ class DecodeCall:
             graphs.require(reason)
         if reason or _pauses(cache):
             return self.model(**inputs)
-        told = {key: value for key, value in inputs.items() if key not in ("past_key_values", "attention_mask")}
+        told = {key: value for key, value in inputs.items() if key not in (releases.CACHE, "attention_mask")}
         tensors = {key: value for key, value in told.items() if isinstance(value, Tensor)}
         if "position_ids" not in tensors:
             ids = tensors["input_ids"]
@@ -161,6 +162,7 @@ class GetDecodeCall:
         self.call = DecodeCall(model, attachment)
 
     def __call__(self, compile_config: Any) -> DecodeCall:
+        handover.asked_for_steps(self.call.attachment.uid)
         return self.call
 
 
@@ -181,9 +183,7 @@ def _refusal(cache: Cache, inputs: dict[str, Any], attachment: Attachment) -> st
         return f"{watched[0]}=True returns more than the logits"
     if any(policy.look is not None for policy in attachment.policies.values()):
         return "its attention is being watched"
-    odd = [
-        key for key, value in inputs.items() if key != "past_key_values" and not isinstance(value, (Tensor, *_PLAIN))
-    ]
+    odd = [key for key, value in inputs.items() if key != releases.CACHE and not isinstance(value, (Tensor, *_PLAIN))]
     if odd:
         return f"the model is given {odd[0]}, a {type(inputs[odd[0]]).__name__}"
     return ""
@@ -193,9 +193,7 @@ def _hooked(model: nn.Module) -> str:
     """Why replays would leave out what others had modules call; empty when there is nothing."""
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not getattr(hook, "__module__", "").startswith(
-                ("foveate.integrations.transformers.attach", "transformers.")
-            ):
+            if not getattr(hook, "__module__", "").startswith(_OWN_HOOKS):
                 return f"{name or 'the model'} has a forward hook, which a replay does not call"
     return ""
 

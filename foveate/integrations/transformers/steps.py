@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.cache import Cache, Layer
 from foveate.moving_rows import MovingRows
 
@@ -158,7 +159,7 @@ class Steps:
         for layer, group in zip(layers, self._grouping):
             layer.counters.count_steps(1, self._batch, available[group])
         self._keep_up(layers)
-        return type(out)(**out, past_key_values=cache)
+        return releases.with_cache(out, cache)
 
     # Inputs
 
@@ -296,13 +297,14 @@ class Steps:
             rows.sealed = True
             rows.begin()
         try:
-            out = run(**self._inputs, **self._options, past_key_values=cache)
+            out = run(**self._inputs, **self._options, **{releases.CACHE: cache})
             for rows in self._groups:
                 rows.tally.settle()
         finally:
             for rows in self._groups:
                 rows.sealed = False
-        return _without_cache(out)
+        # the cache would keep itself alive through what was recorded for it
+        return releases.without_cache(out)
 
     def _recorded(self, layers: list[Layer], run: Callable[..., Any], cache: Cache) -> Recording:
         """The step, recorded and not yet done: nothing has changed but what is recorded to change."""
@@ -324,8 +326,3 @@ def _counted(layer: Layer) -> tuple[int, ...]:
 
 def _set_counted(layer: Layer, counts: Iterable[int]) -> None:
     layer.counters.indices_reused, layer.counters.dense_steps = counts
-
-
-def _without_cache(out: ModelOutput) -> ModelOutput:
-    """The same without the cache, which would keep itself alive through what was recorded for it."""
-    return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})

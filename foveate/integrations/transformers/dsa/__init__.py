@@ -18,9 +18,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.dsa import compressed, pooled, tokens
 from foveate.integrations.transformers.dsa.attention import IMPLEMENTATION, attention, clear, key_positions
 from foveate.integrations.transformers.stats import LayerStats, Stats
+from foveate.integrations.transformers.support import decoder_of
 
 MODELS: dict[str, type[tokens.Select | pooled.SelectPools | compressed.Compress]] = {
     "axk2": tokens.Select,
@@ -94,11 +96,41 @@ class SparseAttachment:
                 seen.reset()
         return Stats(rows, 0)
 
-    def undo(self, model: nn.Module) -> None:
+    def put_on(self, model: nn.Module) -> None:
+        """Replace what the indexers or compressors and the attention of a model compute with; the weights stay."""
+        decoder = decoder_of(model)
+        kind, memo, replacements = MODELS[_kind(decoder)], {}, []
+        for module in decoder.modules():
+            own, layer_idx = getattr(module, kind.replaces, None), getattr(module, "layer_idx", None)
+            if isinstance(own, nn.Module) and layer_idx is not None:
+                self.layers.setdefault(layer_idx, Selection())
+                modeling = importlib.import_module(type(own).__module__)
+                replacements.append((own, kind(own, layer_idx, self.layers, modeling)))
+        AttentionInterface.register(IMPLEMENTATION, attention)
+        AttentionMaskInterface.register(IMPLEMENTATION, key_positions)
+        for module in {id(m): m for m in (model, *decoder.modules())}.values():
+            own = module.__dict__.get("config")
+            if isinstance(own, transformers.PreTrainedConfig):
+                self._undo.append((module, own))
+                module.config = copy.deepcopy(own, memo)
+                module.config._attn_implementation_internal = IMPLEMENTATION
+        for own, forward in replacements:
+            own.forward = forward
+        for module in decoder.modules():
+            if hasattr(module, _MASK_OF_INDICES):
+                setattr(module, _MASK_OF_INDICES, pooled.as_selected)
+        decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+        if kind is compressed.Compress:
+            decoder.register_forward_pre_hook(compressed.before_forward, with_kwargs=True)
+        model.foveate = self
+
+    def take_off(self, model: nn.Module) -> None:
         """Give the model back what was replaced."""
         clear()
         for module, config in self._undo:
             module.config = config
+        self._undo.clear()
+        model.__dict__.pop("foveate", None)
         for module in model.modules():
             if isinstance(module.__dict__.get("forward"), tuple(MODELS.values())):
                 del module.forward
@@ -115,34 +147,6 @@ def check(model: nn.Module, decoder: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} has no sparse attention of its own that is known: name a method")
 
 
-def attach(model: nn.Module, decoder: nn.Module) -> SparseAttachment:
-    """Replace what the indexers or compressors and the attention of a model compute with; the weights stay."""
-    kind, attachment, memo, replacements = MODELS[_kind(decoder)], SparseAttachment(), {}, []
-    for module in decoder.modules():
-        own, layer_idx = getattr(module, kind.replaces, None), getattr(module, "layer_idx", None)
-        if isinstance(own, nn.Module) and layer_idx is not None:
-            attachment.layers[layer_idx] = Selection()
-            modeling = importlib.import_module(type(own).__module__)
-            replacements.append((own, kind(own, layer_idx, attachment.layers, modeling)))
-    AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, key_positions)
-    for module in {id(m): m for m in (model, *decoder.modules())}.values():
-        own = module.__dict__.get("config")
-        if isinstance(own, transformers.PreTrainedConfig):
-            attachment._undo.append((module, own))
-            module.config = copy.deepcopy(own, memo)
-            module.config._attn_implementation_internal = IMPLEMENTATION
-    for own, forward in replacements:
-        own.forward = forward
-    for module in decoder.modules():
-        if hasattr(module, _MASK_OF_INDICES):
-            setattr(module, _MASK_OF_INDICES, pooled.as_selected)
-    decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True)
-    if kind is compressed.Compress:
-        decoder.register_forward_pre_hook(compressed.before_forward, with_kwargs=True)
-    return attachment
-
-
 def _kind(decoder: nn.Module) -> str:
     return decoder.config.get_text_config(decoder=True).model_type
 
@@ -151,11 +155,12 @@ def _check_inputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
     """Pre-hook of the decoder: nothing can be asked for that is not computed."""
     if kwargs.get("output_attentions", decoder.config.output_attentions):
         raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+    kwargs = releases.arguments(decoder, args, kwargs)
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() != 2:
         raise ValueError(f"attention_mask must be [B, T] with sparse attention, not {list(mask.shape)}")
     positions, cached = kwargs.get("position_ids"), kwargs.get("use_cache", decoder.config.use_cache)
-    if positions is None or mask is not None or cached or kwargs.get("past_key_values") is not None:
+    if positions is None or mask is not None or cached or kwargs.get("cache") is not None:
         return
     if bool((positions.diff(dim=-1) != 1).any()):  # which Transformers takes for sequences one behind the other
         raise ValueError("position_ids must rise by one with sparse attention: packed sequences are not told apart")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate import csa
+from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.dsa.attention import clear, first_real, post
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _forward = threading.local()
 _ROWS = "rows"
-_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
 
 class Rows:
@@ -60,13 +60,14 @@ class Compress:
         self.rotate = modeling.apply_rotary_pos_emb
         self.indexer = getattr(own, "indexer", None)
 
+    @releases.newest_names
     def __call__(
-        self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
+        self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
     ) -> tuple[Tensor, None]:
-        layer = None if past_key_values is None else past_key_values.layers[layer_idx]
+        layer = None if cache is None else cache.layers[layer_idx]
         if layer is not None and not hasattr(layer, "store_compression_weights"):
             raise ValueError(
-                f"past_key_values has a {type(layer).__name__} for layer {layer_idx}, which compresses; it must be a "
+                f"the cache has a {type(layer).__name__} for layer {layer_idx}, which compresses; it must be a "
                 "DynamicCache(config=model.config)"
             )
         given = hidden_states, q_residual, position_ids.expand(len(hidden_states), -1)
@@ -91,7 +92,7 @@ class Compress:
             return [(None, number) for number in real]
         if rows is None:
             if _tokens(layer):
-                raise ValueError("past_key_values holds padded rows that were compressed without foveate: begin anew")
+                raise ValueError("the cache holds padded rows that were compressed without foveate: begin anew")
             config = self.own.rotary_emb.config
             rows = layer.compressed_kv[_ROWS] = Rows([type(layer)(config) for _ in range(batch)])
             # without foveate it could not go on, and would not tell
@@ -179,17 +180,17 @@ def _tokens(layer: Any) -> int:
 
 def before_forward(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Pre-hook of a decoder with compressors: positions are counted from the first real token of each row."""
-    kwargs = dict(zip(_ARGUMENTS, args)) | kwargs
+    kwargs = releases.arguments(decoder, args, kwargs)
     inputs = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if inputs is None:
-        return (), kwargs  # which the model refuses
-    cache, mask, given = (kwargs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+        return (), releases.for_module(decoder, kwargs)  # which the model refuses
+    cache, mask, given = (kwargs.get(name) for name in ("cache", "attention_mask", "position_ids"))
     past, (batch, length) = 0 if cache is None else int(cache.get_seq_length()), inputs.shape[:2]
     positions = torch.arange(past, past + length, device=inputs.device).expand(batch, -1)
     _forward.real, prompt = None, length > 1 or past == 0
     clear()
     if mask is None and any(_ROWS in getattr(layer, "compressed_kv", ()) for layer in getattr(cache, "layers", ())):
-        raise ValueError("attention_mask is missing: past_key_values holds rows with padding")
+        raise ValueError("attention_mask is missing: the cache holds rows with padding")
     if mask is not None:
         if isinstance(mask, dict):
             raise ValueError("attention_mask must be [B, T] with sparse attention, not a dict of masks")
@@ -208,4 +209,4 @@ def before_forward(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
             "position_ids must count the tokens of each row from its first real one with sparse attention: "
             "the windows of the compressors follow them"
         )
-    return (), kwargs | {"position_ids": positions}
+    return (), releases.for_module(decoder, kwargs | {"position_ids": positions})

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foveate import csa
+from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.dsa.attention import first_real
 
 if TYPE_CHECKING:
@@ -31,19 +32,18 @@ class SelectPools:
     def __init__(self, own: nn.Module, layer_idx: int, seen: dict[int, Selection], modeling: ModuleType):
         self.own, self.layer_idx, self.seen = own, layer_idx, seen
 
+    @releases.newest_names
     @torch.no_grad()
-    def __call__(
-        self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any = None
-    ) -> Tensor:
+    def __call__(self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, cache: Any = None) -> Tensor:
         own, length = self.own, hidden_states.shape[1]
         q = own.wq_b(q_resid).unflatten(-1, (own.n_heads, own.head_dim))
         gates = F.linear(hidden_states, own.index_kpool_compress_gate)
         states = torch.cat([own.k_norm(own.wk(hidden_states)), gates, attention_mask.to(gates.dtype)[..., None]], -1)
-        layer = None if past_key_values is None else past_key_values.layers[own.layer_idx]
+        layer = None if cache is None else cache.layers[own.layer_idx]
         if layer is not None:
             if layer.is_compileable:
                 raise ValueError("a cache of fixed size is not supported with sparse attention; use a dynamic one")
-            states = past_key_values.update_indexer(states, own.layer_idx)
+            states = cache.update_indexer(states, own.layer_idx)
         weights = own.weights_proj(hidden_states.to(own.weights_proj.weight.dtype)).float()
         weights = weights * (own.n_heads * own.head_dim) ** -0.5
         starts = self._starts(states[..., -1] > 0, length, layer)

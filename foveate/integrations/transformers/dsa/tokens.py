@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate import csa
+from foveate.integrations.transformers import releases
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.dsa import Selection
@@ -28,6 +29,7 @@ class Select:
         self.own, self.layer_idx, self.seen = own, layer_idx, seen
         self.rotate = getattr(modeling, self.rotation)
 
+    @releases.newest_names
     @torch.no_grad()
     def __call__(
         self,
@@ -36,10 +38,10 @@ class Select:
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
     ) -> Tensor:
         q = self.own.wq_b(q_resid).unflatten(-1, (self.own.n_heads, self.own.head_dim))
-        return self.select(hidden_states, q, position_embeddings, attention_mask, past_key_values)
+        return self.select(hidden_states, q, position_embeddings, attention_mask, cache)
 
     def select(
         self,
@@ -47,7 +49,7 @@ class Select:
         q: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Tensor,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:
         """int32 ``[B, S, K]`` for queries ``[B, S, H, D]`` that are not rotated yet; no rotation if there is none."""
         own = self.own
@@ -55,10 +57,10 @@ class Select:
         if position_embeddings is not None:
             q, k = self.rotated(q, k, *position_embeddings)
         k = k[:, :, 0]
-        if past_key_values is not None:
-            if past_key_values.layers[own.layer_idx].is_compileable:
+        if cache is not None:
+            if cache.layers[own.layer_idx].is_compileable:
                 raise ValueError("a cache of fixed size is not supported with sparse attention; use a dynamic one")
-            k = past_key_values.update_indexer(k, own.layer_idx)
+            k = cache.update_indexer(k, own.layer_idx)
         weights = own.weights_proj(hidden_states.to(own.weights_proj.weight.dtype)).float()
         weights = weights * (own.n_heads * own.head_dim) ** -0.5
         queries, keys = q.shape[1], k.shape[1]
@@ -92,6 +94,7 @@ class RotatedLast(Select):
 class FromHidden(Interleaved):
     """Mistral Large 4: queries from the hidden states, scaled by position; layers without a rotation."""
 
+    @releases.newest_names
     @torch.no_grad()
     def __call__(
         self,
@@ -99,10 +102,10 @@ class FromHidden(Interleaved):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
         position_ids: Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
     ) -> Tensor:
         own = self.own
         q = own.wq_b(own.q_input_norm(hidden_states)).unflatten(-1, (own.n_heads, own.head_dim))
         q = own.softmax_scaling(q, position_ids, head_dim_first=False)
         rotation = position_embeddings if own.use_rope else None
-        return self.select(hidden_states, q, rotation, attention_mask, past_key_values)
+        return self.select(hidden_states, q, rotation, attention_mask, cache)

@@ -1,0 +1,218 @@
+"""What runs before and after a forward pass of an attached model, and when `generate` prepares its cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.generation import GenerationMode
+
+from foveate.integrations.transformers import attention, handover, releases
+from foveate.integrations.transformers.cache import Cache
+from foveate.integrations.transformers.positions import max_positions
+
+if TYPE_CHECKING:
+    from foveate.integrations.transformers.attach import Attachment
+
+
+class BeforeForward:
+    """Pre-hook of the decoder: every forward with a cache runs on a foveate cache that belongs to this model."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        config, attachment = decoder.config, self.attachment
+        if config._attn_implementation != attention.IMPLEMENTATION:
+            raise RuntimeError(
+                f"the model's attention implementation was changed to {config._attn_implementation!r} after "
+                "foveate.attach, so keys would be handed to a cache whose attention never took them; it must stay "
+                f"{attention.IMPLEMENTATION!r} until foveate.detach"
+            )
+        given = releases.arguments(decoder, args, kwargs)
+        if given.get("output_attentions", config.output_attentions):
+            raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+        cache, training = given.get("cache"), decoder.training
+        ids = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+        if ids is not None and ids.shape[1] == 0:
+            raise ValueError(f"input_ids has shape {tuple(ids.shape)}: there must be at least one token")
+        self._check_announced(given, ids)
+        if cache is not None and not training:
+            check_cache(cache, attachment)
+            cache.begin_forward()
+        elif isinstance(cache, Cache):
+            cache.phase.forward.clear()
+        if training and getattr(decoder, "gradient_checkpointing", False):
+            readers = [n for n, policy in attachment.policies.items() if policy.method.reads_other_layers]
+            if readers:
+                raise ValueError(
+                    f"gradient checkpointing is not possible with {attachment.method.name}: layer {readers[0]} "
+                    "reads what an earlier layer has chosen, which is not kept until the backward pass"
+                )
+        attachment.forward.clear()
+        if ids is not None:
+            check_length((0 if cache is None else cache.get_seq_length()) + ids.shape[1], attachment)
+            auto = attachment.auto
+            if auto is not None and training:
+                auto.stop()
+            elif auto is not None:
+                auto.before_forward(decoder, attachment, ids, given.get("attention_mask"), cache)
+        use_cache = given.get("use_cache")
+        if cache is None and not training and (config.use_cache if use_cache is None else use_cache):
+            cache = Cache(self.model)
+            given |= {"cache": cache, "use_cache": True}
+        handover.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
+        return (), releases.for_module(decoder, given)
+
+    def _check_announced(self, given: dict[str, Any], ids: Tensor | None) -> None:
+        """Refuse a first forward pass of `generate` without the cache that it prepared, or of more than its prompt."""
+        announced = handover.announced(self.attachment.uid)
+        expected = None if announced is None else announced.cache()
+        if expected is None:
+            return
+        cache = given.get("cache")
+        if cache is None and given.get("use_cache"):
+            raise releases.unknown("`generate` prepared a foveate cache, but calls the model without one")
+        if cache is not expected:  # `generate` failed in between, and this is another call
+            return
+        fed, prompt_end = cache.get_seq_length() + (0 if ids is None else ids.shape[1]), cache.phase.prompt_end
+        if announced.prompt_alone and prompt_end is not None and fed > prompt_end:
+            raise releases.unknown(f"`generate` feeds a prompt of {fed} tokens, and prepared one of {prompt_end}")
+        if announced.owes_steps:
+            self.attachment.graphs.require(
+                f"Transformers {transformers.__version__} does not ask the model for what runs a decode step"
+            )
+
+
+class AfterForward:
+    """Hook of the decoder, also called when its forward failed: the proof that every handled layer was reached.
+
+    After a prompt it also looks, once, whether all of them gave numbers.
+    """
+
+    def __init__(self, attachment: Attachment):
+        self.attachment = attachment
+
+    def __call__(self, decoder: nn.Module, args: tuple, out: Any) -> None:
+        reached = handover.end()
+        if out is None or torch.compiler.is_compiling():
+            return
+        missed = sorted(set(self.attachment.policies) - set(reached))
+        if missed:
+            layers = ", ".join(map(str, missed))
+            raise releases.unknown(
+                f"{type(decoder).__name__} computed the attention of layers {layers} without foveate, which was to "
+                f"apply {self.attachment.method.name} there"
+            )
+        if any(one.finite is not None for one in reached.values()):  # there was a prompt
+            attention.check_finite(reached, out[0].dtype)
+            if not bool(out[0][:, -1].isfinite().all()):
+                raise attention.not_finite("the hidden states after the last layer are", out[0].dtype)
+
+
+class PrepareCache:
+    """Stands in for the model's ``_prepare_cache_for_generation``: builds a foveate cache and sets the prompt's end."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(
+        self,
+        generation_config: transformers.GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        if generation_config.output_attentions:
+            raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} cannot be combined with an attached "
+                "method, which brings its own cache; leave it out"
+            )
+        self.attachment.graphs.check_generation(generation_mode, generation_config.use_cache)
+        prompt_end = _prompt_end(generation_config, model_kwargs)
+        # the last token generated is never fed
+        check_length(max(max_cache_length, prompt_end + (generation_config.max_new_tokens or 1) - 1), self.attachment)
+        if generation_config.use_cache is False:
+            return
+        cache, assistant = model_kwargs.get(releases.CACHE), bool(generation_config.is_assistant)
+        if cache is None:
+            cache = model_kwargs[releases.CACHE] = Cache(self.model)
+        else:
+            check_cache(cache, self.attachment)
+            cache._is_user_defined = True
+            seen = cache.get_seq_length()
+            if seen and not assistant:
+                if generation_mode == GenerationMode.ASSISTED_GENERATION:
+                    raise ValueError(
+                        f"assisted decoding must start on an empty cache; leave {releases.CACHE} out, which holds "
+                        f"{seen} tokens"
+                    )
+                if prompt_end <= seen:
+                    raise ValueError(
+                        f"the cache holds {seen} tokens, but input_ids and attention_mask cover {prompt_end}: pass the "
+                        "whole conversation, or the new tokens with an attention_mask over all of it"
+                    )
+        _check_rows(model_kwargs.get("attention_mask"))
+        cache.begin(prompt_end, assistant)
+        if assistant:
+            cache.activate_past_recording()
+        one_by_one = generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        handover.announce(
+            self.attachment.uid,
+            cache,
+            owes_steps=one_by_one and self.attachment.graphs.mode is not False,
+            prompt_alone=one_by_one and not assistant,
+        )
+
+
+def _prompt_end(generation_config: transformers.GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+    """How many tokens are prompt, padding and earlier turns included."""
+    given = [model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
+    lengths = [tensor.shape[-1] for tensor in given if tensor is not None]
+    if not lengths:  # a mask of ones is dropped by releases after 5.17
+        lengths = [getattr(generation_config, "_mask_length", None)]
+    if not isinstance(lengths[0], int):
+        raise releases.unknown("`generate` prepares a cache without the length of its prompt")
+    return lengths[0]
+
+
+def _check_rows(mask: Tensor | None) -> None:
+    """Refuse a batch whose next tokens would follow padding."""
+    if mask is None or mask.dim() != 2:
+        return
+    empty, ended = (~mask.bool()).all(1), mask[:, -1] == 0
+    if bool((empty | ended).any()):
+        row = int((empty | ended).nonzero()[0])
+        if bool(empty[row]):
+            raise ValueError(f"row {row} of attention_mask is all padding: every sequence needs at least one token")
+        raise ValueError(
+            f"row {row} of attention_mask ends with padding, so its next token would follow padding: pad on the left "
+            "(tokenizer.padding_side = 'left')"
+        )
+
+
+def check_length(tokens: int, attachment: Attachment) -> None:
+    """Refuse a context that the model has no positions for."""
+    positions = max_positions(attachment.config.to_dict()) if attachment.positions is None else attachment.positions
+    attachment.positions = positions
+    if positions and tokens > positions:
+        raise ValueError(
+            f"the prompt and what is to be generated come to {tokens} tokens, beyond the model's "
+            f"max_position_embeddings of {positions}"
+        )
+
+
+def check_cache(cache: Any, attachment: Attachment) -> None:
+    """Refuse a cache that is not foveate's or belongs to another model or method."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"{releases.CACHE} is a {type(cache).__name__}: with an attached method pass foveate.Cache(model), a cache "
+            "that generate returned, or none"
+        )
+    if cache.owner != attachment.uid:
+        raise ValueError(f"{releases.CACHE} was made for another model or another attached method; start a new cache")

@@ -1,0 +1,62 @@
+"""Which models foveate can be attached to, and which of their layers."""
+
+from __future__ import annotations
+
+import transformers
+from torch import nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The decoder of a model, which may be the model itself.
+
+    Raises:
+        ValueError: for what is no Transformers model.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ValueError(f"model must be a Transformers PreTrainedModel, not {type(model).__name__}")
+    decoder = model.get_decoder()
+    return model if decoder is None else decoder
+
+
+def attention_modules(
+    model: nn.Module, decoder: nn.Module, config: transformers.PreTrainedConfig
+) -> tuple[dict[int, nn.Module], dict[int, str]]:
+    """The attention modules to handle by layer, and the layers to leave alone; refuses what is not supported."""
+    kind = type(model).__name__
+
+    def refuse(why: str):
+        raise ValueError(f"{kind} is not supported: {why}")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it has an encoder; foveate attaches to decoder-only models")
+    if not getattr(type(decoder), "_supports_attention_backend", False):
+        refuse("its attention does not go through Transformers' AttentionInterface")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse("some of its layers share the keys and values of others")
+    layers = transformers.DynamicCache(config=config).layers
+    unchanged: dict[int, str] = {}
+    for index, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            unchanged[index] = "sliding-window"
+        elif type(layer) is not DynamicLayer:
+            refuse(f"layer {index} keeps a {type(layer).__name__}, which foveate does not know")
+    modules = {
+        module.layer_idx: module
+        for module in decoder.modules()
+        if hasattr(module, "num_key_value_groups") and getattr(module, "layer_idx", None) is not None
+    }
+    missing = sorted(set(range(len(layers))) - set(modules))
+    if missing:
+        refuse(f"no attention module was found for layers {missing}")
+    handled = {index: module for index, module in modules.items() if index < len(layers) and index not in unchanged}
+    if not handled:
+        refuse("all of its layers use a sliding window, so there is no long context to make cheaper")
+    for index, module in handled.items():
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            refuse(f"layer {index} caps its attention logits")
+        if hasattr(module, "sinks"):
+            refuse(f"layer {index} has learned attention sinks")
+        if not getattr(module, "is_causal", True):
+            refuse(f"layer {index} is not causal")
+    return handled, unchanged
