@@ -152,8 +152,8 @@ class Driver:
         self.layer = Layer(method, Counters(), Phase(prompt_end=prompt_end))
 
     def feed(self, tokens, mask=None):
+        handover.begin("driver", self.layer.phase)
         key, value = self.layer.update(tokens.k, tokens.v)
-        handover.begin(None)
         return self.layer.attend(tokens.q, key, value, mask, SCALING)
 
     def feed_steps(self, tokens):

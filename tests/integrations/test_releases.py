@@ -136,11 +136,11 @@ class TestProof:
         with torch.no_grad(), release_error("attention of layers 1 without foveate"):
             model(tokens(20), use_cache=False)
 
+    @pytest.mark.filterwarnings("error")
     def test_an_error_of_the_model_is_not_hidden_by_the_proof(self, model):
         foveate.attach(model, "dense")
         model.model.layers[1].mlp.forward = lambda x: 1 / 0
-        with torch.no_grad(), pytest.raises(ZeroDivisionError), warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with torch.no_grad(), pytest.raises(ZeroDivisionError):
             model(tokens(20))
 
     def test_a_prompt_that_is_longer_than_prepared(self, model, monkeypatch):

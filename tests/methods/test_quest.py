@@ -28,8 +28,8 @@ def test_each_head_reads_the_pages_of_the_largest_possible_logits(pool, top_k, l
     layer = Layer(method.for_layer(1, 2), Counters(), Phase(prompt_end=prompt))
 
     def feed(first, last):
+        handover.begin("driver", layer.phase)
         key, value = layer.update(k[:, :, first:last], v[:, :, first:last])
-        handover.begin(None)
         return layer.attend(q[:, :, first:last], key, value, None, SCALING)
 
     feed(0, prompt)

@@ -28,8 +28,8 @@ class Stack:
         self.phase.forward.clear()
         outs = []
         for layer, (q, k, v) in zip(self.layers, tokens):
+            handover.begin("driver", layer.phase)
             key, value = layer.update(k, v)
-            handover.begin(None)
             outs.append(layer.attend(q, key, value, mask, SCALING))
         return torch.stack(outs)
 
