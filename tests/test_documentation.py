@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,15 @@ def test_tables_are_those_of_the_result_files():
         [sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"stale: {done.stdout}{done.stderr}; run `make tables`"
+
+
+@pytest.mark.parametrize("kind", ["decode-speedup", "decode-table decode-kinds"])
+def test_marks_have_one_known_kind(kind):
+    tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
+    with pytest.raises(
+        ValueError, match=f"a mark has one kind at most, of summary, .*; found {kind.replace(' ', ', ')}"
+    ):
+        tables["written"](f"<!-- report: benchmarks/results/decode.jsonl {kind} -->\n<!-- end -->\n")
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
