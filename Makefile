@@ -11,7 +11,7 @@ TESTS ?=
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu sanitize lint format tables clean
+.PHONY: demo test test-gpu sanitize lint format tables wheel clean
 
 demo: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
@@ -51,6 +51,9 @@ $(MODEL)/config.json: | $(VENV)/.installed
 
 tables: $(VENV)/.installed
 	$(BIN)/python benchmarks/tables.py
+
+wheel: $(VENV)/.installed
+	$(BIN)/python .ci/wheel.py
 
 clean:
 	rm -rf .venv .venv-* .pytest_cache .ruff_cache build dist

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Decoding: kernels, layers and models. Needs a GPU, pip install tokenspeed-fa3==3.0.0.post20260810 (FlashAttention-3) and
-# liger-kernel. Rows are kept as they come, and those of other cases stay.
+# Decoding beside FlashAttention-3 and cuDNN: attention of a layer (8K to 128K tokens, 1 to 64 sequences), a layer with its
+# cache (32K tokens), and steps of whole models (2K to 131K tokens, with and without Liger's kernels). Needs a GPU,
+# pip install tokenspeed-fa3==3.0.0.post20260810 (FlashAttention-3) and liger-kernel. Rows are kept as they come, and those
+# of other cases stay.
 #   benchmarks/decode.sh MODEL runs/decode.jsonl
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,9 +16,10 @@ step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --me
 step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \
   --method quest --method omnikv --method lessismore --method h2o --method streaming --method snapkv --method tova
 for liger in "" --liger; do
-  step --level model --context 131000 --method "$dense_prompt" --method "$paper" --method luka $liger
+  step --level model --context 131000 --rounds 3 --method "$dense_prompt" --method kascade --method "$paper" --method "$few" \
+    --method luka --method h2o --method streaming $liger
 done
 step --level model --context 8192 --context 16384 --context 32768 --method "$dense_prompt" --method "$few" --method luka
-step --level model --context 2048 --rounds 3 --dense-below auto --method "$dense_prompt" --method "$few" --method luka --method quest \
-  --method omnikv --method lessismore --method h2o --method tova --method snapkv --method streaming
+step --level model --context 2048 --context 32768 --rounds 3 --dense-below auto --method "$dense_prompt" --method "$few" \
+  --method luka --method quest --method omnikv --method lessismore --method h2o --method tova --method snapkv --method streaming
 step --level model --model "$model" --context 30000 --batch 16 --method "$dense_prompt" --method "$few" --method luka

@@ -1,9 +1,9 @@
 """Write the tables of the documentation from the result files: `python benchmarks/tables.py [--check]`.
 
 A table stands between `<!-- report: FILE... [KIND] [NAME=VALUE]... -->` and `<!-- end -->`. Kinds that make one table
-of several comparisons: `summary`, `differences` and `least-keys`; those of the indexer's benches begin with the bench's
-name (see `foveate.report`). Conditions choose rows and their order, as `foveate plot --where` does, or cases of
-benches; `over-splits` makes one comparison of splits whose names differ in a last number. Files that end in .json are
+of several comparisons: `summary`, `differences` and `least-keys`; those of a bench begin with the bench's name (see
+`foveate.report`). Conditions choose rows, or cases of benches, and their order, as `foveate plot --where` does;
+`over-splits` makes one comparison of splits whose names differ in a last number. Files that end in .json are
 calibrations, which go side by side.
 """
 
@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 
 from foveate.calibration import load
-from foveate.report import calibrations, csa, decode, decode_goals, indexer, indexer_study, pooled
+from foveate.report import calibrations, csa, decode, indexer, indexer_study, pooled
 from foveate.report.beside_dense import differences, least_keys
-from foveate.report.indexer_goals import goals
 from foveate.report.lines import once
 from foveate.report.markdown import tables
-from foveate.report.rows import chosen, spelled
+from foveate.report.rows import chosen, of_cases, spelled
 from foveate.report.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,39 +25,45 @@ KINDS = {
     "summary": summary,
     "differences": differences,
     "least-keys": least_keys,
-    "indexer-goals": goals,
     "indexer-parity": indexer.parity,
     "indexer-lengths": indexer.lengths,
     "indexer-gpus": indexer.gpus,
     "indexer-settings": indexer_study.settings,
     "indexer-ablations": indexer_study.ablations,
     "csa-layer": csa.layer,
-    "decode-goals": decode_goals.goals,
     "decode-table": decode.table,
+    "decode-speedups": decode.speedups,
+    "decode-kascade": decode.kascade,
+    "decode-kinds": decode.kinds,
     "dsa-model": csa.model,
 }
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table(words: list[str]) -> str:
-    """The table that a mark asks for."""
+    """The table that a mark asks for.
+
+    Raises:
+        ValueError: for a kind that is not in `KINDS`, or more than one.
+    """
     found = [load(ROOT / word) for word in words if word.endswith(".json")]
     if found:
         return calibrations.table(found)
     files = [word for word in words if word.endswith(".jsonl")]
     rows = [json.loads(line) for file in files for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
     conditions = [word for word in words if "=" in word]
+    rest = [word for word in words if word not in (*files, *conditions, "over-splits")]
+    if len(rest) > 1 or not set(rest) <= KINDS.keys():
+        raise ValueError(f"a mark has one kind at most, of {', '.join(KINDS)}; found {', '.join(rest)}")
     if "bench" in rows[0]:
-        wanted = [condition.split("=", 1) for condition in conditions]
-        rows = [row for row in rows if all(str(row["case"][name]) == value for name, value in wanted)]
+        rows = of_cases(rows, conditions)
     else:
         rows, _ = once(chosen([spelled(row) for row in rows], conditions))
         if "over-splits" in words:
             rows, notes = pooled.over_splits(rows)
             for note in notes:
                 print(note, file=sys.stderr)
-    (kind,) = [KINDS[word] for word in words if word in KINDS] or [tables]
-    return kind(rows)
+    return (KINDS[rest[0]] if rest else tables)(rows)
 
 
 def written(text: str) -> str:

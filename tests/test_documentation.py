@@ -1,13 +1,16 @@
 """What the documentation says is what the result files and the program say."""
 
+import importlib.metadata
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import foveate
 from foveate import methods
 from foveate.bench.rows import needed
 from foveate.evaluation.accounting import ROW_FIELDS
@@ -21,6 +24,15 @@ def test_tables_are_those_of_the_result_files():
         [sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"stale: {done.stdout}{done.stderr}; run `make tables`"
+
+
+@pytest.mark.parametrize("kind", ["decode-speedup", "decode-table decode-kinds"])
+def test_marks_have_one_known_kind(kind):
+    tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
+    with pytest.raises(
+        ValueError, match=f"a mark has one kind at most, of summary, .*; found {kind.replace(' ', ', ')}"
+    ):
+        tables["written"](f"<!-- report: benchmarks/results/decode.jsonl {kind} -->\n<!-- end -->\n")
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
@@ -41,3 +53,16 @@ def test_every_result_file_is_explained():
 def test_readme_names_every_method():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in readme for name in methods.names())
+
+
+def test_readme_names_every_extra():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    extras = importlib.metadata.metadata("foveate").get_all("Provides-Extra")
+    assert {"dev", "plot"} <= set(extras)
+    assert all(f"| `{name}` |" in readme for name in extras)
+
+
+def test_changelog_and_citation_are_of_this_version():
+    changelog, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
+    assert re.search(r"^## \[(.*?)\]", changelog, re.MULTILINE)[1] == foveate.__version__
+    assert re.search(r"^version: (.*)$", citation, re.MULTILINE)[1] == foveate.__version__

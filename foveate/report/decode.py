@@ -1,15 +1,23 @@
-"""Rows of `foveate bench decode` as a Markdown table: a method's time, its floor, and what its layers take."""
+"""Rows of `foveate bench decode` as Markdown: times and their floors, speed-ups, and Kascade beside its paper."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foveate.bench.breakdown import PARTS
+from foveate.evaluation.errors import UserError
+from foveate.methods import parse
+from foveate.report import kascade_paper as paper
 from foveate.report.decode_plots import mean_parts
 from foveate.report.markdown import made_with, markdown_table
 
 Row = Mapping[str, Any]
 _BELOW = " (below its floor)"
+_LEVELS = {"kernel": "attention of a layer", "layer": "a layer with its cache"}
+_FLASH = "flash-attention-3"
+_KASCADE = {"first": "dense, choosing", "choosing": "choosing", "reading": "reading"}
+"""Kinds of layers: the paper's, and the bench's."""
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -23,13 +31,84 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
+def speedups(rows: Sequence[Row]) -> str:
+    """A line for each case, a column for each method: how many times as fast as dense attention it decodes.
+
+    Raises:
+        UserError: for two rows of one method and case, such as of other heads.
+    """
+    methods = list(dict.fromkeys(row["case"]["method"] for row in rows))
+    cases: dict[tuple[str, int, int, str], dict[str, str]] = {}
+    for row in rows:
+        case = row["case"]
+        what = _LEVELS.get(case["level"]) or f"{case['model']}, whole steps"
+        place = (what, case["batch"], case["context"], _how(case))
+        found = cases.setdefault(place, {})
+        if case["method"] in found:
+            raise UserError(f"{case['method']}: two rows of {what}, {case['batch']} × {case['context']:,} tokens")
+        everything = (row.get("stats") or {}).get("keys_read_share") == 1
+        found[case["method"]] = f"{row['speedup']:.2f}×{' (reads all)' if everything else ''}"
+    order = list(_LEVELS.values())
+    places = sorted(cases, key=lambda place: (order.index(place[0]) if place[0] in order else len(order), *place))
+    lines = [("times as fast as dense attention", *(f"`{method}`" for method in methods))]
+    for place in places:
+        what, batch, context, how = place
+        found = [cases[place].get(method, "–") for method in methods]
+        lines.append((f"{what}, {batch} × {context:,} tokens{how}", *found))
+    return f"{made_with(rows)}:\n\n{markdown_table(lines)}"
+
+
+def kascade(rows: Sequence[Row]) -> str:
+    """Kascade's milliseconds and speed-ups beside its paper's table 3, for every length and share that both have."""
+    rows = [row for row in rows if all(row["case"].get(name) == value for name, value in paper.SHAPE.items())]
+    flash = {row["case"]["context"]: row for row in rows if row["case"]["method"] == _FLASH}
+    found = [(row, parse(row["case"]["method"])) for row in rows if row["case"]["method"].startswith("kascade")]
+    of_layers = ("layer 0", "choosing", "reading", "mean")
+    lines = [("keys read", "tokens", "FlashAttention-3", *of_layers, "over FlashAttention-3", "over the fastest dense")]
+    for row, method in sorted(found, key=lambda one: (one[1].score_keys, one[0]["case"]["share"])):
+        case, layers = row["case"], row["layers"]
+        exact = method.score_keys == "exact"
+        theirs = paper.DECODE.get((case["context"], case["share"])) if exact else None
+        ours = paper.Decode(
+            flash[case["context"]]["ms"],
+            *(layers[name]["ms"] for name in _KASCADE.values()),
+            row["ms"],
+            flash[case["context"]]["ms"] / row["ms"],
+        )
+        how = "" if exact else f", chosen by {method.score_keys} keys (recall {row['recall']:.3f})"
+        times = (_pair(theirs and theirs[i], ours[i]) for i in range(len(ours)))
+        lines.append((f"{100 * case['share']:.0f} %{how}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
+    told = f"ms, and times as fast; the paper / here ({made_with([row for row, _ in found])}):"
+    return f"{told}\n\n{markdown_table(lines)}"
+
+
+def kinds(rows: Sequence[Row]) -> str:
+    """What the kernels of each kind of layers take, as the Kascade paper's figure 8 splits it; rows need a profile."""
+    lines = [("method", "tokens", "batch", "kind of layer", "layers", "ms", *PARTS)]
+    for row in rows:
+        case = row["case"]
+        for name, one in row["layers"].items():
+            parts = (f"{one['parts_ms'][part]:.3f}" for part in PARTS)
+            size = (f"{case['context']:,}", str(case["batch"]))
+            lines.append((f"`{case['method']}`", *size, name, str(one["layers"]), f"{one['ms']:.3f}", *parts))
+    return f"ms ({made_with(rows)}):\n\n{markdown_table(lines)}"
+
+
+def _pair(theirs: float | None, ours: float) -> str:
+    return f"{'–' if theirs is None else format(theirs, '.2f')} / {ours:.2f}"
+
+
 def _shape(row: Row) -> str:
     case = row["case"]
     if case["level"] == "model":
-        how = ", Liger's kernels" * case["liger"]
-        how += f", dense below {case['dense_below']}" if case["dense_below"] else ""
-        return f"{case['model']} ({case['weights']} weights), {case['dtype']}{how}"
+        return f"{case['model']} ({case['weights']} weights), {case['dtype']}{_how(case)}"
     return f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
+
+
+def _how(case: Row) -> str:
+    """How a model runs; empty for a layer."""
+    how = ", Liger's kernels" * bool(case.get("liger"))
+    return how + (f", dense below {case['dense_below']}" if case.get("dense_below") else "")
 
 
 def _layers(rows: Sequence[Row]) -> str:

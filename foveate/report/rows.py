@@ -97,6 +97,26 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     return list(rows)
 
 
+def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
+    """The rows of a bench whose cases meet the conditions ``NAME=VALUE``; several on one name are as in :func:`chosen`.
+
+    Raises:
+        UserError: for a name that no case has, or when no row is left.
+    """
+    wanted: dict[str, list[str]] = {}
+    for condition in conditions:
+        name, _, value = condition.partition("=")
+        if all(name not in row["case"] for row in rows):
+            raise unknown("name", name, sorted({name for row in rows for name in row["case"]}), "condition")
+        wanted.setdefault(name, []).append(value)
+    for name, values in reversed(wanted.items()):
+        met = [row for row in rows if str(row["case"].get(name)) in values]
+        rows = sorted(met, key=lambda row: values.index(str(row["case"].get(name))))
+        if not rows:
+            raise UserError(f"condition {' or '.join(f'{name}={value}' for value in values)}: no row is left")
+    return list(rows)
+
+
 def _spelling(spec: str) -> str:
     """A spec by the defaults of now, if it is one; its calibration may be on another machine."""
     for spell in (lambda: methods.parse(spec).spec, lambda: methods.spelled(spec)):

@@ -1,4 +1,4 @@
-"""Rows of decoding beside their goals, and as a picture."""
+"""Rows of decoding as tables, beside the Kascade paper, and as a picture."""
 
 import json
 
@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 from foveate.methods import parse
-from foveate.report import decode_goals, decode_plots, figure
+from foveate.report import decode, decode_plots, figure
+from foveate.report.rows import of_cases
 
 KASCADE, LUKA = "kascade:decode_only=true", "luka:page_size=16,score=summary,prior=0.0,top_k=3"
 
@@ -37,58 +38,95 @@ def kind(layers, ms=1.0, floor=0.5, **parts):
     return {"layers": layers, "ms": ms, "floor_ms": floor, "parts_ms": parts, "upkeep_ms": 0.25}
 
 
-def judged(rows):
-    lines = cells(decode_goals.goals(rows))
-    return {(line[""], line["goal"]): (line["measured"], line["met"]) for line in lines}
+class TestSpeedups:
+    def test_a_line_for_each_case_and_a_column_for_each_method(self):
+        rows = [
+            of_model("luka", 1.5, liger=True),
+            of_model("luka", 0.94, context=2048, dense_below="auto") | {"stats": {"keys_read_share": 1.0}},
+            of_layers(LUKA, 131072, 32, 13.0),
+            of_layers(LUKA, 8192, 32, 7.0),
+            of_layers(KASCADE, 131072, 1, 3.3),
+        ]
+        text = decode.speedups(rows)
+        assert text.startswith("NVIDIA H100 80GB HBM3; torch 2, transformers 5; commit abc:")
+        found = cells(text)
+        assert [next(iter(line.values())) for line in found] == [
+            "attention of a layer, 1 × 131,072 tokens",
+            "attention of a layer, 32 × 8,192 tokens",
+            "attention of a layer, 32 × 131,072 tokens",
+            "llama-3.1-8b, whole steps, 1 × 2,048 tokens, dense below auto",
+            "llama-3.1-8b, whole steps, 1 × 131,000 tokens, Liger's kernels",
+        ]
+        assert [line["`luka`"] for line in found] == ["–", "–", "–", "0.94× (reads all)", "1.50×"]
+        assert [line[f"`{KASCADE}`"] for line in found] == ["3.30×", "–", "–", "–", "–"]
+
+    def test_rows_that_a_line_cannot_tell_apart(self):
+        other = of_layers(KASCADE, 8192, 1, 2.0)
+        other["case"]["heads"] = 16
+        with pytest.raises(UserError, match="two rows of attention of a layer, 1 × 8,192 tokens"):
+            decode.speedups([of_layers(KASCADE, 8192, 1, 3.0), other])
 
 
-def test_nothing_is_met_that_was_not_measured():
-    assert set(judged([]).values()) == {("not yet", "–")}
-    smaller = of_layers(KASCADE, 131072, 64, 9.0)
-    smaller["case"]["heads"] = 16
-    other = of_layers(KASCADE, 131072, 64, 9.0) | ELSEWHERE
-    short = of_model("kascade", 2.0, dense_below=8192)
-    assert set(judged([smaller, other, short]).values()) == {("not yet", "–")}
+class TestKascade:
+    LAYERS = {"dense, choosing": kind(1, 12.0), "reading": kind(27, 1.125), "choosing": kind(4, 8.0, score=6.5)}
+
+    def rows(self, *methods, context=131072, batch=64):
+        rows = [of_layers("dense", context, batch, 0.9) | {"ms": 12.0, "layers": None}]
+        rows[0]["case"]["method"] = "flash-attention-3"
+        for method in methods:
+            row = of_layers(method, context, batch, 4.5, layers=self.LAYERS) | {"recall": 0.9785}
+            row["case"]["share"] = parse(method).top_k
+            rows.append(row)
+        return rows
+
+    def test_beside_the_paper(self):
+        rows = self.rows(f"{KASCADE},score_keys=fp8", f"{KASCADE},top_k=0.2", KASCADE)
+        tenth, fifth, eighths = cells(decode.kascade([*rows, *self.rows(KASCADE, batch=32)]))
+        assert tenth == {
+            "keys read": "10 %",
+            "tokens": "131,072",
+            "FlashAttention-3": "11.68 / 12.00",
+            "layer 0": "14.08 / 12.00",
+            "choosing": "10.78 / 8.00",
+            "reading": "1.24 / 1.12",
+            "mean": "2.83 / 2.00",
+            "over FlashAttention-3": "4.12 / 6.00",
+            "over the fastest dense": "4.50",
+        }
+        assert (fifth["keys read"], fifth["mean"]) == ("20 %", "4.01 / 2.00")
+        assert eighths["keys read"] == "10 %, chosen by fp8 keys (recall 0.979)"  # which the paper does not do
+        assert (eighths["choosing"], eighths["over FlashAttention-3"]) == ("– / 8.00", "– / 6.00")
+
+    def test_a_length_that_the_paper_does_not_have(self):
+        (line,) = cells(decode.kascade(self.rows(KASCADE, context=4096)))
+        assert line["mean"] == "– / 2.00"
+
+    def test_kinds_of_layers(self):
+        first, reading, choosing = cells(decode.kinds(self.rows(KASCADE)[1:]))
+        assert (first["kind of layer"], first["layers"], first["ms"]) == ("dense, choosing", "1", "12.000")
+        assert (reading["score"], choosing["score"]) == ("0.000", "6.500")
 
 
-def test_speedups_and_floors():
-    goal = ("Kascade, a tenth, 131,072 tokens, 64 sequences", "≥ 4.6×")
-    layers = {"choosing": kind(4, 8.1, 7.0), "reading": kind(27, 1.4, 1.3)}
-    for speedup, share, met in ((4.61, 0.5, "yes"), (4.59, 0.5, "no"), (4.59, 0.91, "yes")):
-        found = judged([of_layers(KASCADE, 131072, 64, speedup, share, layers)])
-        assert found[goal] == (f"{speedup:.2f}× ({100 * share:.0f} % of the floor)", met)
-        assert found["a layer of it that chooses", "≤ 8.2 ms"] == ("8.10 ms", "yes")
-        assert found["one that reads", "≤ 1.22 ms"] == ("1.40 ms", "yes")  # 93 % of it is memory
-        assert sum(one[1] != "–" for one in found.values()) == 3
-    layers["reading"]["floor_ms"] = 1.0
-    assert judged([of_layers(KASCADE, 131072, 64, 5, 0.5, layers)])["one that reads", "≤ 1.22 ms"] == ("1.40 ms", "no")
-    spelled = of_layers("luka:top_k=3,prior=0.0,page_size=16,score=summary", 8192, 1, 1.6)
-    assert (
-        judged([spelled])["LuKA, pages of 16, 3 refined by summaries alone, 8,192 tokens, 1 sequence", "≥ 1.5×"][1]
-        == "yes"
-    )
+class TestCases:
+    ROWS = [of_layers(method, context, 1, 1.0) for context in (8192, 32768) for method in ("dense", KASCADE)]
 
+    def test_of_several_values_any_in_their_order(self):
+        found = of_cases(self.ROWS, ["method=kascade:decode_only=true", "method=dense", "context=32768"])
+        assert [(row["case"]["method"], row["case"]["context"]) for row in found] == [
+            (KASCADE, 32768),
+            ("dense", 32768),
+        ]
+        assert of_cases(self.ROWS, []) == self.ROWS
 
-def test_choosing_and_making_pages():
-    layers = {"luka": kind(32, score=1.0, select=0.5, attend=3.25)}
-    found = judged([of_layers("luka", 131072, 32, 4.1, layers=layers)])
-    assert found["choosing and making pages, of its step", "< 15 %"] == ("15.0 %", "no")
-    layers["luka"]["parts_ms"]["attend"] = 3.5
-    assert judged([of_layers("luka", 131072, 32, 4.1, layers=layers)])[
-        "choosing and making pages, of its step", "< 15 %"
-    ] == ("14.3 %", "yes")
+    def test_a_name_that_some_cases_have(self):
+        rows = [*self.ROWS, of_model("luka", 1.0)]
+        assert of_cases(rows, ["model=llama-3.1-8b"]) == rows[-1:]
 
-
-def test_models():
-    rows = [of_model("luka", 1.4), of_model("luka:top_k=3", 1.81, liger=True), of_model("kascade", 1.5)]
-    rows += [of_model("quest", 0.97, context=2048, dense_below="auto"), of_model("dense", 1.0, dense_below="auto")]
-    rows += [of_model("luka", 0.7, context=2048)]  # not dense by itself: another question
-    rows += [of_model("luka", 2.1, model="Qwen2.5-Coder-1.5B-Instruct", context=30000, batch=16)]
-    found = judged(rows)
-    assert found["LuKA", "≥ 1.8×"] == ("1.81× (`luka:top_k=3`, Liger's kernels under both)", "yes")
-    assert found["LuKA", "≥ 2×"] == ("2.10× (`luka`)", "yes")
-    assert found["tokens/s, an 8B shape, 131,000 tokens, 1 sequence: Kascade", "≥ 1.6×"] == ("1.50× (`kascade`)", "no")
-    assert found["below 4,096 tokens, 1 sequence, any method", "≥ 0.95×"] == ("0.97× at the least (`quest`)", "yes")
+    def test_nothing_is_left(self):
+        with pytest.raises(UserError, match=r"unknown name 'contexts'\. Did you mean 'context'"):
+            of_cases(self.ROWS, ["contexts=8192"])
+        with pytest.raises(UserError, match="context=1 or context=2: no row is left"):
+            of_cases(self.ROWS, ["context=1", "context=2"])
 
 
 class TestPicture:

@@ -11,7 +11,6 @@ from foveate.cli import app
 from foveate.evaluation.errors import DataError, UserError
 from foveate.report import csa, figure, indexer, indexer_plots, indexer_study
 from foveate.report import streamindex_paper as paper
-from foveate.report.indexer_goals import goals
 from foveate.report.rows import read_bench
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -113,44 +112,6 @@ class TestTables:
         assert second["paper, materialised indexer"] == second["paper, chunked indexer"] == "–"
         (line, *_) = cells(csa.model(read_bench([RESULTS / "dsa.jsonl"], "dsa")))
         assert line["by"] == "transformers"
-
-    def test_goals_are_judged_by_rows_alone(self):
-        assert {line["met"] for line in cells(goals([]))} == {"–"}
-        met = [of_indexer(tokens=1048576, ms=4500.0, gb=3.0), of_layer(share=0.4)]
-        missed = [of_indexer(tokens=1048576, ms=4501.0), of_layer(share=0.39, ms=601.0)]
-        for rows, word in ((met, "yes"), (missed, "no")):
-            found = {line[""]: line["met"] for line in cells(goals(rows))}
-            assert found["V4-Flash, 1,048,576 tokens, bf16"] == word
-            assert found["layer of V4-Flash, 262,144 tokens"] == word
-            assert found["its attention, of a bf16 matmul"] == word
-            assert found["4 GPUs, 1,048,576 tokens"] == "–"
-
-    def test_goals_that_compare_rows(self):
-        pairs = [
-            of_indexer(impl, tokens, ms)
-            for tokens in (2048, 4096, 8192)
-            for impl, ms in (("foveate", 1.0), ("materialised", 2.0))
-        ]
-        more = [of_indexer(tokens=1048576, ms=ms, gpus=gpus) for gpus, ms in ((1, 4000.0), (2, 2200.0), (4, 1000.0))]
-        found = {line[""]: (line["measured"], line["met"]) for line in cells(goals([*pairs, *more]))}
-        assert found["2,048, 4,096, 8,192 tokens, to the materialised path"] == ("2.0×, 2.0×, 2.0× faster", "yes")
-        assert found["2 GPUs, 1,048,576 tokens"] == ("1.82×", "no")
-        assert found["4 GPUs, 1,048,576 tokens"] == ("4.00×", "yes")
-        assert found["recall by the kernel's own scores, least"] == ("1.0000 in 6 rows", "yes")
-
-    def test_recall_is_of_settings_too_and_not_of_ablations(self):
-        rows = [of_indexer(), of_study("top_k", 64), of_study("ablation", "A3: scores in fp16", recall=(0.9, 0.5, 0.1))]
-        lossy = of_study("key_chunk", 1024, recall=(1.0, 0.998, 0.9))
-        for some, expected in ((rows, ("1.0000 in 2 rows", "yes")), ([*rows, lossy], ("0.9980 in 3 rows", "no"))):
-            found = {line[""]: (line["measured"], line["met"]) for line in cells(goals(some))}
-            assert found["recall by the kernel's own scores, least"] == expected
-
-    def test_selection_is_held_against_scoring(self):
-        row = of_indexer(tokens=1048576)
-        for select_ms, expected in ((None, ("not yet", "–")), (14.9, ("14.9 %", "yes")), (15.0, ("15.0 %", "no"))):
-            more = {} if select_ms is None else {"score_ms": 100.0, "select_ms": select_ms}
-            found = {line[""]: (line["measured"], line["met"]) for line in cells(goals([row | more]))}
-            assert found["selection, of scoring: V4-Flash, 1,048,576 tokens"] == expected
 
 
 @pytest.mark.usefixtures("coarse")
