@@ -1,13 +1,14 @@
-"""Tiny random models of the families that people run, whose attention goes through Transformers' interface."""
+"""Tiny random models of the families that people run, by the name that docs/models.md gives them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+
+from tests.helpers import prepare
 
 VOCAB = 97
 _SIZES = {
@@ -37,10 +38,15 @@ _DELTA = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
+_CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+_MAMBA_2 = {"num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {}),
-    "Llama 4": ("Llama4TextConfig", {**_EXPERTS, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0], "attention_chunk_size": 512}),
+    "Llama 4": (
+        "Llama4TextConfig",
+        {**_EXPERTS, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0], "attention_chunk_size": 512},
+    ),
     "Mistral": ("MistralConfig", {"sliding_window": None}),
     "Ministral": ("MinistralConfig", _WINDOWS),
     "Mixtral": ("MixtralConfig", {**_EXPERTS, "sliding_window": None}),
@@ -78,12 +84,64 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "StarCoder 2": ("Starcoder2Config", {"sliding_window": None}),
     "dots.llm1": ("Dots1Config", {**_EXPERTS, "n_shared_experts": 1}),
     "Helium": ("HeliumConfig", {}),
-    "LFM2": ("Lfm2Config", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
+    "LFM2": ("Lfm2Config", _CONVOLUTIONS),
     "Qwen3-Next": ("Qwen3NextConfig", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}),
     "Qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}),
     "OLMo hybrid": ("OlmoHybridConfig", _DELTA),
+    "LFM2-MoE": ("Lfm2MoeConfig", {**_EXPERTS, **_CONVOLUTIONS}),
     "Falcon-H1": ("FalconH1Config", {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}),
-    "gpt-oss": ("GptOssConfig", {**_EXPERTS, **_WINDOWS}),
-    "Gemma 2": ("Gemma2Config", {**_WINDOWS, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
+    "Jamba": (
+        "JambaConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "Bamba": ("BambaConfig", {**_MAMBA_2, "attn_layer_indices": [1, 3]}),
+    "Granite hybrid": (
+        "GraniteMoeHybridConfig",
+        {**_EXPERTS, **_MAMBA_2, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32},
+    ),
+    "Nemotron-H": (
+        "NemotronHConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "attention", "mlp", "attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+        },
+    ),
 }
+
+RECURRENT = [
+    "LFM2",
+    "LFM2-MoE",
+    "Qwen3-Next",
+    "Qwen3.5",
+    "Qwen3.5-MoE",
+    "OLMo hybrid",
+    "Falcon-H1",
+    "Jamba",
+    "Bamba",
+    "Granite hybrid",
+    "Nemotron-H",
+]
+"""Those with layers that are not attention, or attention beside something else."""
+
+
+@functools.cache
+def family(name: str):
+    """The model of a family: not to be changed, but for what is attached to it."""
+    kind, settings = FAMILIES[name]
+    config = getattr(transformers, kind)(**_SIZES | settings)
+    torch.manual_seed(0)
+    return prepare(transformers.AutoModelForCausalLM.from_config(config))

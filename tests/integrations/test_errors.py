@@ -233,11 +233,11 @@ def encoder():
     ("build", "message"),
     [
         (t5, says("T5ForConditionalGeneration is not supported: it has an encoder", "decoder-only")),
-        (sliding, says("MistralForCausalLM is not supported: all of its layers use a sliding window")),
+        (sliding, says("MistralForCausalLM is not supported: all of its layers are sliding-window layers")),
         (softcapped, says("Gemma2ForCausalLM is not supported: layer 1 caps its attention logits")),
         (shared_keys, says("Gemma4ForCausalLM is not supported: some of its layers share the keys and values")),
         (learned_sinks, says("GptOssForCausalLM is not supported: layer 1 has learned attention sinks")),
-        (recurrent, says("MambaForCausalLM is not supported: its attention does not go through", "AttentionInterface")),
+        (recurrent, says("MambaForCausalLM is not supported: all of its layers are recurrent layers")),
         (encoder, says("BertModel is not supported: no attention module was found for layers [0, 1]")),
         (lambda: nn.Linear(3, 3), says("model must be a Transformers PreTrainedModel, not Linear")),
     ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
 from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
@@ -354,6 +354,48 @@ class Layer(CacheLayerMixin):
     prefetch = offload
 
 
+class HybridLayer(LinearAttentionLayer, Layer):
+    """A layer with recurrent states, which stay Transformers' own, beside its attention (Falcon-H1)."""
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str, states: int):
+        Layer.__init__(self, method, counters, phase, dense_below)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    @property
+    def is_croppable(self) -> bool:
+        return LinearAttentionLayer.is_croppable.fget(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (Layer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def get_max_length(self) -> int:
+        return Layer.get_max_length(self)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        Layer.reset(self)
+
+    def activate_past_recording(self) -> None:
+        LinearAttentionLayer.activate_past_recording(self)
+        Layer.activate_past_recording(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        Layer.crop(self, tokens_to_remove)
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        Layer.reorder_cache(self, beam_idx)
+
+    def offload(self) -> None:
+        Layer.offload(self)
+
+    prefetch = offload
+
+
 class _NoWayBack(torch.autograd.Function):
     """The identity, but for its gradient, which does not exist."""
 
@@ -387,7 +429,10 @@ class Cache(transformers.Cache):
         self.phase = Phase(prompt_end=prompt_length)
         layers = transformers.DynamicCache(config=attachment.config).layers
         for index, policy in attachment.policies.items():
-            layers[index] = Layer(policy.method, policy.counters, self.phase, policy.dense_below)
+            how = (policy.method, policy.counters, self.phase, policy.dense_below)
+            own = layers[index]
+            recurrent = isinstance(own, LinearAttentionLayer)
+            layers[index] = HybridLayer(*how, own.number_of_states) if recurrent else Layer(*how)
         super().__init__(layers=layers)
         self.pausing = [
             layer
@@ -443,6 +488,8 @@ class Cache(transformers.Cache):
                 cache.layers[index].go_on_from(layer)
             else:
                 cache.layers[index] = copy.copy(layer)
+            if isinstance(layer, LinearAttentionLayer):
+                copy_states(layer, cache.layers[index])
         return cache
 
     def begin_forward(self) -> None:
@@ -452,16 +499,19 @@ class Cache(transformers.Cache):
             ValueError: when an earlier one was interrupted between two layers.
         """
         pending = any(isinstance(layer, Layer) and layer._pending for layer in self.layers)
-        if pending or len({layer.get_seq_length() for layer in self.layers}) > 1:
+        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+        if pending or len(lengths) > 1:
             raise ValueError(
                 "a forward pass on this cache was interrupted, so its layers hold different tokens; start a new cache"
             )
         self.phase.forward.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if isinstance(layer, Layer):
                 layer.check_crop(tokens_to_remove)
+            if isinstance(layer, LinearAttentionLayer) and int(tokens_to_remove) and not layer.is_croppable:
+                raise ValueError(f"crop({int(tokens_to_remove)}): layer {index} is recurrent and cannot forget tokens")
         unfinished = self.get_seq_length() < (self.phase.prompt_end or 0)  # more of the prompt is to come
         super().crop(int(tokens_to_remove))
         if self.phase.prompt_end is not None and not unfinished:
@@ -483,4 +533,22 @@ class Cache(transformers.Cache):
     def unchanged_bytes(self) -> int:
         """Bytes of keys and values held by the layers that foveate leaves alone."""
         layers = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
-        return sum(x.untyped_storage().nbytes() for layer in layers for x in (layer.keys, layer.values))
+        held = [x for layer in layers for x in (layer.keys, layer.values)]
+        held += [x for layer in self.layers if isinstance(layer, LinearAttentionLayer) for x in recurrent_states(layer)]
+        return sum(x.untyped_storage().nbytes() for x in held)
+
+
+def recurrent_states(layer: LinearAttentionLayer) -> list[Tensor]:
+    """What a recurrent layer keeps, which is written to in place."""
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in states if state is not None]
+
+
+def copy_states(layer: LinearAttentionLayer, to: LinearAttentionLayer) -> None:
+    """Give another layer the same recurrent states in memory of its own."""
+    names = LinearAttentionLayer(number_of_states=layer.number_of_states).__dict__
+    for name in names:
+        state = getattr(layer, name)
+        if isinstance(state, dict):
+            state = {number: one.clone() if isinstance(one, Tensor) else one for number, one in state.items()}
+        setattr(to, name, state)

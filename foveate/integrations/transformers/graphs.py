@@ -52,8 +52,9 @@ class Graphs:
         if self._broken:
             return self._broken
         config = attachment.config
-        if attachment.unchanged:
-            layers = ", ".join(str(layer) for layer in sorted(attachment.unchanged))
+        moving = sorted(layer for layer, kind in attachment.unchanged.items() if "sliding-window" in kind)
+        if moving:
+            layers = ", ".join(map(str, moving))
             return f"layers {layers} stay as they are, with a cache whose memory moves"
         for policy in attachment.policies.values():
             if policy.method.graph_obstacle:

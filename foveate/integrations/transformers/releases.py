@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from torch import nn
+from transformers import cache_utils
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
@@ -24,6 +25,15 @@ OLDEST, NEWEST = "5.17.0", "5.24.0"
 """The range of releases that the suite passes with."""
 CACHE_NAMES = ("cache", "past_key_values")
 """What releases call the cache that a model is given and returns, the newest name first."""
+
+UNCHANGED_LAYERS: dict[type, str] = {
+    cache_utils.DynamicSlidingWindowLayer: "sliding-window",
+    cache_utils.LinearAttentionLayer: "recurrent",
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: "recurrent and sliding-window",
+}
+"""Kinds of cache layers whose model layers stay as they are, and what these are."""
+if hasattr(cache_utils, "DummyLayer"):
+    UNCHANGED_LAYERS[cache_utils.DummyLayer] = "attention-free"
 
 _GENERATE = {
     "_prepare_cache_for_generation": ("generation_config", "model_kwargs", "generation_mode", "batch_size"),

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.utils import ModelOutput
 
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.cache import Cache, Layer
+from foveate.integrations.transformers.cache import Cache, Layer, recurrent_states
 from foveate.moving_rows import MovingRows
 
 ROOM = 256
@@ -132,7 +133,8 @@ class Steps:
         layers = [layer for layer in cache.layers if isinstance(layer, Layer)]
         self._load(inputs, options)
         if not self._ready(layers):
-            self._enter(layers)
+            recurrent = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+            self._enter(layers, [state for layer in recurrent for state in recurrent_states(layer)])
         self._choose_dense(layers)
         if self._recording is None and not self._warm:
             before = [_counted(layer) for layer in layers]
@@ -190,8 +192,12 @@ class Steps:
                 return False
         return True
 
-    def _enter(self, layers: list[Layer]) -> None:
-        """Put the rows' numbers on the device; forget what was recorded for other memory."""
+    def _enter(self, layers: list[Layer], recurrent: list[Tensor]) -> None:
+        """Put the rows' numbers on the device; forget what was recorded for other memory.
+
+        Args:
+            recurrent: states of the layers that are not attention, which a step writes to in place.
+        """
         stores = [layer.store for layer in layers]
         for store in stores:
             used = store.used
@@ -231,6 +237,7 @@ class Steps:
             self._longest.append(max(store.lengths))
         memory = [tensor for store in stores for tensor in store.tensors.values()]
         memory += [count for store in stores for count in store.counters.on_device(store.device)]
+        memory += recurrent
         methods = [layer.method.spec for layer in layers]
         same = len(memory) == len(self._memory) and all(ref() is now for ref, now in zip(self._memory, memory))
         if not same or methods != self._methods:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import transformers
 from torch import nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from foveate.integrations.transformers import releases
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -30,28 +36,32 @@ def attention_modules(
 
     if getattr(config, "is_encoder_decoder", False):
         refuse("it has an encoder; foveate attaches to decoder-only models")
-    if not getattr(type(decoder), "_supports_attention_backend", False):
-        refuse("its attention does not go through Transformers' AttentionInterface")
     if getattr(config, "num_kv_shared_layers", 0):
         refuse("some of its layers share the keys and values of others")
     layers = transformers.DynamicCache(config=config).layers
+    # of models with recurrent layers the flag tells of those; their attention is proved in the first forward pass
+    recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    if not (recurrent or getattr(type(decoder), "_supports_attention_backend", False)):
+        refuse("its attention does not go through Transformers' AttentionInterface")
     unchanged: dict[int, str] = {}
     for index, layer in enumerate(layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            unchanged[index] = "sliding-window"
-        elif type(layer) is not DynamicLayer:
+        if type(layer) in releases.UNCHANGED_LAYERS:
+            unchanged[index] = releases.UNCHANGED_LAYERS[type(layer)]
+        elif type(layer) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
             refuse(f"layer {index} keeps a {type(layer).__name__}, which foveate does not know")
+    wanted = [index for index in range(len(layers)) if index not in unchanged]
+    if not wanted:
+        kinds = " or ".join(sorted(set(unchanged.values())))
+        refuse(f"all of its layers are {kinds} layers, so there is no long context to make cheaper")
     modules = {
         module.layer_idx: module
         for module in decoder.modules()
         if hasattr(module, "num_key_value_groups") and getattr(module, "layer_idx", None) is not None
     }
-    missing = sorted(set(range(len(layers))) - set(modules))
+    missing = [index for index in wanted if index not in modules]
     if missing:
         refuse(f"no attention module was found for layers {missing}")
-    handled = {index: module for index, module in modules.items() if index < len(layers) and index not in unchanged}
-    if not handled:
-        refuse("all of its layers use a sliding window, so there is no long context to make cheaper")
+    handled = {index: modules[index] for index in wanted}
     for index, module in handled.items():
         if getattr(module, "attn_logit_softcapping", None) is not None:
             refuse(f"layer {index} caps its attention logits")

@@ -1,0 +1,150 @@
+"""The families that docs/models.md names: each decodes to Transformers' own tokens where a method leaves nothing out."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+import foveate
+from foveate import methods
+from foveate.methods import Together
+from tests.families import FAMILIES, RECURRENT, family
+from tests.helpers import cached, generate, left_padded, returned_cache, tokens
+from tests.recorded import record
+
+METHODS = ["luka", "kascade", "h2o", "quest"]
+STATES = ["Qwen3-Next", "OLMo hybrid", "Falcon-H1", "Nemotron-H"]
+"""Families of which every way to decode is tried: gated delta rule, alone and beside full attention, and Mamba 2."""
+
+
+@functools.cache
+def own(name):
+    """Transformers' own tokens of a padded batch."""
+    return generate(family(name), **left_padded([40, 23]), new=10)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_are_those_of_transformers(name):
+    model = family(name)
+    for method in METHODS:
+        with foveate.attached(model, method, **methods.get(method).full_budget):
+            assert torch.equal(generate(model, **left_padded([40, 23]), new=10), own(name)), method
+            assert foveate.stats(model).summary()["keys_read_share"] >= 0.99
+    assert len(own(name).unique()) > 5  # a model that repeats a token would show nothing
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_small_budget_is_applied(name):
+    model = family(name)
+    with foveate.attached(model, "h2o", top_k=8, window=4):
+        generate(model, tokens(60), new=10)
+        stats = foveate.stats(model)
+        assert stats.summary()["keys_read_share"] < 0.3
+        unchanged = [layer.note for layer in stats.layers if layer.method == "unchanged"]
+        assert any("recurrent" in note for note in unchanged) == (name in RECURRENT and name != "Falcon-H1")
+
+
+def row(name):
+    """The family's line in docs/models.md."""
+    with foveate.attached(family(name), "dense") as attachment:
+        kinds = ", ".join(sorted({"full attention", *attachment.unchanged.values()}))
+        graphs = "no" if any("sliding" in kind for kind in attachment.unchanged.values()) else "yes"
+        return f"| {name} | `{type(family(name)).__name__}` | {kinds} | {graphs} |"
+
+
+def test_the_documented_table():
+    told = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [line for line in told.splitlines() if "ForCausalLM` |" in line] == [row(name) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", STATES)
+class TestRecurrentLayers:
+    """Their states go where the sequences go."""
+
+    @pytest.fixture
+    def model(self, name):
+        with foveate.attached(family(name), "h2o", top_k=8, window=4):
+            yield family(name)
+
+    @pytest.fixture
+    def dense(self, name):
+        with foveate.attached(family(name), "dense"):
+            yield family(name)
+
+    def test_beams(self, name, dense):
+        ours = generate(dense, tokens(30), 8, num_beams=3)
+        foveate.detach(dense)
+        assert torch.equal(ours, generate(dense, tokens(30), 8, num_beams=3))
+
+    def test_turns(self, name, dense):
+        def two_turns():
+            how = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+            first = dense.generate(tokens(30, 2), **how)
+            ids = torch.cat([first.sequences, tokens(7, 2, seed=3)], 1)
+            return generate(dense, ids, 8, **cached(returned_cache(first)))
+
+        ours = two_turns()
+        foveate.detach(dense)
+        assert torch.equal(ours, two_turns())
+
+    def test_a_prompt_in_chunks(self, name, model):
+        whole = generate(model, tokens(50), 8)
+        assert torch.equal(generate(model, tokens(50), 8, prefill_chunk_size=16), whole)
+
+    def test_rows_of_a_padded_batch(self, name, model):
+        batch = left_padded([50, 21])
+        together = generate(model, **batch, new=8)
+        for b, length in enumerate((50, 21)):
+            assert torch.equal(generate(model, batch["input_ids"][b : b + 1, -length:], 8), together[b : b + 1])
+
+    @torch.no_grad()
+    def test_reordered_rows(self, name, model):
+        caches = [returned_cache(model(tokens(40, 2))) for _ in range(2)]
+        step = tokens(1, 2, seed=5)
+        expected = model(step, **cached(caches[0])).logits
+        caches[1].reorder_cache(torch.tensor([1, 0]))
+        torch.testing.assert_close(model(step.flip(0), **cached(caches[1])).logits.flip(0), expected)
+
+    @torch.no_grad()
+    def test_what_cannot_be_forgotten(self, name, dense):
+        cache = returned_cache(dense(tokens(40)))
+        with pytest.raises(ValueError, match=r"crop\(-2\): layer \d is recurrent and cannot forget tokens"):
+            cache.crop(-2)
+        dense(tokens(1), **cached(cache))
+        with pytest.raises(ValueError, match=r"not supported with stateful models|can be cropped"):
+            generate(dense, tokens(20), prompt_lookup_num_tokens=3)
+
+    @torch.no_grad()
+    def test_methods_that_share_a_prompt(self, name, dense):
+        """Each goes on from the states at the prompt's end, also after another has."""
+        specs, found = ["dense", "h2o:top_k=8,window=4"], {}
+        for spec in specs:
+            with foveate.attached(dense, spec):
+                cache = returned_cache(dense(tokens(40)))
+                found[spec] = [dense(tokens(1, seed=n), **cached(cache)).logits for n in range(4)]
+        with foveate.attached(dense, Together(tuple(map(methods.parse, specs)))):
+            cache = foveate.Cache(dense)
+            cache.begin(40, assistant=False)
+            dense(tokens(40), **cached(cache))
+        for spec in specs:
+            with foveate.attached(dense, spec):
+                branch = cache.branch(dense)
+                for n in range(4):
+                    torch.testing.assert_close(dense(tokens(1, seed=n), **cached(branch)).logits, found[spec][n])
+
+    def test_replayed_steps(self, name, model):
+        ordinary = generate(model, tokens(40, 2), 20)
+        model.foveate.graphs.recorder = record
+        assert torch.equal(generate(model, tokens(40, 2), 20), ordinary)
+        used = foveate.stats(model).graphs
+        assert (used.reason, used.captured) == ("", 1)
+        assert used.replayed >= 15
+
+    @torch.no_grad()
+    def test_their_bytes_count(self, name, model):
+        cache = returned_cache(model(tokens(40)))
+        states = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+        held = [x for layer in states for x in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+        assert cache.unchanged_bytes == sum(x.numel() * x.element_size() for x in held if x is not None)
+        assert foveate.stats(model).resident_bytes == cache.resident_bytes
