@@ -1,4 +1,4 @@
-"""Families of models whose decode steps docs/models.md says are replayed: they are, with the tokens of ordinary steps."""
+"""Decode steps that docs/models.md says are replayed on a GPU: they are, with the tokens of ordinary steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The families that docs/models.md names: each decodes to Transformers' own tokens where a method leaves nothing out."""
+"""The families in docs/models.md: each decodes to Transformers' own tokens where a method leaves nothing out."""
 
 import functools
 from pathlib import Path
