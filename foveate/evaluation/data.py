@@ -19,7 +19,7 @@ from foveate.evaluation.errors import DataError
 
 _START = re.compile(r"^\*\*\*\s?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
 _END = re.compile(r"^\*\*\*\s?END OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
-_KINDS = {str: "text", list: "list", int: "number", bool: "true or false"}
+_KINDS = {str: "text", list: "list", dict: "object", int: "number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
