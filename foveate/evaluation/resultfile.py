@@ -5,13 +5,14 @@ Both carry the run's fingerprint, a mapping of JSON values. A file of another ru
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate.evaluation import outfile
 from foveate.evaluation.errors import DataError, UserError
 from foveate.methods import Method, make
 
@@ -80,12 +81,10 @@ class PartialFile:
     """
 
     def __init__(self, out: Path, run: Fingerprint):
-        path = partial_path(out)
-        try:
+        path = self._path = partial_path(out)
+        with outfile.writing(path):
             out.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written to ({error.strerror})") from None
         try:
             lock(self._file, path)
             self._file.seek(0)
@@ -93,16 +92,25 @@ class PartialFile:
             self._file.truncate(whole)
             if not whole:
                 self.append({"kind": _KIND, "run": dict(run)})
-                _sync_folder(path.parent)
+                outfile.sync_folder(path.parent)
         except BaseException:
             self._file.close()
             raise
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one JSON line, whole or, if killed meanwhile, to be dropped by the next reader."""
-        self._file.write(_dumps(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Writes one JSON line, whole or, if killed meanwhile, to be dropped by the next reader.
+
+        Raises `UserError` if the disk is full; nothing can be appended then.
+        """
+        with outfile.writing(self._path, "; the results before are kept, and the same command goes on from there"):
+            try:
+                self._file.write(_dumps(record))
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):  # of what it could not write
+                    self._file.close()
+                raise
 
     def __enter__(self) -> PartialFile:
         return self
@@ -112,21 +120,13 @@ class PartialFile:
 
 
 def write_rows(out: Path, rows: Sequence[Mapping[str, Any]], keep_partial: bool = False) -> None:
-    """Writes the rows to `out` in one step (a temporary file, then a rename).
+    """Writes the rows to `out` in one step.
 
-    The partial file is then removed, unless it also has results of methods that are not among the rows.
+    The partial file is then removed, unless it also has results of methods that are not among the rows. Raises
+    `UserError` if the file cannot be written.
     """
-    with tempfile.NamedTemporaryFile("wb", dir=out.parent, prefix=f".{out.name}.", delete=False) as file:
-        try:
-            file.write(b"".join(map(_dumps, rows)))
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, out)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-    _sync_folder(out.parent)
+    kept = f"; the results are kept in {partial_path(out)}, and the same command writes the rows"
+    outfile.write(out, b"".join(map(_dumps, rows)), kept)
     if not keep_partial:
         partial_path(out).unlink(missing_ok=True)
 
@@ -179,14 +179,3 @@ def lock(file: Any, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(f"{path}: another process is writing to it") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # folders cannot be opened on this system
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import foveate
-from foveate.evaluation import accounting, data, inference, resultfile
+from foveate.evaluation import accounting, data, inference, outfile, resultfile
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
 from foveate.evaluation.tasks.base import Item, Task, items_digest
@@ -120,6 +120,7 @@ def prepare(plan: Comparison) -> Prepared:
     for name in ("limit", "batch_size"):
         if getattr(plan, name) < 1:
             raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(plan, name)}")
+    outfile.check(plan.out)
     facts = accounting.model_facts(plan.model)
     device = inference.choose_device(plan.device)
     plan = dataclasses.replace(

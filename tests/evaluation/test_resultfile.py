@@ -4,6 +4,7 @@ import pytest
 
 from foveate.evaluation import resultfile
 from foveate.evaluation.errors import DataError, UserError
+from tests.helpers import full_disk
 
 RUN = {"task": "niah", "length": 512, "limit": 3}
 
@@ -118,3 +119,22 @@ def test_rows_that_cannot_be_written_leave_the_old_ones(out):
 def test_a_folder_is_no_rows_file(tmp_path):
     with pytest.raises(UserError, match="directory"):
         resultfile.read_rows(tmp_path, RUN)
+
+
+def test_a_full_disk_keeps_the_records_before(out):
+    room = 600
+    with full_disk(room), resultfile.PartialFile(out, RUN) as partial:
+        partial.append({"a": 1})
+    with full_disk(room), pytest.raises(UserError) as error, resultfile.PartialFile(out, RUN) as partial:
+        partial.append({"a": "x" * room})
+    path = resultfile.partial_path(out)
+    kept = "the results before are kept, and the same command goes on from there"
+    assert str(error.value) == f"{path}: cannot be written to (File too large); {kept}"
+    assert resultfile.read_partial(out, RUN) == [{"a": 1}]
+    with full_disk(room), pytest.raises(UserError) as error:
+        resultfile.write_rows(out, [row(score="x" * room)])
+    assert str(error.value).startswith(f"{out}: cannot be written to (File too large); the results are kept in {path}")
+    assert path.exists()
+    assert not out.exists()
+    keep(out, {"a": 2})
+    assert resultfile.read_partial(out, RUN) == [{"a": 1}, {"a": 2}]
