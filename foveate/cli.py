@@ -318,7 +318,6 @@ def report(
 ) -> None:
     """Print rows of results as Markdown tables, or calibrations (.json) side by side."""
     from foveate.calibration import load
-    from foveate.evaluation.data import read_jsonl
     from foveate.evaluation.errors import DataError, UserError
     from foveate.report import calibrations, markdown, rows
     from foveate.report import summary as summaries
@@ -333,11 +332,11 @@ def report(
             raise UserError(str(error)) from None
         return
     for file in files:
-        found = [row for _, row in read_jsonl(file)]
+        found = rows.read_any(file)
         try:
             typer.echo(markdown.tables(found) + "\n")
         except (KeyError, TypeError) as error:
-            raise DataError(f"{file}: not a file of result rows ({error} is missing or malformed)") from None
+            raise DataError(f"{file}: rows that make no table ({error} is missing or malformed)") from None
 
 
 @app.command()

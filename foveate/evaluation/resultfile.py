@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from foveate.evaluation import outfile
+from foveate.evaluation.accounting import ROW_FIELDS
 from foveate.evaluation.errors import DataError, UserError
+from foveate.evaluation.rowcheck import check_record, check_row
 from foveate.methods import Method, make
 
 _KIND = "partial results of foveate compare"
@@ -26,19 +28,24 @@ def partial_path(out: Path) -> Path:
 
 
 def read_rows(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
-    """The finished rows in `out`, none if it does not exist. Raises `UserError` if they are not this run's."""
+    """The finished rows in `out`, none if it does not exist.
+
+    Raises `UserError` if they are not this run's, `DataError` with the line if one is damaged or there twice.
+    """
     try:
         lines = out.read_bytes().splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}") from None
-    rows = []
+    rows, lines_of = [], {}
     for number, line in enumerate(lines, start=1):
         row = _parsed(out, number, line)
         if not isinstance(row.get("run"), dict) or "item_values" not in row:
             raise UserError(f"{out}:{number}: not a row of foveate compare; choose another --out")
         _same_run(out, row["run"], run)
+        check_row(row, ROW_FIELDS, f"{out}:{number}")
+        _note(out, number, lines_of, f"the method {row['spec']}", row["method"], row["settings"])
         method = method_of(row)
         rows.append(row if method is None else {**row, "spec": method.spec})
     return rows
@@ -61,7 +68,7 @@ def read_partial(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
     """The batch records kept for `out`, none if there is no partial file.
 
     A last line without its newline was torn by the kill and is left out. Raises `UserError` if it is another run's file
-    or no partial file at all, `DataError` with the line if it is damaged.
+    or no partial file at all, `DataError` with the line if one is damaged or there twice.
     """
     path = partial_path(out)
     try:
@@ -144,7 +151,21 @@ def _records(path: Path, content: bytes, run: Fingerprint) -> tuple[list[dict[st
     lines = [_parsed(path, number, line) for number, line in enumerate(content[:whole].splitlines(), start=1)]
     if lines:
         _same_run(path, lines[0].get("run") or {}, run)
+    lines_of: dict[str, int] = {}
+    for number, record in enumerate(lines[1:], start=2):
+        check_record(record, f"{path}:{number}")
+        if (names := record["values"][0].keys()) != (known := lines[1]["values"][0].keys()):
+            raise DataError(f"{path}:{number}: 'values' of {sorted(names)}, and line 2 has {sorted(known)}")
+        batch = f"the batch of item {record['first']} with {record['spec']}"
+        _note(path, number, lines_of, batch, record["key"], record["first"])
     return lines[1:], whole
+
+
+def _note(path: Path, number: int, lines_of: dict[str, int], what: str, *key: Any) -> None:
+    """Notes the line of a key. Raises `DataError` if an earlier line has the same."""
+    first = lines_of.setdefault(json.dumps(key, sort_keys=True), number)
+    if first != number:
+        raise DataError(f"{path}:{number}: {what} is in line {first}, too; leave one of them out")
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
