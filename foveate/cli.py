@@ -189,7 +189,9 @@ def compare(
             "settings as in niah:max_new_tokens=128."
         ),
     ],
-    data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(help="Folder with the task's data (docs/data.md lists the files).", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False, callback=announce)],
     method: Annotated[list[str] | None, typer.Option(help="A method; may be given often.", show_default=False)] = None,
     split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
@@ -247,7 +249,9 @@ def calibrate(
     task: Annotated[
         list[str], typer.Option(help="Whose prompts to read: musique, hotpotqa, ruler, …, with settings; repeatable.")
     ],
-    data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(help="Folder with the task's data (docs/data.md lists the files).", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False, callback=announce)],
     anchors: Annotated[int | None, typer.Option(help="Anchor layers to choose; 5 if left out.")] = None,
     split: Annotated[str | None, typer.Option(help="The first task's split; its first if left out.")] = None,

@@ -10,7 +10,9 @@ import pytest
 
 from foveate import methods
 from foveate.bench.rows import needed
+from foveate.evaluation import tasks
 from foveate.evaluation.accounting import ROW_FIELDS
+from foveate.evaluation.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -41,3 +43,21 @@ def test_every_result_file_is_explained():
 def test_readme_names_every_method():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in readme for name in methods.names())
+
+
+def test_every_task_has_its_files_explained(tmp_path):
+    """By the page on data, which every error names, and by the error: format and public source."""
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    for name in tasks.names():
+        for split in tasks.get(name).splits:
+            task = tasks.parse(name, split=split)
+            try:
+                task.files(tmp_path)
+            except DataError as error:
+                message = str(error)
+                assert "docs/data.md" in message, message
+                assert "source: " in message, message
+                assert (named := re.search(r"([\w.]+): no such file", message)) is None or f"`{named[1]}`" in page
+            else:
+                assert name == "ruler", "needs no file"
+        assert f"`{name}`" in page
