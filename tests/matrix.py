@@ -327,22 +327,30 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     close(poisoned.feed(tokens[-1:]), base, 1e-6)
 
 
-def raw_of_luka(method, length):
+def raw_of_luka(method, prompt, length):
     """Sinks, the first pages (of fixed length), and the least tail."""
     first = method.first * method.sizes[0] if method.segmenter == "fixed" else 0
     return {*range(method.sinks + first), *range(length - method.tail, length)}
 
 
+def seen_by_streaming(method, prompt, length):
+    """Sinks, and a window that ends with the token itself."""
+    window = method.window
+    if isinstance(window, float):
+        window = max(int(window * (length + 1) + 1e-9), method.min_window, 1)
+    return {*range(method.sinks), *range(length + 1 - window, length)}
+
+
 PROMISED = {
     "luka": raw_of_luka,
     "luka_paper": raw_of_luka,
-    "h2o": lambda method, length: range(length - method.window, length),
-    "uniform": lambda method, length: range(length - method.window, length),
-    "snapkv": lambda method, length: range(PROMPT - method.window, length),
-    "streaming": lambda method, length: {*range(method.sinks), *range(method.lower(length), length)},
-    "lined_as_published": lambda method, length: range(length + 1 - method.window, length),
+    "h2o": lambda method, prompt, length: range(length - method.window, length),
+    "uniform": lambda method, prompt, length: range(length - method.window, length),
+    "snapkv": lambda method, prompt, length: range(prompt - method.window, length),
+    "streaming": seen_by_streaming,
+    "lined_as_published": lambda method, prompt, length: range(length + 1 - method.window, length),
 }
-"""Which tokens before a position its token reads whatever they are, by the settings that say "always" and their like."""
+"""Which tokens before a position its token reads whatever they are, by settings such as those that say "always"."""
 
 
 def test_every_setting_that_promises_tokens_is_held_to_it():
@@ -356,18 +364,22 @@ def test_every_setting_that_promises_tokens_is_held_to_it():
     "method",
     [pytest.param(method, id=name) for name, method in VARIANTS if method.name in PROMISED],
 )
-def test_what_is_always_kept_is_always_read(method):
+@pytest.mark.parametrize("prompt", [PROMPT, 5])
+def test_what_is_always_kept_is_always_read(method, prompt):
     """Also where these tokens get less attention than others."""
-    tokens = Tokens.random(1, PROMPT + 16)
-    tokens.k[:, :, PROMPT - 20 :] *= 0.01
-    driver = Driver(method)
-    driver.feed(tokens[:PROMPT])
-    for length in range(PROMPT, PROMPT + 16):
-        if length in (PROMPT, PROMPT + 1, PROMPT + 15):
+    tokens = Tokens.random(1, prompt + 16)
+    tokens.k[:, :, max(prompt - 20, 3) :] *= 0.01
+    driver = Driver(method, prompt)
+    driver.feed(tokens[:prompt])
+    for length in range(prompt, prompt + 16):
+        if prompt == 5 or length in (prompt, prompt + 1, prompt + 15):
             raw, _ = influences(driver, tokens[length : length + 1])
+            promised = {
+                position for position in PROMISED[method.name](method, prompt, length) if 0 <= position < length
+            }
             for head in range(KV_HEADS):
                 positions = driver.store.positions[0, head, : driver.store.used]
-                assert set(PROMISED[method.name](method, length)) <= set(positions[raw[head]].tolist())
+                assert promised <= set(positions[raw[head]].tolist())
         driver.feed(tokens[length : length + 1])
 
 

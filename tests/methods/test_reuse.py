@@ -201,6 +201,10 @@ def test_padded_rows_get_their_own_layers_choices(method):
         out = stack.feed(together)
         for b, own in enumerate(at):
             assert_close(out[:, b], alone[b].feed(own)[:, 0])
+    for number, layer in enumerate(stack.layers):  # what is counted of a batch is the sum over its rows
+        for name in ("decode_rows", "keys_read", "keys_available", "indices_reused"):
+            rows_alone = (getattr(one.layers[number].counters, name) for one in alone)
+            assert float(getattr(layer.counters, name)) == pytest.approx(sum(map(float, rows_alone)))
 
 
 def test_omnikv_written_out():
