@@ -112,4 +112,4 @@ longer=(
 compare math500 math:max_new_tokens=1024 math500 100 4096 "${long[@]}"
 compare math500-fifth math:max_new_tokens=1024 math500 100 4096 "${longer[@]}"
 rows=("$out"/kascade-accuracy/*/*.jsonl)
-[ ! -e "${rows[0]}" ] || cat "${rows[@]}" > "$out/kascade-accuracy.jsonl"
+[ ! -e "${rows[0]}" ] || awk '!seen[$0]++' "${rows[@]}" > "$out/kascade-accuracy.jsonl"

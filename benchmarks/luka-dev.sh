@@ -59,4 +59,4 @@ done
 compare shares-needles-16384 niah 16384 multi 200 "${shares[@]}"
 compare rules-needles-16384 niah 16384 multi 200 "${rules[@]}"
 compare three-salad-2048 wikisalad_long 2048 dev 60 "${three[@]}"
-cat "$out"/luka-dev/*/*.jsonl > "$out/luka-dev.jsonl"
+awk '!seen[$0]++' "$out"/luka-dev/*/*.jsonl > "$out/luka-dev.jsonl"

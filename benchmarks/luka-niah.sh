@@ -14,4 +14,4 @@ for length in 8192 16384 30720; do
   foveate compare --model "$model" --task niah --data "$data" --length "$length" --limit "$items" \
     --batch-size "$(batch "$tokens" "$length")" --dtype bfloat16 --out "$parts/needle-$length.jsonl" "${chosen[@]}"
 done
-cat "$out"/luka-niah/*/*.jsonl > "$out/luka-niah.jsonl"
+awk '!seen[$0]++' "$out"/luka-niah/*/*.jsonl > "$out/luka-niah.jsonl"

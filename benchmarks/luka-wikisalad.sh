@@ -23,4 +23,4 @@ done
 for length in 4096 8192 16384; do
   compare "long-$length" "wikisalad_long:length=$length" test 70 "$length" "${frontier[@]}"
 done
-cat "$out"/luka-wikisalad/*/*.jsonl > "$out/luka-wikisalad.jsonl"
+awk '!seen[$0]++' "$out"/luka-wikisalad/*/*.jsonl > "$out/luka-wikisalad.jsonl"

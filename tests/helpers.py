@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from typing import Any, NamedTuple
@@ -135,6 +136,22 @@ class LargestTensor(TorchDispatchMode):
 
 def _is(x: Any) -> bool:
     return isinstance(x, Tensor)
+
+
+# Files
+
+
+@contextlib.contextmanager
+def full_disk(room: int):
+    """No file can grow beyond so many bytes: the system refuses a write as it does where the disk is full."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # Models

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.evaluation import resultfile
+from tests.helpers import full_disk
 
 ROOT = Path(__file__).parents[1]
 
@@ -185,6 +186,61 @@ def test_rows_of_another_run_are_not_overwritten(model, out):
     assert "batch_size is 1 there, 3 here" in done.stderr
     assert "Choose another --out" in done.stderr
     assert out.read_bytes() == before
+
+
+def test_a_new_folder_is_made_and_told(model, tmp_path):
+    """By each command that writes; a folder that is there is not spoken of."""
+    deep = tmp_path / "deep" / "er"
+    lines = []
+    for name, command in {"rows.jsonl": compare, "tiny.json": calibrate}.items():
+        done = call(*command(model, deep / name))
+        assert done.exit_code == 0, done.output
+        lines += [line for line in done.stderr.splitlines() if "new folder" in line]
+    assert lines == [f"{deep} is a new folder: it is made"]
+    picture = tmp_path / "new" / "picture.png"
+    done = call("plot", "calibration", deep / "tiny.json", "--out", picture)
+    assert f"{picture.parent} is a new folder: it is made" in done.stderr
+    assert picture.is_file()
+
+
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/zero"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda model, out: compare(model, out),
+        lambda model, out: calibrate(model, out),
+        lambda model, out: ["bench", "cpu-decode", "--model", model, "--data", tiny.SAMPLE, "--out", out],
+        lambda model, out: ["salad", "--squad", tiny.SAMPLE / "squad" / "squad_v2_dev_sample.json", "--out", out],
+        lambda model, out: ["fetch", "smollm2-135m", "--out", out],
+    ],
+    ids=["compare", "calibrate", "bench", "salad", "fetch"],
+)
+def test_a_device_is_refused_before_any_work(model, device, command, monkeypatch):
+    import foveate.evaluation.inference
+
+    monkeypatch.setattr(foveate.evaluation.inference, "load_model", None)
+    monkeypatch.setattr(foveate.evaluation.inference, "load_tokenizer", None)
+    done = call(*command(model, device))
+    assert done.exit_code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"error: {device}: ")
+
+
+def test_a_full_disk_is_one_line(model, out):
+    with full_disk(2000):
+        done = call(*compare(model, out, "--limit", 5))
+    assert done.exit_code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"error: {resultfile.partial_path(out)}: cannot be written to (File too large); the results")
+    assert call(*compare(model, out, "--limit", 5)).exit_code == 0
+
+    file = out.with_name("tiny.json")
+    with full_disk(400):
+        done = call(*calibrate(model, file))
+    assert done.exit_code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert f"error: {file}.partial" in line
+    assert "cannot be written to (" in line
 
 
 def test_debug_lets_the_traceback_through(model, out):

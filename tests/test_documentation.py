@@ -13,7 +13,9 @@ import pytest
 import foveate
 from foveate import methods
 from foveate.bench.rows import needed
+from foveate.evaluation import tasks
 from foveate.evaluation.accounting import ROW_FIELDS
+from foveate.evaluation.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -66,3 +68,21 @@ def test_changelog_and_citation_are_of_this_version():
     changelog, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
     assert re.search(r"^## \[(.*?)\]", changelog, re.MULTILINE)[1] == foveate.__version__
     assert re.search(r"^version: (.*)$", citation, re.MULTILINE)[1] == foveate.__version__
+
+
+def test_every_task_has_its_files_explained(tmp_path):
+    """By the page on data, which every error names, and by the error: format and public source."""
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    for name in tasks.names():
+        for split in tasks.get(name).splits:
+            task = tasks.parse(name, split=split)
+            try:
+                task.files(tmp_path)
+            except DataError as error:
+                message = str(error)
+                assert "docs/data.md" in message, message
+                assert "source: " in message, message
+                assert (named := re.search(r"([\w.]+): no such file", message)) is None or f"`{named[1]}`" in page
+            else:
+                assert name == "ruler", "needs no file"
+        assert f"`{name}`" in page

@@ -9,12 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from foveate.report.commands import announce
+
 app = typer.Typer(no_args_is_help=True, help="Measure speed, and what the scores of pages miss.")
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
 Out = Annotated[
     Path | None,
-    typer.Option(help="File for the rows (JSON Lines), those of other cases stay in it.", show_default=False),
+    typer.Option(
+        help="File for the rows (JSON Lines), those of other cases stay in it.", show_default=False, callback=announce
+    ),
 ]
 Methods = Annotated[list[str] | None, typer.Option("--method", help="A method; may be given often.")]
 

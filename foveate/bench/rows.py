@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate.evaluation import outfile
 from foveate.evaluation.errors import UserError
 
 FIELDS = (
@@ -48,22 +48,26 @@ def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_out(out: Path, bench: str) -> None:
-    """Refuse, before anything is measured, to write over a file that is not this bench's.
+    """Refuse, before anything is measured, a file that cannot be written or that is not this bench's.
 
     Raises:
         UserError: naming the file and what it holds.
     """
+    outfile.check(out)
     if not out.exists():
         return
     for number, line in enumerate(out.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            holds = json.loads(line).get("bench")
+            row = json.loads(line)
+            holds = row.get("bench")
         except (json.JSONDecodeError, AttributeError):
             raise UserError(f"{out}:{number}: not a results row; name another --out") from None
         if holds != bench:
             raise UserError(
                 f"{out}:{number}: holds rows of {holds or 'a comparison'}, not of {bench}; name another --out"
             )
+        if "case" not in row:
+            raise UserError(f"{out}:{number}: a row of {bench} without its 'case'; name another --out")
 
 
 def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -76,11 +80,8 @@ def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
         missing = [field for field in needed(row) if field not in row]
         if missing:
             raise ValueError(f"row lacks {', '.join(missing)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = out.with_name(out.name + ".new")
     there = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     cases = [row["case"] for row in rows]
     lines = [line for line in there if json.loads(line)["case"] not in cases]
     lines += [json.dumps(row, ensure_ascii=False) for row in rows]
-    fresh.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    os.replace(fresh, out)
+    outfile.write(out, "".join(line + "\n" for line in lines).encode())

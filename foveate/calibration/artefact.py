@@ -57,8 +57,12 @@ class Calibration:
     def write(self, path: Path) -> None:
         """Writes the file in one step."""
         scratch = path.with_name(f".{path.name}.new")
-        scratch.write_text(self.text(), encoding="utf-8")
-        scratch.replace(path)
+        try:
+            scratch.write_text(self.text(), encoding="utf-8")
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
 
     def text(self) -> str:
         """The file's content: one line for each number, list or row of a matrix."""

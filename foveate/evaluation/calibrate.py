@@ -20,9 +20,9 @@ import torch
 import foveate
 from foveate.calibration import Calibration, Choice, Measured, check_number, choose, counterparts, least_tokens, load
 from foveate.calibration.similarity import COVERAGE_KEYS
-from foveate.evaluation import accounting, data, inference, layer_costs
+from foveate.evaluation import accounting, data, inference, layer_costs, outfile
 from foveate.evaluation.calibration_answers import Answers, named
-from foveate.evaluation.calibration_parts import differing, partial_folder, read, take_up, write
+from foveate.evaluation.calibration_parts import GOES_ON, differing, partial_folder, read, take_up, write
 from foveate.evaluation.calibration_plan import FEWEST_PROMPTS, TIMES, Plan, option
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.tasks.base import Item, Task, items_digest
@@ -43,9 +43,10 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         say: called with what a user should know.
 
     Raises:
-        UserError: for prompts that are too few, too short or beyond the model, more anchors than layers, results of
-            another run in the way, or attention or predictions that are not finite.
+        UserError: for prompts that are too few, too short or beyond the model, more anchors than layers, an `out` that
+            cannot be written to, results of another run in the way, or attention or predictions that are not finite.
     """
+    outfile.check(plan.out)
     facts = accounting.model_facts(plan.model)
     device = inference.choose_device(plan.device)
     dtype = inference.choose_dtype(plan.dtype, plan.model, device)
@@ -149,7 +150,8 @@ def _calibrated(
         "command": plan.command(),
     }
     artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
-    artefact.write(plan.out)
+    with outfile.writing(plan.out, f"; {GOES_ON}"):
+        artefact.write(plan.out)
     shutil.rmtree(folder)
     return artefact
 

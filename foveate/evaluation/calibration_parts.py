@@ -17,6 +17,7 @@ from foveate.evaluation.errors import UserError
 from foveate.evaluation.resultfile import lock
 
 _RUN = "run.json"
+GOES_ON = "what was measured before is kept, and the same command goes on from there"
 
 
 def partial_folder(out: Path) -> Path:
@@ -59,10 +60,17 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 def write(path: Path, shown: dict[str, torch.Tensor], start: float, how: str = "") -> None:
-    """A file of partial results, in one step, with the seconds since `start`, and how it was made."""
+    """A file of partial results, in one step, with the seconds since `start`, and how it was made.
+
+    Raises `UserError` if it cannot be written.
+    """
     scratch = path.with_suffix(".new")
-    save_file({**shown, "seconds": torch.tensor(time.perf_counter() - start)}, scratch, {"how": how})
-    scratch.replace(path)
+    try:
+        save_file({**shown, "seconds": torch.tensor(time.perf_counter() - start)}, scratch, {"how": how})
+        scratch.replace(path)
+    except (SafetensorError, OSError) as error:
+        scratch.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written to ({error}); {GOES_ON}") from None
 
 
 def made_how(path: Path) -> str | None:

@@ -19,7 +19,7 @@ from foveate.evaluation.errors import DataError
 
 _START = re.compile(r"^\*\*\*\s?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
 _END = re.compile(r"^\*\*\*\s?END OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
-_KINDS = {str: "text", list: "list", int: "number", bool: "true or false"}
+_KINDS = {str: "text", list: "list", dict: "object", int: "number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,17 @@ def subfolder(data: Path, name: str) -> Path:
     return data / name if (data / name).is_dir() else data
 
 
-def find_data_file(folder: Path, stem: str, content: str = "") -> Path:
-    """`folder/stem`, or the same with .xz. Raises `DataError` naming both, and their `content`, if neither is there."""
+def find_data_file(folder: Path, stem: str, content: str = "", source: str = "") -> Path:
+    """`folder/stem`, or the same with .xz.
+
+    Raises `DataError` if neither is there, naming both, what they should hold (`content`) and where it is to be had.
+    """
     for path in (folder / stem, folder / f"{stem}.xz"):
         if path.is_file():
             return path
-    raise DataError(f"{folder / stem}: no such file (nor {stem}.xz){content and f'; it should hold {content}'}")
+    content = content and f"; it should hold {content}"
+    source = source and f"; source: {source}"
+    raise DataError(f"{folder / stem}: no such file (nor {stem}.xz){content}{source} (docs/data.md)")
 
 
 def field(value: Any, name: str, kind: type, where: str) -> Any:
@@ -108,7 +113,10 @@ def novel_files(data: Path) -> list[Path]:
         found = sorted(p for p in folder.glob("*") if p.is_file() and p.name.endswith((".txt", ".txt.xz", ".tar.xz")))
         if found:
             return found
-    raise DataError(f"{data}: no novels found; expected .txt, .txt.xz or .tar.xz files in {data / 'books'}")
+    raise DataError(
+        f"{data}: no novels found; expected .txt, .txt.xz or .tar.xz files in {data / 'books'}; source: such as "
+        "https://www.gutenberg.org (docs/data.md)"
+    )
 
 
 def read_novels(data: Path) -> list[Novel]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,8 +27,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from foveate.evaluation.accounting import read_config
-from foveate.evaluation.errors import UserError, unknown
+from foveate.evaluation import data
+from foveate.evaluation.accounting import read_config, weight_files
+from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.evaluation.tasks.base import Item, Output
 from foveate.integrations.transformers import releases
 
@@ -39,6 +41,8 @@ ALONG = "tokens given, decode not timed"
 """The same of a batch that went along answers given before."""
 _FORWARD_TOKENS, _SHORTEST_CHUNK = 1 << 18, 512
 """Tokens of a forward pass over prompts: more are read in chunks, whose activations fit beside a large cache."""
+_TOKENIZER_FILES = {"tokenizer.json": "model", "tokenizer_config.json": None}
+"""Of a tokenizer, and the object that each has to hold."""
 _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, vocabulary]
 
 
@@ -90,27 +94,66 @@ def choose_dtype(dtype: str, folder: Path, device: str) -> str:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder. Raises `UserError` if there is none."""
+    """The tokenizer of a model folder. Raises `UserError` if there is none, or one of its files is damaged."""
     read_config(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # KeyError, TypeError and what tokenizers raises: a damaged file leads to any of them
+        for name, needed in _TOKENIZER_FILES.items():
+            if (Path(folder) / name).exists():
+                _check_object(Path(folder) / name, needed)
         raise UserError(f"{folder}: no usable tokenizer in the model folder ({_first_line(error)})") from None
 
 
 def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
     """The causal language model of a folder, in eval mode, its generation defaults cleared to plain greedy decoding.
 
-    Raises `UserError` if Transformers cannot load it as such.
+    Raises `UserError` if Transformers cannot load it as such, a file of weights is damaged, or the weights are not
+    those of the configuration: some are missing (tied ones need not be there), unexpected or of another shape.
     """
     read_config(folder)
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: a damaged file of weights ({_first_line(error)})") from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
-    except (OSError, ValueError) as error:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder}: not loadable as a causal language model ({_first_line(error)})") from None
+    _check_loaded(folder, loaded)
     ends = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=ends, do_sample=False)
     return model.to(device).eval()
+
+
+def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:
+    """Refuses weights that Transformers would make up, leave out or replace without a word."""
+    faults = []
+    for kind, what in (("missing_keys", "missing from the files"), ("unexpected_keys", "unknown to the model")):
+        if names := sorted(loaded[kind]):
+            faults.append(f"{len(names)} {what}, such as {names[0]}")
+    if others := sorted(loaded["mismatched_keys"]):
+        name, there, wanted = others[0]
+        faults.append(f"{len(others)} of another shape, such as {name}, {list(there)} and not {list(wanted)}")
+    if faults:
+        raise UserError(f"{folder}: the weights are not those of config.json: {'; '.join(faults)}")
+
+
+def _check_object(path: Path, needed: str | None) -> None:
+    """Raises `DataError` if a file is no JSON object, or has no object `needed`."""
+    value = data.read_json(path)
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected an object")
+    if needed is not None:
+        data.field(value, needed, dict, str(path))
 
 
 def run_batch(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Batch:

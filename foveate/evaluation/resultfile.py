@@ -5,14 +5,17 @@ Both carry the run's fingerprint, a mapping of JSON values. A file of another ru
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate.evaluation import outfile
+from foveate.evaluation.accounting import ROW_FIELDS
 from foveate.evaluation.errors import DataError, UserError
+from foveate.evaluation.rowcheck import check_record, check_row
 from foveate.methods import Method, make
 
 _KIND = "partial results of foveate compare"
@@ -25,19 +28,24 @@ def partial_path(out: Path) -> Path:
 
 
 def read_rows(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
-    """The finished rows in `out`, none if it does not exist. Raises `UserError` if they are not this run's."""
+    """The finished rows in `out`, none if it does not exist.
+
+    Raises `UserError` if they are not this run's, `DataError` with the line if one is damaged or there twice.
+    """
     try:
         lines = out.read_bytes().splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}") from None
-    rows = []
+    rows, lines_of = [], {}
     for number, line in enumerate(lines, start=1):
         row = _parsed(out, number, line)
         if not isinstance(row.get("run"), dict) or "item_values" not in row:
             raise UserError(f"{out}:{number}: not a row of foveate compare; choose another --out")
         _same_run(out, row["run"], run)
+        check_row(row, ROW_FIELDS, f"{out}:{number}")
+        _note(out, number, lines_of, f"the method {row['spec']}", row["method"], row["settings"])
         method = method_of(row)
         rows.append(row if method is None else {**row, "spec": method.spec})
     return rows
@@ -60,7 +68,7 @@ def read_partial(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
     """The batch records kept for `out`, none if there is no partial file.
 
     A last line without its newline was torn by the kill and is left out. Raises `UserError` if it is another run's file
-    or no partial file at all, `DataError` with the line if it is damaged.
+    or no partial file at all, `DataError` with the line if one is damaged or there twice.
     """
     path = partial_path(out)
     try:
@@ -80,12 +88,10 @@ class PartialFile:
     """
 
     def __init__(self, out: Path, run: Fingerprint):
-        path = partial_path(out)
-        try:
+        path = self._path = partial_path(out)
+        with outfile.writing(path):
             out.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written to ({error.strerror})") from None
         try:
             lock(self._file, path)
             self._file.seek(0)
@@ -93,16 +99,25 @@ class PartialFile:
             self._file.truncate(whole)
             if not whole:
                 self.append({"kind": _KIND, "run": dict(run)})
-                _sync_folder(path.parent)
+                outfile.sync_folder(path.parent)
         except BaseException:
             self._file.close()
             raise
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one JSON line, whole or, if killed meanwhile, to be dropped by the next reader."""
-        self._file.write(_dumps(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Writes one JSON line, whole or, if killed meanwhile, to be dropped by the next reader.
+
+        Raises `UserError` if the disk is full; nothing can be appended then.
+        """
+        with outfile.writing(self._path, "; the results before are kept, and the same command goes on from there"):
+            try:
+                self._file.write(_dumps(record))
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):  # of what it could not write
+                    self._file.close()
+                raise
 
     def __enter__(self) -> PartialFile:
         return self
@@ -112,21 +127,13 @@ class PartialFile:
 
 
 def write_rows(out: Path, rows: Sequence[Mapping[str, Any]], keep_partial: bool = False) -> None:
-    """Writes the rows to `out` in one step (a temporary file, then a rename).
+    """Writes the rows to `out` in one step.
 
-    The partial file is then removed, unless it also has results of methods that are not among the rows.
+    The partial file is then removed, unless it also has results of methods that are not among the rows. Raises
+    `UserError` if the file cannot be written.
     """
-    with tempfile.NamedTemporaryFile("wb", dir=out.parent, prefix=f".{out.name}.", delete=False) as file:
-        try:
-            file.write(b"".join(map(_dumps, rows)))
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, out)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-    _sync_folder(out.parent)
+    kept = f"; the results are kept in {partial_path(out)}, and the same command writes the rows"
+    outfile.write(out, b"".join(map(_dumps, rows)), kept)
     if not keep_partial:
         partial_path(out).unlink(missing_ok=True)
 
@@ -144,7 +151,21 @@ def _records(path: Path, content: bytes, run: Fingerprint) -> tuple[list[dict[st
     lines = [_parsed(path, number, line) for number, line in enumerate(content[:whole].splitlines(), start=1)]
     if lines:
         _same_run(path, lines[0].get("run") or {}, run)
+    lines_of: dict[str, int] = {}
+    for number, record in enumerate(lines[1:], start=2):
+        check_record(record, f"{path}:{number}")
+        if (names := record["values"][0].keys()) != (known := lines[1]["values"][0].keys()):
+            raise DataError(f"{path}:{number}: 'values' of {sorted(names)}, and line 2 has {sorted(known)}")
+        batch = f"the batch of item {record['first']} with {record['spec']}"
+        _note(path, number, lines_of, batch, record["key"], record["first"])
     return lines[1:], whole
+
+
+def _note(path: Path, number: int, lines_of: dict[str, int], what: str, *key: Any) -> None:
+    """Notes the line of a key. Raises `DataError` if an earlier line has the same."""
+    first = lines_of.setdefault(json.dumps(key, sort_keys=True), number)
+    if first != number:
+        raise DataError(f"{path}:{number}: {what} is in line {first}, too; leave one of them out")
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -179,14 +200,3 @@ def lock(file: Any, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(f"{path}: another process is writing to it") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # folders cannot be opened on this system
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import foveate
-from foveate.evaluation import accounting, data, inference, resultfile
-from foveate.evaluation.errors import UserError
+from foveate.evaluation import accounting, data, inference, outfile, resultfile
+from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 
@@ -120,6 +120,7 @@ def prepare(plan: Comparison) -> Prepared:
     for name in ("limit", "batch_size"):
         if getattr(plan, name) < 1:
             raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(plan, name)}")
+    outfile.check(plan.out)
     facts = accounting.model_facts(plan.model)
     device = inference.choose_device(plan.device)
     plan = dataclasses.replace(
@@ -149,6 +150,14 @@ def prepare(plan: Comparison) -> Prepared:
     }
     rows = resultfile.read_rows(plan.out, run)
     kept = resultfile.read_partial(plan.out, run)
+    sizes = {group[0].id: len(group) for group in inference.batches(items, plan.batch_size)}
+    for record in kept:
+        if (size := len(record["values"])) != sizes.get(record["first"]):
+            wanted = sizes.get(record["first"], "no place in the run")
+            raise DataError(
+                f"{resultfile.partial_path(plan.out)}: {size} values of the batch of item {record['first']}, which has "
+                f"{wanted}; remove the record, and the same command makes it again"
+            )
     return Prepared(plan, tokenizer, items, run, rows, kept)
 
 

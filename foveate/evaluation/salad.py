@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foveate.evaluation import outfile
 from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.squad import Article, read_squad
 
@@ -70,9 +71,10 @@ def make_sets(articles: Sequence[Article], seed: int = SEED) -> dict[str, list[d
 def write_sets(squad: Path, out: Path, seed: int = SEED) -> dict[Path, bool]:
     """Makes the sets of a SQuAD 2.0 file, writes them to the folder `out`, and says of each file: is it as published?
 
-    Raises `DataError` for a file that is not SQuAD 2.0, and `UserError` if it holds too few articles or a file of
-    another content is in the way; nothing is written then.
+    Raises `DataError` for a file that is not SQuAD 2.0, and `UserError` if it holds too few articles, a file of another
+    content is in the way or the folder cannot be written to; nothing is written then.
     """
+    outfile.check_folder(Path(out))
     document = read_squad(squad)
     if document.version != "2.0":
         raise DataError(f"{squad}: SQuAD {document.version}; WikiSalad is made of SQuAD 2.0")
@@ -81,9 +83,8 @@ def write_sets(squad: Path, out: Path, seed: int = SEED) -> dict[Path, bool]:
     for path, content in contents.items():
         if path.exists() and path.read_bytes() != content:
             raise UserError(f"{path} exists with another content")
-    Path(out).mkdir(parents=True, exist_ok=True)
     for path, content in contents.items():
-        path.write_bytes(content)
+        outfile.write(path, content)
     digests = [hashlib.sha256(content).hexdigest() for content in contents.values()]
     return {path: digest == recipe.sha256 for path, digest, recipe in zip(contents, digests, SETS.values())}
 

@@ -12,6 +12,7 @@ from typing import Any
 from foveate.evaluation import data as reading
 from foveate.evaluation.errors import DataError
 
+_SOURCE = "https://rajpurkar.github.io/SQuAD-explorer/, such as dev-v2.0.json"
 _VERSIONS = {"1.1": "1.1", "v1.1": "1.1", "2.0": "2.0", "v2.0": "2.0"}
 
 
@@ -66,10 +67,13 @@ def find_squad(data: Path, name: str = "") -> Path:
     """
     folder = reading.subfolder(data, "squad")
     if name:
-        return reading.find_data_file(folder, name)
+        return reading.find_data_file(folder, name, "SQuAD 1.1 or 2.0", _SOURCE)
     found = [path for path in folder.iterdir() if path.is_file() and path.name.endswith((".json", ".json.xz"))]
     if not found:
-        raise DataError(f"{data}: no SQuAD file found; expected .json or .json.xz in {Path(data) / 'squad'}")
+        place = Path(data) / "squad"
+        raise DataError(
+            f"{data}: no SQuAD file found; expected .json or .json.xz in {place}; source: {_SOURCE} (docs/data.md)"
+        )
     return min(found, key=lambda path: (not ("v2" in path.name and "dev" in path.name), path.name))
 
 

@@ -299,19 +299,30 @@ def _read(spec: str) -> tuple[type[Method], dict[str, Any]]:
 
 
 def _split(text: str, spec: str) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+    pairs: list[tuple[str, Any]] = []
     for piece in re.findall(r"""(?:"(?:\\.|[^"])*"|\{[^}]*\}|\[[^]]*\]|[^,])+""", text):
         if not piece.strip():
             continue
         key, equals, value = piece.partition("=")
         if not equals:
-            hint = f" (write lists in brackets: {list(given)[-1]}=[...])" if given and piece.strip().isdigit() else ""
+            hint = f" (write lists in brackets: {pairs[-1][0]}=[...])" if pairs and piece.strip().isdigit() else ""
             raise ValueError(f"{spec!r}: expected setting=value, found {piece.strip()!r}{hint}")
         try:
-            given[key.strip()] = json.loads(value)
+            read = json.loads(value, object_pairs_hook=functools.partial(_each_once, spec))
         except json.JSONDecodeError:
-            given[key.strip()] = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
-    return given
+            read = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
+        pairs.append((key.strip(), read))
+    return _each_once(spec, pairs)
+
+
+def _each_once(spec: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Settings, or a JSON object within one, of which a spec may give none twice."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{spec!r}: {key} is given twice, as {_format(found[key])} and as {_format(value)}")
+        found[key] = value
+    return found
 
 
 def _format(value: Any) -> str:

@@ -11,7 +11,18 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Draw rows of results, or an attention map, as PNG.")
 
 Files = Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)]
-Out = Annotated[Path, typer.Option(help="PNG file to write.", show_default=False)]
+
+
+def announce(out: Path | None) -> Path | None:
+    """Callback of each `--out`: says that its folder is a new one, so that a misspelt one is seen."""
+    from foveate.evaluation.outfile import new_folder
+
+    if out is not None and (folder := new_folder(out.parent)):
+        typer.echo(f"{folder} is a new folder: it is made", err=True)
+    return out
+
+
+Out = Annotated[Path, typer.Option(help="PNG file to write.", show_default=False, callback=announce)]
 Where = Annotated[
     list[str] | None,
     typer.Option(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foveate.evaluation import outfile
 from foveate.evaluation.errors import UserError
 
 WIDTH = 10.0
@@ -82,9 +83,10 @@ def look(method: str) -> Look:
 
 
 def check(out: Path) -> None:
-    """Raises `UserError` if no plot can be written there: matplotlib is missing, or it is no name of a PNG file."""
+    """Raises `UserError` if no plot can be written there: no file can, its name is no PNG's, or no matplotlib."""
     if out.suffix.lower() != ".png":
         raise UserError(f"{out}: plots are PNG files, so --out must end in .png")
+    outfile.check(out)
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -106,8 +108,7 @@ def drawing(out: Path, height: float, width: float = WIDTH) -> Iterator[Any]:
         yield figure
         content = io.BytesIO()
         figure.savefig(content, format="png", metadata={"Software": None})
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(content.getvalue())
+    outfile.write(out, content.getvalue())
 
 
 def title(figure: Any, text: str, facts: str) -> None:

@@ -9,34 +9,62 @@ from typing import Any
 
 from foveate import methods
 from foveate.bench.rows import needed
+from foveate.evaluation.accounting import ROW_FIELDS
 from foveate.evaluation.data import read_jsonl
 from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.evaluation.resultfile import method_of
+from foveate.evaluation.rowcheck import check_row, each_once
 
 Row = Mapping[str, Any]
 
 _NEEDED = (
     *("method", "spec", "settings", "model", "task", "task_settings", "split", "length", "n", "score", "low", "high"),
-    *("metrics", "dense_score", "keys_read_share", "item_values", "dtype", "run"),
+    *("metrics", "ceiling", "dense_score", "keys_read_share", "item_values", "dtype", "run"),
 )
+
+
+def numbered(file: Path) -> list[tuple[int, Any]]:
+    """The rows of a file of any kind, with their lines.
+
+    Raises:
+        DataError: for a file without rows, or a row that is there twice.
+    """
+    found = list(each_once(file, read_jsonl(file)))
+    if not found:
+        raise DataError(f"{file}: no rows in this file")
+    return found
 
 
 def read(files: Sequence[Path]) -> list[Row]:
     """The rows of `foveate compare` in some files.
 
     Raises:
-        DataError: for a file without rows, or a line that is no such row.
+        DataError: for a file without rows, a line that is no such row, or one that is there twice.
     """
     rows = []
     for file in files:
-        found = list(read_jsonl(file))
-        if not found:
-            raise DataError(f"{file}: no rows in this file")
-        for number, row in found:
-            missing = [name for name in _NEEDED if not isinstance(row, dict) or name not in row]
-            if missing:
-                raise DataError(f"{file}:{number}: not a row of foveate compare ('{missing[0]}' is missing)")
+        for number, row in numbered(file):
+            check_row(row, _NEEDED, f"{file}:{number}")
             rows.append(spelled(row))
+    return rows
+
+
+def read_any(file: Path) -> list[Row]:
+    """The rows of a file, of `foveate compare` or of benches.
+
+    Raises:
+        DataError: for a file without rows, a line that is no row, or one that is there twice.
+    """
+    rows = []
+    for number, row in numbered(file):
+        if isinstance(row, dict) and "bench" in row:
+            missing = [name for name in needed(row) if name not in row]
+            if missing or not isinstance(row["case"], dict):
+                name = (missing or ["case"])[0]
+                raise DataError(f"{file}:{number}: not a row of foveate bench ('{name}' is missing or no object)")
+        else:
+            check_row(row, ROW_FIELDS, f"{file}:{number}")
+        rows.append(row)
     return rows
 
 
@@ -44,14 +72,11 @@ def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
     """The rows of one `foveate bench` in some files.
 
     Raises:
-        DataError: for a file without rows, or a line that is not this bench's.
+        DataError: for a file without rows, a line that is not this bench's, or one that is there twice.
     """
     rows = []
     for file in files:
-        found = list(read_jsonl(file))
-        if not found:
-            raise DataError(f"{file}: no rows in this file")
-        for number, row in found:
+        for number, row in numbered(file):
             if not isinstance(row, dict) or row.get("bench") != bench or not row.keys() >= set(needed(row)):
                 raise DataError(f"{file}:{number}: not a row of foveate bench {bench}")
             rows.append(row)

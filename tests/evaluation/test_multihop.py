@@ -258,7 +258,8 @@ def test_malformed_files(tokenizer, tmp_path):
         make(tmp_path / "none", tokenizer)
     with pytest.raises(
         DataError,
-        match=r"migres_musique\.jsonl: no such file \(nor .*\.xz\); it should hold records of MuSiQue .*, dev, as",
+        match=r"migres_musique\.jsonl: no such file \(nor .*\.xz\); it should hold MuSiQue \(answerable\), dev: its "
+        r"records as JSON, an object a line; source: https://github.com/AdelWang/MIGRES, data/musique.json \(docs/",
     ):
         make(tmp_path, tokenizer, "musique")
     write(tmp_path, FILES["hotpotqa"]["dev"], [hotpot("D0", 0), hotpot("D0", 0)])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import foveate
 from foveate.evaluation import accounting, inference, resultfile, runner, tasks
-from foveate.evaluation.errors import UserError
+from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.tasks.fidelity import Fidelity
 
 SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8"]
@@ -360,7 +360,8 @@ BROKEN = r"item \S+: the predictions of the model are not finite \(NaN or infini
 def test_predictions_that_are_not_finite_are_an_error(plan, broken_folder, task, spec):
     methods, _ = runner.parse_methods([spec])
     broken = dataclasses.replace(plan, model=broken_folder, methods=methods, task=task, limit=2)
-    with pytest.raises(UserError, match=f"method 'dense', {BROKEN}"):
+    message = r"method 'dense' cannot be applied to tiny-llama: layer 1 \(dense\): .* not finite .* float32"
+    with pytest.raises(UserError, match=message):
         runner.run(runner.prepare(broken))
     assert not plan.out.exists()
 
@@ -394,3 +395,23 @@ def test_questions_in_batches_of_unequal_length(plan):
         assert a["examples"] == b["examples"]
         assert a["item_values"] == b["item_values"]
         assert (a["n"], a["ceiling"]) == (b["n"], b["ceiling"]) == (4, 75.0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        ({"values": 1, "texts": 1}, r"1 values of the batch of item \S+, which has 2; remove the record"),
+        ({"first": "nobody"}, "2 values of the batch of item nobody, which has no place in the run; remove the record"),
+    ],
+)
+def test_kept_values_are_those_of_their_batch(plan, damage, fault):
+    with pytest.raises(StoppedError):
+        runner.run(runner.prepare(plan), stop_after(1))
+    path = resultfile.partial_path(plan.out)
+    header, record = path.read_text(encoding="utf-8").splitlines()
+    record = json.loads(record)
+    for name, value in damage.items():
+        record[name] = value if isinstance(value, str) else record[name][:value]
+    path.write_text(f"{header}\n{json.dumps(record)}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=rf"rows\.jsonl\.partial: {fault}"):
+        runner.prepare(plan)

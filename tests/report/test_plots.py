@@ -19,6 +19,9 @@ from foveate.report.rows import chosen, read, spelled
 NIAH = Path(__file__).parents[2] / "benchmarks" / "results" / "luka-niah.jsonl"
 
 
+SCORES = {"string_match": [80.0] * 50}
+
+
 def written(spec="dense", share=1.0, score=80.0, **more):
     """A row as it stands in a file."""
     method = methods.parse(spec)
@@ -36,6 +39,7 @@ def written(spec="dense", share=1.0, score=80.0, **more):
         "score": score,
         "low": score - 3,
         "high": score + 3,
+        "ceiling": 100.0,
         "dense_score": 80.0,
         "diff_to_dense": score - 80,
         "diff_low": score - 82,
@@ -67,6 +71,7 @@ def of_text(spec="dense", extra=0.0, tokens=512, **more):
         "task_settings": settings,
         "split": "books",
         "length": 1,
+        "n": len(nll),
         "run": {"items": f"of {tokens}"},
         "metrics": metrics,
         "item_values": values,
@@ -325,6 +330,62 @@ class TestFiles:
             read([tmp_path / "a.jsonl"])
 
     @pytest.mark.parametrize(
+        ("field", "value", "fault"),
+        [
+            ("settings", None, "'settings' is missing"),
+            ("score", None, "'score' is missing"),
+            ("score", "x", "'score' must be a finite number, not \"x\""),
+            ("score", True, "'score' must be a finite number, not true"),
+            ("score", float("nan"), "'score' must be a finite number, not NaN"),
+            ("settings", [], "'settings' must be an object, not []"),
+            ("spec", 3, "'spec' must be a text, not 3"),
+            ("keys_read_share", "all", "'keys_read_share' must be a finite number or null, not \"all\""),
+            (
+                "metrics",
+                {"f1": {"value": 1}},
+                "'metrics' must be an object of intervals ('value', 'low', 'high'), not {",
+            ),
+            ("item_values", {"f1": [1, None]}, "'item_values' must be an object of lists of finite numbers, not {"),
+            ("item_values", {"f1": [1, 2]}, "'item_values' has 2 of 'f1', and 'n' is 50"),
+            ("device", None, ""),
+            ("device", 7, "'device' must be a text, not 7"),
+        ],
+    )
+    def test_damaged_rows_are_named_with_their_line_and_field(self, tmp_path, field, value, fault):
+        file, whole = tmp_path / "a.jsonl", written() | {"item_values": SCORES}
+        damaged = {name: old for name, old in whole.items() if name != field}
+        if value is not None:
+            damaged[field] = value
+        file.write_text(json.dumps(whole) + "\n" + json.dumps(damaged) + "\n")
+        if not fault:
+            assert len(read([file])) == 2  # nobody needs it
+            return
+        with pytest.raises(DataError) as error:
+            read([file])
+        assert str(error.value).startswith(f"{file}:2: ")
+        assert fault in str(error.value)
+        for command in (["report"], ["plot", "frontier", "--out", tmp_path / "a.png"]):
+            done = CliRunner().invoke(app, list(map(str, [*command, file])))
+            assert done.exit_code == 2
+            (line,) = done.stderr.strip().splitlines()
+            assert line.startswith(f"error: {file}:")
+
+    def test_a_row_that_is_there_twice_is_named_with_both_lines(self, tmp_path):
+        file = tmp_path / "a.jsonl"
+        line, other = (json.dumps(written(spec) | {"item_values": SCORES}) + "\n" for spec in ("dense", "h2o"))
+        file.write_text(line + other + "\n" + line)
+        with pytest.raises(DataError) as error:
+            read([file])
+        assert str(error.value) == f"{file}:4: the same row as in line 1; leave one of them out"
+        for command in (["report"], ["report", "--summary"], ["plot", "modes", "--out", tmp_path / "a.png"]):
+            done = CliRunner().invoke(app, list(map(str, [*command, file])))
+            assert done.exit_code == 2
+            assert done.stderr.strip() == f"error: {error.value}"
+        file.write_text(line + other)
+        (tmp_path / "b.jsonl").write_text(line)
+        assert len(read([file, tmp_path / "b.jsonl"])) == 3  # of several files: each may have the row to compare with
+
+    @pytest.mark.parametrize(
         "spec",
         [
             "luka:tail=64,page_size=[16, 64]",
@@ -334,7 +395,7 @@ class TestFiles:
     )
     def test_methods_are_spelled_by_the_defaults_of_now(self, tmp_path, spec):
         method, file = methods.parse(spec), tmp_path / "a.jsonl"
-        file.write_text(json.dumps({**written(spec), "spec": "by other defaults", "item_values": {}}) + "\n")
+        file.write_text(json.dumps({**written(spec), "spec": "by other defaults", "item_values": SCORES}) + "\n")
         (found,) = read([file])
         assert found["spec"] == method.spec
         assert all(
@@ -344,7 +405,7 @@ class TestFiles:
         )
 
     def test_methods_with_other_settings_by_now_keep_their_specs(self, tmp_path):
-        file, old = tmp_path / "a.jsonl", {**written("luka"), "spec": "by other defaults", "item_values": {}}
+        file, old = tmp_path / "a.jsonl", {**written("luka"), "spec": "by other defaults", "item_values": SCORES}
         for changed in ({**old["settings"], "gone": 1}, {"tail": 64}, {**old["settings"], "tail": -1}):
             file.write_text(json.dumps({**old, "settings": changed}) + "\n")
             assert read([file]) == [{**old, "settings": json.loads(json.dumps(changed))}]

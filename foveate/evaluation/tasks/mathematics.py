@@ -23,6 +23,10 @@ from foveate.evaluation.tasks.base import Item, Output, Sampling, Task, at_least
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 _LONGEST = {"math500": 1024, "aime24": 8192}
+_SOURCES = {
+    name: f"https://huggingface.co/datasets/HuggingFaceH4/{folder}, where the question is called 'problem'"
+    for name, folder in {"math500": "MATH-500", "aime24": "aime_2024"}.items()
+}
 _ANSWER_CHARS = 500  # more than any answer has; what a model repeats without end would take Math-Verify too long
 
 
@@ -61,7 +65,11 @@ class Mathematics(Task):
 
     def files(self, data: Path) -> list[Path]:
         content = "a JSON object a line, with texts 'question' and 'answer'"
-        return [reading.find_data_file(reading.subfolder(data, "aime"), f"{self.split}.jsonl", content)]
+        return [
+            reading.find_data_file(
+                reading.subfolder(data, "aime"), f"{self.split}.jsonl", content, _SOURCES[self.split]
+            )
+        ]
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         _math_verify()

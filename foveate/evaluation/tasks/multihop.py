@@ -31,6 +31,8 @@ TEMPLATE = (
     "Question: {question}\nAnswer:"
 )
 """LongBench's, one for the three data sets; each passage in the context is headed by its number."""
+_MIGRES = "https://github.com/AdelWang/MIGRES"
+_HIPPORAG = "https://github.com/OSU-NLP-Group/HippoRAG/tree/3d95d255a8db0c1699b853cfb4fbe5056708162d"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,8 @@ class MultiHop(ContextQuestions):
 
     splits: ClassVar[tuple[str, ...]] = ("dev", "train")
     main: ClassVar[str] = "f1"
-    sources: ClassVar[Mapping[str, str]]
-    """The file of each split."""
+    sources: ClassVar[Mapping[str, tuple[str, str]]]
+    """The file of each split, and where it is to be had."""
     title: ClassVar[str]
 
     length: int = dataclasses.field(default=0, metadata={"help": "tokens of the whole prompt; 0: its own passages"})
@@ -57,10 +59,12 @@ class MultiHop(ContextQuestions):
 
     def files(self, data: Path) -> list[Path]:
         folder = reading.subfolder(data, "multihop")
-        return [
-            reading.find_data_file(folder, self.sources[split], f"records of {self.title}, {split}, as published")
-            for split in dict.fromkeys((self.split, "dev"))
-        ]
+        return [self._file(folder, split) for split in dict.fromkeys((self.split, "dev"))]
+
+    def _file(self, folder: Path, split: str) -> Path:
+        name, source = self.sources[split]
+        form = "an object a line" if name.endswith(".jsonl") else "a list of objects"
+        return reading.find_data_file(folder, name, f"{self.title}, {split}: its records as JSON, {form}", source)
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         path, *others = self.files(data)
@@ -130,7 +134,10 @@ class HotpotQA(MultiHop):
 
     name: ClassVar[str] = "hotpotqa"
     title: ClassVar[str] = "HotpotQA (distractor setting)"
-    sources: ClassVar[Mapping[str, str]] = {"dev": "migres_hotpot.jsonl", "train": "hipporag_hotpotqa_train.json"}
+    sources: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "dev": ("migres_hotpot.jsonl", f"{_MIGRES}, data/hotpot.json"),
+        "train": ("hipporag_hotpotqa_train.json", f"{_HIPPORAG}, data/hotpotqa_train.json"),
+    }
 
 
 @register
@@ -140,7 +147,10 @@ class MuSiQue(MultiHop):
 
     name: ClassVar[str] = "musique"
     title: ClassVar[str] = "MuSiQue (answerable)"
-    sources: ClassVar[Mapping[str, str]] = {"dev": "migres_musique.jsonl", "train": "hipporag_musique_train.json"}
+    sources: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "dev": ("migres_musique.jsonl", f"{_MIGRES}, data/musique.json"),
+        "train": ("hipporag_musique_train.json", f"{_HIPPORAG}, data/musique_train.json"),
+    }
 
 
 @register
@@ -150,9 +160,9 @@ class TwoWiki(MultiHop):
 
     name: ClassVar[str] = "2wiki"
     title: ClassVar[str] = "2WikiMultihopQA"
-    sources: ClassVar[Mapping[str, str]] = {
-        "dev": "migres_wikihop.jsonl",
-        "train": "migres_2wiki_train_preprocess.json",
+    sources: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "dev": ("migres_wikihop.jsonl", f"{_MIGRES}, data/wikihop.json"),
+        "train": ("migres_2wiki_train_preprocess.json", f"{_MIGRES}, data/wikihop_train_preprocess.json"),
     }
 
 

@@ -73,7 +73,8 @@ class WikiSalad(ContextQuestions):
     splits: ClassVar[tuple[str, ...]] = tuple(SETS)
 
     def files(self, data: Path) -> list[Path]:
-        return [reading.find_data_file(reading.subfolder(data, "wikisalad"), SETS[self.split].file)]
+        content, source = f"WikiSalad, {self.split}", "foveate salad makes it from SQuAD 2.0's train-v2.0.json"
+        return [reading.find_data_file(reading.subfolder(data, "wikisalad"), SETS[self.split].file, content, source)]
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         (path,) = self.files(data)

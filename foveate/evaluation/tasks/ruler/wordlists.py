@@ -17,7 +17,8 @@ def files(data: Path) -> list[Path]:
     Raises `DataError` naming the list that the folder lacks.
     """
     folder = data / "ruler"
-    return [reading.find_data_file(folder, name) for name in _LISTS] if folder.is_dir() else []
+    what = ("a word a line", "the package wonderwords (https://pypi.org/project/wonderwords/)")
+    return [reading.find_data_file(folder, name, *what) for name in _LISTS] if folder.is_dir() else []
 
 
 def read(data: Path) -> tuple[list[str], list[str], list[str]]:
