@@ -327,6 +327,62 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     close(poisoned.feed(tokens[-1:]), base, 1e-6)
 
 
+def raw_of_luka(method, prompt, length):
+    """Sinks, the first pages (of fixed length), and the least tail."""
+    first = method.first * method.sizes[0] if method.segmenter == "fixed" else 0
+    return {*range(method.sinks + first), *range(length - method.tail, length)}
+
+
+def seen_by_streaming(method, prompt, length):
+    """Sinks, and a window that ends with the token itself."""
+    window = method.window
+    if isinstance(window, float):
+        window = max(int(window * (length + 1) + 1e-9), method.min_window, 1)
+    return {*range(method.sinks), *range(length + 1 - window, length)}
+
+
+PROMISED = {
+    "luka": raw_of_luka,
+    "luka_paper": raw_of_luka,
+    "h2o": lambda method, prompt, length: range(length - method.window, length),
+    "uniform": lambda method, prompt, length: range(length - method.window, length),
+    "snapkv": lambda method, prompt, length: range(prompt - method.window, length),
+    "streaming": seen_by_streaming,
+    "lined_as_published": lambda method, prompt, length: range(length + 1 - method.window, length),
+}
+"""Which tokens before a position its token reads whatever they are, by settings such as those that say "always"."""
+
+
+def test_every_setting_that_promises_tokens_is_held_to_it():
+    told = [
+        name for name in NAMES for field in dataclasses.fields(methods.get(name)) if "always" in str(field.metadata)
+    ]
+    assert set(told) <= PROMISED.keys()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(method, id=name) for name, method in VARIANTS if method.name in PROMISED],
+)
+@pytest.mark.parametrize("prompt", [PROMPT, 5])
+def test_what_is_always_kept_is_always_read(method, prompt):
+    """Also where these tokens get less attention than others."""
+    tokens = Tokens.random(1, prompt + 16)
+    tokens.k[:, :, max(prompt - 20, 3) :] *= 0.01
+    driver = Driver(method, prompt)
+    driver.feed(tokens[:prompt])
+    for length in range(prompt, prompt + 16):
+        if prompt == 5 or length in (prompt, prompt + 1, prompt + 15):
+            raw, _ = influences(driver, tokens[length : length + 1])
+            promised = {
+                position for position in PROMISED[method.name](method, prompt, length) if 0 <= position < length
+            }
+            for head in range(KV_HEADS):
+                positions = driver.store.positions[0, head, : driver.store.used]
+                assert promised <= set(positions[raw[head]].tolist())
+        driver.feed(tokens[length : length + 1])
+
+
 @each_variant
 def test_small_budget_reads_less_than_dense(method):
     tokens = Tokens.random(1, PROMPT + DECODED)
@@ -382,6 +438,11 @@ def feed_pieces(driver, pieces):
 
 
 LENGTHS = (PROMPT, PROMPT - 17, 23, 3)
+COUNTED = (
+    *("decode_rows", "keys_read", "keys_available", "prompt_tokens", "tokens_evicted", "pages_refined"),
+    *("indices_reused", "selections_capped"),
+)
+"""What is counted of each row: of a batch the sum."""
 
 
 @each_variant
@@ -396,6 +457,7 @@ def test_left_padded_rows_equal_batch_size_one(method, chunk):
     if out is None:
         return
     decoded = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in steps]) for n in "qkv")))
+    counted = dict.fromkeys(COUNTED, 0.0)
     for b, (prompt, step) in enumerate(zip(prompts, steps)):
         alone = Driver(method, len(prompt))
         if method.prompt_tile(HEADS // KV_HEADS) > 1:  # a tile that a chunk ends in is split
@@ -409,6 +471,9 @@ def test_left_padded_rows_equal_batch_size_one(method, chunk):
         one = driver.store.row(b)
         one.rows["counts"] = list(driver.store.rows["counts"])[b : b + 1]
         assert_same_state(one, alone.store)
+        counted = {name: counted[name] + float(getattr(alone.layer.counters, name)) for name in COUNTED}
+    assert driver.layer.counters.decode_steps == DECODED
+    assert {name: float(getattr(driver.layer.counters, name)) for name in COUNTED} == pytest.approx(counted)
 
 
 COMPANY = [

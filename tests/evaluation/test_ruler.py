@@ -429,6 +429,34 @@ def test_grading():
     assert tasks.get("ruler").main == "string_match"
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("1234567", 1),
+        ("It is **1234567**.", 1),
+        ("91234567", 1),  # RULER asks for nothing but that the answer is contained
+        ("123456", 0),
+        ("234567", 0),
+        ("1234576", 0),
+        ("1,234,567", 0),
+        ("123 4567", 0),
+        ("12345\n67", 0),
+        ("1234567 1234567", 1),  # once, however often it is said
+        ("", 0),
+        ("the NILE", 1),
+        ("Nile", 0),  # a part of an answer
+        ("The  Nile", 0),
+        ("the-Nile", 0),
+        ("1234567 is beside the nile", 2),
+    ],
+)
+def test_near_misses_are_no_matches(said, found):
+    """Of two answers: each counts whole, as it is written but for case, and once."""
+    item = tasks.Item(id="0", prompt="", prompt_ids=(), answers=("1234567", "the Nile"))
+    for split, score in (("niah_multivalue", found / 2), ("qa_1", float(found > 0))):
+        assert tasks.parse("ruler", split=split).grade(item, Output(text=said)) == {"string_match": score}
+
+
 def test_pieces_are_put_before_different_lines():
     for where in range(20):
         mixed = draft.at_random(where, list("abcd"), ["1", "2", "3"])

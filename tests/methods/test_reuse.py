@@ -113,6 +113,7 @@ def in_eight_bits(k, prompt):
         {"anchors": [0, 2], "pooling": "sqrt", "pool": "layer"},
         {"anchors": [1], "decode_only": True, "heads": {"3": [1, 0]}},
         {"anchors": [0, 2], "top_p": 0.5},
+        {"anchors": [0, 2], "top_p": 0.5, "heads": {"1": [1, 1], "3": [0, 0]}},
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
         {"anchors": [1], "exact_anchors": True},
         {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
@@ -135,7 +136,7 @@ def test_kascade_written_out(settings, top_k):
     def budget(length):
         return min(max(math.floor(top_k * length), 5) if isinstance(top_k, float) else top_k, length)
 
-    tile = max(1, settings["tile"] // GROUP)
+    tile, counted = max(1, settings["tile"] // GROUP), torch.zeros(layers)
     how = {name: settings[name] for name in ("pool", "pooling", "top_p") if name in settings}
     for i in range(total):
         decoded = i >= prompt
@@ -159,6 +160,10 @@ def test_kascade_written_out(settings, top_k):
                 chosen = everything if dense else [one | set(range(begin, i + 1)) for one in chosen]
             mean_of = begin if "rest" in settings and not decoded and not dense else 0
             assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen, mean_of))
+            counted[layer] += decoded * sum(map(len, chosen)) / KV_HEADS
+    for number, layer in enumerate(stack.layers):
+        if number not in settings["anchors"]:  # which look at more keys than they read
+            assert float(layer.counters.keys_read) == pytest.approx(float(counted[number]))
     assert [layer.counters.indices_reused for layer in stack.layers] == [
         (total - prompt) * (layer not in settings["anchors"] and layer > settings["anchors"][0])
         for layer in range(layers)
@@ -196,6 +201,10 @@ def test_padded_rows_get_their_own_layers_choices(method):
         out = stack.feed(together)
         for b, own in enumerate(at):
             assert_close(out[:, b], alone[b].feed(own)[:, 0])
+    for number, layer in enumerate(stack.layers):  # what is counted of a batch is the sum over its rows
+        for name in ("decode_rows", "keys_read", "keys_available", "indices_reused"):
+            rows_alone = (getattr(one.layers[number].counters, name) for one in alone)
+            assert float(getattr(layer.counters, name)) == pytest.approx(sum(map(float, rows_alone)))
 
 
 def test_omnikv_written_out():

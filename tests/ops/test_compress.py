@@ -277,3 +277,47 @@ def test_random_choices_depend_on_the_node_the_head_and_the_seed_alone():
 @pytest.mark.parametrize("seed", [2**32 - 1, 2**33 + 5, 10**30])
 def test_any_seed_will_do(seed):
     assert chosen_by_chance(torch.arange(2000), 4, seed=seed).float().mean().item() == pytest.approx(1.5, abs=0.2)
+
+
+# bound_newest
+
+
+@given(
+    st.lists(st.integers(1, 23), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 5, 8]),
+    st.sampled_from([1, 5, 16]),
+    st.sampled_from(LAYOUTS),
+    st.integers(0, 99),
+)
+@settings(max_examples=60)
+def test_the_box_of_the_newest_key_is_drawn_around_the_keys_of_its_page(lengths, heads, page_size, dim, layout, seed):
+    """Quest, section 3.2: from the keys that a row has in it, and no other box is touched."""
+    slots = -(-max(lengths) // page_size) * page_size
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(len(lengths), heads, slots, dim, generator=generator)
+    for b, length in enumerate(lengths):
+        keys[b, :, length:] = 1e4  # finite, and of no row
+    shape = (len(lengths), heads, slots // page_size, dim)
+    low, high = (in_buffer(torch.full(shape, fill), layout) for fill in (7.0, 8.0))
+    before = keys.clone()
+    ops.bound_newest(in_buffer(keys, layout), low, high, torch.tensor(lengths), page_size)
+    assert torch.equal(keys, before)
+    for b, length in enumerate(lengths):
+        newest = (length - 1) // page_size
+        for page in range(slots // page_size):
+            own = keys[b, :, page * page_size : min(length, (page + 1) * page_size)]
+            for box, fill, corner in ((low, 7.0, torch.amin), (high, 8.0, torch.amax)):
+                wanted = corner(own, 1) if page == newest else torch.full((heads, dim), fill)
+                assert torch.equal(box[b, :, page], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_boxes_drawn_key_by_key_are_those_of_whole_pages(dtype):
+    keys = torch.randn(2, 2, 24, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    low, high = torch.zeros(2, 2, 6, 5, dtype=dtype), torch.zeros(2, 2, 6, 5, dtype=dtype)
+    for length in range(1, 25):
+        ops.bound_newest(keys, low, high, torch.full((2,), length), 4)
+    pages = keys.unflatten(2, (6, 4))
+    assert torch.equal(low, pages.amin(3))
+    assert torch.equal(high, pages.amax(3))

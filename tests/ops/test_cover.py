@@ -96,6 +96,31 @@ def test_an_unused_place_touches_no_parent(preserve):
         assert alone == pytest.approx([1.0 - math.log(3)] * 3 if preserve else [0.0] * 3)
 
 
+@given(sizes, st.booleans(), st.integers(0, 99))
+@settings(max_examples=60)
+def test_a_complete_choice_is_refined_the_same(size, preserve, seed):
+    """Without unused places, which a complete choice is declared not to have: to the last bit, and by hand."""
+    batch, heads, group, nodes, width = size
+    parents, some, _ = draw_refinement(*size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    places = some.shape[2]
+    chosen = torch.rand(batch, heads, nodes, generator=generator).argsort(-1)[..., :places]
+    children = torch.randn(batch, heads, group, places, width, generator=generator) * 3
+    missing = torch.rand(children.shape, generator=generator) < 0.3
+    missing[..., 0] = False  # no parent is childless
+    children = children.masked_fill(missing, -INF)
+    before = [x.clone() for x in (parents, chosen, children)]
+    found = ops.refine(parents, chosen, children, preserve=preserve, complete=True)
+    assert all(torch.equal(x, y) for x, y in zip(before, (parents, chosen, children)))
+    for ours, plain, by_hand in zip(
+        found,
+        ops.refine(parents, chosen, children, preserve=preserve),
+        refined_by_hand(parents, chosen, children, preserve),
+    ):
+        assert torch.equal(ours, plain)
+        assert_close(ours, by_hand)
+
+
 def test_children_of_a_parent_without_mass_have_none():
     _, below = ops.refine(
         torch.tensor([[[[-INF, 0.0]]]]), torch.tensor([[[0]]]), torch.zeros(1, 1, 1, 1, 2), preserve=True

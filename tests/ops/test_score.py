@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from foveate import ops
 from foveate.ops import _math
-from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, naive, problem, shapes
+from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, in_buffer, naive, problem, shapes
 
 SEEDS = st.integers(0, 1000)
 SOME = Shape(batch=2, kv_heads=2, group=3, queries=9, offset=14, dim=16, value_dim=16)
@@ -267,3 +267,66 @@ def test_a_copy_is_written_and_scored_without_another_in_a_wider_dtype():
         ops.write_fp8(copy, k, centres, scales)
         ops.pooled_mass(q, copy, scaling=0.1, key_scales=scales)
     assert largest.bytes <= max(SCRATCH, 8 * 40_000 * 4), largest.what
+
+
+# largest_logit
+
+
+def draw_boxes(batch, kv_heads, group, boxes, size, dim, seed, layout="own"):
+    """Queries ``[B, Hkv, G, D]``, keys ``[B, Hkv, N, S, D]`` and the corners of the boxes around each S of them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(batch, kv_heads, group, dim, generator=generator)
+    keys = torch.randn(batch, kv_heads, boxes, size, dim, generator=generator) + 1.5  # boxes off the origin
+    return rows, keys, in_buffer(keys.amin(3), layout), in_buffer(keys.amax(3), layout)
+
+
+BOXES = {
+    "batch": st.integers(1, 2),
+    "kv_heads": st.integers(1, 3),
+    "group": st.sampled_from([1, 3, 4]),
+    "boxes": st.integers(1, 5),
+    "size": st.sampled_from([1, 2, 7]),
+    "dim": st.sampled_from([1, 5, 16]),
+    "seed": SEEDS,
+    "layout": st.sampled_from(LAYOUTS),
+}
+
+
+@given(st.fixed_dictionaries(BOXES), st.data())
+@settings(max_examples=60)
+def test_largest_logit_is_that_of_the_best_corner(size, data):
+    rows, keys, low, high = draw_boxes(**size)
+    number = st.lists(st.integers(0, size["boxes"]), min_size=size["batch"], max_size=size["batch"])
+    lengths = torch.tensor(data.draw(number))
+    for scaling in (0.3, 2.0):
+        found = ops.largest_logit(rows, low, high, scaling)
+        wanted = torch.zeros(found.shape, dtype=torch.float64)
+        for b, h, g, n in torch.cartesian_prod(*(torch.arange(size) for size in found.shape)).view(-1, 4).tolist():
+            for x, least, most in zip(rows[b, h, g].tolist(), low[b, h, n].tolist(), high[b, h, n].tolist()):
+                wanted[b, h, g, n] += scaling * (x * most if x > 0 else x * least)
+        assert found.dtype == torch.float32
+        assert_close(found, wanted)
+        logits = torch.einsum("bhgd,bhnsd->bhgns", rows.double(), keys.double()) * scaling
+        assert (found >= logits.amax(-1) - 1e-4).all()  # no key in a box has more
+        pooled = ops.largest_logit(rows, low, high, scaling, pool="kv_head")
+        assert_close(pooled, wanted.amax(2))
+        there = torch.arange(size["boxes"]) < lengths[:, None]
+        short = ops.largest_logit(rows, low, high, scaling, lengths=lengths)
+        assert_close(short, wanted.masked_fill(~there[:, None, None], float("-inf")))
+
+
+def test_largest_logit_of_boxes_that_are_not_there_may_be_anything():
+    rows, _, low, high = draw_boxes(2, 2, 3, 4, 3, 5, seed=0)
+    lengths = torch.tensor([[1, 4], [3, 0]])
+    expected = ops.largest_logit(rows, low, high, 0.3, lengths=lengths)
+    for b, h in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for corner in (low, high):
+            corner[b, h, lengths[b, h] :] = float("nan")
+    assert torch.equal(ops.largest_logit(rows, low, high, 0.3, lengths=lengths), expected)
+    assert ((expected > float("-inf")).sum(-1) == lengths[..., None]).all()
+
+
+def test_largest_logit_of_other_pools_is_refused():
+    rows, _, low, high = draw_boxes(1, 1, 1, 1, 1, 1, seed=0)
+    with pytest.raises(ValueError, match="layer"):
+        ops.largest_logit(rows, low, high, 1.0, pool="layer")
