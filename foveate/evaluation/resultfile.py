@@ -150,7 +150,10 @@ def _records(path: Path, content: bytes, run: Fingerprint) -> tuple[list[dict[st
         raise UserError(f"{path}: not a file of partial results; move it away or choose another --out")
     lines = [_parsed(path, number, line) for number, line in enumerate(content[:whole].splitlines(), start=1)]
     if lines:
-        _same_run(path, lines[0].get("run") or {}, run)
+        theirs = lines[0].get("run") or {}
+        if not isinstance(theirs, dict):
+            raise DataError(f"{path}:1: 'run' must be an object; move the file away or choose another --out")
+        _same_run(path, theirs, run)
     lines_of: dict[str, int] = {}
     for number, record in enumerate(lines[1:], start=2):
         check_record(record, f"{path}:{number}")

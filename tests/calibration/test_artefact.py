@@ -9,7 +9,7 @@ import torch
 
 from foveate.calibration import Calibration, load
 from foveate.integrations.transformers.facts import model_facts
-from tests.helpers import tiny_model
+from tests.helpers import full_disk, tiny_model
 
 MODEL = {"model_type": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "weights": [[0.5, -0.25], None]}
 FOUND = {"coverage": [[0.9, None], [0.8, 0.7]], "run": {"model": "tiny é", "tokens": [300, 310]}, "layers": []}
@@ -43,6 +43,13 @@ class TestTheFile:
         calibration().write(path)
         calibration(anchors=(0, 1, 2, 3), heads={}).write(path)
         assert load(path).anchors == (0, 1, 2, 3)
+
+    def test_a_full_disk_keeps_the_older_one(self, path):
+        calibration().write(path)
+        with full_disk(10), pytest.raises(OSError, match="File too large"):
+            calibration(anchors=(0, 1, 2, 3), heads={}).write(path)
+        assert load(path) == calibration()
+        assert list(path.parent.iterdir()) == [path]
 
     def test_is_for_people(self, path):
         calibration().write(path)

@@ -392,7 +392,7 @@ class TestWhatIsInTheWay:
 
     def test_a_folder_of_that_name_is_kept(self, plan, no_model):
         plan.out.mkdir(parents=True)
-        with pytest.raises(UserError, match="is another file"):
+        with pytest.raises(UserError, match="is a folder, and --out must name a regular file"):
             run(plan)
 
     @pytest.mark.parametrize(

@@ -197,6 +197,14 @@ def test_a_damaged_record_is_named_with_its_line_and_field(out, damage, fault):
     assert path.read_bytes() == before
 
 
+def test_a_header_without_a_run_is_named(out):
+    keep(out, record(1))
+    path = resultfile.partial_path(out)
+    path.write_text(path.read_text().replace(json.dumps(RUN), "[1]"))
+    with pytest.raises(DataError, match=r"rows\.jsonl\.partial:1: 'run' must be an object"):
+        resultfile.read_partial(out, RUN)
+
+
 def test_statistics_of_null_are_named(out):
     keep(out, record(1))
     path = resultfile.partial_path(out)

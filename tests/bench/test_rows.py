@@ -1,0 +1,56 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from foveate.bench import rows
+from foveate.evaluation.errors import UserError
+from tests.helpers import full_disk
+
+
+def row(case, **more):
+    return {**dict.fromkeys(rows.FIELDS, 1.0), "bench": "decode", "case": {"method": case}, **more}
+
+
+def test_rows_replace_those_of_the_same_cases(tmp_path):
+    out = tmp_path / "new" / "rows.jsonl"
+    rows.check_out(out, "decode")
+    assert list(tmp_path.iterdir()) == []
+    rows.write(out, [row("dense"), row("h2o")])
+    rows.check_out(out, "decode")
+    rows.write(out, [row("h2o", ms=2.0), row("luka")])
+    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert found == [row("dense"), row("h2o", ms=2.0), row("luka")]
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("a diary", "1: not a results row"),
+        ('{"bench": "csa", "case": {}}', "1: holds rows of csa, not of decode"),
+        ('{"method": "dense"}', "1: holds rows of a comparison, not of decode"),
+        (json.dumps(row("dense")) + '\n{"bench": "decode"}', "2: a row of decode without its 'case'"),
+    ],
+)
+def test_files_of_something_else_are_refused_before_anything_is_measured(tmp_path, content, fault):
+    out = tmp_path / "rows.jsonl"
+    out.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=f"^{out}:{fault}; name another --out$"):
+        rows.check_out(out, "decode")
+    assert out.read_text(encoding="utf-8") == content
+
+
+def test_devices_are_refused_before_anything_is_measured():
+    with pytest.raises(UserError, match="/dev/full: is a device, pipe or socket"):
+        rows.check_out(Path("/dev/full"), "decode")
+
+
+def test_a_full_disk_keeps_the_older_rows(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    rows.write(out, [row("dense")])
+    before = out.read_bytes()
+    with full_disk(10), pytest.raises(UserError, match=f"^{out}: cannot be written to "):
+        rows.write(out, [row("h2o")])
+    assert out.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [out]
