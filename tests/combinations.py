@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +26,9 @@ def covering(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
-def every_pair(*parameters: tuple[Any, Sequence[Any]], strength: int = 2) -> pytest.MarkDecorator:
+def every_pair(
+    *parameters: tuple[Any, Collection[Any]], strength: int = 2, indirect: Sequence[str] = ()
+) -> pytest.MarkDecorator:
     """Parametrise a test by combinations in which any two values of different parameters meet.
 
     A kernel is compiled for each combination of dtype, head dim, group and the like, which takes longer than the test.
@@ -34,6 +36,7 @@ def every_pair(*parameters: tuple[Any, Sequence[Any]], strength: int = 2) -> pyt
     Args:
         parameters: of each a name and its values, or a tuple of names and tuples of values.
         strength: how many parameters meet in all their values: 3 where a kernel distinguishes triples.
+        indirect: names of fixtures among the parameters.
     """
     names = [name if isinstance(name, tuple) else (name,) for name, _ in parameters]
     values = [[one if isinstance(name, tuple) else (one,) for one in given] for name, given in parameters]
@@ -42,4 +45,5 @@ def every_pair(*parameters: tuple[Any, Sequence[Any]], strength: int = 2) -> pyt
         for combination in covering([len(of) for of in values], strength)
     ]
     ids = ["-".join(str(value).removeprefix("torch.") for value in case) for case in cases]
-    return pytest.mark.parametrize(list(itertools.chain.from_iterable(names)), cases, ids=ids)
+    names = list(itertools.chain.from_iterable(names))
+    return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
