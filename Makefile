@@ -11,7 +11,7 @@ TESTS ?=
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu sanitize lint format tables wheel clean
+.PHONY: demo test test-gpu smoke-gpu sanitize lint format tables wheel clean
 
 demo: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
@@ -19,10 +19,16 @@ demo: $(VENV)/.installed $(MODEL)/config.json
 	  --method luka --method mixed --dtype float32 --show-answers --out runs/demo.jsonl
 
 test: $(VENV)/.installed $(MODEL)/config.json
-	$(BIN)/python -m pytest -n auto $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
+
+# Processes that share the GPU: most of a test's time is that of compiling kernels, on one core of the CPU.
+GPU_WORKERS ?= 12
 
 test-gpu:
-	python3 -m pytest -m gpu
+	python3 -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal $(TESTS)
+
+smoke-gpu:
+	python3 -m pytest -m smoke -n $(GPU_WORKERS) --dist worksteal $(TESTS)
 
 # racecheck leaves out the kernel of specialised warps: it does not see that those wait at the compiler's own barrier.
 SANITIZE = PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \

@@ -1,5 +1,7 @@
 """Set-up of every test run: one thread, and property tests that draw the same examples every time."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -10,6 +12,16 @@ torch.set_num_threads(1)
 
 settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("foveate")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import speed_up
+
+    speed_up()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole files that run under Triton's interpreter come first, so that nothing waits for them at the end."""
+    items.sort(key=lambda item: "under_the_interpreter" not in item.name)
 
 
 @pytest.fixture

@@ -34,9 +34,14 @@ def greedy(model, ids, **options):
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, **options)
 
 
-def test_dense_writes_what_the_unattached_model_writes(smollm, text):
+@pytest.fixture(scope="module")
+def plain(smollm, text):
+    """What the unattached model writes."""
+    return greedy(smollm[0], text)
+
+
+def test_dense_writes_what_the_unattached_model_writes(smollm, text, plain):
     model, _ = smollm
-    plain = greedy(model, text)
     with foveate.attached(model, "dense"):
         assert torch.equal(greedy(model, text), plain)
         assert torch.equal(greedy(model, text, prefill_chunk_size=333), plain)
@@ -45,9 +50,8 @@ def test_dense_writes_what_the_unattached_model_writes(smollm, text):
 
 
 @pytest.mark.parametrize("name", foveate.methods.names())
-def test_a_full_budget_writes_what_dense_writes(smollm, text, name):
+def test_a_full_budget_writes_what_dense_writes(smollm, text, plain, name):
     model, _ = smollm
-    plain = greedy(model, text)
     with foveate.attached(model, name, **foveate.methods.get(name).full_budget):
         assert torch.equal(greedy(model, text), plain)
 

@@ -360,7 +360,7 @@ BROKEN = r"item \S+: the predictions of the model are not finite \(NaN or infini
 def test_predictions_that_are_not_finite_are_an_error(plan, broken_folder, task, spec):
     methods, _ = runner.parse_methods([spec])
     broken = dataclasses.replace(plan, model=broken_folder, methods=methods, task=task, limit=2)
-    message = r"method 'dense' cannot be applied to tiny-llama: layer 1 \(dense\): .* not finite .* float32"
+    message = r"method 'dense' cannot be applied to tiny-llama: layer 1 \(dense\): .* not finite .* torch.float32"
     with pytest.raises(UserError, match=message):
         runner.run(runner.prepare(broken))
     assert not plan.out.exists()

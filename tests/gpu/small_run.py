@@ -6,6 +6,8 @@ It fails where a kernel is not reached.
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from matrix import Driver, Tokens
@@ -18,6 +20,7 @@ SPECS = (
     "dense",
     "kascade:anchors=[1],top_k=40,min_k=16",
     "kascade:anchors=[1],top_k=40,min_k=16,pool=layer,rest=mean",
+    "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,pooling=sqrt",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=fp8",
     "oracle_topk:top_k=40,dense_layers=0",
@@ -41,14 +44,23 @@ def main() -> int:
         module = importlib.import_module(kernel)
         setattr(module, name, noted(getattr(module, name), name, ran))
     warnings.filterwarnings("error", message=".*slower reference.*")
-    for dtype in (torch.float16, torch.float32):
-        decode(dtype)
-    select()
-    index()
+    for name, part in parts().items():
+        if "fp8" not in name or has_fp8():
+            part()
     torch.cuda.synchronize()
     missing = sorted(_dispatch._verbs.keys() - ran)
     print(f"{len(ran)} verbs ran on their kernels" + (f"; not reached: {', '.join(missing)}" if missing else ""))
     return bool(missing)
+
+
+def parts() -> dict[str, Callable[[], None]]:
+    """What runs, by name; each part runs some kernel."""
+    found = {"selection": select, "lightning indexer": index}
+    for dtype in (torch.float16, torch.float32):
+        found[f"chosen keys, {dtype}"] = partial(attend_chosen, dtype)
+        for spec in SPECS:
+            found[f"{spec}, {dtype}"] = partial(decode, spec, dtype)
+    return found
 
 
 def noted(real, name, ran):
@@ -63,15 +75,17 @@ def has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-def decode(dtype: torch.dtype) -> None:
+def decode(spec: str, dtype: torch.dtype) -> None:
+    """A prompt and some steps of a middle layer; of the first one where that is the only anchor."""
     tokens = Tokens.random(2, PROMPT + DECODED)
     tokens = Tokens(*(x.to("cuda", dtype) for x in (tokens.q, tokens.k, tokens.v)))
-    layers = [methods.parse(spec).for_layer(1, 3, [1]) for spec in SPECS if "fp8" not in spec or has_fp8()]
-    reads_all_and_chooses = methods.parse("kascade:anchors=[0],top_k=40,min_k=16,decode_only=true").for_layer(0, 3)
-    for layer in (*layers, reads_all_and_chooses):
-        driver = Driver(layer, PROMPT)
-        driver.feed(tokens[:PROMPT])
-        driver.feed_steps(tokens[PROMPT:])
+    layer, among = (0, None) if "anchors=[0]" in spec else (1, [1])
+    driver = Driver(methods.parse(spec).for_layer(layer, 3, among), PROMPT)
+    driver.feed(tokens[:PROMPT])
+    driver.feed_steps(tokens[PROMPT:])
+
+
+def attend_chosen(dtype: torch.dtype) -> None:
     rows = torch.randn(2, 6, 1, 16, device="cuda").to(dtype)
     keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
     chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)

@@ -8,12 +8,13 @@ from foveate import methods, ops
 from foveate.cache import SlotCache
 from foveate.ops import _dispatch
 from foveate.ops.attend import reference
+from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 LOWER = {  # of each position
     "dense": torch.zeros_like,
@@ -89,31 +90,34 @@ def check(q, k, v, lower, sinks, offset):
     return out
 
 
-@DTYPES
-@pytest.mark.parametrize("kind", LOWER)
-@pytest.mark.parametrize("sinks", [0, 4, 300])
-@pytest.mark.parametrize(
-    ("length", "offset"), [(1, 0), (1, 777), (63, 65), (129, 1000), (333, 0), (1024, 0), (2049, 5)]
+@every_pair(
+    DTYPES,
+    ("kind", LOWER),
+    ("sinks", [0, 4, 300]),
+    (("length", "offset"), [(1, 0), (1, 777), (63, 65), (129, 1000), (333, 0), (1024, 0), (2049, 5)]),
+    strength=3,
 )
 def test_windows(dtype, kind, sinks, length, offset, launches):
     check(*problem(2, 4, 2, length, offset, 64, dtype, extra=50), lower_of(kind, length, offset), sinks, offset)
     assert launches == [(2, 4, length, 64)] * 2
 
 
-@DTYPES
-@pytest.mark.parametrize("kind", ["window", "share"])
-@pytest.mark.parametrize(
-    ("dim", "value_dim"),
-    [(16, 16), (20, 20), (40, 40), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (24, 72)],
+@every_pair(
+    DTYPES,
+    ("kind", ["window", "share"]),
+    (
+        ("dim", "value_dim"),
+        [(16, 16), (20, 20), (40, 40), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (24, 72)],
+    ),
+    (("length", "offset"), [(1, 0), (129, 1000), (700, 3)]),
 )
-@pytest.mark.parametrize(("length", "offset"), [(1, 0), (129, 1000), (700, 3)])
 def test_head_dims(dtype, kind, dim, value_dim, length, offset):
     check(*problem(1, 4, 2, length, offset, dim, dtype, value_dim), lower_of(kind, length, offset), 4, offset)
 
 
-@DTYPES
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (9, 3), (14, 2), (12, 2), (32, 8), (16, 1)])
-@pytest.mark.parametrize("batch", [1, 3])
+@every_pair(
+    DTYPES, (("heads", "kv_heads"), [(1, 1), (8, 8), (9, 3), (14, 2), (12, 2), (32, 8), (16, 1)]), ("batch", [1, 3])
+)
 def test_heads(dtype, heads, kv_heads, batch):
     check(*problem(batch, heads, kv_heads, 517, 131, 64, dtype), lower_of("window", 517, 131), 4, 131)
 
@@ -124,6 +128,7 @@ def test_several_waves_of_programs(dim, kind):
     check(*problem(1, 14, 2, 9001, 700, dim, torch.bfloat16), lower_of(kind, 9001, 700), 4, 700)
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_keys_beyond_the_reach_of_32_bits():
     """Tokens 128 KiB apart, as where many heads share a buffer: the window begins 2^31 numbers after the first key."""
     q, k, v = problem(1, 2, 2, 400, 35_500, 64, torch.bfloat16)
@@ -132,7 +137,7 @@ def test_keys_beyond_the_reach_of_32_bits():
     check(q, k, v, lower_of("window", 400, 35_500), 4, 35_500)
 
 
-@DTYPES
+@every_pair(DTYPES)
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
 def test_strides_among_nan(dtype, layout):
     lower = lower_of("share", 300, 77)
@@ -140,7 +145,7 @@ def test_strides_among_nan(dtype, layout):
     check(*(in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, 80, dtype)), every_other, 4, 77)
 
 
-@DTYPES
+@every_pair(DTYPES)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_keys_that_no_query_sees_leave_no_trace(dtype, poison):
     q, k, v = problem(1, 4, 2, 300, 500, 64, dtype, extra=200)
@@ -153,7 +158,7 @@ def test_keys_that_no_query_sees_leave_no_trace(dtype, poison):
     assert torch.equal(out, clean)
 
 
-@DTYPES
+@every_pair(DTYPES)
 def test_queries_that_see_nothing_get_zero(dtype):
     q, k, v = problem(1, 4, 2, 300, 0, 64, dtype)
     lower = lower_of("window", 300, 0)

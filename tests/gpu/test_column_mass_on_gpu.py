@@ -6,6 +6,7 @@ import torch
 from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops.score import reference
+from tests.combinations import every_pair
 
 pytestmark = pytest.mark.gpu
 
@@ -40,13 +41,13 @@ def check(q, k, lse, offset):
     return mass
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
 
 
-@DTYPES
-@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize(
-    ("length", "offset"), [(1, 0), (1, 777), (63, 65), (129, 1000), (333, 0), (1024, 0), (2049, 5)]
+@every_pair(
+    DTYPES,
+    ("dim", [16, 64, 80, 96, 128, 256]),
+    (("length", "offset"), [(1, 0), (1, 777), (63, 65), (129, 1000), (333, 0), (1024, 0), (2049, 5)]),
 )
 def test_sizes(dtype, dim, length, offset):
     mass = check(*problem(2, 8, 2, length, offset, dim, dtype, extra=50), offset)
@@ -54,9 +55,9 @@ def test_sizes(dtype, dim, length, offset):
     torch.testing.assert_close(mass.sum(-1), total, rtol=1e-3, atol=1e-3)
 
 
-@DTYPES
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (9, 3), (14, 2), (12, 2), (32, 8), (16, 1)])
-@pytest.mark.parametrize("batch", [1, 3])
+@every_pair(
+    DTYPES, (("heads", "kv_heads"), [(1, 1), (8, 8), (9, 3), (14, 2), (12, 2), (32, 8), (16, 1)]), ("batch", [1, 3])
+)
 def test_heads(dtype, heads, kv_heads, batch):
     check(*problem(batch, heads, kv_heads, 517, 131, 64, dtype), 131)
 
@@ -66,7 +67,7 @@ def test_several_waves_of_programs(dim):
     check(*problem(1, 14, 2, 9001, 700, dim, torch.bfloat16), 700)
 
 
-@DTYPES
+@every_pair(DTYPES)
 def test_strides_and_poisoned_buffers(dtype):
     q, k, lse = problem(2, 6, 2, 300, 77, 80, dtype)
     expected = check(q, k, lse, 77)

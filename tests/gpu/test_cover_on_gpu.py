@@ -7,15 +7,17 @@ from matrix import Driver, Tokens
 from foveate import methods, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import _summaries_plan, masses, summaries, summaries_kernel
+from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.trees import Problem, long_parts, recent_attention
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-GROUPS = pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (32, 4), (16, 1), (70, 1)])
-DIMS = pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
-MASS = pytest.mark.parametrize("mass", ["exact", "preserve"])
+DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
+GROUPS = (("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (32, 4), (16, 1), (70, 1)])
+DIMS = (("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
+MASS = ("mass", ["exact", "preserve"])
+FEW = ("few", ["few", "few and long parts", "chosen before", "many"])
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
 SCALING = 0.1
 
@@ -29,7 +31,7 @@ def kernels_only(monkeypatch):
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
-@pytest.fixture(params=["few", "few and long parts", "chosen before", "many"])
+@pytest.fixture(params=FEW[1])
 def few(request, monkeypatch):
     """See the fixture of this name in ``tests/ops/interpreted_summaries.py``."""
     if request.param == "few and long parts":
@@ -89,15 +91,12 @@ def check(some, how, need_masses=True):
     return found
 
 
-@DTYPES
-@GROUPS
-@MASS
-@pytest.mark.parametrize("pages", [(1,), (37, 4, 0), (700, 699), (5000,)])
+@every_pair(DTYPES, GROUPS, MASS, ("pages", [(1,), (37, 4, 0), (700, 699), (5000,)]), FEW, strength=3, indirect=["few"])
 def test_few_pages_of_any_group(dtype, heads, kv_heads, mass, pages, few):
     check(problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype), ops.Refinement(mass=mass))
 
 
-@DTYPES
+@every_pair(DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 1)])
 def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads, few):
     """What is left when they are taken out of everything would be rounding."""
@@ -108,24 +107,21 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads,
         assert (found.looked[0].chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
 
 
-@DTYPES
-@DIMS
-@MASS
+@every_pair(DTYPES, DIMS, MASS, FEW, indirect=["few"])
 def test_any_head_dim(dtype, dim, value_dim, mass, few):
     how = ops.Refinement(mass=mass, score="spread")
     check(problem((300, 41), dim=dim, value_dim=value_dim, sizes=(16,), dtype=dtype), how)
 
 
-@DTYPES
-@MASS
-@pytest.mark.parametrize("sizes", [(8, 32), (16, 64, 256), (16,)])
-@pytest.mark.parametrize("score", ["summary", "spread", "box"])
+@every_pair(
+    DTYPES, MASS, ("sizes", [(8, 32), (16, 64, 256), (16,)]), ("score", ["summary", "spread", "box"]), strength=3
+)
 def test_shares_of_levels(dtype, mass, sizes, score):
     pages, allowed = (1600, 1024, 64), (0.11, 0.3, 0.5)[: len(sizes)]
     check(problem(pages, sizes=sizes, allowed=allowed, dtype=dtype), ops.Refinement(mass=mass, score=score, prior=0.5))
 
 
-@DTYPES
+@every_pair(DTYPES)
 @pytest.mark.parametrize("rule", [("top_p", 0.1), ("threshold", 0.004)])
 @pytest.mark.parametrize("pool", ["kv_head", "layer"])
 def test_other_rules_and_pools(dtype, rule, pool):
@@ -133,8 +129,7 @@ def test_other_rules_and_pools(dtype, rule, pool):
     check(problem((800, 123), sizes=(16,), allowed=(5,), dtype=dtype), ops.Refinement(pool=pool, first=2))
 
 
-@DTYPES
-@MASS
+@every_pair(DTYPES, MASS, FEW, indirect=["few"])
 def test_pages_of_varied_sizes(dtype, mass, few):
     size, how = 4 if dtype == torch.float32 else 8, ops.Refinement(mass=mass)  # fp32 preserves up to 16 tokens
     check(problem((500, 33), sizes=(size,), varied=True, dtype=dtype), how)

@@ -9,6 +9,7 @@ from matrix import DECODED, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, ea
 
 from foveate import methods, ops
 from foveate.evaluation import calibrate, tasks
+from tests.combinations import every_pair
 
 pytestmark = pytest.mark.gpu
 
@@ -61,9 +62,11 @@ def test_attention_and_mass_of_every_dtype_against_fp64(dtype, heads, kv_heads, 
     close(fused.out.double(), weights @ wide_v, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (9, 3, 80), (8, 8, 128), (4, 2, 20)])
-@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 61), (1, 333), (2, 4096)])
+@every_pair(
+    ("dtype", [torch.float16, torch.bfloat16, torch.float32]),
+    (("heads", "kv_heads", "dim"), [(14, 2, 64), (9, 3, 80), (8, 8, 128), (4, 2, 20)]),
+    (("batch", "length"), [(1, 1), (3, 61), (1, 333), (2, 4096)]),
+)
 def test_prompt_output_is_the_same_to_the_last_bit_with_the_log_sum_exp(dtype, heads, kv_heads, dim, batch, length):
     q = torch.randn(batch, heads, length, dim, device="cuda", dtype=dtype)
     k, v = torch.randn(2, batch, kv_heads, length + 50, dim, device="cuda", dtype=dtype)[:, :, :, :length]

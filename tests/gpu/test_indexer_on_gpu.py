@@ -7,6 +7,7 @@ from foveate import csa, ops
 from foveate.csa import indexer
 from foveate.ops import _dispatch
 from foveate.ops.score import indexer_hopper_kernel, indexer_kernel
+from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 
 pytestmark = pytest.mark.gpu
@@ -54,11 +55,11 @@ def hopper(request, monkeypatch):
     return ran if request.param and torch.cuda.get_device_capability() == (9, 0) else None
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(64, 128), (64, 64), (16, 128), (32, 40), (128, 128), (32, 256)])
-@pytest.mark.parametrize("more", [False, True])
-@pytest.mark.parametrize(
-    ("queries", "keys", "ratio", "offset"), [(1, 1, 1, 0), (37, 333, 4, 1300), (300, 4097, 1, 3800)]
+@every_pair(
+    ("dtype", TOLERANCE),
+    (("heads", "dim"), [(64, 128), (64, 64), (16, 128), (32, 40), (128, 128), (32, 256)]),
+    ("more", [False, True]),
+    (("queries", "keys", "ratio", "offset"), [(1, 1, 1, 0), (37, 333, 4, 1300), (300, 4097, 1, 3800)]),
 )
 def test_scores(hopper, dtype, heads, dim, more, queries, keys, ratio, offset):
     q, k, weights = problem(2, queries, keys, heads, dim, dtype)

@@ -6,12 +6,13 @@ import torch
 from foveate import csa, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import selected, selected_hopper_kernel, selected_kernel
+from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 
 
@@ -128,10 +129,10 @@ def test_strides_among_nan(hopper, layout):
     assert hopper is None or bool(hopper) == selected_hopper_kernel.fits(q, k, recent, 512, True, 160)
 
 
-@DTYPES
-@pytest.mark.parametrize("length", [1, 3, 150])
-@pytest.mark.parametrize(
-    ("dim", "value_dim"), [(16, None), (24, 24), (64, None), (80, 80), (96, 64), (128, 128), (192, 128), (256, None)]
+@every_pair(
+    DTYPES,
+    ("length", [1, 3, 150]),
+    (("dim", "value_dim"), [(16, None), (24, 24), (64, None), (80, 80), (96, 64), (128, 128), (192, 128), (256, None)]),
 )
 def test_head_dims(dtype, length, dim, value_dim):
     q, k, v = problem(2, 12, 2, length, 333, dim, value_dim, dtype)
@@ -139,7 +140,7 @@ def test_head_dims(dtype, length, dim, value_dim):
     check(q, k, v, selection(2, 2, length, 333, 130), **more, sinks=draw(12))
 
 
-@DTYPES
+@every_pair(DTYPES)
 @pytest.mark.parametrize("length", [1, 3, 150])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latent_attention(dtype, length, heads):
@@ -150,7 +151,7 @@ def test_latent_attention(dtype, length, heads):
     check(q, k, k[..., :512].clone(), selection(1, 1, length, 3000, 300))
 
 
-@DTYPES
+@every_pair(DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (7, 1), (28, 2), (33, 1), (130, 1)])
 def test_groups(dtype, heads, kv_heads):
     for own in (1, kv_heads):
@@ -179,6 +180,7 @@ def test_a_decode_step_is_split_and_can_be_captured(batch, length, sinks):
     assert torch.equal(found.lse, expected.lse)
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_keys_beyond_the_reach_of_32_bits(hopper):
     """Five million keys, and as many in a window's tensor: 2.5 billion elements each."""
     number, length = 5_000_000, 150
@@ -197,6 +199,7 @@ def test_keys_beyond_the_reach_of_32_bits(hopper):
     assert hopper is None or len(hopper) == 2
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_outputs_beyond_the_reach_of_32_bits(hopper):
     """70,000 queries: 2.3 billion elements of queries and outputs each."""
     length = 70_000

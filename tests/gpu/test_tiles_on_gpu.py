@@ -8,14 +8,15 @@ from foveate.cache import SlotCache
 from foveate.ops import _dispatch
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.score import reference as score_reference
+from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (9, 3), (14, 2), (12, 2), (32, 8), (16, 1)])
+HEADS = (("heads", "kv_heads"), [(1, 1), (8, 8), (9, 3), (14, 2), (12, 2), (32, 8), (16, 1)])
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +84,13 @@ def check(q, k, v, chosen, tile, offset):
     return out
 
 
-@DTYPES
-@pytest.mark.parametrize("tile", [1, 18, 32, 100, 128, 200])
-@pytest.mark.parametrize(
-    ("length", "offset", "number"),
-    [(1, 0, 3), (1, 777, 90), (63, 65, 7), (129, 1000, 300), (333, 0, 64), (1500, 5, 130)],
+@every_pair(
+    DTYPES,
+    ("tile", [1, 18, 32, 100, 128, 200]),
+    (
+        ("length", "offset", "number"),
+        [(1, 0, 3), (1, 777, 90), (63, 65, 7), (129, 1000, 300), (333, 0, 64), (1500, 5, 130)],
+    ),
 )
 def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
     chosen = selection(2, 2, length, offset, tile, number)
@@ -95,23 +98,24 @@ def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
     assert launches == ["attend_tiles"] * 4
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    ("dim", "value_dim"),
-    [(16, 16), (20, 20), (40, 40), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (24, 72)],
+@every_pair(
+    DTYPES,
+    (
+        ("dim", "value_dim"),
+        [(16, 16), (20, 20), (40, 40), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (24, 72)],
+    ),
 )
 def test_head_dims_of_attention(dtype, dim, value_dim):
     check(*problem(1, 4, 2, 300, 41, dim, dtype, value_dim), selection(1, 2, 300, 41, 64, 70), 64, 41)
 
 
-@DTYPES
-@HEADS
+@every_pair(DTYPES, HEADS)
 def test_heads_of_attention(dtype, heads, kv_heads):
     tile = max(1, 128 // (heads // kv_heads))
     check(*problem(2, heads, kv_heads, 517, 131, 64, dtype), selection(2, kv_heads, 517, 131, tile, 99), tile, 131)
 
 
-@DTYPES
+@every_pair(DTYPES)
 def test_heads_that_read_the_choice_of_others(dtype):
     q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
     chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
@@ -121,7 +125,7 @@ def test_heads_that_read_the_choice_of_others(dtype):
         assert torch.equal(mapped, ops.attend_tiles(q, k, v, chosen[:, heads], **arguments).out)
 
 
-@DTYPES
+@every_pair(DTYPES)
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
 def test_strides_among_nan(dtype, layout):
     chosen = selection(2, 2, 300, 77, 32, 50)
@@ -129,6 +133,7 @@ def test_strides_among_nan(dtype, layout):
     check(*(in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, 80, dtype)), every_other, 32, 77)
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_keys_beyond_the_reach_of_32_bits():
     """Tokens 128 KiB apart, as where many heads share a buffer."""
     q, k, v = problem(1, 2, 2, 400, 35_500, 64, torch.bfloat16)
@@ -157,24 +162,24 @@ def check_mass(q, k, tile, offset, scaling=0.125):
             torch.testing.assert_close(mass, exact.float(), rtol=5e-3 if q.dtype != torch.float32 else 1e-4, atol=1e-7)
 
 
-@DTYPES
-@pytest.mark.parametrize("tile", [1, 18, 32, 100, 128, 200])
-@pytest.mark.parametrize(("length", "offset"), [(1, 0), (1, 777), (63, 65), (333, 0), (1500, 5)])
+@every_pair(
+    DTYPES,
+    ("tile", [1, 18, 32, 100, 128, 200]),
+    (("length", "offset"), [(1, 0), (1, 777), (63, 65), (333, 0), (1500, 5)]),
+)
 def test_mass_of_tiles(dtype, tile, length, offset, launches):
     q, k, _ = problem(2, 14, 2, length, offset, 64, dtype)
     check_mass(q, k, tile, offset)
     assert "tile_block_mass" in launches
 
 
-@DTYPES
-@pytest.mark.parametrize("dim", [16, 20, 40, 80, 96, 128, 256])
+@every_pair(DTYPES, ("dim", [16, 20, 40, 80, 96, 128, 256]))
 def test_head_dims_of_mass(dtype, dim):
     q, k, _ = problem(1, 4, 2, 300, 41, dim, dtype)
     check_mass(q, k, 64, 41, dim**-0.5)
 
 
-@DTYPES
-@HEADS
+@every_pair(DTYPES, HEADS)
 def test_heads_of_mass(dtype, heads, kv_heads):
     q, k, _ = problem(2, heads, kv_heads, 517, 131, 64, dtype)
     check_mass(q, in_buffer(k, "tokens_first"), max(1, 128 // (heads // kv_heads)), 131)

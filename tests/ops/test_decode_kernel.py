@@ -5,12 +5,14 @@ import importlib
 import pytest
 import torch
 
+from tests.combinations import every_pair
 from tests.kernels import compile_for, run_interpreted
 
-HALF_AND_FULL = pytest.mark.parametrize(
+SHAPES = (
     ("dtype", "dim", "heads"),
     [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 80, 7), ("bf16", 256, 16), ("fp16", 192, 64), ("fp32", 128, 8)],
 )
+HALF_AND_FULL = pytest.mark.parametrize(*SHAPES)
 CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
 
 
@@ -89,21 +91,27 @@ def _compile_attention(
 RAGGED = pytest.mark.parametrize(("masked", "bounded"), [(False, False), (True, False), (False, True)])
 
 
-@CAPABILITIES
-@HALF_AND_FULL
-@pytest.mark.parametrize(
-    ("indexed", "masked", "kept"),
-    [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
+@every_pair(
+    ("capability", [80, 90]),
+    SHAPES,
+    (
+        ("indexed", "masked", "kept"),
+        [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
+    ),
+    ("bounded", [False, True]),
+    strength=3,
 )
-@pytest.mark.parametrize("bounded", [False, True])
 def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, kept, bounded):
     _compile_attention(capability, dtype, dim, heads, indexed=indexed, masked=masked, bounded=bounded, kept=kept)
 
 
-@CAPABILITIES
-@HALF_AND_FULL
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize(("page_size", "indexed", "bounded"), [(16, "i32", True), (3, "i64", True), (1, "i32", False)])
+@every_pair(
+    ("capability", [80, 90]),
+    SHAPES,
+    ("own", [False, True]),
+    (("page_size", "indexed", "bounded"), [(16, "i32", True), (3, "i64", True), (1, "i32", False)]),
+    strength=3,
+)
 def test_attention_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, own, page_size, indexed, bounded
 ):
