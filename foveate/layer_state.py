@@ -24,6 +24,11 @@ class Geometry:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def key_share(self) -> float:
+        """A key's share of the key and its value: one half where both have as many dimensions."""
+        return self.head_dim / (self.head_dim + self.value_dim)
+
 
 @dataclass(frozen=True)
 class Channel:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.methods.base import recent
+from foveate.methods.base import Method, recent
 
 
 def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
@@ -18,6 +18,17 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
     mask = None if mask is None else mask[:, :, None]
     how = {"mask": mask, "lengths": lengths, "need_mass": need_mass}
     return ops.attend(q, cache.keys, cache.values, scaling=scaling, **how)
+
+
+def count_scored(method: Method, cache: SlotCache) -> None:
+    """Count what a decode step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
+    step, described = cache.step, (cache.geometry, cache.dtype)
+    if step is None:
+        scored = sum(method.scored(tokens, *described) for tokens in cache.rows["live"])
+        cache.count("keys_read", scored / cache.batch_size)
+    else:  # once for all layers that score alike
+        key = ("scored", method.spec, method.scored_share(*described))
+        cache.count("keys_read", step.once(key, lambda: method.scored(step["live"].double(), *described).sum()))
 
 
 def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import SlotCache
+from foveate.cache import Geometry, SlotCache
 from foveate.layer_state import on_device
-from foveate.methods._common import attend_all
+from foveate.methods._common import attend_all, count_scored
 from foveate.methods.base import Method, Number, budget, clamp, setting
 
 
@@ -95,10 +95,9 @@ class SelectOnce(Method):
     def reads_other_layers(self) -> bool:
         return self.sparse_prompt and self.place.reads_another
 
-    @property
-    def scores_all_keys(self) -> bool:
-        """Whether this layer looks at every key in order to choose, though it may read few values."""
-        return self.place.chooses
+    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+        """A layer that chooses scores keys without their values; a dense one reads all keys and values anyway."""
+        return geometry.key_share if self.place.chooses and not self.place.dense else 0.0
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         place = self.place
@@ -113,9 +112,8 @@ class SelectOnce(Method):
             indices = self.select(cache, q, scaling)
             read = self._read(cache, indices)
             self._hand_on(cache, indices, read)
-            # all keys as they are scored, without their values, and then the chosen ones with them
             cache.count_read(read)
-            cache.count("keys_read", self._scored(cache))
+            count_scored(self, cache)
         else:
             (indices, read), heads = self._handed_on(cache)
             cache.counters.indices_reused += cache.batch_size
@@ -143,17 +141,6 @@ class SelectOnce(Method):
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
         """How many keys are read, ``[B, Hkv]``."""
         return (indices >= 0).sum(-1)
-
-    def _scored(self, cache: SlotCache) -> float | Tensor:
-        """What is read of all keys in order to score them, in keys with their values, see :meth:`SlotCache.count`."""
-        share, step = self._scored_share(cache), cache.step
-        if step is None:
-            return share * sum(cache.rows["counts"]) / cache.batch_size
-        return step.once(("scored", share), lambda: share * cache.row_tensor("counts").double().sum())
-
-    def _scored_share(self, cache: SlotCache) -> float:
-        """What is read of a key in order to score it, as a share of the key with its value."""
-        return cache.geometry.head_dim / (cache.geometry.head_dim + cache.geometry.value_dim)
 
     def _hand_on(self, cache: SlotCache, indices: Tensor, read: Tensor | None = None) -> None:
         """For the layers that read them, if any; see :class:`Selection`."""

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from foveate import ops
@@ -148,6 +149,31 @@ class Method:
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``, and whatever follows from it."""
         raise NotImplementedError
+
+    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+        """Share of each key that a decode step of this layer scores, in bytes of the key and its value.
+
+        0: the layer scores no keys. Any other share is that of every key in the cache. Keys that are read whole count
+        on their own: a key that is scored and then read counts ``scored_share + 1``. A key without its value is
+        ``geometry.key_share``, and r of its dimensions, as SparQ scores them, are
+        ``r / (geometry.head_dim + geometry.value_dim)``. A copy of the keys in fewer bits counts by its own bytes, and
+        the keys of a page share the bytes of a vector that stands for the page. ``decode`` counts all this with
+        ``count_scored`` of ``_common.py``.
+
+        Args:
+            dtype: of the keys and values in the cache.
+        """
+        return 0.0
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        """What a decode step scores of ``tokens`` keys, in keys with their values.
+
+        A method overrides it where keys differ in their share. Layers of the same spec and share score alike.
+
+        Args:
+            tokens: an int; or tokens of each row as whole numbers in fp64, ``[B]``, for a result ``[B]``.
+        """
+        return tokens * self.scored_share(geometry, dtype)
 
     def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """As :meth:`decode`, with dense attention, and what later steps need from this one: for contexts so short that

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from foveate import ops
@@ -193,9 +194,9 @@ class Kascade(TopKByMass):
         ops.write_fp8(copy, cache.keys, centres, scales, newest)
         return copy, scales
 
-    def _scored_share(self, cache: SlotCache) -> float:
-        share = super()._scored_share(cache)
-        return share * ops.FP8.itemsize / cache.dtype.itemsize if self.scores_a_copy else share
+    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+        share = super().scored_share(geometry, dtype)
+        return share * ops.FP8.itemsize / dtype.itemsize if self.scores_a_copy else share
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
-from foveate.methods._common import attend_all
+from foveate.methods._common import attend_all, count_scored
 from foveate.methods.base import Method, Number, budget, clamp, setting
 
 
@@ -87,6 +87,16 @@ class Quest(Method):
         how = {"scaling": scaling, "lengths": lengths}
         return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, **how).out
 
+    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+        """A page has two corners, each of a key's size."""
+        return 0.0 if self.dense else 2 / self.page_size * geometry.key_share
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        """Full pages count by their corners, the page that is being filled by the keys around which its box is made."""
+        if self.dense:
+            return super().scored(tokens, geometry, dtype)
+        return geometry.key_share * (2 * (tokens // self.page_size) + tokens % self.page_size)
+
     def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if not self.dense:
             self._bound_newest(cache)
@@ -113,9 +123,6 @@ class Quest(Method):
         allowed = clamp(budget(self.top_k, length, self.min_k), 0, length)
         return clamp(self.pages(allowed), self.min_pages, self.pages(length))
 
-    def _looked_at(self, length: Number, share: float) -> float | Tensor:
-        return 2 * share * (length // self.page_size) + share * (length % self.page_size)
-
     def _bounds(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Largest logits in each page, fp32 ``[B, H, P]``, H the heads that choose; -inf where a row has no page."""
         rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages)
@@ -127,10 +134,8 @@ class Quest(Method):
     def _count_read(self, cache: SlotCache, pages: Tensor) -> None:
         """Count what heads read that choose the pages ``[B, H, P]``, -1 for none.
 
-        A key once for all the heads of a group that read it; of a page two corners, which are as much as a key and a
-        value; and of the page that is being filled the keys, without their values.
+        A key counts once for all the heads of a group that read it.
         """
-        geometry, lengths = cache.geometry, cache.row_tensor("lengths")
-        keys = ops.keys_of_pages(pages, geometry.num_kv_heads, self.page_size, lengths)
-        share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)
-        cache.count_read(keys + cache.each_row(self._looked_at, share)[:, None])
+        lengths = cache.row_tensor("lengths")
+        cache.count_read(ops.keys_of_pages(pages, cache.geometry.num_kv_heads, self.page_size, lengths))
+        count_scored(self, cache)
