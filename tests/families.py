@@ -84,6 +84,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "StarCoder 2": ("Starcoder2Config", {"sliding_window": None}),
     "dots.llm1": ("Dots1Config", {**_EXPERTS, "n_shared_experts": 1}),
     "Helium": ("HeliumConfig", {}),
+    "gpt-oss": ("GptOssConfig", {**_EXPERTS, **_WINDOWS}),
     "LFM2": ("Lfm2Config", _CONVOLUTIONS),
     "Qwen3-Next": ("Qwen3NextConfig", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}),
     "Qwen3.5": ("Qwen3_5TextConfig", _DELTA),
@@ -144,4 +145,8 @@ def family(name: str):
     kind, settings = FAMILIES[name]
     config = getattr(transformers, kind)(**_SIZES | settings)
     torch.manual_seed(0)
-    return prepare(transformers.AutoModelForCausalLM.from_config(config))
+    model = prepare(transformers.AutoModelForCausalLM.from_config(config))
+    for parameter, weight in model.named_parameters():
+        if parameter.endswith("sinks"):  # that matter
+            torch.nn.init.normal_(weight, 1.0, 1.5)
+    return model

@@ -118,7 +118,8 @@ class SelectOnce(Method):
             (indices, read), heads = self._handed_on(cache)
             cache.counters.indices_reused += cache.batch_size
             cache.count_read(read if heads is None else read.index_select(1, heads))
-        return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling, heads=heads).out
+        how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits}
+        return ops.attend_indices(q, cache.keys, cache.values, indices, **how).out
 
     def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out
@@ -242,6 +243,7 @@ class TopKByMass(SelectOnce):
         else:
             mask, lengths = cache.stored()
             how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
+            how["sink_logits"] = cache.sink_logits
             k, key_scales = self._scored_keys(cache)
             scores = ops.pooled_mass(q, k, scaling=scaling, key_scales=key_scales, **how)
         return self._chosen(cache, scores)
@@ -257,6 +259,7 @@ class TopKByMass(SelectOnce):
         cache.count_read(cache.held(mask, lengths))
         mask = None if mask is None else mask[:, :, None]
         how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
+        how["sink_logits"] = cache.sink_logits
         attended = ops.attend_pooled(q, cache.keys, cache.values, scaling=scaling, **how)
         return self._chosen(cache, attended.mass), attended.out
 
@@ -305,7 +308,8 @@ class TopKByMass(SelectOnce):
             return super().prompt(cache, q, scaling)
         tile, heads = self.prompt_tile(cache.geometry.group), None
         if place.chooses:
-            attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, offset=offset, need_lse=True)
+            how = {"scaling": scaling, "offset": offset, "sink_logits": cache.sink_logits}
+            attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
             with torch.no_grad():
                 indices = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
             self._hand_on(cache, indices)
@@ -314,6 +318,7 @@ class TopKByMass(SelectOnce):
         else:
             (indices, *_), heads = self._handed_on(cache)
         how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
+        how["sink_logits"] = cache.sink_logits
         return ops.attend_tiles(q, cache.keys, cache.values, indices, **how)
 
     def _select_tiles(self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int) -> Tensor:

@@ -48,7 +48,8 @@ class LinedAsPublished(Method):
             raise ValueError(f"{self.name}: the prompt must come in one piece, and only once")
         blind = max(0, cache.used - self.window)
         keys, values = cache.keys[:, :, blind:], cache.values[:, :, blind:]
-        seeing = ops.attend_causal(q[:, :, blind:], keys, values, scaling=scaling, need_lse=True)
+        how = {"scaling": scaling, "sink_logits": cache.sink_logits}
+        seeing = ops.attend_causal(q[:, :, blind:], keys, values, need_lse=True, **how)
         average = values.mean(2, keepdim=True, dtype=torch.float32).to(values.dtype)
         average = average.repeat_interleave(cache.geometry.group, 1).expand(-1, -1, blind, -1)
         return ops.Attended(torch.cat([average, seeing.out], 2), seeing.lse)
@@ -61,7 +62,8 @@ class LinedAsPublished(Method):
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         indices = self._selected(cache)
-        attended = ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling, need_mass=True)
+        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "need_mass": True}
+        attended = ops.attend_indices(q, cache.keys, cache.values, indices, **how)
         mass = attended.mass.masked_fill(indices < 0, 0.0)
         cache.channel("mass").scatter_add_(2, indices.clamp_min(0), mass)
         cache.count_read((indices >= 0).sum(-1))

@@ -314,12 +314,14 @@ class LuKA(Method):
             tree_of(self, cache),
             self.refinement,
             scaling=scaling,
+            need_lse=cache.sink_logits is not None,
             sums=ops.Sums(1 / self.window, **sums) if sums else None,
         )
         if isinstance(covered.capped, Tensor):
             cache.count("selections_capped", covered.capped)
         cache.count_read(covered.read, covered.refined)
-        return covered.out
+        # pages are weighed among themselves; learned sinks take their share of the output alone
+        return ops.with_sinks(ops.Attended(covered.out, covered.lse), cache.sink_logits).out
 
     @functools.cached_property
     def refinement(self) -> ops.Refinement:

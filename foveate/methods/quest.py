@@ -84,7 +84,7 @@ class Quest(Method):
         counts, most = cache.each_row(self.count), cache.most(self._widest)
         pages = ops.topk_rows(self._bounds(cache, q, scaling), counts, most, dtype=torch.int32)
         self._count_read(cache, pages)
-        how = {"scaling": scaling, "lengths": lengths}
+        how = {"scaling": scaling, "lengths": lengths, "sink_logits": cache.sink_logits}
         return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, **how).out
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:

@@ -219,11 +219,6 @@ def sliding():
     return from_config(transformers.MistralConfig(**SMALL, sliding_window=8))
 
 
-def learned_sinks():
-    config = transformers.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
-    return from_config(config)
-
-
 def recurrent():
     return from_config(transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2))
 
@@ -240,12 +235,11 @@ def encoder():
         (sliding, says("MistralForCausalLM is not supported: all of its layers are sliding-window layers")),
         (softcapped, says("Gemma2ForCausalLM is not supported: layer 1 caps its attention logits")),
         (shared_keys, says("Gemma4ForCausalLM is not supported: some of its layers share the keys and values")),
-        (learned_sinks, says("GptOssForCausalLM is not supported: layer 1 has learned attention sinks")),
         (recurrent, says("MambaForCausalLM is not supported: all of its layers are recurrent layers")),
         (encoder, says("BertModel is not supported: no attention module was found for layers [0, 1]")),
         (lambda: nn.Linear(3, 3), says("model must be a Transformers PreTrainedModel, not Linear")),
     ],
-    ids=["encoder_decoder", "all_sliding", "softcap", "shared_keys", "sinks", "recurrent", "encoder", "not_a_model"],
+    ids=["encoder_decoder", "all_sliding", "softcap", "shared_keys", "recurrent", "encoder", "not_a_model"],
 )
 def test_models_that_are_not_supported(build, message):
     model = build()

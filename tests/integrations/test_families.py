@@ -58,6 +58,49 @@ def test_the_documented_table():
     assert [line for line in told.splitlines() if "ForCausalLM` |" in line] == [row(name) for name in FAMILIES]
 
 
+class TestLearnedSinks:
+    """gpt-oss: in layers that take a method and in those that do not, with a cache and without."""
+
+    @pytest.fixture(params=["dense", "kascade", "streaming"])
+    def method(self, request):
+        return methods.make(request.param, **methods.get(request.param).full_budget)
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("how", ["no_cache", "cache", "padded"])
+    def test_logits_are_those_of_transformers(self, method, how):
+        model, batch = family("gpt-oss"), left_padded([40, 31]) if how == "padded" else {"input_ids": tokens(40, 2)}
+        expected = model(**batch, use_cache=False).logits
+        with foveate.attached(model, method):
+            found = model(**batch, use_cache=how != "no_cache").logits
+        real = batch.get("attention_mask", torch.ones(2, 40)).bool()
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+    def test_gradients_reach_the_sinks(self):
+        model, ids = family("gpt-oss"), tokens(40)
+        sinks = [module.sinks for module in model.modules() if hasattr(module, "sinks")]
+        expected = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), sinks)
+        with foveate.attached(model, "dense"):
+            found = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), sinks)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+            assert other.abs().max() > 1e-6
+
+    def test_they_change_what_is_generated(self):
+        """Else the tests of this family would show nothing."""
+        model, ids = family("gpt-oss"), tokens(60)
+        sinks = [module.sinks for module in model.modules() if hasattr(module, "sinks")]
+        with foveate.attached(model, "luka"):
+            before = generate(model, ids, 16)
+            with torch.no_grad():
+                for one in sinks:
+                    one.sub_(30)
+                after = generate(model, ids, 16)
+                for one in sinks:
+                    one.add_(30)
+            assert not torch.equal(before, after)
+            assert torch.equal(generate(model, ids, 16), before)
+
+
 @pytest.mark.parametrize("name", STATES)
 class TestRecurrentLayers:
     """Their states go where the sequences go."""

@@ -158,6 +158,25 @@ def test_queries_that_see_nothing_get_zero(small_tiles):
     check(q, k, v, torch.full_like(lower, 1 << 40), 5, 14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("level", [-20.0, 0.0, 20.0, float("-inf")])
+def test_learned_sinks(dtype, level, small_tiles):
+    """They take their share, of queries that see nothing all."""
+    shape = SOME._replace(batch=2, kv_heads=2, group=3)
+    q, k, v = problem(shape, dtype=dtype)
+    lower = lower_of("window_of_20", shape)
+    lower[30:] += 40
+    how = {"scaling": 0.3, "lower": lower, "sinks": 0, "offset": 14}
+    logits = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
+    out = kernel.attend_window(q, k, v, sink_logits=logits, **how).out
+    assert_close(out, reference.attend_window(q, k, v, sink_logits=logits, **how).out, dtype)
+    without = kernel.attend_window(q, k, v, **how).out
+    assert torch.equal(out, without) == (level < 0)
+    assert (out[:, :, 30:] == 0).all()
+    with pytest.raises(ValueError, match="one logit for each of 6 heads"):
+        kernel.attend_window(q, k, v, sink_logits=logits[:5], **how)
+
+
 def test_large_logits(small_tiles):
     q, k, v = problem(SOME)
     check(100 * q, 100 * k, v, lower_of("share", SOME), 4, 14)

@@ -174,6 +174,50 @@ def test_the_mass_of_the_keys(masked, lengths):
     torch.testing.assert_close(found.mass, expected.mass)
 
 
+@HALF
+@pytest.mark.parametrize("level", [-20.0, 0.0, 20.0, float("-inf")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_learned_sinks(dtype, level, masked, splits):
+    """They take their share of every head's attention, and of the mass of the keys; of rows without keys all."""
+    q, k, v = problem(dtype=dtype)
+    logits = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
+    mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
+    lengths = torch.tensor([150, 0])
+    more = {"mask": mask, "lengths": lengths, "scaling": 0.3, "need_lse": True, "need_mass": True}
+    found = decode_kernel.attend(q, k, v, sink_logits=logits, **more)
+    expected = reference.attend(q, k, v, sink_logits=logits, **more)
+    close(found, expected, dtype)
+    torch.testing.assert_close(found.mass, expected.mass, rtol=2e-3, atol=2e-5)
+    assert not found.out[1].any()
+    torch.testing.assert_close(found.lse[1, :, 0], logits.float())
+    without = decode_kernel.attend(q, k, v, **more)
+    assert torch.allclose(found.out, without.out, atol=1e-6) == (level < 0)
+
+    indices, more = selection(2, 2, 150, 70), {"scaling": 0.3, "need_lse": True, "sink_logits": logits}
+    found, expected = (one.attend_indices(q, k, v, indices, **more) for one in (decode_kernel, reference))
+    close(found, expected, dtype)
+    pages = torch.tensor([[3, 0, -1, 9], [1, -1, -1, -1]], dtype=torch.int32).expand(2, 2, 4)
+    found, expected = (one.attend_pages(q, k, v, pages, 15, **more) for one in (decode_kernel, reference))
+    close(found, expected, dtype)
+    with pytest.raises(ValueError, match="one logit for each of 6 heads"):
+        decode_kernel.attend(q, k, v, scaling=0.3, sink_logits=logits[:5])
+
+
+@HALF
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+@pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max"])
+def test_pooled_mass_beside_learned_sinks(dtype, pool, pooling, splits):
+    q, k, v = problem(dtype=dtype)
+    logits = 5 + 2 * torch.randn(6, generator=torch.manual_seed(0))
+    how = {"scaling": 0.3, "pooling": pooling, "pool": pool, "sink_logits": logits}
+    expected = pooled.pooled_mass(q, k, **how)
+    torch.testing.assert_close(pooled_kernel.pooled_mass(q, k, **how), expected, rtol=2e-3, atol=1e-5)
+    found = decode_kernel.attend_pooled(q, k, v, **how)
+    close(found, attend_pooled(q, k, v, **how), dtype)
+    torch.testing.assert_close(found.mass, expected, rtol=2e-3, atol=1e-5)
+    assert not torch.allclose(expected, pooled.pooled_mass(q, k, **how | {"sink_logits": None}), rtol=0.1)
+
+
 def test_no_keys():
     q, k, v = problem(number=0)
     found = decode_kernel.attend(q, k, v, scaling=1.0, need_lse=True)

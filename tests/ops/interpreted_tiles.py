@@ -62,6 +62,22 @@ def test_tiles_read_what_is_chosen_and_themselves(tile, offset, number, small_bl
     check(*problem(shape, extra=5), selection(shape, tile, number), tile, offset)
 
 
+@DTYPES
+@pytest.mark.parametrize("level", [-20.0, 0.0, 20.0, float("-inf")])
+@pytest.mark.parametrize("rest", [False, True])
+def test_learned_sinks(dtype, level, rest, small_blocks):
+    shape = SOME._replace(batch=2, kv_heads=2, group=3, queries=30)
+    q, k, v = problem(shape, dtype=dtype)
+    logits = (torch.randn(6, generator=torch.manual_seed(0)) + level).to(dtype)
+    how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest}
+    indices = selection(shape, 8, 9)
+    out = tiles_kernel.attend_tiles(q, k, v, indices, sink_logits=logits, **how).out
+    assert_close(out, tiles.attend_tiles(q, k, v, indices, sink_logits=logits, **how).out, dtype)
+    assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, indices, **how).out) == (level < 0)
+    with pytest.raises(ValueError, match="one logit for each of 6 heads"):
+        tiles_kernel.attend_tiles(q, k, v, indices, sink_logits=logits[:5], **how)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_tiles(seed, small_blocks):
     generator = torch.Generator().manual_seed(seed)

@@ -45,6 +45,8 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim):
             **dict.fromkeys(("num_heads", "group", "length", "offset", "sinks"), "i32"),
             "lower_ptr": "*i64:16",
             "lower_stride": 1,
+            "sink_ptr": f"*{dtype}:16" if dim == 64 else None,
+            "sink_stride": 1,
             "scale": "fp32",
             "DIM": dim,
             "VALUE_DIM": value_dim,

@@ -50,6 +50,8 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest):
             **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
             "heads_ptr": "*i64:16",
             **dict.fromkeys(("key_sum_ptr", "value_sum_ptr"), "*fp32:16" if rest else None),
+            "sink_ptr": f"*{dtype}:16" if dim == 64 else None,
+            "sink_stride": 1,
             "MAPPED": True,
             "REST": rest,
             "index_stride_k": 1,

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from foveate.cache import SlotCache
 from foveate.integrations.transformers import handover
 from foveate.methods import Method
-from foveate.ops import attend_causal
+from foveate.ops import attend, attend_causal
 
 IMPLEMENTATION = "foveate"
 
@@ -31,14 +31,17 @@ def attention(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: ``query [B, Hq, n, D]``, ``key, value [B, Hkv, n, D(v)]`` to ``[B, n, Hq, Dv]``."""
-    policy = getattr(module, "foveate", None)
+    policy, sinks = getattr(module, "foveate", None), kwargs.get("s_aux")
+    if policy is None and sinks is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _with_mask(query, key, value, attention_mask, scaling, sinks).transpose(1, 2).contiguous(), None
     if policy is None:  # a layer that stays as it is (sliding window)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"layer {module.layer_idx} passes {name} to its attention, which foveate does not support")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -47,7 +50,7 @@ def attention(
     layer = handover.take(key, policy.owner)
     if layer is not None:
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = layer.attend(query, key, value, attention_mask, scaling)
+            out = layer.attend(query, key, value, attention_mask, scaling, sinks)
     else:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
@@ -60,11 +63,31 @@ def attention(
                     "prefill and takes a 2-D mask of real tokens (packing and overlays are not supported)"
                 )
             handover.reach(module.layer_idx, policy.method.spec)
+            if sinks is not None:
+                out = _with_mask(query, key, value, attention_mask, scaling, sinks)
+                return out.transpose(1, 2).contiguous(), None
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = without_cache(policy.method, query, key, value, attention_mask, scaling, policy.forward)
+            out = without_cache(policy.method, query, key, value, attention_mask, scaling, policy.forward, sinks)
     handover.reach(module.layer_idx, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
+
+
+_BLOCK = 512
+"""Queries that are masked at once beside learned sinks."""
+
+
+def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor) -> Tensor:
+    """Attention of a layer that stays as it is and has learned sinks, ``[B, Hq, n, Dv]``.
+
+    Args:
+        mask: bool ``[B, 1, n, Lk]``; None: causal.
+    """
+    first = k.shape[2] - q.shape[2]
+    if mask is None:
+        return attend_causal(q, k, v, scaling=scaling, offset=first, sink_logits=sinks).out
+    blocks = zip(q.split(_BLOCK, 2), mask[..., : k.shape[2]].split(_BLOCK, 2), strict=True)
+    return torch.cat([attend(x, k, v, scaling=scaling, mask=seen, sink_logits=sinks).out for x, seen in blocks], 2)
 
 
 @contextmanager
@@ -105,25 +128,27 @@ def without_cache(
     mask: Tensor | None,
     scaling: float,
     forward: dict[Hashable, Any],
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """The whole sequence is a prompt, and nothing is remembered: ``[B, Hq, n, Dv]``, differentiable.
 
     Args:
         forward: what the layers of this forward pass share.
+        sink_logits: ``[Hq]``, the layer's learned sinks, if it has any.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
+    def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
         if method.sparse_prompt:
-            return method.prompt(SlotCache.of(k, v, q.shape[1], forward, row), q, scaling).out
-        return attend_causal(q, k, v, scaling=scaling).out
+            return method.prompt(SlotCache.of(k, v, q.shape[1], forward, row, sink_logits), q, scaling).out
+        return attend_causal(q, k, v, scaling=scaling, sink_logits=sink_logits).out
 
     if mask is None or bool(mask.all()):
-        return attend(q, k, v)
+        return attend_row(q, k, v)
     rows = []
     for b, real in enumerate(row.nonzero()[:, 0] for row in mask.bool()):
         one = q.new_zeros(q.shape[1], q.shape[2], v.shape[3])
         if len(real):
-            one = one.index_copy(1, real, attend(*(x[b : b + 1, :, real] for x in (q, k, v)), b)[0])
+            one = one.index_copy(1, real, attend_row(*(x[b : b + 1, :, real] for x in (q, k, v)), b)[0])
         rows.append(one)
     return torch.stack(rows)
 

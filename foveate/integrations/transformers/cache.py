@@ -77,6 +77,7 @@ class Layer(CacheLayerMixin):
         self.store: SlotCache | None = None
         self.seen = 0
         self.scaling: float | None = None
+        self.sink_logits: Tensor | None = None
         self.replays_dense = False
         """Whether the step that is being recorded reads everything."""
         self.record_past = False
@@ -101,13 +102,24 @@ class Layer(CacheLayerMixin):
         self.seen += key_states.shape[2]
         return key_states, value_states
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
         """Store the keys, attend: ``q [B, Hq, n, D]``, ``k, v [B, Hkv, n, D(v)]`` to ``[B, Hq, n, Dv]``.
+
+        ``sink_logits [Hq]``: the layer's learned sinks, if it has any.
 
         The cache holds no gradients: with gradients enabled, those of a first forward pass are as without a cache, and
         going back through a later one is an error.
         """
         self._pending, self.scaling = False, scaling
+        self.sink_logits = None if sink_logits is None else sink_logits.detach()
         n = k.shape[2]
         first = self.seen - n
         try:
@@ -120,7 +132,7 @@ class Layer(CacheLayerMixin):
         with torch.no_grad():
             out = self._attend(q.detach(), k.detach(), v.detach(), prompt, columns, first, scaling)
         if first == 0 and prompt == n:
-            return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward)
+            return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward, sink_logits)
         return _NoWayBack.apply(out, q)
 
     def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
@@ -155,6 +167,7 @@ class Layer(CacheLayerMixin):
             channels = self.method.channels(geometry)
             self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
             self.store.staged, self.store.forward = self.record_past, self.phase.forward
+            self.store.sink_logits = self.sink_logits
         outs, self.finite = [], None
         if prompt:
             outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))

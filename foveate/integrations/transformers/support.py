@@ -65,8 +65,6 @@ def attention_modules(
     for index, module in handled.items():
         if getattr(module, "attn_logit_softcapping", None) is not None:
             refuse(f"layer {index} caps its attention logits")
-        if hasattr(module, "sinks"):
-            refuse(f"layer {index} has learned attention sinks")
         if not getattr(module, "is_causal", True):
             refuse(f"layer {index} is not causal")
     return handled, unchanged

@@ -14,8 +14,8 @@ from foveate.ops.attend.reference import (
     merge,
     page_slots,
     prompt_path,
+    with_sinks,
 )
-from foveate.ops.attend.selected import with_sinks
 from foveate.ops.attend.summaries import Covered, Refinement
 from foveate.ops.attend.tree import Level, Rows, Tree
 

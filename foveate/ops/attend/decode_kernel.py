@@ -9,7 +9,7 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import Tile, multiprocessors, split
 from foveate.ops.attend import reference
-from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.reference import Attended, check_sinks
 from foveate.ops.attend.selected_kernel import _merge_splits
 from foveate.ops.score.pooled import check
 from foveate.ops.score.pooled_kernel import _keep, per_head, pooled, room_for, steps
@@ -47,6 +47,7 @@ def attend(
     scaling: float,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -59,9 +60,9 @@ def attend(
     """
     if q.shape[2] != 1:
         more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass}
-        return reference.attend(q, k, v, scaling=scaling, **more)
+        return reference.attend(q, k, v, scaling=scaling, sink_logits=sink_logits, **more)
     how = ("sum", "kv_head") if need_mass else None
-    return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, need_lse, how)
+    return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, need_lse, sink_logits, how)
 
 
 def attend_pooled(
@@ -72,6 +73,7 @@ def attend_pooled(
     scaling: float,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Attended:
@@ -81,7 +83,7 @@ def attend_pooled(
     read once; with the log-sum-exp a second pass over the logits makes attention of them and pools it.
     """
     check(pooling, pool)
-    return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, True, (pooling, pool))
+    return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, True, sink_logits, (pooling, pool))
 
 
 def _bytes(mask: Tensor | None, k: Tensor) -> Tensor | None:
@@ -98,6 +100,7 @@ def attend_indices(
     scaling: float,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -109,7 +112,7 @@ def attend_indices(
     if indices.shape[:2] != k.shape[:2]:
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
     heads = None if heads is None else heads.contiguous()
-    return _decode(q, k, v, indices, None, lengths, indices.shape[2], scaling, need_lse, heads=heads)
+    return _decode(q, k, v, indices, None, lengths, indices.shape[2], scaling, need_lse, sink_logits, heads=heads)
 
 
 def attend_pages(
@@ -121,6 +124,7 @@ def attend_pages(
     *,
     scaling: float,
     lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -135,7 +139,7 @@ def attend_pages(
         raise UnsupportedError("the mass of the keys")
     reference.check_pages(q, k, pages)
     number = pages.shape[2] * page_size
-    return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, page_size=page_size)
+    return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, sink_logits, page_size=page_size)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -159,6 +163,7 @@ def _decode(
     number: int,
     scaling: float,
     need_lse: bool,
+    sink_logits: Tensor | None,
     how: tuple[str, str] | None = None,
     page_size: int = 0,
     heads: Tensor | None = None,
@@ -169,6 +174,7 @@ def _decode(
     ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all; 0 for none.
     """
     _check(q, k, v)
+    check_sinks(sink_logits, q.shape[1])
     batch, num_heads, _, dim = q.shape
     num_kv_heads, value_dim = v.shape[1], v.shape[3]
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
@@ -184,8 +190,8 @@ def _decode(
     if not out.numel():
         mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
         return Attended(out, lse if need_lse else None, mass)
-    found = (out, lse)
-    if splits > 1:
+    found, merged = (out, lse), splits > 1 or sink_logits is not None
+    if merged:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
     chosen = indices if indices is not None else mask
     _attend_decode[batch * sets * parts, splits](
@@ -228,26 +234,26 @@ def _decode(
         BLOCK_N=tile.block_n,
         **tile.options,
     )
-    if splits > 1:
+    if merged:
         _merge_splits[num_heads, batch](
             *found,
-            None,
+            sink_logits,
             out,
             lse,
             *found[0].stride()[:3],
             *out.stride()[:3],
-            0,
+            0 if sink_logits is None else sink_logits.stride(0),
             batch,
             num_heads,
             1,
             splits,
-            SINKS=False,
+            SINKS=sink_logits is not None,
             VALUE_DIM=value_dim,
             BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
             BLOCK=min(16, triton.next_power_of_2(splits)),
             num_warps=4,
         )
-    mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
+    mass = pooled(kept.beside(sink_logits), num_kv_heads, number, mask, lengths, *how) if how else None
     return Attended(out, lse if need_lse else None, mass)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import Tile
-from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.reference import Attended, check_sinks
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -31,7 +31,15 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
 
 
 def attend_window(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, lower: Tensor, sinks: int = 0, offset: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    lower: Tensor,
+    sinks: int = 0,
+    offset: int = 0,
+    sink_logits: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.reference.attend_window`.
 
@@ -50,6 +58,7 @@ def attend_window(
     if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim) or lower.shape != (length,):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "lower"), (q, k, v, lower)))
         raise ValueError(f"shapes do not fit: {shapes}")
+    check_sinks(sink_logits, num_heads)
 
     tile = tile_for(q.dtype, max(dim, value_dim))
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
@@ -58,12 +67,14 @@ def attend_window(
         k,
         v,
         lower,
+        sink_logits,
         out,
         *q.stride(),
         *k.stride(),
         *v.stride(),
         *out.stride()[:3],
         lower.stride(0),
+        0 if sink_logits is None else sink_logits.stride(0),
         num_heads,
         num_heads // num_kv_heads,
         length,
@@ -87,6 +98,7 @@ def _attend_window(
     k_ptr,
     v_ptr,
     lower_ptr,
+    sink_ptr,
     out_ptr,
     q_stride_b,
     q_stride_h,
@@ -104,6 +116,7 @@ def _attend_window(
     out_stride_h,
     out_stride_l,
     lower_stride,
+    sink_stride,
     num_heads,
     group,
     length,
@@ -149,6 +162,9 @@ def _attend_window(
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if sink_ptr is not None:
+        top = tl.maximum(top, tl.load(sink_ptr + head * sink_stride).to(tl.float32) * _LOG2E)
+        weight = tl.where(top > _LOWEST, 1.0, weight)
     for whole in tl.static_range(2):  # first the blocks that need a mask, at both ends, then those between
         for block in tl.range(ragged if whole else 0, diagonal if whole else ragged + blocks - diagonal):
             if whole:

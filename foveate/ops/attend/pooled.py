@@ -14,6 +14,7 @@ def attend_pooled(
     scaling: float,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Attended:
@@ -27,6 +28,7 @@ def attend_pooled(
         scaling: factor of the logits.
         mask: bool, broadcastable to ``[B, Hkv, 1, N]``: True where a key is. The others may hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
+        sink_logits: see :func:`attend`.
         pooling, pool: see :func:`pooled_mass`.
 
     Returns:
@@ -36,5 +38,6 @@ def attend_pooled(
         ValueError: for a pooling or a pool that there is not.
     """
     by_head = None if mask is None else mask.expand(*k.shape[:2], 1, k.shape[2])[:, :, 0]
-    mass = pooled_mass(q, k, scaling=scaling, mask=by_head, lengths=lengths, pooling=pooling, pool=pool)
-    return attend(q, k, v, scaling=scaling, mask=mask, lengths=lengths, need_lse=True)._replace(mass=mass)
+    how = {"scaling": scaling, "lengths": lengths, "sink_logits": sink_logits}
+    scores = pooled_mass(q, k, mask=by_head, pooling=pooling, pool=pool, **how)
+    return attend(q, k, v, mask=mask, need_lse=True, **how)._replace(mass=scores)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ def attend(
     scaling: float,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -48,8 +49,10 @@ def attend(
             hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there, the others may hold anything
             finite; None: all are.
-        need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both the fastest library
-            kernel runs.
+        sink_logits: ``[Hq]``: a logit of each query head that takes its share of every softmax and has no value, the
+            learned sinks of gpt-oss; the log-sum-exp and the mass count it. None: there is none.
+        need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both, and without sinks, the
+            fastest library kernel runs.
     """
     num_heads, length = q.shape[1:3]
     rows = fold_group(q, k.shape[1])
@@ -59,7 +62,7 @@ def attend(
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
         mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
-    if not (need_lse or need_mass):
+    if not (need_lse or need_mass or sink_logits is not None):
         return Attended(unfold_group(_library(rows, k, v, scaling, mask=mask), num_heads))
     logits = (
         matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
@@ -70,8 +73,13 @@ def attend(
         logits = logits.masked_fill(~mask, float("-inf"))
     top = logits.amax(-1, keepdim=True)
     top = top.masked_fill(top.isneginf(), 0.0) if mask is not None else top
+    if sink_logits is not None:
+        sinks = rows_of_heads(sink_logits, num_heads, k.shape[1], length)
+        top = top.maximum(sinks)
     weights = (logits - top).exp_()
     total = weights.sum(-1, keepdim=True)
+    if sink_logits is not None:
+        total = total + (sinks - top).exp()
     weights = weights / (total.clamp_min(torch.finfo(torch.float32).tiny) if mask is not None else total)
     out = (weights.to(v.dtype) @ v).to(q.dtype)
     lse = (total.log() + top).squeeze(-1) if need_lse else None
@@ -82,8 +90,46 @@ def attend(
     )
 
 
+def rows_of_heads(logits: Tensor, num_heads: int, num_kv_heads: int, length: int) -> Tensor:
+    """A logit of each query head, ``[Hq]``, for the rows of :func:`fold_group`: fp32 ``[1, Hkv, G * Lq, 1]``.
+
+    Raises:
+        ValueError: for logits of other heads.
+    """
+    check_sinks(logits, num_heads)
+    return logits.float().repeat_interleave(length).view(1, num_kv_heads, -1, 1)
+
+
+def check_sinks(sinks: Tensor | None, heads: int) -> None:
+    """Raise unless there are none, or one logit for each head."""
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
+
+
+def with_sinks(attended: Attended, sinks: Tensor | None) -> Attended:
+    """Attention ``[B, Hq, Lq, Dv]`` of which a logit of each head, ``[Hq]``, takes its share, and has no value.
+
+    Raises:
+        ValueError: for sinks of other heads.
+    """
+    out, lse, heads = attended.out, attended.lse, attended.out.shape[1]
+    if sinks is None:
+        return Attended(out, lse)
+    check_sinks(sinks, heads)
+    total = torch.logaddexp(lse, sinks.float()[:, None])
+    share = (lse - total.masked_fill(total.isneginf(), 0.0)).exp()
+    return Attended((out.float() * share[..., None]).to(out.dtype), total)
+
+
 def attend_causal(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int = 0, need_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    offset: int = 0,
+    sink_logits: Tensor | None = None,
+    need_lse: bool = False,
 ) -> Attended:
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
 
@@ -95,7 +141,10 @@ def attend_causal(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
+        sink_logits: see :func:`attend`.
     """
+    if sink_logits is not None:
+        return with_sinks(attend_causal(q, k, v, scaling=scaling, offset=offset, need_lse=True), sink_logits)
     end = offset + q.shape[2]
     if k.shape[2] < end:
         raise ValueError(f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {end}")
@@ -120,6 +169,7 @@ def attend_window(
     lower: Tensor,
     sinks: int = 0,
     offset: int = 0,
+    sink_logits: Tensor | None = None,
 ) -> Attended:
     """Causal attention over the first ``sinks`` keys and a window whose start may move from query to query.
 
@@ -130,6 +180,7 @@ def attend_window(
             those of the first ``sinks`` that do not lie behind its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
+        sink_logits: see :func:`attend`.
     """
     length = q.shape[2]
     starts, lower = lower.tolist(), lower[:, None]
@@ -148,7 +199,8 @@ def attend_window(
             seen = torch.cat([slots[:sinks], seen])
         query = slots[offset + first : end, None]
         mask = (seen <= query) & ((seen >= lower[first:last]) | (seen < sinks))
-        outs.append(attend(q[:, :, first:last], keys, values, scaling=scaling, mask=mask[None, None]).out)
+        how = {"scaling": scaling, "mask": mask[None, None], "sink_logits": sink_logits}
+        outs.append(attend(q[:, :, first:last], keys, values, **how).out)
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
 
 
@@ -161,6 +213,7 @@ def attend_indices(
     scaling: float,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -170,6 +223,7 @@ def attend_indices(
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
+        sink_logits: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
@@ -179,7 +233,8 @@ def attend_indices(
     if lengths is not None:
         used &= first_keys(lengths, indices.shape[2])
     keys, values = gather_fields([k, v], indices)
-    return _attend_gathered(q, keys, values, used, scaling, need_lse, need_mass)
+    how = {"scaling": scaling, "sink_logits": sink_logits, "need_lse": need_lse, "need_mass": need_mass}
+    return _attend_gathered(q, keys, values, used, **how)
 
 
 def attend_pages(
@@ -191,6 +246,7 @@ def attend_pages(
     *,
     scaling: float,
     lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -201,6 +257,7 @@ def attend_pages(
             marks an unused place. No page stands twice in a row.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
             those that are not there, may hold anything.
+        sink_logits: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
@@ -219,7 +276,8 @@ def attend_pages(
     slots = slots.masked_fill(slots >= ends, -1)
     fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
     keys, values = (x.unflatten(2, (shared, slots.shape[2])).flatten(1, 2) for x in fields)
-    return _attend_gathered(q, keys, values, slots >= 0, scaling, need_lse, need_mass)
+    how = {"scaling": scaling, "sink_logits": sink_logits, "need_lse": need_lse, "need_mass": need_mass}
+    return _attend_gathered(q, keys, values, slots >= 0, **how)
 
 
 def check_pages(q: Tensor, k: Tensor, pages: Tensor) -> None:
@@ -316,12 +374,10 @@ def prompt_path(device: str, dtype: torch.dtype, head_dim: int = 64) -> str:
     return "fused" if _has_fused(probe, probe, probe) else "blocks (torch)"
 
 
-def _attend_gathered(
-    q: Tensor, k: Tensor, v: Tensor, used: Tensor, scaling: float, need_lse: bool, need_mass: bool
-) -> Attended:
+def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:
     """Attention over gathered keys; what lies in unused places, NaN included, has no influence."""
     k, v = (x.masked_fill(~used[..., None], 0) for x in (k, v))
-    return attend(q, k, v, scaling=scaling, mask=used[:, :, None], need_lse=need_lse, need_mass=need_mass)
+    return attend(q, k, v, mask=used[:, :, None], **how)
 
 
 def _library_is_causal(q: Tensor) -> bool:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from foveate.ops._math import block_length, matmul_fp32
 from foveate.ops.attend.ranges import attend_recent
-from foveate.ops.attend.reference import Attended, gather_fields, merge
+from foveate.ops.attend.reference import Attended, gather_fields, merge, with_sinks
 
 _INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -53,22 +53,6 @@ def attend_selected(
         counts = torch.arange(offset + 1, end + 1, device=q.device)[None]
         parts.append(attend_recent(q, recent_k[:, :, :end], recent_v[:, :, :end], counts, size=window, scaling=scaling))
     return with_sinks(merge(parts), sinks)
-
-
-def with_sinks(attended: Attended, sinks: Tensor | None) -> Attended:
-    """Attention ``[B, Hq, Lq, Dv]`` of which a logit of each head, ``[Hq]``, takes its share, and has no value.
-
-    Raises:
-        ValueError: for sinks of other heads.
-    """
-    out, lse, heads = attended.out, attended.lse, attended.out.shape[1]
-    if sinks is None:
-        return Attended(out, lse)
-    if sinks.shape != (heads,):
-        raise ValueError(f"sinks must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
-    total = torch.logaddexp(lse, sinks.float()[:, None])
-    share = (lse - total.masked_fill(total.isneginf(), 0.0)).exp()
-    return Attended((out.float() * share[..., None]).to(out.dtype), total)
 
 
 def check(

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate.ops._math import block_length, matmul_fp32, tile_rows
-from foveate.ops.attend.reference import Attended, gather_fields
+from foveate.ops.attend.reference import Attended, gather_fields, rows_of_heads
 
 
 def attend_tiles(
@@ -19,6 +19,7 @@ def attend_tiles(
     offset: int = 0,
     heads: Tensor | None = None,
     rest: bool = False,
+    sink_logits: Tensor | None = None,
 ) -> Attended:
     """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
 
@@ -32,6 +33,7 @@ def attend_tiles(
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         rest: whether the keys before a tile that are not chosen for it count as one: their mean key, with the logarithm
             of their number added to its logit, and their mean value. A key must not be chosen twice then.
+        sink_logits: see :func:`attend`.
 
     Raises:
         ValueError: when there are not as many selections as tiles.
@@ -66,8 +68,14 @@ def attend_tiles(
             [unused.transpose(-1, -2).expand(-1, -1, -1, width, -1), future.expand(*chosen.shape[:3], -1, -1)], -1
         )
         logits = logits.masked_fill(hidden, float("-inf"))
+        of_sinks = logits.new_empty(*logits.shape[:-1], 0)
+        if sink_logits is not None:
+            of_sinks = rows_of_heads(sink_logits, q.shape[1], num_kv_heads, tile)[:, :, None].expand(
+                *logits.shape[:-1], 1
+            )
         if not rest:
-            outs.append(matmul_fp32(logits.softmax(-1).to(values.dtype), values).to(q.dtype))
+            weights = torch.cat([logits, of_sinks], -1).softmax(-1)[..., : logits.shape[-1]]
+            outs.append(matmul_fp32(weights.to(values.dtype), values).to(q.dtype))
             continue
         begins = start + tile * torch.arange(first, first + chosen.shape[2], device=q.device)
         left = (begins - (chosen >= 0).sum(-1))[..., None]
@@ -76,9 +84,11 @@ def attend_tiles(
             for of_all, x in zip(sums, of_chosen, strict=True)
         )
         of_rest = (some.to(mean_key.dtype) @ mean_key[..., None])[..., 0] * scaling + left.to(mean_key.dtype).log()
-        weights = torch.cat([logits, of_rest.masked_fill(left <= 0, float("-inf"))[..., None]], -1).softmax(-1)
-        out = matmul_fp32(weights[..., :-1].to(values.dtype), values)
-        outs.append((out + weights[..., -1:] * mean_value[:, :, :, None]).to(q.dtype))
+        of_rest = of_rest.masked_fill(left <= 0, float("-inf"))[..., None]
+        weights = torch.cat([logits, of_rest, of_sinks], -1).softmax(-1)
+        given, of_rest = weights[..., : logits.shape[-1]], weights[..., logits.shape[-1] :][..., :1]
+        out = matmul_fp32(given.to(values.dtype), values)
+        outs.append((out + of_rest * mean_value[:, :, :, None]).to(q.dtype))
     out = torch.cat(outs, 2).unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return Attended(out[:, :, lead : lead + q.shape[2]])
 

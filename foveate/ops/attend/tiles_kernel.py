@@ -8,7 +8,7 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._math import SCRATCH_BYTES
 from foveate.ops._tile import Tile
-from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.reference import Attended, check_sinks
 from foveate.ops.attend.tiles import sums_before
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -57,6 +57,7 @@ def attend_tiles(
     offset: int = 0,
     heads: Tensor | None = None,
     rest: bool = False,
+    sink_logits: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
@@ -78,6 +79,7 @@ def attend_tiles(
         raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
     if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim):
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    check_sinks(sink_logits, num_heads)
 
     used = places_used(indices)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
@@ -92,12 +94,14 @@ def attend_tiles(
         used,
         heads,
         *sums,
+        sink_logits,
         out,
         *q.stride(),
         *k.stride(),
         *v.stride(),
         *indices.stride(),
         *out.stride()[:3],
+        0 if sink_logits is None else sink_logits.stride(0),
         num_kv_heads,
         group,
         tile,
@@ -129,6 +133,7 @@ def _attend_tiles(
     heads_ptr,
     key_sum_ptr,
     value_sum_ptr,
+    sink_ptr,
     out_ptr,
     q_stride_b,
     q_stride_h,
@@ -149,6 +154,7 @@ def _attend_tiles(
     out_stride_b,
     out_stride_h,
     out_stride_l,
+    sink_stride,
     num_kv_heads,
     group,
     tile,
@@ -194,6 +200,10 @@ def _attend_tiles(
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if sink_ptr is not None:
+        sinks = tl.load(sink_ptr + (head * group + member) * sink_stride).to(tl.float32)
+        top = tl.maximum(top, sinks * _LOG2E)
+        weight = tl.where(top > _LOWEST, 1.0, weight)
     if REST:
         of_all = (batch * num_kv_heads + head) * tiles + t
         key_sum = tl.load(key_sum_ptr + of_all * DIM + dims, mask=dims < DIM, other=0.0)

@@ -15,6 +15,7 @@ def pooled_mass(
     key_scales: Tensor | None = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -28,6 +29,7 @@ def pooled_mass(
             into the queries, in the queries' dtype, in which fp8 is exact: products and sums are as of any keys.
         mask: bool, broadcastable to ``[B, Hkv, N]``: True where a key is. The others may hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
+        sink_logits: ``[Hq]``: a logit of each query head that takes its share of attention and has no key; None: none.
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), or the largest attention of
             any head (``max``).
         pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
@@ -46,6 +48,9 @@ def pooled_mass(
     if mask is not None:
         logits.masked_fill_(~mask[:, :, None], float("-inf"))
     mass = logits.softmax(-1)
+    if sink_logits is not None:
+        sinks = sink_logits.float().view(1, k.shape[1], -1, 1)
+        mass = mass * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()
     mass = mass.sqrt_() if pooling == "sqrt" else mass
     mass = mass if pool == "kv_head" else mass.flatten(1, 2)[:, None]
     scores = mass.amax(2) if pooling == "max" else mass.mean(2)

@@ -54,6 +54,7 @@ def pooled_mass(
     key_scales: Tensor | None = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -125,7 +126,7 @@ def pooled_mass(
         BLOCK_N=tile.block_n,
         **tile.options,
     )
-    return pooled(kept, num_kv_heads, number, mask, lengths, pooling, pool)
+    return pooled(kept.beside(sink_logits), num_kv_heads, number, mask, lengths, pooling, pool)
 
 
 class Kept(NamedTuple):
@@ -143,6 +144,13 @@ class Kept(NamedTuple):
     @property
     def coded(self) -> bool:
         return self.logits.dtype == torch.int16
+
+    def beside(self, sink_logits: Tensor | None) -> "Kept":
+        """The same logits with those of sinks, ``[Hq]``, as one more part of each head's log-sum-exp."""
+        if sink_logits is None:
+            return self
+        sinks = (sink_logits.float() * _LOG2E.value)[None, :, None].expand(len(self.lses), -1, 1)
+        return self._replace(lses=torch.cat([self.lses, sinks], -1))
 
 
 def room_for(q: Tensor, number: int, blocks: int, splits: int, block: int) -> Kept:

@@ -144,12 +144,13 @@ def _not_before(keys: int, begins: Tensor) -> Tensor:
     return torch.arange(keys, device=begins.device) >= begins[:, None]
 
 
-def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int) -> Tensor:
+def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int, sink_logits: Tensor | None = None) -> Tensor:
     """Attention mass of a few causal queries, heads kept apart (SnapKV's observation window, section 3).
 
     Args:
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         k: ``[B, Hkv, Lk, D]`` with ``Lk >= offset + Lq``.
+        sink_logits: ``[Hq]``: a logit of each head that takes its share of attention and has no key; None: none.
 
     Returns:
         ``[B, Hq, offset + Lq]`` fp32, summed over the queries.
@@ -164,5 +165,9 @@ def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int) -> Tensor:
         logits = logits.mul_(scaling).reshape(batch, num_heads, last - first, end)
         query = torch.arange(offset + first, offset + last, device=q.device)[:, None]
         future = torch.arange(end, device=q.device) > query
-        mass += logits.masked_fill_(future, float("-inf")).softmax(-1).sum(2)
+        weights = logits.masked_fill_(future, float("-inf")).softmax(-1)
+        if sink_logits is not None:
+            sinks = sink_logits.float().view(1, -1, 1, 1)
+            weights = weights * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()
+        mass += weights.sum(2)
     return mass
