@@ -1,0 +1,84 @@
+"""Learned sinks in the kernels of prompts and of decoding, on a GPU, against the references in fp32."""
+
+import pytest
+import torch
+
+from foveate.ops.attend import decode_kernel, kernel, pooled, reference, tiles, tiles_kernel
+from foveate.ops.score import pooled as score
+from foveate.ops.score import pooled_kernel
+from tests.combinations import every_pair
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {
+    "dtype": [torch.bfloat16, torch.float16],
+    "heads": [(64, 8), (12, 2), (7, 1), (6, 6)],
+    "dim": [64, 128, 80],
+    "number": [131, 4099, 70_001],
+    "batch": [1, 3],
+}
+
+
+def draw(batch, heads, number, dim, dtype, queries=1):
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = ((heads[0], queries), (heads[1], number), (heads[1], number))
+    q, k, v = (torch.randn(batch, h, n, dim, generator=generator, device="cuda").to(dtype) for h, n in sizes)
+    level = torch.tensor(float(number), device="cuda").log()  # as much as all keys together
+    sinks = (level + 2 * torch.randn(heads[0], generator=generator, device="cuda")).to(dtype)
+    return q, k, v, sinks
+
+
+def close(found, expected):
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-3)
+
+
+@every_pair(*SIZES.items())
+def test_decoding(dtype, heads, dim, number, batch):
+    q, k, v, sinks = draw(batch, heads, number, dim, dtype)
+    full = [x.float() for x in (q, k, v)]
+    how = {"scaling": dim**-0.5, "sink_logits": sinks}
+    lengths = torch.randint(1, number + 1, (batch, heads[1]), device="cuda")
+    more = {"lengths": lengths, "need_lse": True, "need_mass": True}
+    found, expected = (one.attend(*x, **how, **more) for one, x in ((decode_kernel, (q, k, v)), (reference, full)))
+    close(found.out, expected.out)
+    close(found.lse, expected.lse)
+    torch.testing.assert_close(found.mass, expected.mass, rtol=3e-2, atol=1e-5)
+    indices = torch.randint(-1, number, (batch, heads[1], 777), device="cuda", dtype=torch.int32)
+    close(
+        decode_kernel.attend_indices(q, k, v, indices, **how).out,
+        reference.attend_indices(*full, indices, **how).out,
+    )
+    pages = torch.rand(batch, heads[1], -(-number // 16), device="cuda").argsort(-1)[..., :50].to(torch.int32)
+    close(
+        decode_kernel.attend_pages(q, k, v, pages, 16, **how).out,
+        reference.attend_pages(*full, pages, 16, **how).out,
+    )
+    for pooling in ("post_softmax", "max"):
+        expected = score.pooled_mass(*full[:2], pooling=pooling, **how)
+        found = pooled_kernel.pooled_mass(q, k, pooling=pooling, **how)
+        torch.testing.assert_close(found, expected, rtol=3e-2, atol=1e-6)
+        found = decode_kernel.attend_pooled(q, k, v, pooling=pooling, **how)
+        torch.testing.assert_close(found.mass, expected, rtol=3e-2, atol=1e-6)
+        close(found.out, pooled.attend_pooled(*full, pooling=pooling, **how).out)
+
+
+@every_pair(*((name, SIZES[name]) for name in ("dtype", "heads", "dim")))
+def test_prompts(dtype, heads, dim):
+    number = 1500
+    q, k, v, sinks = draw(2, heads, number, dim, dtype, queries=number - 300)
+    full = [x.float() for x in (q, k, v)]
+    how = {"scaling": dim**-0.5, "offset": 300, "sink_logits": sinks}
+    lower = torch.arange(300, number, device="cuda") - 257
+    close(
+        kernel.attend_window(q, k, v, lower=lower, sinks=4, **how).out,
+        reference.attend_window(*full, lower=lower, sinks=4, **how).out,
+    )
+    close(reference.attend_causal(q, k, v, **how).out, reference.attend_causal(*full, **how).out)
+    tile, starts = 32, torch.arange(288, number, 32)
+    chosen = torch.stack([torch.randperm(start)[:200].sort().values for start in starts.tolist()])
+    chosen = chosen.to("cuda", torch.int32).expand(2, heads[1], -1, -1)
+    for rest in (False, True):
+        close(
+            tiles_kernel.attend_tiles(q, k, v, chosen, tile=tile, rest=rest, **how).out,
+            tiles.attend_tiles(*full, chosen, tile=tile, rest=rest, **how).out,
+        )
