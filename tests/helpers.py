@@ -109,6 +109,13 @@ def cached(cache) -> dict[str, Any]:
     return {CACHE: cache}
 
 
+def checkpoint_activations(model, on: bool = True) -> None:
+    """By the installed release's name: 5.24 renamed gradient checkpointing to activation checkpointing."""
+    verb = "enable" if on else "disable"
+    names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
+    getattr(model, next(name for name in names if hasattr(model, name)))()
+
+
 def fingerprint(model) -> dict[tuple[str, ...], int]:
     """Every attribute of every module, and what its containers hold, by identity."""
     found = {}
