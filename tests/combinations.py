@@ -27,7 +27,10 @@ def covering(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
 
 
 def every_pair(
-    *parameters: tuple[Any, Collection[Any]], strength: int = 2, indirect: Sequence[str] = ()
+    *parameters: tuple[Any, Collection[Any]],
+    strength: int = 2,
+    indirect: Sequence[str] = (),
+    besides: Collection[tuple] = (),
 ) -> pytest.MarkDecorator:
     """Parametrise a test by combinations in which any two values of different parameters meet.
 
@@ -37,6 +40,7 @@ def every_pair(
         parameters: of each a name and its values, or a tuple of names and tuples of values.
         strength: how many parameters meet in all their values: 3 where a kernel distinguishes triples.
         indirect: names of fixtures among the parameters.
+        besides: cases to run as well, each with a value for every name.
     """
     names = [name if isinstance(name, tuple) else (name,) for name, _ in parameters]
     values = [[one if isinstance(name, tuple) else (one,) for one in given] for name, given in parameters]
@@ -44,6 +48,7 @@ def every_pair(
         tuple(itertools.chain.from_iterable(of[index] for of, index in zip(values, combination)))
         for combination in covering([len(of) for of in values], strength)
     ]
+    cases += besides
     ids = ["-".join(str(value).removeprefix("torch.") for value in case) for case in cases]
     names = list(itertools.chain.from_iterable(names))
     return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)

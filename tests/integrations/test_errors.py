@@ -17,6 +17,7 @@ from tests.helpers import (
     CONFIGS,
     VOCAB,
     cached,
+    checkpoint_activations,
     fingerprint,
     generate,
     left_padded,
@@ -638,7 +639,7 @@ def test_composed_methods_may_be_nested(model):
 
 
 def test_gradient_checkpointing_is_refused_where_layers_read_what_others_chose(model):
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     try:
         refused = pytest.raises(ValueError, match="gradient checkpointing is not possible with kascade")
         with foveate.attached(model.train(), "kascade", anchors=1, top_k=9, tile=12), refused:
@@ -646,7 +647,7 @@ def test_gradient_checkpointing_is_refused_where_layers_read_what_others_chose(m
         with foveate.attached(model, "kascade", anchors=1, top_k=9, decode_only=True):
             model(tokens(20), use_cache=False).logits.sum().backward()
     finally:
-        model.gradient_checkpointing_disable()
+        checkpoint_activations(model, on=False)
         model.eval().zero_grad()
 
 

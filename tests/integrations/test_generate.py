@@ -12,12 +12,14 @@ import transformers
 import foveate
 from foveate import methods
 from foveate.integrations.transformers import handover
+from tests.combinations import every_pair
 from tests.helpers import (
     COMMON,
     CONFIGS,
     FAMILIES,
     assistant,
     cached,
+    checkpoint_activations,
     cut_rows,
     fingerprint,
     generate,
@@ -51,9 +53,11 @@ SPECS |= {
 SPARSE = [name for name in SPECS if name != "dense"]
 PROMPT = 61
 LENGTHS = [PROMPT, 23, 40]
-every_method = pytest.mark.parametrize("method", SPARSE)
+METHODS = ("method", SPARSE)
+TWO_FAMILIES = ("family", ["llama", "gemma3"])
+every_method = pytest.mark.parametrize(*METHODS)
 every_family = pytest.mark.parametrize("family", FAMILIES)
-two_families = pytest.mark.parametrize("family", ["llama", "gemma3"])
+two_families = pytest.mark.parametrize(*TWO_FAMILIES)
 
 MODES = {
     "greedy": {},
@@ -111,9 +115,7 @@ def go_on(model, sequences, mask, cache, said, said_mask=None, new: int = 8, **o
 # Dense is the stock model
 
 
-@every_family
-@pytest.mark.parametrize("padded", [False, True], ids=["one", "padded_batch"])
-@pytest.mark.parametrize("mode", MODES)
+@every_pair(("family", FAMILIES), ("mode", MODES), ("padded", [False, True]))
 def test_dense_gives_the_tokens_of_the_stock_model(family, padded, mode):
     model, inputs = tiny_model(family), left_padded(LENGTHS) if padded else single()
     expected = run(model, inputs, **MODES[mode])
@@ -121,9 +123,7 @@ def test_dense_gives_the_tokens_of_the_stock_model(family, padded, mode):
         assert torch.equal(run(model, inputs, **MODES[mode]), expected)
 
 
-@every_family
-@pytest.mark.parametrize("mode", SINGLE_MODES)
-@pytest.mark.parametrize("attached_assistant", [False, True])
+@every_pair(("family", FAMILIES), ("mode", SINGLE_MODES), ("attached_assistant", [False, True]))
 def test_dense_speculates_like_the_stock_model(family, mode, attached_assistant):
     model, helper = tiny_model(family), assistant(family)
     options = SINGLE_MODES[mode] | ({"assistant_model": helper} if "assisted" in mode else {})
@@ -294,9 +294,7 @@ def test_prompt_lookup_gives_the_greedy_tokens(family, method):
         assert torch.equal(run(model, single(), prompt_lookup_num_tokens=3), greedy(family, method))
 
 
-@two_families
-@every_method
-@pytest.mark.parametrize("attached_assistant", [False, True])
+@every_pair(METHODS, TWO_FAMILIES, ("attached_assistant", [False, True]))
 def test_assisted_decoding_gives_the_greedy_tokens(family, method, attached_assistant):
     model, helper = tiny_model(family), assistant(family)
     if attached_assistant:
@@ -305,18 +303,14 @@ def test_assisted_decoding_gives_the_greedy_tokens(family, method, attached_assi
         assert torch.equal(run(model, single(), assistant_model=helper), greedy(family, method))
 
 
-@two_families
-@every_method
-@pytest.mark.parametrize("chunk", [7, 20, 60])
+@every_pair(METHODS, ("chunk", [7, 20, 60]), TWO_FAMILIES)
 def test_chunked_prefill_equals_one_piece(family, method, chunk):
     model = tiny_model(family)
     with foveate.attached(model, spec(method)):
         assert torch.equal(run(model, single(), prefill_chunk_size=chunk), greedy(family, method))
 
 
-@two_families
-@every_method
-@pytest.mark.parametrize("chunk", [None, 20])
+@every_pair(METHODS, TWO_FAMILIES, ("chunk", [None, 20]))
 def test_rows_of_a_padded_batch_equal_batches_of_one(family, method, chunk):
     model, batch = tiny_model(family), left_padded([PROMPT, 1, 23, 40])
     with foveate.attached(model, spec(method)):
@@ -557,7 +551,7 @@ def test_gradients_flow_through_every_method(method):
 def test_gradient_checkpointing_gives_the_same_gradients():
     model, batch = tiny_model(), single(20)
     _, expected = gradients(model, batch, train=True)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    checkpoint_activations(model)
     with foveate.attached(model, "dense"):
         _, actual = gradients(model, batch, train=True)
     for name, gradient in expected.items():
@@ -567,7 +561,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 def test_checkpointed_layers_may_run_again_after_another_model_was_asked():
     """A teacher is evaluated, with a cache, between the student's forward and its backward pass."""
     student, teacher, batch = tiny_model().train(), tiny_model(seed=1), single(20)
-    getattr(student, "activation_checkpointing_enable", student.gradient_checkpointing_enable)()
+    checkpoint_activations(student)
     found = []
     for between in (False, True):
         with foveate.attached(student, "dense"), foveate.attached(teacher, "h2o"):

@@ -1,11 +1,14 @@
 """A prompt that several methods read together, from which each goes on as if it had read alone, to the last bit."""
 
+import functools
+
 import pytest
 import torch
 
 import foveate
 from foveate import methods, ops
 from foveate.methods import Together
+from tests.combinations import every_pair
 from tests.helpers import cached, left_padded, tiny_model, tokens
 
 GROUP = [
@@ -28,8 +31,8 @@ GROUP = [
 """Methods whose prompts are dense, in every layer."""
 LENGTHS = [61, 23, 40]
 STEPS = 12
-two_families = pytest.mark.parametrize("family", ["llama", "gemma3"])
-every_batch = pytest.mark.parametrize("batch", ["one", "alike", "padded"])
+FAR = 70
+"""Steps past the room behind the prompt."""
 
 
 def inputs(batch: str) -> dict[str, torch.Tensor]:
@@ -79,9 +82,7 @@ def together(model, batch, specs, chunk=None, steps=STEPS, reading=None):
             yield go_on(model, batch, logits, cache.branch(model), steps)
 
 
-@two_families
-@every_batch
-@pytest.mark.parametrize("chunk", [None, 20])
+@every_pair(("batch", ["one", "alike", "padded"]), ("family", ["llama", "gemma3"]), ("chunk", [None, 20]))
 def test_every_method_goes_on_as_if_it_had_read_alone(family, batch, chunk):
     model, batch = tiny_model(family), inputs(batch)
     for spec, (logits, stats) in zip(GROUP, together(model, batch, GROUP, chunk)):
@@ -90,13 +91,17 @@ def test_every_method_goes_on_as_if_it_had_read_alone(family, batch, chunk):
         assert stats == expected_stats, spec
 
 
+@functools.cache
+def far_alone(spec):
+    """The logits of a padded batch, past the room behind the prompt."""
+    return alone(tiny_model(), inputs("padded"), spec, steps=FAR)[0]
+
+
 @pytest.mark.parametrize("order", [GROUP[::-1], GROUP[5:] + GROUP[:5]], ids=["backwards", "turned"])
 def test_nothing_that_a_method_does_is_seen_by_the_next(order):
     model, batch = tiny_model(), inputs("padded")
-    steps = 70  # past the room behind the prompt
-    expected = {spec: alone(model, batch, spec, steps=steps)[0] for spec in GROUP}
-    for spec, (logits, _) in zip(order, together(model, batch, order, steps=steps, reading=GROUP)):
-        assert torch.equal(logits, expected[spec]), spec
+    for spec, (logits, _) in zip(order, together(model, batch, order, steps=FAR, reading=GROUP)):
+        assert torch.equal(logits, far_alone(spec)), spec
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

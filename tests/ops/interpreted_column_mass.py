@@ -7,7 +7,7 @@ from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.score import kernel, reference
-from tests.helpers import LAYOUTS, Shape, assert_close, causal_mask, in_buffer, naive, problem
+from tests.problems import LAYOUTS, Shape, assert_close, causal_mask, in_buffer, naive, problem
 
 SOME = Shape(batch=1, kv_heads=2, group=3, queries=41, offset=14, dim=16, value_dim=16)
 SMALL = kernel.Tile(16, 16, num_warps=4, num_stages=1)

@@ -11,8 +11,9 @@ from foveate.ops.attend.pooled import attend_pooled
 from foveate.ops.score import fp8_range, pooled, pooled_kernel, write_fp8
 from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
-from tests.helpers import in_buffer
+from tests.combinations import every_pair
 from tests.kernels import noted
+from tests.problems import in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -63,18 +64,16 @@ def splits(request, monkeypatch):
         monkeypatch.setattr(kernel, "multiprocessors", lambda device: request.param)
 
 
-HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+HALF = ("dtype", [torch.float32, torch.float16])
+SPLITS = ("splits", [1, 100])
 
 
-@HALF
-@pytest.mark.parametrize("number", [1, 32, 150])
+@every_pair(("number", [1, 32, 150]), HALF, SPLITS, indirect=["splits"])
 def test_all_keys(dtype, number, splits):
     check(*problem(number=number, dtype=dtype))
 
 
-@HALF
-@pytest.mark.parametrize("of_heads", [1, 2])
-@pytest.mark.parametrize("of_rows", [1, 2])
+@every_pair(("of_heads", [1, 2]), ("of_rows", [1, 2]), HALF, SPLITS, indirect=["splits"], strength=3)
 def test_keys_that_a_mask_leaves(dtype, of_heads, of_rows, splits):
     q, k, v = problem(dtype=dtype)
     mask = torch.rand(of_rows, of_heads, 1, 150, generator=torch.manual_seed(1)) < 0.5
@@ -95,11 +94,10 @@ LENGTHS = {
 }
 
 
-@HALF
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("masked", [False, True])
+@every_pair(("lengths", LENGTHS), ("masked", [False, True]), HALF, SPLITS, indirect=["splits"], strength=3)
 def test_the_first_keys_alone(dtype, lengths, masked, splits):
     q, k, v = problem(dtype=dtype)
+    lengths = LENGTHS[lengths]
     mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
     beyond = torch.arange(150) >= lengths.view(2, -1, 1).expand(-1, 2, -1)
     k[beyond], v[beyond] = torch.nan, torch.inf
@@ -111,8 +109,7 @@ def test_the_first_keys_alone(dtype, lengths, masked, splits):
     close(found, decode_kernel.attend_indices(q, k, v, chosen, scaling=0.3, need_lse=True), dtype)
 
 
-@HALF
-@pytest.mark.parametrize("places", [1, 33, 140])
+@every_pair(("places", [1, 33, 140]), HALF, SPLITS, indirect=["splits"])
 def test_chosen_keys(dtype, places, splits):
     q, k, v = problem(value_dim=5, dtype=dtype)
     indices = selection(2, 2, 150, places)
@@ -266,23 +263,17 @@ def check_mass(q, k, mask=None, **more):
     return found
 
 
-POOLING = pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max"])
-POOL = pytest.mark.parametrize("pool", ["kv_head", "layer"])
+POOLING = ("pooling", ["post_softmax", "sqrt", "max"])
+POOL = ("pool", ["kv_head", "layer"])
 
 
-@HALF
-@POOLING
-@POOL
-@pytest.mark.parametrize("number", [1, 130, 1500])
+@every_pair(("number", [1, 130, 1500]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
 def test_pooled_mass(dtype, pooling, pool, number, splits):
     q, k, _ = problem(number=number, dtype=dtype)
     check_mass(q * 3, k, pooling=pooling, pool=pool)
 
 
-@HALF
-@POOLING
-@POOL
-@pytest.mark.parametrize("ragged", [None, "mask", "lengths"])
+@every_pair(("ragged", [None, "mask", "lengths"]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
 def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragged, splits):
     q, k, v = problem(number=300, dtype=dtype)
     more = {"scaling": 0.3, "pooling": pooling, "pool": pool}
@@ -299,9 +290,14 @@ def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragge
     torch.testing.assert_close(found.mass, expected.mass, rtol=1e-5 if dtype == torch.float32 else 3e-4, atol=1e-9)
 
 
-@HALF
-@POOL
-@pytest.mark.parametrize(("of_rows", "of_heads", "pooling"), [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max")])
+@every_pair(
+    (("of_rows", "of_heads", "pooling"), [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max")]),
+    POOL,
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+    strength=3,
+)
 def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling, splits):
     q, k, _ = problem(number=300, dtype=dtype)
     mask = torch.rand(of_rows, of_heads, 300, generator=torch.manual_seed(1)) < 0.5
@@ -313,11 +309,16 @@ def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling,
     )
 
 
-@HALF
-@POOL
-@pytest.mark.parametrize("pooling", ["sqrt", "max"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("lengths", [[300, 41], [[129, 300], [64, 5]]], ids=["rows", "heads"])
+@every_pair(
+    ("lengths", [[300, 41], [[129, 300], [64, 5]]]),
+    ("masked", [False, True]),
+    ("pooling", ["sqrt", "max"]),
+    POOL,
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+    strength=3,
+)
 def test_pooled_mass_of_the_first_keys(dtype, pool, pooling, masked, lengths, splits):
     q, k, _ = problem(number=300, dtype=dtype)
     mask = torch.rand(2, 1, 300, generator=torch.manual_seed(1)) < 0.5 if masked else None
@@ -349,18 +350,27 @@ def check_copied(q, k, mask=None, **more):
     return found
 
 
-@HALF
-@pytest.mark.parametrize("number", [1, 130, 1500])
-@pytest.mark.parametrize(("pooling", "pool"), [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head")])
+@every_pair(
+    ("number", [1, 130, 1500]),
+    (("pooling", "pool"), [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head")]),
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+)
 def test_pooled_mass_of_a_copy_in_fp8(dtype, number, pooling, pool, splits):
     q, k, _ = problem(number=number, dtype=dtype)
     check_copied(q, k, pooling=pooling, pool=pool)
 
 
-@HALF
-@POOL
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("lengths", [None, [300, 41], [[129, 300], [64, 5]]], ids=["all", "rows", "heads"])
+@every_pair(
+    ("lengths", [None, [300, 41], [[129, 300], [64, 5]]]),
+    ("masked", [False, True]),
+    POOL,
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+    strength=3,
+)
 def test_pooled_mass_of_a_copy_of_rows_with_holes(dtype, pool, masked, lengths, splits):
     q, k, _ = problem(number=300, dtype=dtype)
     mask = torch.rand(2, 1, 300, generator=torch.manual_seed(1)) < 0.5 if masked else None

@@ -7,6 +7,7 @@ import triton.language as tl
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.score import indexer, indexer_kernel
 from foveate.ops.select import blocks, blocks_kernel
+from tests.combinations import every_pair
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -87,8 +88,7 @@ def test_nan_is_told_where_a_query_may_see_it(seen):
     assert indexer.indexer_scores(q, k, weights, offset=60).lost.tolist() == [int(seen)]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("query", [0, 1, 8])
+@every_pair(("query", [0, 1, 8]), ("value", [float("nan"), float("inf"), -float("inf")]))
 def test_weights_that_are_not_finite_are_told_where_their_query_sees_a_key(value, query, small_blocks):
     q, k, weights = problem(keys=150)
     q, k = q.abs(), k.abs()  # so that no score is NaN
@@ -194,9 +194,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("k", [7, 40, 400])
-@pytest.mark.parametrize("block", [1, 16])
+@every_pair(("name", KINDS), ("k", [7, 40, 400]), ("block", [1, 16]))
 def test_choice(name, k, block, small_blocks):
     """Groups of one block and of several, scores that are kept (k = 7) and that are not."""
     check_choice(rows(name, 333), torch.tensor([0, 200, 333]), k, block)
@@ -208,9 +206,7 @@ def test_choice_from_short_rows(name, k):
     check_choice(rows(name, 333), torch.tensor([0, 200, 333]), k)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("k", [1, 7, 20])
-@pytest.mark.parametrize("block", [1, 16])
+@every_pair(("name", KINDS), ("k", [1, 7, 20]), ("block", [1, 16]))
 def test_choice_from_blocks_that_are_chosen_first(name, k, block, by_names):
     check_choice(rows(name, 333), torch.tensor([0, 200, 333]), k, block)
     check_choice(rows(name, 333), torch.tensor([50, 100, 333]), k, block, starts=torch.tensor([90, 7]))
@@ -266,9 +262,7 @@ def test_nan_of_either_sign_counts_as_infinite(k, held, bits, small_blocks, monk
     assert 3 in found[0, 2]
 
 
-@pytest.mark.parametrize("number", [1, 16, 17, 2048, 2049, 5000])
-@pytest.mark.parametrize("block", [1, 16, 64])
-@pytest.mark.parametrize("held", [256, 16384])
+@every_pair(("number", [1, 16, 17, 2048, 2049, 5000]), ("block", [1, 16, 64]), ("held", [256, 16384]))
 def test_any_number_of_scores(number, block, held, monkeypatch):
     monkeypatch.setattr(blocks_kernel, "_HELD", held)
     check_choice(rows("three values", number), torch.full((3,), number), 13, block, made=torch.Tensor.contiguous)

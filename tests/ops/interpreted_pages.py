@@ -5,7 +5,7 @@ import torch
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode_kernel, reference
-from tests.helpers import in_buffer
+from tests.problems import in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -6,7 +6,7 @@ import torch
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import Tile
 from foveate.ops.attend import selected, selected_kernel
-from tests.helpers import in_buffer
+from tests.problems import in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -10,22 +10,25 @@ import triton.language as tl
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import _mend_kernel, _summaries_plan, summaries, summaries_kernel
-from tests.helpers import in_buffer
+from tests.combinations import every_pair
+from tests.problems import in_buffer
 from tests.trees import Problem, long_parts
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-MASS = pytest.mark.parametrize("mass", ["exact", "preserve"])
+HALF = ("dtype", [torch.float32, torch.float16])
+MASS = ("mass", ["exact", "preserve"])
+SPLITS = ("splits", [1, 8])
+FEW = ("few", ["few", "few and long parts", "chosen before", "many"])
 
 
-@pytest.fixture(params=[1, 8], ids=["one program", "many programs"])
+@pytest.fixture
 def splits(request, monkeypatch):
     """Few programs, and so many multiprocessors that rows are split."""
     monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: request.param)
 
 
-@pytest.fixture(params=["few", "few and long parts", "chosen before", "many"])
+@pytest.fixture(params=FEW[1])
 def few(request, monkeypatch):
     """What was attended to with all the others is mended, and every program finds out for itself what is refined, in
     parts of a block or of several, among all nodes or block by block by bounds, or a launch before chooses; or what is
@@ -75,24 +78,33 @@ def check(problem, how, need_masses=True):
     return found
 
 
-@MASS
-@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, False), (torch.float16, True)], ids=str)
+@every_pair(
+    FEW,
+    MASS,
+    (("dtype", "same"), [(torch.float32, False), (torch.float16, True)]),
+    SPLITS,
+    indirect=["few", "splits"],
+    strength=3,
+)
 def test_few_pages(dtype, mass, same, splits, few):
     check(Problem(dtype=dtype, same=same), ops.Refinement(mass=mass))
     check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.Refinement(mass=mass), False)
 
 
-@MASS
-@pytest.mark.parametrize("allowed", [0, 1, 0.4, 1.0])
+@every_pair(("allowed", [0, 1, 0.4, 1.0]), MASS)
 def test_budgets(mass, allowed):
     check(Problem(pages=(40, 13), allowed=(allowed,)), ops.Refinement(mass=mass))
 
 
-@HALF
-@MASS
-@pytest.mark.parametrize(
-    ("sizes", "pages", "score"),
-    [((2, 8), (32, 12), "spread"), ((4, 8, 32), (40, 24, 0), "summary"), ((3, 12), (40, 8), "box")],
+@every_pair(
+    (
+        ("sizes", "pages", "score"),
+        [((2, 8), (32, 12), "spread"), ((4, 8, 32), (40, 24, 0), "summary"), ((3, 12), (40, 8), "box")],
+    ),
+    MASS,
+    HALF,
+    SPLITS,
+    indirect=["splits"],
 )
 def test_levels(dtype, mass, sizes, pages, score, splits):
     how = ops.Refinement(mass=mass, score=score)
@@ -107,23 +119,24 @@ def test_weights_and_scores(bias, score):
     check(Problem(varied=True), ops.Refinement(bias=bias, score=score))
 
 
-@MASS
+@every_pair(FEW, MASS, indirect=["few"])
 def test_pages_of_varied_sizes(mass, few):
     check(Problem(pages=(30, 12), varied=True), ops.Refinement(mass=mass))
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
 
 
-@pytest.mark.parametrize("rule", ["top_p", "threshold"])
-@pytest.mark.parametrize(("limit", "allowed"), [(0.7, 0.9), (0.3, 4), (0.02, 0.9), (1e-6, 4)])
-@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+@every_pair(
+    (("limit", "allowed"), [(0.7, 0.9), (0.3, 4), (0.02, 0.9), (1e-6, 4)]),
+    ("rule", ["top_p", "threshold"]),
+    ("pool", ["kv_head", "layer"]),
+)
 def test_other_rules(rule, limit, allowed, pool):
     how = ops.Refinement(rule, limit, pool)
     check(Problem(pages=(40, 13), allowed=(allowed,), loudness=1.0), how)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(allowed, 2)), how)
 
 
-@pytest.mark.parametrize("pool", ["kv_head", "layer"])
-@pytest.mark.parametrize(("prior", "first"), [(0.5, 0), (0.3, 2), (0.0, 5)])
+@every_pair(FEW, (("prior", "first"), [(0.5, 0), (0.3, 2), (0.0, 5)]), ("pool", ["kv_head", "layer"]), indirect=["few"])
 def test_pools_recent_attention_and_first_pages(pool, prior, first, few):
     how = ops.Refinement(pool=pool, prior=prior, first=first)
     check(Problem(pages=(40, 13), allowed=(6,)), how)
@@ -135,9 +148,7 @@ def test_head_dims(dim, value_dim):
     check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
 
 
-@MASS
-@pytest.mark.parametrize("score", ["summary", "spread", "box"])
-@pytest.mark.parametrize(("prior", "first"), [(0.0, 0), (0.3, 20), (0.0, 40)])
+@every_pair(("score", ["summary", "spread", "box"]), (("prior", "first"), [(0.0, 0), (0.3, 20), (0.0, 40)]), MASS)
 def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
     """Of the top level, and of nodes that are listed."""
     mend, bounded = summaries_kernel.Step._mend, []
@@ -156,8 +167,7 @@ def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
     assert bounded == [True] * 3
 
 
-@HALF
-@pytest.mark.parametrize("nodes", [[7], [7, 8, 39]])
+@every_pair(FEW, ("nodes", [[7], [7, 8, 39]]), HALF, indirect=["few"])
 def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes, few):
     """What is left when they are taken out of everything would be rounding."""
     problem = Problem((90, 9), sizes=(4,), dtype=dtype, loudness=1.0)
@@ -180,8 +190,7 @@ def test_doing_all_once_more(few, monkeypatch):
         check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
 
 
-@pytest.mark.parametrize(("value_dim", "dims"), [(64, 16), (80, 16), (96, 16), (192, 16), (20, 32)])
-@pytest.mark.parametrize("mass", ["exact", "preserve"])
+@every_pair((("value_dim", "dims"), [(64, 16), (80, 16), (96, 16), (192, 16), (20, 32)]), FEW, MASS, indirect=["few"])
 def test_slices_of_the_output(value_dim, dims, mass, few, monkeypatch):
     """Of few rows on a large GPU, where programs of a row make some dims each."""
     monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: 64)

@@ -8,7 +8,8 @@ from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import tiles, tiles_kernel
 from foveate.ops.score import reference
 from foveate.ops.score import tiles_kernel as mass_kernel
-from tests.helpers import LAYOUTS, Shape, assert_close, in_buffer, problem
+from tests.combinations import every_pair
+from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, problem
 
 SOME = Shape(batch=1, kv_heads=1, group=2, queries=41, offset=14, dim=16, value_dim=16)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -54,9 +55,7 @@ def check(q, k, v, indices, tile, offset):
     return out
 
 
-@pytest.mark.parametrize("tile", [1, 5, 16, 24])
-@pytest.mark.parametrize("offset", [0, 14, 48])
-@pytest.mark.parametrize("number", [0, 1, 16, 37])
+@every_pair(("tile", [1, 5, 16, 24]), ("number", [0, 1, 16, 37]), ("offset", [0, 14, 48]))
 def test_tiles_read_what_is_chosen_and_themselves(tile, offset, number, small_blocks):
     shape = SOME._replace(offset=offset)
     check(*problem(shape, extra=5), selection(shape, tile, number), tile, offset)

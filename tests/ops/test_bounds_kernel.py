@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from tests.combinations import every_pair
 from tests.kernels import compile_for, run_interpreted
 
 
@@ -13,15 +14,17 @@ def test_under_the_interpreter():
     run_interpreted("ops/interpreted_bounds.py")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    ("dtype", "dim", "heads"),
-    [
-        *(("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 80, 7), ("bf16", 256, 16)),
-        *(("bf16", 256, 32), ("fp16", 192, 64), ("fp32", 128, 8)),
-    ],
+@every_pair(
+    ("capability", [90, 80]),
+    (
+        ("dtype", "dim", "heads"),
+        [
+            *(("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 80, 7), ("bf16", 256, 16)),
+            *(("bf16", 256, 32), ("fp16", 192, 64), ("fp32", 128, 8)),
+        ],
+    ),
+    (("pooled", "bounded"), [(False, True), (True, True), (False, False)]),
 )
-@pytest.mark.parametrize(("pooled", "bounded"), [(False, True), (True, True), (False, False)])
 def test_bounds_compile_for_ampere_and_hopper(capability, dtype, dim, heads, pooled, bounded):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.bounds_kernel")

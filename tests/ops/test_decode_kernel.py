@@ -12,8 +12,7 @@ SHAPES = (
     ("dtype", "dim", "heads"),
     [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 80, 7), ("bf16", 256, 16), ("fp16", 192, 64), ("fp32", 128, 8)],
 )
-HALF_AND_FULL = pytest.mark.parametrize(*SHAPES)
-CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
+CAPABILITIES = ("capability", [90, 80])
 
 
 def test_under_the_interpreter():
@@ -88,29 +87,29 @@ def _compile_attention(
     assert_compiled_well(compiled, capability, half)
 
 
-RAGGED = pytest.mark.parametrize(("masked", "bounded"), [(False, False), (True, False), (False, True)])
+RAGGED = (("masked", "bounded"), [(False, False), (True, False), (False, True)])
 
 
 @every_pair(
-    ("capability", [80, 90]),
+    CAPABILITIES,
     SHAPES,
     (
         ("indexed", "masked", "kept"),
         [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
     ),
     ("bounded", [False, True]),
-    strength=3,
+    # the fullest registers of Ampere, and the fullest shared memory of Hopper
+    besides=[(80, "fp32", 128, 8, None, True, False, False), (90, "fp16", 192, 64, None, False, True, True)],
 )
 def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, kept, bounded):
     _compile_attention(capability, dtype, dim, heads, indexed=indexed, masked=masked, bounded=bounded, kept=kept)
 
 
 @every_pair(
-    ("capability", [80, 90]),
+    CAPABILITIES,
     SHAPES,
     ("own", [False, True]),
     (("page_size", "indexed", "bounded"), [(16, "i32", True), (3, "i64", True), (1, "i32", False)]),
-    strength=3,
 )
 def test_attention_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, own, page_size, indexed, bounded
@@ -120,16 +119,12 @@ def test_attention_of_pages_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, **how)
 
 
-@CAPABILITIES
-@HALF_AND_FULL
-@RAGGED
+@every_pair(CAPABILITIES, SHAPES, RAGGED, besides=[(90, "fp32", 128, 8, True, False)])  # the fullest registers
 def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked, bounded):
     assert_compiled_well(_scoring(capability, dtype, dim, heads, masked, bounded), capability, dtype != "fp32")
 
 
-@pytest.mark.parametrize("capability", [89, 90])
-@HALF_AND_FULL
-@RAGGED
+@every_pair(("capability", [90, 89]), SHAPES, RAGGED)
 def test_scoring_of_keys_in_fp8_compiles_for_ada_and_hopper(capability, dtype, dim, heads, masked, bounded):
     compiled = _scoring(capability, dtype, dim, heads, masked, bounded, scaled=True)
     assert_compiled_well(compiled, capability, dtype != "fp32")
@@ -175,8 +170,7 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, scaled=False):
     )
 
 
-@CAPABILITIES
-@pytest.mark.parametrize("coded", [True, False])
+@every_pair(CAPABILITIES, ("coded", [True, False]))
 def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
@@ -211,9 +205,11 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
     assert compiled.spilled <= 16
 
 
-@CAPABILITIES
-@pytest.mark.parametrize("name", ["_bracket", "_keep_between", "_settle", "_write_chosen"])
-@pytest.mark.parametrize(("number", "k"), [(32_768, 3277), (131_072, 13_107), (1 << 20, 104_857), (1 << 21, 1 << 20)])
+@every_pair(
+    CAPABILITIES,
+    ("name", ["_bracket", "_keep_between", "_settle", "_write_chosen"]),
+    (("number", "k"), [(32_768, 3277), (131_072, 13_107), (1 << 20, 104_857), (1 << 21, 1 << 20)]),
+)
 def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.rows_kernel")
@@ -249,8 +245,7 @@ def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k):
         assert "ld.global.v4.b32" in compiled.ptx, "scores are read 16 bytes at a time"
 
 
-@CAPABILITIES
-@pytest.mark.parametrize("held", [256, 16384])
+@every_pair(CAPABILITIES, ("held", [256, 16384]))
 def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.rows_kernel")

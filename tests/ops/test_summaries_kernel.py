@@ -6,12 +6,11 @@ import re
 import pytest
 import torch
 
+from tests.combinations import every_pair
 from tests.kernels import compile_for, run_interpreted
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-SHAPES = pytest.mark.parametrize(
-    ("dtype", "dim", "group"), [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 256, 8), ("fp32", 128, 7)]
-)
+SHAPES = (("dtype", "dim", "group"), [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 256, 8), ("fp32", 128, 7)])
 LAST_STRIDES = {"size_stride_n", "entropy_stride_n", "recent_stride_n", "end_stride_n"}
 
 
@@ -63,9 +62,7 @@ def assert_compiled_well(compiled, half, spilled, wide=None, programs=2):
     assert compiled.spilled <= spilled
 
 
-@SHAPES
-@pytest.mark.parametrize("attends", [False, True])
-@pytest.mark.parametrize("how", ["plain", "spread", "children"])
+@every_pair(SHAPES, ("how", ["plain", "spread", "children"]), ("attends", [False, True]))
 def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.summaries_kernel").score_nodes
@@ -123,7 +120,7 @@ def _attending(dtype, group, width, keeps=2):
     }
 
 
-@SHAPES
+@pytest.mark.parametrize(*SHAPES)
 @pytest.mark.parametrize("keeps", [1, 2])
 @pytest.mark.parametrize("width", [16, 0])
 def test_attention_compiles_for_hopper(dtype, dim, group, width, keeps):
@@ -146,7 +143,7 @@ def test_attention_compiles_for_hopper(dtype, dim, group, width, keeps):
     assert_compiled_well(compiled, dtype != "fp32", 96)
 
 
-@SHAPES
+@pytest.mark.parametrize(*SHAPES)
 @pytest.mark.parametrize(
     ("few", "blocks", "width", "programs", "ranked", "branch"),
     [

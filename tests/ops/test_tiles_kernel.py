@@ -5,9 +5,10 @@ import importlib
 import pytest
 import torch
 
+from tests.combinations import every_pair
 from tests.kernels import assert_compiled_well, compile_for, run_interpreted
 
-SHAPES = pytest.mark.parametrize(
+SHAPES = (
     ("dtype", "dim"),
     [
         ("bf16", 32),
@@ -22,7 +23,7 @@ SHAPES = pytest.mark.parametrize(
         ("fp32", 256),
     ],
 )
-CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
+CAPABILITIES = ("capability", [90, 80])
 
 
 def test_under_the_interpreter():
@@ -30,9 +31,13 @@ def test_under_the_interpreter():
     run_interpreted("ops/interpreted_tiles.py")
 
 
-@CAPABILITIES
-@SHAPES
-@pytest.mark.parametrize("rest", [False, True])
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
+    ("rest", [False, True]),
+    # the fullest shared memory and registers
+    besides=[(90, "bf16", 128, True), (90, "bf16", 256, True), (90, "fp32", 256, True)],
+)
 def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.tiles_kernel")
@@ -69,9 +74,7 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest):
     assert_compiled_well(compiled, capability, half, spilled=60 if not rest else 200 if half else 4000)
 
 
-@CAPABILITIES
-@SHAPES
-@pytest.mark.parametrize("one", [True, False])
+@every_pair(CAPABILITIES, SHAPES, ("one", [True, False]))
 def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.tiles_kernel")

@@ -1,0 +1,130 @@
+"""Problems of attention for tests of operations: odd sizes, awkward layouts, naive fp64 attention, a gauge of
+temporaries. Nothing here imports a library of models, which would cost every process under the interpreter seconds."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Shape(NamedTuple):
+    """Sizes of one attention problem."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    queries: int
+    offset: int
+    dim: int
+    value_dim: int
+
+    @property
+    def keys(self) -> int:
+        return self.offset + self.queries
+
+
+def shapes(max_queries: int = 19, max_offset: int = 23) -> st.SearchStrategy[Shape]:
+    """Odd sizes: groups that are no powers of two, head dims off the multiples of eight, values of another width."""
+    return st.builds(
+        Shape,
+        batch=st.sampled_from([1, 2, 3]),
+        kv_heads=st.sampled_from([1, 2, 3]),
+        group=st.sampled_from([1, 3, 4, 7, 8]),
+        queries=st.integers(1, max_queries),
+        offset=st.integers(0, max_offset),
+        dim=st.sampled_from([5, 16, 64, 80]),
+        value_dim=st.sampled_from([5, 16, 64, 80]),
+    )
+
+
+LAYOUTS = ["own", "slots", "tokens_first", "padded_rows"]
+
+
+def in_buffer(x: Tensor, layout: str) -> Tensor:
+    """The same numbers ``[B, H, L, D]`` as a view of a larger buffer whose unused part is NaN."""
+    batch, heads, length, dim = x.shape
+    nan = float("nan")
+    if layout == "own":
+        return x.clone()
+    if layout == "slots":
+        view = x.new_full((batch, heads, length + 9, dim), nan)[:, :, 4 : 4 + length]
+    elif layout == "tokens_first":
+        view = x.new_full((batch, length + 3, heads, dim), nan)[:, :length].transpose(1, 2)
+    else:
+        view = x.new_full((batch, heads, length, dim + 3), nan)[..., :dim]
+    return view.copy_(x)
+
+
+def problem(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32, layout: str = "own", extra: int = 0):
+    """Random ``q, k, v``; k and v lie in ``layout`` and have ``extra`` keys of NaN after those that queries may see."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    q = draw(shape.batch, shape.kv_heads * shape.group, shape.queries, shape.dim)
+    k = draw(shape.batch, shape.kv_heads, shape.keys + extra, shape.dim)
+    v = draw(shape.batch, shape.kv_heads, shape.keys + extra, shape.value_dim)
+    k[:, :, shape.keys :] = float("nan")
+    v[:, :, shape.keys :] = float("nan")
+    return q, in_buffer(k, layout), in_buffer(v, layout)
+
+
+class Naive(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    mass: Tensor
+    """Per KV head, summed over its queries and its group."""
+    weights: Tensor
+    """``[B, Hq, Lq, Lk]``."""
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None = None) -> Naive:
+    """Textbook attention in fp64 with every matrix written out; a query that sees nothing gets zeros."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    logits = q @ k.transpose(-1, -2) * scaling
+    if mask is not None:
+        mask = mask.expand(q.shape[0], -1, -1, -1)
+        mask = mask.repeat_interleave(group, 1) if mask.shape[1] > 1 else mask
+        logits = logits.masked_fill(~mask, float("-inf"))
+    weights = logits.softmax(-1).nan_to_num(0.0)
+    mass = weights.sum(2).unflatten(1, (-1, group)).sum(2)
+    return Naive(weights @ v, logits.logsumexp(-1), mass, weights)
+
+
+def causal_mask(queries: int, offset: int) -> Tensor:
+    """bool ``[1, 1, queries, offset + queries]``."""
+    keys = torch.arange(offset + queries)
+    return (keys <= torch.arange(offset, offset + queries)[:, None])[None, None]
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Equal up to what rounding in the inputs' dtype allows."""
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that any operation makes; views of existing memory do not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+        self.what = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is(x)}
+        for x in torch.utils._pytree.tree_leaves(result):
+            if _is(x) and x.untyped_storage().data_ptr() not in known and x.untyped_storage().nbytes() > self.bytes:
+                self.bytes, self.what = x.untyped_storage().nbytes(), f"{func} {tuple(x.shape)} {x.dtype}"
+        return result
+
+
+def _is(x: Any) -> bool:
+    return isinstance(x, Tensor)
