@@ -25,3 +25,13 @@ def test_a_test_is_parametrised_by_names_and_by_tuples_of_names():
     assert names == ["dim", "value_dim", "page"]
     assert cases == [(64, 64, 1), (64, 64, 16), (192, 128, 1), (192, 128, 16)]
     assert mark.kwargs["ids"] == ["64-64-1", "64-64-16", "192-128-1", "192-128-16"]
+
+
+def test_cases_may_be_added():
+    mark = every_pair(
+        ("dim", [64, 128]), ("masked", [False, True]), ("paged", [False, True]), besides=[(128, True, True)]
+    )
+    cases = mark.args[1]
+    assert cases[:-1] == every_pair(("dim", [64, 128]), ("masked", [False, True]), ("paged", [False, True])).args[1]
+    assert len(cases) == 5
+    assert mark.kwargs["ids"][-1] == "128-True-True"
