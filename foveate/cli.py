@@ -91,6 +91,7 @@ def doctor(as_json: AsJson = False) -> None:
     import torch
 
     from foveate.evaluation import accounting
+    from foveate.integrations.transformers import releases
     from foveate.ops._dispatch import kernel_status
 
     devices = [accounting.device_name("cpu")]
@@ -102,7 +103,8 @@ def doctor(as_json: AsJson = False) -> None:
         "prompts": _prompt_paths(["cpu", *(["cuda"] if torch.cuda.is_available() else [])]),
         "decode": "references (torch), gathering what they read",
         "kernels": kernel_status(),
-        "models": "llama, qwen2, qwen3, mistral, gemma3 and others whose attention goes through AttentionInterface",
+        "transformers": f"tested with {releases.OLDEST} to {releases.NEWEST}",
+        "models": "decoder-only, with attention through Transformers' AttentionInterface (docs/models.md)",
     }
     if as_json:
         typer.echo(json.dumps(facts, indent=2))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.evaluation import resultfile
+from foveate.integrations.transformers import releases
 from tests.helpers import full_disk
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +61,7 @@ def test_doctor_tells_devices_and_versions():
     assert facts["devices"][0].startswith("cpu: ")
     assert {"python", "torch", "transformers", "foveate"} <= facts["versions"].keys()
     assert "cpu float32: fused" in facts["prompts"]
+    assert facts["transformers"] == f"tested with {releases.OLDEST} to {releases.NEWEST}"
     assert "references (torch)" in call("doctor").stdout
 
 
