@@ -107,9 +107,17 @@ class AfterForward:
                 f"apply {self.attachment.method.name} there"
             )
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
-            attention.check_finite(reached, out[0].dtype)
-            if not bool(out[0][:, -1].isfinite().all()):
-                raise attention.not_finite("the hidden states after the last layer are", out[0].dtype)
+            try:
+                self._check_finite(reached, out[0])
+            except ValueError:
+                if self.attachment.auto is not None:  # such a prompt shows nothing
+                    self.attachment.auto.stop()
+                raise
+
+    def _check_finite(self, reached: dict[int, handover.Reached], hidden: Tensor) -> None:
+        attention.check_finite(reached, hidden.dtype)
+        if not bool(hidden[:, -1].isfinite().all()):
+            raise attention.not_finite("the hidden states after the last layer are", hidden.dtype)
 
 
 class PrepareCache:
