@@ -193,9 +193,9 @@ class TestVersions:
         releases._tell_of_newer.cache_clear()
 
     def test_advice_depends_on_the_release(self, monkeypatch):
-        monkeypatch.setattr(transformers, "__version__", "5.99.0")
+        monkeypatch.setattr(releases.transformers, "__version__", "5.99.0")
         assert "install one of these releases, or a newer foveate" in str(releases.unknown("something"))
-        monkeypatch.setattr(transformers, "__version__", "5.20.1")
+        monkeypatch.setattr(releases.transformers, "__version__", "5.20.1")
         assert "please report it" in str(releases.unknown("something"))
 
     def test_tested_releases_are_those_that_are_allowed(self):

@@ -160,8 +160,8 @@ def model_tokens(length=110):
     foveate.attach(model, "dense")
     attend = Layer.attend
 
-    def spy(self, q, k, v, mask, scaling):
-        assert scaling == SCALING
+    def spy(self, q, k, v, mask, scaling, sink_logits):
+        assert (scaling, sink_logits) == (SCALING, None)
         seen.append(blank(Tokens(q.detach().clone(), k.detach().clone(), v)))
         return attend(self, q, k, v, mask, scaling)
 

@@ -65,6 +65,8 @@ def splits(request, monkeypatch):
 
 
 HALF = ("dtype", [torch.float32, torch.float16])
+POOLING = ("pooling", ["post_softmax", "sqrt", "max"])
+POOL = ("pool", ["kv_head", "layer"])
 SPLITS = ("splits", [1, 100])
 
 
@@ -171,9 +173,7 @@ def test_the_mass_of_the_keys(masked, lengths):
     torch.testing.assert_close(found.mass, expected.mass)
 
 
-@HALF
-@pytest.mark.parametrize("level", [-20.0, 0.0, 20.0, float("-inf")])
-@pytest.mark.parametrize("masked", [False, True])
+@every_pair(("level", [-20.0, 0.0, 20.0, float("-inf")]), ("masked", [False, True]), HALF, SPLITS, indirect=["splits"])
 def test_learned_sinks(dtype, level, masked, splits):
     """They take their share of every head's attention, and of the mass of the keys; of rows without keys all."""
     q, k, v = problem(dtype=dtype)
@@ -200,9 +200,7 @@ def test_learned_sinks(dtype, level, masked, splits):
         decode_kernel.attend(q, k, v, scaling=0.3, sink_logits=logits[:5])
 
 
-@HALF
-@pytest.mark.parametrize("pool", ["kv_head", "layer"])
-@pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max"])
+@every_pair(POOLING, POOL, HALF, SPLITS, indirect=["splits"])
 def test_pooled_mass_beside_learned_sinks(dtype, pool, pooling, splits):
     q, k, v = problem(dtype=dtype)
     logits = 5 + 2 * torch.randn(6, generator=torch.manual_seed(0))
@@ -261,10 +259,6 @@ def check_mass(q, k, mask=None, **more):
     tolerance = 1e-5 if q.dtype == torch.float32 else 3e-4  # half a step of a logit, and the error of fp16 products
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-9)
     return found
-
-
-POOLING = ("pooling", ["post_softmax", "sqrt", "max"])
-POOL = ("pool", ["kv_head", "layer"])
 
 
 @every_pair(("number", [1, 130, 1500]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
