@@ -738,11 +738,18 @@ def test_nan_behind_the_last_attention(model):
 # Rows
 
 
-@pytest.mark.parametrize("how", ["generate", "forward"])
-def test_a_prompt_without_tokens(h2o, how):
-    call = generate if how == "generate" else type(h2o).__call__
+def test_a_prompt_without_tokens(h2o):
     with pytest.raises(ValueError, match=says("input_ids has shape (1, 0)", "at least one token")):
-        call(h2o, tokens(0))
+        h2o(tokens(0))
+
+
+@torch.no_grad()
+def test_padding_on_the_right_that_is_not_finite(dense):
+    """Of a call without `generate`, in which rows may end with padding, real tokens alone are looked at."""
+    batch = {name: x.flip(1) for name, x in left_padded([20, 9]).items()}
+    dense.get_input_embeddings().weight[0] = float("nan")
+    logits = dense(**batch).logits
+    assert logits[batch["attention_mask"].bool()].isfinite().all()
 
 
 def test_padding_on_the_right(h2o):

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import foveate
 from foveate import methods
+from foveate.integrations.transformers.releases import ReleaseError
 from foveate.methods import Together
 from tests.families import FAMILIES, RECURRENT, family
 from tests.helpers import cached, generate, left_padded, returned_cache, tokens
@@ -48,7 +50,8 @@ def test_a_small_budget_is_applied(name):
 def row(name):
     """The family's line in docs/models.md."""
     with foveate.attached(family(name), "dense") as attachment:
-        kinds = ", ".join(sorted({"full attention", *attachment.unchanged.values()}))
+        unchanged = set(attachment.unchanged.values()) - {"attention-free"}  # which 5.17 does not tell apart
+        kinds = ", ".join(sorted({"full attention", *unchanged}))
         graphs = "no" if any("sliding" in kind for kind in attachment.unchanged.values()) else "yes"
         return f"| {name} | `{type(family(name)).__name__}` | {kinds} | {graphs} |"
 
@@ -56,6 +59,17 @@ def row(name):
 def test_the_documented_table():
     told = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     assert [line for line in told.splitlines() if "ForCausalLM` |" in line] == [row(name) for name in FAMILIES]
+
+
+@torch.no_grad()
+def test_a_convolution_is_not_cropped_in_part():
+    model = family("LFM2")
+    with foveate.attached(model, "dense"):
+        cache = returned_cache(model(tokens(40)))
+        with pytest.raises(ValueError, match=r"crop\(-2\): layer \d keeps the last tokens .*activate_past_recording"):
+            cache.crop(-2)
+        assert cache.get_seq_length() == 40
+        model(tokens(1), **cached(cache))
 
 
 class TestLearnedSinks:
@@ -84,6 +98,54 @@ class TestLearnedSinks:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
             assert other.abs().max() > 1e-6
+
+    @torch.no_grad()
+    def test_sinks_that_are_replaced_between_steps(self):
+        model, ids, step = family("gpt-oss"), tokens(40), tokens(1, seed=3)
+        modules = [module for module in model.modules() if hasattr(module, "sinks")]
+        with foveate.attached(model, "dense"):
+            cache = returned_cache(model(ids))
+            for module in modules:
+                module.sinks.data = module.sinks.data + 3
+            replaced = model(step, **cached(cache)).logits
+            for module in modules:
+                module.sinks.data = module.sinks.data - 3
+            assert not torch.allclose(replaced, model(step, **cached(returned_cache(model(ids)))).logits, atol=1e-2)
+
+    @torch.no_grad()
+    def test_a_mask_of_pairs(self):
+        model, ids = family("gpt-oss"), tokens(40)
+        pairs = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+        with foveate.attached(model, "dense"):
+            found = model(ids, attention_mask=pairs, use_cache=False).logits
+            assert found.isfinite().all()
+            with pytest.raises(ValueError, match="attention_mask must be bool beside learned sinks"):
+                model(ids, attention_mask=pairs.float(), use_cache=False)
+
+    @torch.no_grad()
+    def test_windows_longer_than_a_block(self, monkeypatch):
+        monkeypatch.setattr("foveate.integrations.transformers.attention._BLOCK", 16)
+        model, batch = family("gpt-oss"), left_padded([100, 61])
+        expected = model(**batch, use_cache=False).logits
+        with foveate.attached(model, "dense"):
+            for use_cache in (True, False):
+                found = model(**batch, use_cache=use_cache).logits
+                real = batch["attention_mask"].bool()
+                torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+    def test_sinks_under_another_name(self, monkeypatch):
+        """A release that hands them over otherwise would change all tokens."""
+        model = family("gpt-oss")
+        with foveate.attached(model, "dense"):
+            functions = transformers.AttentionInterface._global_mapping
+            own = functions["foveate"]
+
+            def renamed(*args, s_aux=None, **kwargs):
+                return own(*args, learned_sinks=s_aux, **kwargs)
+
+            monkeypatch.setitem(functions, "foveate", renamed)
+            with pytest.raises(ReleaseError, match="does not hand them over as s_aux"):
+                generate(model, tokens(20))
 
     def test_they_change_what_is_generated(self):
         """Else the tests of this family would show nothing."""
@@ -148,6 +210,22 @@ class TestRecurrentLayers:
         expected = model(step, **cached(caches[0])).logits
         caches[1].reorder_cache(torch.tensor([1, 0]))
         torch.testing.assert_close(model(step.flip(0), **cached(caches[1])).logits.flip(0), expected)
+
+    @torch.no_grad()
+    def test_selected_and_repeated_rows(self, name, model):
+        def read(ids):
+            return returned_cache(model(ids))
+
+        ids, step = tokens(40, 3), tokens(1, 3, seed=5)
+        expected = model(step, **cached(read(ids))).logits
+        cache = read(ids)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        torch.testing.assert_close(model(step[[2, 0]], **cached(cache)).logits, expected[[2, 0]])
+        cache = read(ids)
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+        cache.batch_repeat_interleave(2)
+        rows = [0, 0, 2, 2]
+        torch.testing.assert_close(model(step[rows], **cached(cache)).logits, expected[rows])
 
     @torch.no_grad()
     def test_what_cannot_be_forgotten(self, name, dense):

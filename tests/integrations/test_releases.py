@@ -13,6 +13,7 @@ import transformers
 from transformers.generation import GenerationMixin
 
 import foveate
+from foveate import methods
 from foveate.integrations.transformers import hooks, releases
 from tests.helpers import CACHE, cached, fingerprint, generate, returned_cache, tiny_model, tokens
 
@@ -155,17 +156,42 @@ class TestProof:
         with release_error("without the length of its prompt"):
             hooks._prompt_end(config, {})
 
+    @torch.no_grad()
     def test_what_failed_before_its_first_forward_is_forgotten(self, model):
-        """`generate` prepares a cache and stops; a later call without one is another matter."""
+        """`generate` prepares a cache and stops; what follows is another matter, also on that cache."""
         foveate.attach(model, "dense")
-        config = copy.deepcopy(model.generation_config)
-        held = {"attention_mask": torch.ones(1, 20, dtype=torch.int64)}
-        mode = transformers.generation.GenerationMode.GREEDY_SEARCH
-        model._prepare_cache_for_generation(config, held, mode, 1, 30)
-        assert isinstance(held[CACHE], foveate.Cache)
-        with torch.no_grad():
-            model(tokens(20))
-            model(tokens(20), use_cache=True)
+        cache = foveate.Cache(model)
+        with pytest.raises(Exception, match="bias") as kept:
+            generate(model, tokens(20), sequence_bias=[[[2], "x"]], **cached(cache))
+        assert kept.value is not None  # and with it what its frames hold
+        model(tokens(20), use_cache=True)
+        model(tokens(40), **cached(cache))
+
+    def test_loops_of_the_users_own(self, model):
+        """They may feed what they like: `custom_generate` prepares a cache and leaves the rest to them."""
+        foveate.attach(model, "dense")
+
+        def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+            kwargs.pop("synced_gpus", None)
+            more = torch.cat([input_ids, input_ids[:, :1]], 1)
+            return model(more, **{CACHE: kwargs.get(CACHE)}, use_cache=True).logits.argmax(-1)
+
+        assert model.generate(tokens(20), custom_generate=loop, max_new_tokens=4).shape == (1, 21)
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("use_cache", [True, False])
+    def test_a_pass_within_a_pass(self, model, use_cache):
+        """As a hook may run another attached model."""
+        other, found = tiny_model(seed=1), []
+        foveate.attach(model, "quest", **methods.get("quest").small_budget)
+        foveate.attach(other, "h2o", **methods.get("h2o").small_budget)
+        alone = [one(tokens(40), use_cache=use_cache).logits for one in (model, other)]
+        hook = model.model.layers[0].register_forward_hook(
+            lambda *args: found.append(other(tokens(40), use_cache=use_cache).logits)
+        )
+        assert torch.equal(model(tokens(40), use_cache=use_cache).logits, alone[0])
+        assert torch.equal(found[0], alone[1])
+        hook.remove()
 
     @pytest.mark.parametrize("insist", [True, "auto"])
     def test_steps_that_are_not_asked_for(self, model, insist):

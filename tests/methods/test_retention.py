@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from foveate import methods
-from foveate.cache import Geometry, SlotCache
+from foveate.cache import Counters, Geometry, SlotCache
+from foveate.integrations.transformers import handover
+from foveate.integrations.transformers.cache import Layer, Phase
 from tests.helpers import assert_close
 
 PROMPT, STEPS, HEADS, KV_HEADS, DIM = 41, 30, 6, 2, 16
@@ -161,3 +163,25 @@ def test_what_is_kept_and_what_is_attended(spec, seed):
         assert_close(out[0, :, 0], sequence.output(token, [[*own, token] for own in kept]))
         kept = [list(own) for own in next(expected)]
         assert held() == kept
+
+
+@pytest.mark.parametrize(
+    "method", ["tova:top_k=8,min_k=1", "tova:top_k=8,min_k=1,pool=kv_head", "snapkv:top_k=7,window=1,kernel_size=1"]
+)
+def test_a_prompt_is_weighed_beside_learned_sinks(method):
+    """As a decoded token weighs it: sinks take more from some heads than from others."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2, 2))
+    sinks = torch.tensor([4.0, -8.0, 4.0, -8.0])
+    layer = Layer(methods.parse(method), Counters(), Phase(prompt_end=40))
+    handover.begin("driver", layer.phase)
+    keys, values = layer.update(k, v)
+    layer.attend(q, keys, values, None, 0.25, sinks)
+    logits = (q[:, :, -1:] @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.25)[:, :, 0]
+    mass = torch.cat([logits, sinks[None, :, None]], -1).softmax(-1)[..., :40].unflatten(1, (2, 2)).sum(2)
+    if method == "tova:top_k=8,min_k=1":  # the layer's heads together
+        mass = mass.sum(1, keepdim=True).expand(-1, 2, -1)
+    if method.startswith("snapkv"):
+        mass[..., -1] = torch.inf  # its window
+    expected = mass.topk(8).indices.sort(-1).values
+    assert torch.equal(layer.store.positions[:, :, : layer.store.used].sort(-1).values.long(), expected)

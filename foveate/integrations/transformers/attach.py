@@ -20,7 +20,7 @@ from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.facts import kv_heads, model_facts
 from foveate.integrations.transformers.graphs import GetDecodeCall, Graphs, TakesDecodeCall
-from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, PrepareCache
+from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, Prefill, PrepareCache
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import attention_modules, decoder_of
@@ -103,9 +103,10 @@ class Attachment:
             module.foveate = self.policies[index]
         model.foveate = self
         decoder.register_forward_pre_hook(BeforeForward(model, self), with_kwargs=True)
-        decoder.register_forward_hook(AfterForward(self), always_call=True)
+        decoder.register_forward_hook(AfterForward(self), with_kwargs=True, always_call=True)
         if hasattr(model, "generate"):
             model._prepare_cache_for_generation = PrepareCache(model, self)
+            model._prefill = Prefill(model, self)
             model._valid_auto_compile_criteria = TakesDecodeCall(model, self)
             model.get_compiled_call = GetDecodeCall(model, self)
 
@@ -116,7 +117,7 @@ class Attachment:
         decoder = decoder_of(model)
         remove_hooks(decoder)
         _remove_hooks(decoder, (BeforeForward, AfterForward))
-        for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"):
+        for name in releases.GENERATE:
             model.__dict__.pop(name, None)
         for module, config in self._undo:
             module.config = config
@@ -315,6 +316,7 @@ def _remove_hooks(decoder: nn.Module, kinds: tuple[type, ...]) -> None:
         for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
             del hooks[key]
             decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+            decoder._forward_hooks_with_kwargs.pop(key, None)
             decoder._forward_hooks_always_called.pop(key, None)
 
 

@@ -13,9 +13,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from foveate.cache import SlotCache
-from foveate.integrations.transformers import handover
+from foveate.integrations.transformers import handover, releases
 from foveate.methods import Method
-from foveate.ops import attend, attend_causal
+from foveate.ops import attend, attend_causal, attend_window
 
 IMPLEMENTATION = "foveate"
 
@@ -32,9 +32,13 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: ``query [B, Hq, n, D]``, ``key, value [B, Hkv, n, D(v)]`` to ``[B, n, Hq, Dv]``."""
     policy, sinks = getattr(module, "foveate", None), kwargs.get("s_aux")
+    if sinks is None and hasattr(module, "sinks"):
+        raise releases.unknown(f"layer {module.layer_idx} has learned sinks and does not hand them over as s_aux")
     if policy is None and sinks is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _with_mask(query, key, value, attention_mask, scaling, sinks).transpose(1, 2).contiguous(), None
+        window = kwargs.get("sliding_window")
+        out = _with_mask(query, key, value, attention_mask, scaling, sinks, window)
+        return out.transpose(1, 2).contiguous(), None
     if policy is None:  # a layer that stays as it is (sliding window)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -62,14 +66,16 @@ def attention(
                     f"attention_mask has shape {tuple(attention_mask.shape)}: {policy.method.name} is sparse in "
                     "prefill and takes a 2-D mask of real tokens (packing and overlays are not supported)"
                 )
-            handover.reach(module.layer_idx, policy.method.spec)
+            handover.reach(module.layer_idx, policy.owner, policy.method.spec)
             if sinks is not None:
                 out = _with_mask(query, key, value, attention_mask, scaling, sinks)
                 return out.transpose(1, 2).contiguous(), None
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
+        one = handover.current(policy.owner)
+        forward = policy.forward if one is None else one.forward
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = without_cache(policy.method, query, key, value, attention_mask, scaling, policy.forward, sinks)
-    handover.reach(module.layer_idx, policy.method.spec, None if layer is None else layer.finite)
+            out = without_cache(policy.method, query, key, value, attention_mask, scaling, forward, sinks)
+    handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -77,17 +83,40 @@ _BLOCK = 512
 """Queries that are masked at once beside learned sinks."""
 
 
-def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor) -> Tensor:
-    """Attention of a layer that stays as it is and has learned sinks, ``[B, Hq, n, Dv]``.
+def _with_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    sinks: Tensor,
+    window: int | None = None,
+) -> Tensor:
+    """Attention beside learned sinks under a mask of pairs, ``[B, Hq, n, Dv]``.
 
     Args:
         mask: bool ``[B, 1, n, Lk]``; None: causal.
+        window: no query sees a key that lies so far before its own; None: there is no such bound.
+
+    Raises:
+        ValueError: for a mask that is not bool.
     """
-    first = k.shape[2] - q.shape[2]
-    if mask is None:
+    length, keys = q.shape[2], k.shape[2]
+    first = keys - length
+    if mask is None and (window is None or keys <= window):
         return attend_causal(q, k, v, scaling=scaling, offset=first, sink_logits=sinks).out
-    blocks = zip(q.split(_BLOCK, 2), mask[..., : k.shape[2]].split(_BLOCK, 2), strict=True)
-    return torch.cat([attend(x, k, v, scaling=scaling, mask=seen, sink_logits=sinks).out for x, seen in blocks], 2)
+    if mask is None:
+        lower = torch.arange(first, keys, device=q.device) - window + 1
+        return attend_window(q, k, v, scaling=scaling, lower=lower, offset=first, sink_logits=sinks).out
+    if mask.dtype != torch.bool:
+        raise ValueError(f"attention_mask must be bool beside learned sinks, not {mask.dtype}")
+    outs = []
+    for start in range(0, length, _BLOCK):
+        end = min(start + _BLOCK, length)
+        seen = slice(0 if window is None else max(0, first + start - window + 1), first + end)
+        how = {"scaling": scaling, "mask": mask[:, :, start:end, seen], "sink_logits": sinks}
+        outs.append(attend(q[:, :, start:end], k[:, :, seen], v[:, :, seen], **how).out)
+    return torch.cat(outs, 2)
 
 
 @contextmanager
@@ -98,7 +127,8 @@ def _named(layer: int, method: Method, *given: Tensor) -> Iterator[None]:
     except ValueError as error:
         if all(bool(x.isfinite().all()) for x in given):
             raise
-        check_finite(handover.reached(), given[0].dtype)
+        one = handover.current()
+        check_finite({} if one is None else one.reached, given[0].dtype)
         raise not_finite(f"layer {layer} ({method.spec}): its queries, keys or values are", given[0].dtype) from error
 
 

@@ -167,7 +167,7 @@ class Layer(CacheLayerMixin):
             channels = self.method.channels(geometry)
             self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
             self.store.staged, self.store.forward = self.record_past, self.phase.forward
-            self.store.sink_logits = self.sink_logits
+        self.store.sink_logits = self.sink_logits
         outs, self.finite = [], None
         if prompt:
             outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))
@@ -358,8 +358,7 @@ class Layer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.store is not None:
-            indices = torch.as_tensor(indices)
-            self._take_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+            self._take_rows(_as_rows(indices))
 
     def offload(self) -> None:
         raise ValueError("foveate's cache cannot be offloaded")
@@ -400,8 +399,11 @@ class HybridLayer(LinearAttentionLayer, Layer):
         LinearAttentionLayer.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        Layer.reorder_cache(self, beam_idx)
+        self._take_rows(beam_idx)
+
+    def _take_rows(self, index: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, index)
+        Layer._take_rows(self, index)
 
     def offload(self) -> None:
         Layer.offload(self)
@@ -441,6 +443,11 @@ class Cache(transformers.Cache):
         self.owner = attachment.uid
         self.phase = Phase(prompt_end=prompt_length)
         layers = transformers.DynamicCache(config=attachment.config).layers
+        if len(layers) <= max(attachment.policies):
+            raise ValueError(
+                f"the model's configuration has {len(layers)} layers, and had more when the method was attached; "
+                "leaving layers out (assistant_early_exit) is not supported"
+            )
         for index, policy in attachment.policies.items():
             how = (policy.method, policy.counters, self.phase, policy.dense_below)
             own = layers[index]
@@ -523,12 +530,36 @@ class Cache(transformers.Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Layer):
                 layer.check_crop(tokens_to_remove)
-            if isinstance(layer, LinearAttentionLayer) and int(tokens_to_remove) and not layer.is_croppable:
-                raise ValueError(f"crop({int(tokens_to_remove)}): layer {index} is recurrent and cannot forget tokens")
+            if isinstance(layer, LinearAttentionLayer) and int(tokens_to_remove):
+                if not layer.is_croppable:
+                    raise ValueError(
+                        f"crop({int(tokens_to_remove)}): layer {index} is recurrent and cannot forget tokens"
+                    )
+                if not layer.record_past:
+                    raise ValueError(
+                        f"crop({int(tokens_to_remove)}): layer {index} keeps the last tokens of its convolution alone; "
+                        "call cache.activate_past_recording() before tokens that may be removed"
+                    )
         unfinished = self.get_seq_length() < (self.phase.prompt_end or 0)  # more of the prompt is to come
         super().crop(int(tokens_to_remove))
         if self.phase.prompt_end is not None and not unfinished:
             self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
+
+    def _take_rows(self, index: Tensor) -> None:
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                layer._take_rows(index)
+            elif isinstance(layer, LinearAttentionLayer):
+                layer.reorder_cache(index)
+            elif isinstance(layer, DynamicLayer):
+                layer.batch_select_indices(index)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = next(layer.batch_size for layer in self.layers if isinstance(layer, Layer))
+        self._take_rows(torch.arange(max(rows, 0)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._take_rows(_as_rows(indices))
 
     def reset(self) -> None:
         super().reset()
@@ -549,6 +580,12 @@ class Cache(transformers.Cache):
         held = [x for layer in layers for x in (layer.keys, layer.values)]
         held += [x for layer in self.layers if isinstance(layer, LinearAttentionLayer) for x in recurrent_states(layer)]
         return sum(x.untyped_storage().nbytes() for x in held)
+
+
+def _as_rows(indices: Tensor) -> Tensor:
+    """Numbers of rows, which may be given as a mask."""
+    indices = torch.as_tensor(indices)
+    return indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
 
 
 def recurrent_states(layer: LinearAttentionLayer) -> list[Tensor]:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,24 +18,6 @@ if TYPE_CHECKING:
     from foveate.integrations.transformers.cache import Cache, Layer, Phase
 
 _slot = threading.local()
-
-
-def begin(owner: str, phase: Phase | None) -> None:
-    """A forward pass of an attached model starts; forget what an interrupted one may have left.
-
-    Args:
-        owner: uid of the model's attachment.
-        phase: that of the cache which the pass runs on; None without a foveate cache.
-    """
-    _slot.entry, _slot.owner, _slot.phase, _slot.reached = None, owner, phase, {}
-
-
-def end() -> dict[int, Reached]:
-    """The forward pass is over: what :func:`reached` returned."""
-    found = reached()
-    _slot.entry = _slot.owner = _slot.phase = None
-    _slot.reached = {}
-    return found
 
 
 class Reached(NamedTuple):
@@ -44,15 +29,56 @@ class Reached(NamedTuple):
     """Whether the result is finite, a bool on the device; None where nobody looked."""
 
 
-def reached() -> dict[int, Reached]:
-    """The layers that the forward pass has reached so far."""
-    return getattr(_slot, "reached", {})
+@dataclass
+class Pass:
+    """A forward pass of an attached model that is under way."""
+
+    owner: str
+    """uid of the model's attachment."""
+    phase: Phase | None
+    """That of the cache which the pass runs on; None without a foveate cache."""
+    entry: tuple[Layer, Tensor] | None = None
+    """The layer posted last, with its keys."""
+    reached: dict[int, Reached] = field(default_factory=dict)
+    forward: dict[Hashable, Any] = field(default_factory=dict)
+    """What the layers of a pass without a cache share."""
 
 
-def reach(layer: int, spec: str, finite: Tensor | None = None) -> None:
+def begin(owner: str, phase: Phase | None) -> None:
+    """A forward pass starts, perhaps within one of another model; forget what an interrupted one may have left."""
+    passes = _passes()
+    for index, one in enumerate(passes):
+        if one.owner == owner:
+            del passes[index:]
+            break
+    passes.append(Pass(owner, phase))
+
+
+def end(owner: str) -> Pass | None:
+    """The forward pass of a model is over; None when it had not begun."""
+    passes = _passes()
+    for index, one in enumerate(passes):
+        if one.owner == owner:
+            del passes[index:]
+            return one
+    return None
+
+
+def current(owner: str | None = None) -> Pass | None:
+    """The innermost forward pass that is under way; None without one, or when it is of another owner."""
+    passes = _passes()
+    return passes[-1] if passes and owner in (None, passes[-1].owner) else None
+
+
+def _passes() -> list[Pass]:
+    return _slot.__dict__.setdefault("passes", [])
+
+
+def reach(layer: int, owner: str, spec: str, finite: Tensor | None = None) -> None:
     """The attention of a layer has been computed, see :class:`Reached`."""
-    if getattr(_slot, "owner", None) is not None:
-        _slot.reached[layer] = Reached(spec, finite)
+    one = current(owner)
+    if one is not None:
+        one.reached[layer] = Reached(spec, finite)
 
 
 def post(layer: Layer, key: Tensor) -> None:
@@ -61,12 +87,13 @@ def post(layer: Layer, key: Tensor) -> None:
     Raises:
         ValueError: outside of a forward pass on the layer's cache, as after `detach`.
     """
-    if getattr(_slot, "phase", None) is not layer.phase:
+    one = current()
+    if one is None or one.phase is not layer.phase:
         raise ValueError(
             "keys were handed to a foveate cache outside of a forward pass of the model that it was made for: the "
             "method may have been detached since, and its cache goes with it; start a new cache"
         )
-    _slot.entry = (layer, key)
+    one.entry = (layer, key)
 
 
 def take(key: Tensor, owner: str) -> Layer | None:
@@ -79,15 +106,18 @@ def take(key: Tensor, owner: str) -> Layer | None:
     Raises:
         ValueError: when there is a cache but these are not the keys that were announced to it.
     """
-    layer, posted = getattr(_slot, "entry", None) or (None, None)
+    one = current(owner)
+    if one is None:
+        return None
+    layer, posted = one.entry or (None, None)
     if posted is not key:
-        if getattr(_slot, "owner", None) == owner and _slot.phase is not None:
+        if one.phase is not None:
             raise ValueError(
                 "the model attends to other keys than it gave to its cache (it changes them in between, or attends "
                 "twice): such a model is not supported"
             )
         return None
-    _slot.entry = None
+    one.entry = None
     return layer
 
 
@@ -96,14 +126,14 @@ class Announced(NamedTuple):
 
     cache: weakref.ref[Cache]
     owes_steps: bool
-    """It has yet to ask for the function that runs a decode step."""
-    prompt_alone: bool
+    """`generate` has yet to ask for the function that runs a decode step."""
+    prompt_only: bool
     """The pass feeds no more than the prompt."""
 
 
-def announce(owner: str, cache: Cache, *, owes_steps: bool, prompt_alone: bool) -> None:
+def announce(owner: str, cache: Cache, *, owes_steps: bool, prompt_only: bool) -> None:
     """`generate` has prepared a cache for the model with this attachment uid; see :class:`Announced`."""
-    _announced()[owner] = Announced(weakref.ref(cache), owes_steps, prompt_alone)
+    _announced()[owner] = Announced(weakref.ref(cache), owes_steps, prompt_only)
 
 
 def asked_for_steps(owner: str) -> None:
@@ -112,9 +142,20 @@ def asked_for_steps(owner: str) -> None:
         _announced()[owner] = _announced()[owner]._replace(owes_steps=False)
 
 
+@contextmanager
+def prefilling(owner: str) -> Iterator[None]:
+    """Within the block `generate` reads the prompt on the cache that was announced; afterwards that is forgotten."""
+    _slot.__dict__.setdefault("prefilling", set()).add(owner)
+    try:
+        yield
+    finally:
+        _slot.prefilling.discard(owner)
+        _announced().pop(owner, None)
+
+
 def announced(owner: str) -> Announced | None:
-    """What was announced for the forward pass that begins; it is forgotten afterwards."""
-    return _announced().pop(owner, None)
+    """What was announced for the first forward pass of a prompt that `generate` reads; None in any other pass."""
+    return _announced().pop(owner, None) if owner in _slot.__dict__.get("prefilling", ()) else None
 
 
 def _announced() -> dict[str, Announced]:

@@ -37,7 +37,8 @@ class BeforeForward:
         cache, training = given.get("cache"), decoder.training
         ids = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
         if ids is not None and ids.shape[1] == 0:
-            raise ValueError(f"input_ids has shape {tuple(ids.shape)}: there must be at least one token")
+            name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+            raise ValueError(f"{name} has shape {tuple(ids.shape)}: there must be at least one token")
         self._check_announced(given, ids)
         if cache is not None and not training:
             check_cache(cache, attachment)
@@ -75,10 +76,10 @@ class BeforeForward:
         cache = given.get("cache")
         if cache is None and given.get("use_cache"):
             raise releases.unknown("`generate` prepared a foveate cache, but calls the model without one")
-        if cache is not expected:  # `generate` failed in between, and this is another call
+        if cache is not expected:
             return
         fed, prompt_end = cache.get_seq_length() + (0 if ids is None else ids.shape[1]), cache.phase.prompt_end
-        if announced.prompt_alone and prompt_end is not None and fed > prompt_end:
+        if announced.prompt_only and prompt_end is not None and fed > prompt_end:
             raise releases.unknown(f"`generate` feeds a prompt of {fed} tokens, and prepared one of {prompt_end}")
         if announced.owes_steps:
             self.attachment.graphs.require(
@@ -89,16 +90,17 @@ class BeforeForward:
 class AfterForward:
     """Hook of the decoder, also called when its forward failed: the proof that every handled layer was reached.
 
-    After a prompt it also looks, once, whether all of them gave numbers.
+    After a prompt it also looks, once, whether their results are finite.
     """
 
     def __init__(self, attachment: Attachment):
         self.attachment = attachment
 
-    def __call__(self, decoder: nn.Module, args: tuple, out: Any) -> None:
-        reached = handover.end()
-        if out is None or torch.compiler.is_compiling():
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        one = handover.end(self.attachment.uid)
+        if one is None or out is None or torch.compiler.is_compiling():
             return
+        reached = one.reached
         missed = sorted(set(self.attachment.policies) - set(reached))
         if missed:
             layers = ", ".join(map(str, missed))
@@ -108,16 +110,30 @@ class AfterForward:
             )
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
             try:
-                self._check_finite(reached, out[0])
+                self._check_finite(reached, out[0], kwargs.get("attention_mask"))
             except ValueError:
                 if self.attachment.auto is not None:  # such a prompt shows nothing
                     self.attachment.auto.stop()
                 raise
 
-    def _check_finite(self, reached: dict[int, handover.Reached], hidden: Tensor) -> None:
+    def _check_finite(self, reached: dict[int, handover.Reached], hidden: Tensor, mask: Tensor | None) -> None:
         attention.check_finite(reached, hidden.dtype)
-        if not bool(hidden[:, -1].isfinite().all()):
+        finite = hidden[:, -1].isfinite().all(-1)
+        if mask is not None and mask.dim() == 2:  # a row may end with padding
+            finite = finite | (mask[:, -1] == 0).to(finite.device)
+        if not bool(finite.all()):
             raise attention.not_finite("the hidden states after the last layer are", hidden.dtype)
+
+
+class Prefill:
+    """Stands in for the model's ``_prefill``, with which `generate` reads a prompt on the cache that it prepared."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with handover.prefilling(self.attachment.uid):
+            return type(self.model)._prefill(self.model, *args, **kwargs)
 
 
 class PrepareCache:
@@ -174,7 +190,7 @@ class PrepareCache:
             self.attachment.uid,
             cache,
             owes_steps=one_by_one and self.attachment.graphs.mode is not False,
-            prompt_alone=one_by_one and not assistant,
+            prompt_only=one_by_one and not assistant,
         )
 
 

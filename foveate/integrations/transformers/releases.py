@@ -35,8 +35,9 @@ UNCHANGED_LAYERS: dict[type, str] = {
 if hasattr(cache_utils, "DummyLayer"):
     UNCHANGED_LAYERS[cache_utils.DummyLayer] = "attention-free"
 
-_GENERATE = {
+GENERATE = {
     "_prepare_cache_for_generation": ("generation_config", "model_kwargs", "generation_mode", "batch_size"),
+    "_prefill": (),
     "_valid_auto_compile_criteria": ("model_kwargs", "generation_config"),
     "get_compiled_call": ("compile_config",),
 }
@@ -55,12 +56,16 @@ def unknown(what: str) -> ReleaseError:
         what: what happened, without a full stop.
     """
     advice = "install one of these releases, or a newer foveate"
-    if Version(OLDEST) <= Version(transformers.__version__) <= Version(NEWEST):
+    if _minor(OLDEST) <= _minor(transformers.__version__) <= _minor(NEWEST):
         advice = "this release is among them, so the model differs from those that were tested: please report it"
     return ReleaseError(
         f"{what}. Transformers {transformers.__version__} is installed, and foveate is tested with {OLDEST} to "
         f"{NEWEST}: {advice}"
     )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return Version(version).release[:2]
 
 
 def _name_of_cache() -> str:
@@ -165,14 +170,14 @@ def check(model: nn.Module, decoder: nn.Module) -> None:
     if missing:
         raise unknown(f"mask functions are not given {', '.join(sorted(missing))}")
     if hasattr(model, "generate"):
-        for name, needed in _GENERATE.items():
+        for name, needed in GENERATE.items():
             method = getattr(type(model), name, None)
             if method is None:
                 raise unknown(f"{type(model).__name__} has no {name}, with which `generate` prepares what it calls")
             missing = set(needed) - set(inspect.signature(method).parameters)
             if missing:
                 raise unknown(f"{name} is not given {', '.join(sorted(missing))}")
-    if Version(transformers.__version__).release > Version(NEWEST).release:
+    if _minor(transformers.__version__) > _minor(NEWEST):
         _tell_of_newer(transformers.__version__)
 
 

@@ -39,7 +39,7 @@ def attention_modules(
     if getattr(config, "num_kv_shared_layers", 0):
         refuse("some of its layers share the keys and values of others")
     layers = transformers.DynamicCache(config=config).layers
-    # of models with recurrent layers the flag tells of those; their attention is proved in the first forward pass
+    # a model with recurrent layers lacks the flag because of these layers; its first forward pass proves its attention
     recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     if not (recurrent or getattr(type(decoder), "_supports_attention_backend", False)):
         refuse("its attention does not go through Transformers' AttentionInterface")

@@ -103,7 +103,7 @@ def rows_of_heads(logits: Tensor, num_heads: int, num_kv_heads: int, length: int
 def check_sinks(sinks: Tensor | None, heads: int) -> None:
     """Raise unless there are none, or one logit for each head."""
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
+        raise ValueError(f"sink_logits must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
 
 
 def with_sinks(attended: Attended, sinks: Tensor | None) -> Attended:
