@@ -320,7 +320,7 @@ class LuKA(Method):
         if isinstance(covered.capped, Tensor):
             cache.count("selections_capped", covered.capped)
         cache.count_read(covered.read, covered.refined)
-        # learned sinks take their share of the output; the masses that choose pages, and that are kept here, leave sinks out
+        # learned sinks take their share of the output; masses that choose pages, and that are kept here, leave them out
         return ops.with_sinks(ops.Attended(covered.out, covered.lse), cache.sink_logits).out
 
     @functools.cached_property
