@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import re
+import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from transformers.generation import GenerationMixin
 
 import foveate
 from foveate import methods
-from foveate.integrations.transformers import hooks, releases
+from foveate.integrations.transformers import handover, hooks, releases
 from tests.helpers import CACHE, cached, fingerprint, generate, returned_cache, tiny_model, tokens
 
 
@@ -177,6 +179,21 @@ class TestProof:
             return model(more, **{CACHE: kwargs.get(CACHE)}, use_cache=True).logits.argmax(-1)
 
         assert model.generate(tokens(20), custom_generate=loop, max_new_tokens=4).shape == (1, 21)
+
+    def test_passes_of_several_threads_without_a_cache(self, model, monkeypatch):
+        """Each reads what its own earlier layers have chosen: every thread waits in every layer for the others."""
+        foveate.attach(model, "kascade", **methods.get("kascade").small_budget)
+        prompts, barrier = [tokens(60, seed=n) for n in range(3)], threading.Barrier(3)
+
+        def read(ids):
+            with torch.no_grad():
+                return model(ids, use_cache=False).logits
+
+        alone, reach = [read(ids) for ids in prompts], handover.reach
+        monkeypatch.setattr(handover, "reach", lambda *given: (reach(*given), barrier.wait(30))[0])
+        with ThreadPoolExecutor(3) as pool:
+            for found, expected in zip(pool.map(read, prompts), alone, strict=True):
+                torch.testing.assert_close(found, expected)
 
     @torch.no_grad()
     @pytest.mark.parametrize("use_cache", [True, False])

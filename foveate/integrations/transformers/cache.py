@@ -77,7 +77,6 @@ class Layer(CacheLayerMixin):
         self.store: SlotCache | None = None
         self.seen = 0
         self.scaling: float | None = None
-        self.sink_logits: Tensor | None = None
         self.replays_dense = False
         """Whether the step that is being recorded reads everything."""
         self.record_past = False
@@ -119,7 +118,6 @@ class Layer(CacheLayerMixin):
         going back through a later one is an error.
         """
         self._pending, self.scaling = False, scaling
-        self.sink_logits = None if sink_logits is None else sink_logits.detach()
         n = k.shape[2]
         first = self.seen - n
         try:
@@ -128,9 +126,9 @@ class Layer(CacheLayerMixin):
             self.seen = first
             raise
         if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-            return self._attend(q, k, v, prompt, columns, first, scaling)
+            return self._attend(q, k, v, prompt, columns, first, scaling, sink_logits)
         with torch.no_grad():
-            out = self._attend(q.detach(), k.detach(), v.detach(), prompt, columns, first, scaling)
+            out = self._attend(q.detach(), k.detach(), v.detach(), prompt, columns, first, scaling, sink_logits)
         if first == 0 and prompt == n:
             return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward, sink_logits)
         return _NoWayBack.apply(out, q)
@@ -161,13 +159,14 @@ class Layer(CacheLayerMixin):
         columns: list[Tensor] | None,
         first: int,
         scaling: float,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         if self.store is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
             channels = self.method.channels(geometry)
             self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
             self.store.staged, self.store.forward = self.record_past, self.phase.forward
-        self.store.sink_logits = self.sink_logits
+        self.store.sink_logits = None if sink_logits is None else sink_logits.detach()
         outs, self.finite = [], None
         if prompt:
             outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))
