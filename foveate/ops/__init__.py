@@ -48,7 +48,8 @@ from foveate.ops.compress import (
     root_weights,
     summarise,
 )
-from foveate.ops.retain import give_up, keep_best, put_token, weakest
+from foveate.ops.recur import Recurred, gated_delta_rule
+from foveate.ops.retain import Leaving, give_up, keep_best, put_token, replace_weakest, running_best, weakest
 from foveate.ops.score import (
     FP8,
     INDEXER_BLOCK,
@@ -87,9 +88,11 @@ __all__ = [
     "Attended",
     "Covered",
     "IndexerScores",
+    "Leaving",
     "Level",
     "Nodes",
     "Part",
+    "Recurred",
     "Refinement",
     "Rows",
     "StreamingTopK",
@@ -118,6 +121,7 @@ __all__ = [
     "fold_group",
     "fp8_range",
     "free_energy",
+    "gated_delta_rule",
     "gather_fields",
     "gather_pages",
     "gather_slots",
@@ -139,7 +143,9 @@ __all__ = [
     "query_mass",
     "random_weights",
     "refine",
+    "replace_weakest",
     "root_weights",
+    "running_best",
     "summarise",
     "tile_logits",
     "tile_mass",

@@ -3,8 +3,9 @@
 from foveate.ops._dispatch import dispatch
 from foveate.ops.retain import reference
 from foveate.ops.retain.reference import keep_best, weakest
+from foveate.ops.retain.running import Leaving, replace_weakest, running_best
 
 give_up = dispatch(reference.give_up, "foveate.ops.retain.slots_kernel")
 put_token = dispatch(reference.put_token, "foveate.ops.retain.slots_kernel")
 
-__all__ = ["give_up", "keep_best", "put_token", "weakest"]
+__all__ = ["Leaving", "give_up", "keep_best", "put_token", "replace_weakest", "running_best", "weakest"]

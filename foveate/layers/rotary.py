@@ -1,0 +1,35 @@
+"""Rotary positions (Su et al. 2021), and their inverse: what a key was before it was rotated."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Rotary(nn.Module):
+    """Rotates the two halves of every head by the token's position.
+
+    Args:
+        dim: dimensions of a head, even.
+        base: the longest wavelength is about ``2 pi * base`` tokens.
+    """
+
+    def __init__(self, dim: int, base: float = 10000.0):
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, not {dim}")
+        self.dim, self.base = dim, base
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 ``[B, L, D]``, of positions ``[B, L]``."""
+        steps = torch.arange(0, self.dim, 2, device=positions.device, dtype=torch.float32)
+        frequencies = self.base ** (-steps / self.dim)
+        angles = positions[..., None].float() * frequencies
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor], inverse: bool = False) -> Tensor:
+    """Heads ``[B, H, L, D]`` rotated by :meth:`Rotary.angles`, or rotated back."""
+    cos, sin = (angle[:, None] for angle in angles)
+    a, b = x.float().chunk(2, -1)
+    half = torch.cat([b, -a] if inverse else [-b, a], -1)
+    return (x.float() * cos + half * sin).to(x.dtype)

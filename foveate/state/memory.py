@@ -1,0 +1,159 @@
+"""What every memory of a layer can do: hold tensors batch first, take rows anew, and undo its last tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+UNDONE = 64
+"""The last tokens of a prompt that can be undone while recording; assisted decoding drafts fewer."""
+
+
+class Packing:
+    """Which columns of a padded batch hold tokens; they are moved to the front of each row, without holes.
+
+    What follows a row's tokens is padding that changes no memory. Since attention and recurrence are causal, it changes
+    no output of a token either.
+
+    Args:
+        mask: bool ``[B, n]``, True where a column holds a token.
+    """
+
+    def __init__(self, mask: Tensor):
+        self.counts = mask.sum(1)
+        self.numbers: list[int] = self.counts.tolist()
+        self.order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(self.numbers)]
+        self.real = torch.arange(self.order.shape[1], device=mask.device) < self.counts[:, None]
+        self._columns = mask.shape[1]
+
+    @classmethod
+    def of(cls, mask: Tensor | None, columns: int) -> Packing | None:
+        """That of the last columns of a mask of all columns so far, ``[B, >= columns]``; None when all hold tokens."""
+        if mask is None:
+            return None
+        mask = mask[:, mask.shape[1] - columns :].bool()
+        return None if bool(mask.all()) else cls(mask)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """``[B, n, ...]`` to ``[B, longest, ...]``, zero after a row's tokens."""
+        index = self.order.view(*self.order.shape, *[1] * (x.dim() - 2))
+        packed = x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+        return packed * self.real.view(index.shape)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`pack`; padding becomes 0."""
+        index = self.order.view(*self.order.shape, *[1] * (x.dim() - 2))
+        out = x.new_zeros(x.shape[0], self._columns, *x.shape[2:])
+        return out.scatter(1, index.expand(x.shape), x * self.real.view(index.shape))
+
+
+class Memory:
+    """The memory of one layer for a batch of sequences; subclasses say what it holds.
+
+    Every tensor has the batch first, so rows can be repeated, chosen and reordered without knowing what they are.
+    ``lengths`` counts each row's tokens, padding left out.
+    """
+
+    def __init__(self):
+        self.tensors: dict[str, Tensor] = {}
+        self.lengths: list[int] = []
+        self.recording = False
+        """Whether the last tokens may be undone, as assisted decoding does."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held; 0 before the first token."""
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+    def lengths_on(self, device: torch.device) -> Tensor:
+        """Tokens of each row, int64 ``[B]``."""
+        if len(set(self.lengths)) == 1:
+            return torch.full((self.batch_size,), self.lengths[0], device=device)
+        return torch.tensor(self.lengths, device=device)
+
+    def advance(self, columns: int, packing: Packing | None) -> None:
+        """Count new tokens of every row."""
+        numbers = [columns] * self.batch_size if packing is None else packing.numbers
+        self.lengths = [length + number for length, number in zip(self.lengths, numbers)]
+
+    def take_rows(self, index: Tensor) -> None:
+        """Rows of the batch anew: ``index`` int64 ``[B']`` (beam search, repeats, selection)."""
+        if not self.batch_size:
+            return
+        self.tensors = {name: x.index_select(0, index.to(x.device)) for name, x in self.tensors.items()}
+        self.lengths = [self.lengths[b] for b in index.tolist()]
+
+    def emptied(self) -> Memory:
+        """A new memory of the same kind."""
+        return type(self)()
+
+    def crop(self, tokens: int) -> None:
+        """Undo the last tokens of every row, and make the others final.
+
+        Raises:
+            ValueError: when so many cannot be undone.
+        """
+        raise NotImplementedError
+
+
+class StagedMemory(Memory):
+    """A memory that cannot be undone: while recording it keeps new tokens beside it and takes them in later.
+
+    The layer hands over what it is to remember of new tokens, tensors ``[B, n, ...]``, with :meth:`stage`, and takes in
+    what :meth:`settled` returns before it looks at the next ones.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._staged: dict[str, Tensor] = {}
+        self._final = True
+
+    def settled(self) -> dict[str, Tensor]:
+        """Staged tokens that have become final, to be taken in now; empty when there are none."""
+        if not self._staged or (self.recording and not self._final):
+            return {}
+        staged, self._staged = self._staged, {}
+        return staged
+
+    @property
+    def staged(self) -> dict[str, Tensor]:
+        """Tokens after those that have been taken in, which may be undone."""
+        return self._staged
+
+    def final_part(self, columns: int, packing: Packing | None) -> int:
+        """How many of so many new tokens are final at once: all unless recording, and of a long prompt the first ones.
+
+        Raises:
+            ValueError: for a padded batch after tokens that may be undone.
+        """
+        if self._staged:
+            if packing is not None:
+                raise ValueError("padded tokens cannot follow tokens that may be undone; crop the cache first")
+            return 0
+        return max(columns - UNDONE, 0) if self.recording and packing is None else columns
+
+    def stage(self, new: dict[str, Tensor]) -> None:
+        """Keep new tokens beside the memory."""
+        self._staged = {name: torch.cat([self._staged[name], x], 1) for name, x in new.items()} if self._staged else new
+        self._final = False
+
+    def take_rows(self, index: Tensor) -> None:
+        super().take_rows(index)
+        self._staged = {name: x.index_select(0, index.to(x.device)) for name, x in self._staged.items()}
+
+    def crop(self, tokens: int) -> None:
+        held = next(iter(self._staged.values())).shape[1] if self._staged and not self._final else 0
+        if tokens > held:
+            raise ValueError(
+                f"{tokens} tokens cannot be undone: {held} are not final; call cache.activate_past_recording() before "
+                "tokens that may be removed"
+            )
+        if tokens:
+            self._staged = {name: x[:, : held - tokens] for name, x in self._staged.items()} if held > tokens else {}
+            self.lengths = [length - tokens for length in self.lengths]
+        self._final = True

@@ -1,0 +1,60 @@
+"""The memory of native sparse attention: all keys and values, and one of each for every complete block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foveate.state.memory import Memory, Packing
+
+_ALIGN = 64
+
+
+class BlockMemory(Memory):
+    """Keys and values of all tokens, packed per row, and of all complete blocks.
+
+    Args:
+        block: tokens of a block.
+    """
+
+    def __init__(self, block: int):
+        super().__init__()
+        self.block = block
+        self.capacity = 0
+
+    def append(self, k: Tensor, v: Tensor, packing: Packing | None) -> None:
+        """Add tokens ``[B, Hkv, n, D(v)]`` after the last ones of each row."""
+        if not self.lengths:
+            self.lengths = [0] * k.shape[0]
+        n = k.shape[2]
+        self._reserve(max(self.lengths) + n, k, v)
+        if packing is None and len(set(self.lengths)) == 1:
+            first = self.lengths[0]
+            self.tensors["keys"][:, :, first : first + n] = k
+            self.tensors["values"][:, :, first : first + n] = v
+        else:
+            index = self.lengths_on(k.device)[:, None] + torch.arange(n, device=k.device)  # padding is written over
+            index = index[:, None, :, None].expand(-1, k.shape[1], -1, -1)
+            for name, x in (("keys", k), ("values", v)):
+                self.tensors[name].scatter_(2, index.expand(x.shape), x)
+        self.advance(n, packing)
+
+    def crop(self, tokens: int) -> None:
+        if tokens > min(self.lengths, default=0):
+            raise ValueError(f"{tokens} tokens cannot be undone: the shortest row has {min(self.lengths, default=0)}")
+        self.lengths = [length - tokens for length in self.lengths]
+
+    def emptied(self) -> BlockMemory:
+        return BlockMemory(self.block)
+
+    def _reserve(self, tokens: int, k: Tensor, v: Tensor) -> None:
+        if tokens <= self.capacity:
+            return
+        unit = max(_ALIGN, self.block)
+        capacity = -(-max(tokens, self.capacity * 9 // 8) // unit) * unit
+        for name, x in (("keys", k), ("values", v)):
+            grown = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
+            if name in self.tensors:
+                grown[:, :, : self.capacity] = self.tensors[name]
+            self.tensors[name] = grown
+        self.capacity = capacity
