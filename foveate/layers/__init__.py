@@ -4,6 +4,7 @@ from foveate.layers.gated_deltanet import GatedDeltaNet
 from foveate.layers.lte import LearnedEviction, RetentionScores
 from foveate.layers.nsa import NativeSparseAttention
 from foveate.layers.rotary import Rotary, rotate
+from foveate.layers.window import SlidingWindowAttention
 
 __all__ = [
     "GatedDeltaNet",
@@ -11,5 +12,6 @@ __all__ = [
     "NativeSparseAttention",
     "RetentionScores",
     "Rotary",
+    "SlidingWindowAttention",
     "rotate",
 ]

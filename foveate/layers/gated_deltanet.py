@@ -108,7 +108,7 @@ class GatedDeltaNet(nn.Module):
             log_decay, beta = log_decay * real[:, None], beta * real[:, None]
         out, state = gated_delta_rule(q, k, v, log_decay, beta, state=before.get("state"))
         if real is None:
-            tail = x[:, length:]
+            tail = x[:, length:].clone()  # a view would keep the whole sequence
         else:
             last = real.sum(1)[:, None] + torch.arange(self.conv_size - 1, device=x.device)
             tail = x.gather(1, last[..., None].expand(-1, -1, x.shape[2]))

@@ -86,7 +86,7 @@ class NativeSparseAttention(nn.Module):
         )
         angles = self.rotary.angles(positions)
         q, k = rotate(q, angles), rotate(k, angles)
-        gates = self.gates_proj(hidden).float().sigmoid().unflatten(-1, (3, self.num_heads)).permute(2, 0, 3, 1)
+        gates = self.gates_proj(hidden).sigmoid().unflatten(-1, (3, self.num_heads)).permute(2, 0, 3, 1)
         if memory is None:
             before = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
             fused = torch.is_grad_enabled() and q.device.type == "cuda"
@@ -98,7 +98,7 @@ class NativeSparseAttention(nn.Module):
             memory.append(k, v, packing)
             used = max(memory.lengths) if packing is None else int(before.max()) + k.shape[2]
             branches = self._branches(q, *(memory.tensors[name][:, :, :used] for name in ("keys", "values")), before)
-        out = sum(gate[..., None].to(branch.dtype) * branch for gate, branch in zip(gates, branches))
+        out = sum(gate[..., None] * branch for gate, branch in zip(gates, branches))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _compressed(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ class NativeSparseAttention(nn.Module):
         k, v = (x[:, :, : count * self.block].unflatten(2, (count, self.block)) for x in (k, v))
         if self.compression == "mlp":
             return self.compress_k(k), self.compress_v(v)
-        return k.float().mean(3).to(k.dtype), v.float().mean(3).to(v.dtype)
+        return k.mean(3), v.mean(3)
 
     def _select(self, q: Tensor, block_keys: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Which blocks queries at positions ``at [B, n]`` see compressed, bool ``[B, 1, n, N]``, and which they select,
@@ -189,5 +189,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Te
         return ops.attend(q, k, v, scaling=scaling, mask=mask).out
     group = q.shape[1] // k.shape[1]
     mask = mask.expand(q.shape[0], k.shape[1], -1, -1).repeat_interleave(group, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=group > 1)
-    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    nothing = ~mask.any(
+        -1, keepdim=True
+    )  # a softmax over nothing has no gradient: it runs over everything, and is left out
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | nothing, scale=scaling, enable_gqa=group > 1)
+    return out.masked_fill(nothing, 0.0)

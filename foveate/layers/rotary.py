@@ -30,6 +30,7 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor], inverse: bool = False) -> Tensor:
     """Heads ``[B, H, L, D]`` rotated by :meth:`Rotary.angles`, or rotated back."""
     cos, sin = (angle[:, None] for angle in angles)
-    a, b = x.float().chunk(2, -1)
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    a, b = exact.chunk(2, -1)
     half = torch.cat([b, -a] if inverse else [-b, a], -1)
-    return (x.float() * cos + half * sin).to(x.dtype)
+    return (exact * cos + half * sin).to(x.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from foveate.models.configuration import HybridConfig
 from foveate.state import BlockMemory, Memory, RecurrentMemory, RetainedMemory
@@ -86,7 +86,7 @@ def _layer(config: HybridConfig, mixer: str) -> CacheLayerMixin:
     if mixer == "attn":
         return DynamicLayer()
     if mixer == "swa":
-        return DynamicSlidingWindowLayer(sliding_window=config.sliding_window)
+        return MemoryLayer(RetainedMemory(config.sliding_window - 1, 0))
     if mixer == "lte":
         return MemoryLayer(RetainedMemory(config.lte_window, config.lte_buffer))
     return MemoryLayer(BlockMemory(config.nsa_block) if mixer == "nsa" else RecurrentMemory())
@@ -95,7 +95,7 @@ def _layer(config: HybridConfig, mixer: str) -> CacheLayerMixin:
 class HybridCache(transformers.Cache):
     """Memories of a hybrid's layers for one batch of sequences over any number of turns.
 
-    `generate` makes one by itself. Layers of kind gdn and lte keep as much however long the sequences are.
+    `generate` makes one by itself. Layers of kind gdn, swa and lte keep as much however long the sequences are.
 
     Args:
         config: of the model.

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 MIXERS = {
     "gdn": "linear_attention",
     "attn": "full_attention",
-    "swa": "sliding_attention",
+    "swa": "linear_attention",
     "lte": "linear_attention",
     "nsa": "linear_attention",
 }
@@ -23,8 +23,8 @@ class HybridConfig(PreTrainedConfig):
     Args:
         mixers: the mixer of each layer, of :data:`MIXERS`; or a pattern that is repeated over all layers.
         vocab_size, hidden_size, intermediate_size, num_hidden_layers: of the model.
-        num_attention_heads, num_key_value_heads, head_dim: of layers of kind attn, swa and lte.
-        gdn_heads, gdn_head_dim, gdn_value_dim, gdn_conv_size: of Gated DeltaNet layers.
+        num_attention_heads, num_key_value_heads, head_dim: of attn, swa and lte layers.
+        gdn_heads, gdn_head_dim, gdn_value_dim, gdn_conv_size: of gdn layers, Gated DeltaNet.
         sliding_window: tokens that a query sees in a swa layer, its own included.
         lte_window, lte_buffer, lte_sinks: of lte layers; the window is that before a query's own token.
         lte_scores: "conv" or "mlp".

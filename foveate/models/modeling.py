@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from foveate.layers import GatedDeltaNet, LearnedEviction, NativeSparseAttention, Rotary, rotate
-from foveate.layers.masked import attend_masked
+from foveate.layers import GatedDeltaNet, LearnedEviction, NativeSparseAttention, Rotary, SlidingWindowAttention, rotate
 from foveate.models.cache import HybridCache, MemoryLayer
 from foveate.models.configuration import HybridConfig
 from foveate.state import Packing
@@ -34,7 +33,7 @@ class HybridOutput(CausalLMOutputWithPast):
 
 
 class HybridAttention(nn.Module):
-    """Full or sliding-window attention with rotary positions, through Transformers' attention interface."""
+    """Full attention with rotary positions, through Transformers' attention interface."""
 
     def __init__(self, config: HybridConfig, layer_idx: int):
         super().__init__()
@@ -42,7 +41,6 @@ class HybridAttention(nn.Module):
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling, self.attention_dropout, self.is_causal = config.head_dim**-0.5, 0.0, True
-        self.sliding_window = config.sliding_window if config.mixers[layer_idx] == "swa" else None
         width, kv_width = (heads * self.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
@@ -63,15 +61,10 @@ class HybridAttention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, angles), rotate(k, angles)
-        window = self.sliding_window
-        if self.training and cache is None and attention_mask is None and window is not None:
-            out = attend_masked(q, k, v, lambda b, h, i, j: i - j < window, scaling=self.scaling, reach=window)
-            return self.o_proj(out.transpose(1, 2).flatten(2))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        how = {"dropout": 0.0, "scaling": self.scaling, "sliding_window": window}
-        out, _ = attend(self, q, k, v, attention_mask, **how, **kwargs)
+        out, _ = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return self.o_proj(out.flatten(2))
 
 
@@ -98,6 +91,8 @@ def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
         scores = {"kind": config.lte_scores, "dropout": config.lte_dropout, "dropout_at": config.lte_dropout_at}
         sizes = (config.lte_window, config.lte_buffer, config.lte_sinks)
         return LearnedEviction(config.hidden_size, *heads, *sizes, config.rope_base, scores, config.lte_whole_prompt)
+    if kind == "swa":
+        return SlidingWindowAttention(config.hidden_size, *heads, config.sliding_window - 1, config.rope_base)
     if kind == "nsa":
         heads = (config.nsa_heads, config.nsa_kv_heads, config.nsa_head_dim)
         sizes = (config.nsa_block, config.nsa_blocks, config.nsa_window)
@@ -119,8 +114,8 @@ class HybridLayer(GradientCheckpointingLayer):
     def forward(self, hidden: Tensor, inputs: _Inputs, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
         """The hidden states after the layer, and an lte layer's retention scores in training."""
         x, retention = self.mixer_norm(hidden).to(hidden.dtype), None
-        if self.kind in ("attn", "swa"):
-            x = self.mixer(x, inputs.angles, inputs.masks[self.kind], cache, **inputs.kwargs)
+        if self.kind == "attn":
+            x = self.mixer(x, inputs.angles, inputs.mask, cache, **inputs.kwargs)
         else:
             memory = None if cache is None else cache.layers[self.layer_idx].memory
             packing = inputs.packing
@@ -143,7 +138,7 @@ class _Inputs:
     """What all layers of a forward pass share."""
 
     angles: tuple[Tensor, Tensor] | None
-    masks: dict[str, Any]
+    mask: Any
     packing: Packing | None
     packed: Tensor
     """Positions of the tokens, int64 ``[B or 1, L]``, packed where the batch is."""
@@ -180,7 +175,7 @@ class HybridPreTrainedModel(PreTrainedModel):
             module.reset_gates()
         elif isinstance(module, LearnedEviction):
             module.scores.reset()
-        if isinstance(module, (GatedDeltaNet, LearnedEviction, NativeSparseAttention, HybridAttention)):
+        if isinstance(module, (GatedDeltaNet, SlidingWindowAttention, NativeSparseAttention, HybridAttention)):
             self._init_output(module.o_proj.weight)
         elif isinstance(module, HybridMLP):
             self._init_output(module.down_proj.weight)
@@ -246,7 +241,7 @@ class HybridModel(HybridPreTrainedModel):
     def _check(self, cache: Cache | None, mask: Tensor | None, columns: int) -> None:
         if cache is not None:
             own = [hasattr(layer, "memory") for layer in cache.layers]
-            if own != [mixer in ("gdn", "lte", "nsa") for mixer in self.config.mixers]:
+            if own != [mixer != "attn" for mixer in self.config.mixers]:
                 raise ValueError(
                     "cache must be a foveate.models.HybridCache of this model's configuration, not a "
                     f"{type(cache).__name__}"
@@ -272,18 +267,15 @@ class HybridModel(HybridPreTrainedModel):
             positions = (mask.long().cumsum(1) - 1).clamp_min(0)[:, -columns:]
         elif positions is None:
             positions = torch.arange(seen, seen + columns, device=hidden.device)[None]
-        kinds = {kind for kind in self.config.mixers if kind in ("attn", "swa")}
-        masks = {}
-        for kind in kinds:
-            create = create_causal_mask if kind == "attn" else create_sliding_window_causal_mask
-            if kind == "swa" and self.training and cache is None and mask is None:
-                masks[kind] = None  # the mixer masks tile by tile
-                continue
+        angles = causal = packing = None
+        if "attn" in self.config.mixers:
+            angles = self.rotary.angles(positions)
             how = {"config": self.config, "inputs_embeds": hidden, "attention_mask": mask, "position_ids": positions}
-            masks[kind] = create(**how, **{_CACHE: cache})
-        packing = Packing.of(mask, columns) if kinds != set(self.config.mixers) else None
+            causal = create_causal_mask(**how, **{_CACHE: cache})
+        if set(self.config.mixers) != {"attn"}:
+            packing = Packing.of(mask, columns)
         packed = positions if packing is None else packing.pack(positions.expand(hidden.shape[0], -1))
-        return _Inputs(self.rotary.angles(positions) if kinds else None, masks, packing, packed, kwargs)
+        return _Inputs(angles, causal, packing, packed, kwargs)
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):

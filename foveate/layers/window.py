@@ -1,0 +1,292 @@
+"""Attention over a circular window: the last tokens of every row, in memory of constant size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foveate import ops
+from foveate.layers.masked import attend_masked
+from foveate.layers.rotary import Rotary, rotate
+from foveate.state import Packing, RetainedMemory
+
+PIECE = 256
+"""Tokens of a prompt that are read at once."""
+
+
+class SlidingWindowAttention(nn.Module):
+    """Attention over the last tokens, and over what a subclass retains of those before them.
+
+    Args:
+        hidden_size: width of the model.
+        num_heads, num_kv_heads, head_dim: of the attention.
+        window: tokens that a query sees before its own.
+        rotary_base: of the positions.
+    """
+
+    buffer = 0
+    """Tokens before the window that a KV head can retain."""
+    reach = 0
+    """Tokens after a token that decide whether it is retained, and as many before it."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int,
+        rotary_base: float = 10000.0,
+    ):
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, not {num_heads} of {num_kv_heads}")
+        if window < 0:
+            raise ValueError(f"window must be at least 0, not {window}")
+        self.num_heads, self.num_kv_heads, self.head_dim, self.window = num_heads, num_kv_heads, head_dim, window
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.rotary = Rotary(head_dim, rotary_base)
+        self.scaling = head_dim**-0.5
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        memory: RetainedMemory | None = None,
+        packing: Packing | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[B, L, hidden_size]`` to the same, after what the memory holds.
+
+        Args:
+            positions: int64 ``[B or 1, L]``, of the new tokens.
+            packing: of a padded batch, whose ``hidden`` it has packed.
+
+        Returns:
+            The output, and in training retention scores, fp32 ``[B, Hkv, L]``, of a layer that has such.
+        """
+        q, k, v = (self._heads(proj(hidden)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        angles = self.rotary.angles(positions)
+        scores = None
+        if self.training and memory is None:
+            out, scores = self._train(q, k, v, angles, None if packing is None else packing.real)
+        else:
+            memory = RetainedMemory(self.window, self.buffer) if memory is None else memory
+            out = self._remember(rotate(q, angles), rotate(k, angles), v, memory, packing)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), scores
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _train(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], real: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of whole sequences ``[B, Hq, L, D]``, with gradients, and retention scores."""
+        window = self.window
+
+        def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return i - j <= window
+
+        q, k = rotate(q, angles), rotate(k, angles)
+        return attend_masked(q, k, v, sees, scaling=self.scaling, reach=window + 1), None
+
+    def _margins(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor) -> Tensor:
+        """By how much a token deserves to be retained, fp32 ``[B, Hkv, L]``; not at all where it is at most 0.
+
+        Args:
+            k: ``[B, Hkv, L, D]``, rotated.
+            v: ``[B, Hkv, L, D]``.
+            positions: int64 ``[B, L]``.
+            real: bool ``[B, L]``: where there is a token.
+        """
+        return k.new_full(k.shape[:3], -1.0, dtype=torch.float32)
+
+    # Inference
+
+    def _remember(self, q: Tensor, k: Tensor, v: Tensor, memory: RetainedMemory, packing: Packing | None) -> Tensor:
+        memory.start(k, v)
+        length = k.shape[2]
+        if staged := memory.settled():
+            count = staged["k"].shape[1]
+            memory.lengths = [held - count for held in memory.lengths]
+            self._read(None, staged["k"].transpose(1, 2), staged["v"].transpose(1, 2), memory, None)
+        final = memory.final_part(length, packing)
+        outs = []
+        if final:
+            real = None if packing is None else packing.real[:, :final]
+            outs.append(self._read(*(x[:, :, :final] for x in (q, k, v)), memory, real))
+        if final < length:
+            memory.stage({"k": k[:, :, final:].transpose(1, 2), "v": v[:, :, final:].transpose(1, 2)})
+            before = memory.staged["k"].shape[1] - (length - final)
+            at = [held - before for held in memory.lengths]
+            k, v = memory.staged["k"].transpose(1, 2), memory.staged["v"].transpose(1, 2)
+            piece = self._piece(memory, k, v, at, None)
+            outs.append(self._attend(q[:, :, final:], piece))
+            memory.lengths = [held + length - final for held in memory.lengths]
+        return torch.cat(outs, 2) if len(outs) > 1 else outs[0]
+
+    def _read(
+        self, q: Tensor | None, k: Tensor, v: Tensor, memory: RetainedMemory, real: Tensor | None
+    ) -> Tensor | None:
+        """Take in tokens for good, a piece at a time; without queries nothing is attended to."""
+        if k.shape[2] == 1 and real is None:
+            return self._step(q, k, v, memory)
+        outs = []
+        for first in range(0, k.shape[2], PIECE):
+            some = slice(first, first + PIECE)
+            there = None if real is None else real[:, some]
+            piece = self._piece(memory, k[:, :, some], v[:, :, some], memory.lengths, there)
+            if q is not None:
+                outs.append(self._attend(q[:, :, some], piece))
+            self._take_in(memory, piece)
+        return torch.cat(outs, 2) if outs else None
+
+    def _piece(self, memory: RetainedMemory, k: Tensor, v: Tensor, lengths: list[int], real: Tensor | None) -> Piece:
+        """What the queries of some new tokens can see: the buffer, the window and the new tokens, and until when.
+
+        Args:
+            lengths: tokens of each row before the new ones.
+            real: bool ``[B, n]``: which new tokens there are; None: all.
+        """
+        new, ring, held = k.shape[2], memory.ring, memory.tensors
+        before = torch.tensor(lengths, device=k.device)[:, None]
+        late = before + torch.arange(-ring, new, device=k.device)  # positions of window and new tokens, in order
+        slots = (late[:, :ring] % ring)[:, None, :].expand(-1, k.shape[1], -1)
+        keys = torch.cat([ops.gather_slots(held["keys"], slots), k], 2)
+        values = torch.cat([ops.gather_slots(held["values"], slots), v], 2)
+        there = late >= 0
+        if real is not None:
+            there[:, ring:] &= real
+        margins = self._margins(keys, values, late.clamp_min(0), there)
+        known = late < torch.tensor(memory.unscored, device=k.device)[:, None]
+        old = held["margins"][:, :, :ring].gather(2, slots)
+        margins[:, :, :ring] = torch.where(known[:, None, :ring], old, margins[:, :, :ring])
+        # token x of those that leave the window with the new ones leaves it after the query of new token x
+        leaving = slice(ring - self.window, ring - self.window + new)
+        entered = torch.where(there[:, leaving], late[:, leaving], -1)
+        if real is not None:
+            entered = torch.where(real, entered, -1)
+        turns = ops.running_best(held["margins"][:, :, ring:], held["positions"], margins[:, :, leaving], entered)
+        until = torch.full(margins.shape, new, device=k.device)  # queries that see a key: those before this one
+        until[:, :, : ring - self.window] = 0
+        until[:, :, leaving] = (turns.new + 1).clamp_max(new)
+        until = until * there[:, None]
+        buffered = (turns.kept + 1).clamp_max(new) * (held["positions"] >= 0)
+        whole = real is None
+        return Piece(keys, values, margins, before, there, until, buffered, turns, entered, whole, memory)
+
+    def _attend(self, q: Tensor, piece: Piece) -> Tensor:
+        """Attention of the last new tokens' queries, ``[B, Hq, n, D]``."""
+        held, ring, new = piece.memory.tensors, piece.memory.ring, piece.new
+        keys = torch.cat([held["keys"][:, :, ring:], piece.keys], 2)
+        values = torch.cat([held["values"][:, :, ring:], piece.values], 2)
+        until = torch.cat([piece.buffered, piece.until], 2)
+        at = torch.arange(new - q.shape[2], new, device=q.device)[:, None]
+        come = torch.cat([torch.full((self.buffer + ring,), -1, device=q.device), torch.arange(new, device=q.device)])
+        mask = (come <= at) & (at < until[:, :, None])
+        return ops.attend(q, keys, values, scaling=self.scaling, mask=mask).out
+
+    def _take_in(self, memory: RetainedMemory, piece: Piece) -> None:
+        """Move the window on over new tokens, and what is retained of those that leave it into the buffer."""
+        held, ring, new = memory.tensors, memory.ring, piece.new
+        leaving = slice(ring - self.window, ring - self.window + new)
+        entered = piece.entered[:, None].expand(-1, self.num_kv_heads, -1)
+        positions = torch.cat([held["positions"], entered], 2)
+        stays = (torch.cat([piece.turns.kept, piece.turns.new], 2) == new) & (positions >= 0)
+        order = stays.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[:, :, : self.buffer]
+        kept = stays.sum(2)
+        there = piece.there[:, ring:].sum(1, keepdim=True)
+        last = piece.before + there + torch.arange(-ring, 0, device=order.device)  # in the window from now on
+        source = (last - piece.before + ring)[:, None].expand(-1, self.num_kv_heads, -1)
+        into = (last % ring)[:, None].expand(-1, self.num_kv_heads, -1)
+        for name in ("keys", "values", "margins"):
+            memories, late = held[name], getattr(piece, name)
+            if name == "margins":
+                buffer = torch.cat([memories[:, :, ring:], late[:, :, leaving]], 2).gather(2, order)
+                memories.scatter_(2, into, late.gather(2, source))
+            else:
+                buffer = ops.gather_slots(torch.cat([memories[:, :, ring:], late[:, :, leaving]], 2), order)
+                memories.scatter_(2, into[..., None].expand(-1, -1, -1, late.shape[3]), ops.gather_slots(late, source))
+            memories[:, :, ring:] = buffer
+        empty = torch.arange(self.buffer, device=order.device) >= kept[..., None]
+        held["positions"], held["kept"] = positions.gather(2, order).masked_fill(empty, -1), kept
+        numbers = [new] * memory.batch_size if piece.whole else there[:, 0].tolist()
+        memory.lengths = [length + number for length, number in zip(memory.lengths, numbers)]
+        memory.unscored = [max(old, length - self.reach) for old, length in zip(memory.unscored, memory.lengths)]
+
+    def _step(self, q: Tensor | None, k: Tensor, v: Tensor, memory: RetainedMemory) -> Tensor | None:
+        """Take in one token of every row and attend: all that it sees lies in the first slots."""
+        held, ring = memory.tensors, memory.ring
+        at = memory.lengths_on(k.device)
+        slot = (at % ring)[:, None, None, None]
+        held["keys"].scatter_(2, slot.expand(k.shape), k)
+        held["values"].scatter_(2, slot.expand(v.shape), v)
+        memory.lengths = [length + 1 for length in memory.lengths]
+        out = None
+        if q is not None:
+            used = (at + 1).clamp_max(ring)[:, None] + held["kept"]
+            out = ops.attend(q, held["keys"], held["values"], scaling=self.scaling, lengths=used).out
+        if self.buffer:
+            self._retain_late(memory, at)
+        return out
+
+    def _retain_late(self, memory: RetainedMemory, at: Tensor) -> None:
+        """Offer the token of each row that leaves the window after this step to the buffer."""
+        held, ring = memory.tensors, memory.ring
+        self._score_late(memory)
+        leaving = at - self.window
+        ops.replace_weakest(
+            **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},
+            slots=leaving % ring,
+            tokens=leaving.clamp_min(-1),
+            ring=ring,
+        )
+
+    def _score_late(self, memory: RetainedMemory) -> None:
+        """Score all tokens that can be scored, when the next step would write over one that a score needs."""
+        reach, window = self.reach, self.window
+        if all(first > length - 1 - window + reach for first, length in zip(memory.unscored, memory.lengths)):
+            return
+        held, ring = memory.tensors, memory.ring
+        length = memory.lengths_on(held["keys"].device)[:, None]
+        late = length + torch.arange(-ring, 0, device=length.device)
+        slots = (late % ring)[:, None].expand(-1, self.num_kv_heads, -1)
+        keys, values = ops.gather_slots(held["keys"], slots), ops.gather_slots(held["values"], slots)
+        margins = self._margins(keys, values, late.clamp_min(0), late >= 0)
+        first = torch.tensor(memory.unscored, device=length.device)[:, None]
+        fresh = ((late >= first) & (late < length - reach))[:, None]
+        margins = torch.where(fresh, margins, held["margins"][:, :, :ring].gather(2, slots))
+        held["margins"].scatter_(2, slots, margins)
+        memory.unscored = [max(old, number - reach) for old, number in zip(memory.unscored, memory.lengths)]
+
+
+class Piece(NamedTuple):
+    """New tokens and the window before them, in order."""
+
+    keys: Tensor
+    """``[B, Hkv, ring + n, D]``"""
+    values: Tensor
+    margins: Tensor
+    """fp32 ``[B, Hkv, ring + n]``"""
+    before: Tensor
+    """int64 ``[B, 1]``: tokens before the new ones."""
+    there: Tensor
+    """bool ``[B, ring + n]``"""
+    until: Tensor
+    """int64 ``[B, Hkv, ring + n]``: the queries of new tokens before this one see the key."""
+    buffered: Tensor
+    """int64 ``[B, Hkv, buffer]``: the same for the buffer's keys."""
+    turns: ops.Leaving
+    entered: Tensor
+    """int64 ``[B, n]``: the tokens that leave the window; -1: none."""
+    whole: bool
+    """Whether every row has all new tokens."""
+    memory: RetainedMemory
+
+    @property
+    def new(self) -> int:
+        return self.entered.shape[1]

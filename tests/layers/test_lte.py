@@ -1,0 +1,188 @@
+"""Learnable token eviction, written out query by query."""
+
+import pytest
+import torch
+
+from foveate.layers import LearnedEviction, RetentionScores, rotate
+from foveate.state import RetainedMemory
+from tests.layers.mixers import WIDTH, eviction, hidden, run
+
+
+def scored(layer: LearnedEviction, x: torch.Tensor) -> torch.Tensor:
+    """Retention scores of all tokens, from keys before rotation."""
+    return layer.scores(layer._heads(layer.k_proj(x)), layer._heads(layer.v_proj(x)))
+
+
+def written_out(layer: LearnedEviction, x: torch.Tensor, at: torch.Tensor, cap: bool) -> torch.Tensor:
+    """Equation 5 for one query and head after another; with a cap, the best so far of those that left the window."""
+    q, k, v = (layer._heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    scores, angles = scored(layer, x), layer.rotary.angles(at)
+    q, k = rotate(q, angles), rotate(k, angles)
+    out = torch.zeros_like(q)
+    for b in range(x.shape[0]):
+        for head in range(layer.num_heads):
+            group = head // (layer.num_heads // layer.num_kv_heads)
+            margin = [1.0 if j < layer.sinks else float(scores[b, group, j]) for j in range(x.shape[1])]
+            for i in range(x.shape[1]):
+                seen = list(range(max(0, i - layer.window), i + 1))
+                left = [j for j in range(max(0, i - layer.window)) if margin[j] > 0.5]
+                if cap:
+                    left = sorted(left, key=lambda j: (-margin[j], j))[: layer.buffer]
+                index = torch.tensor(left + seen)
+                weights = (k[b, group, index] @ q[b, head, i] * layer.scaling).softmax(0)
+                out[b, head, i] = weights @ v[b, group, index]
+    return layer.o_proj(out.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_what_a_query_sees():
+    layer = eviction()
+    x, at = hidden(90)
+    margins = scored(layer, x)[:, :, : 90 - layer.window]
+    assert ((margins > 0.5).sum(2) > layer.buffer).any()  # some head has to choose
+    torch.testing.assert_close(run(layer, x, at), written_out(layer, x, at, cap=True), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_training_has_no_cap():
+    layer = eviction(scores={"dropout": 0.0})
+    x, at = hidden(90)
+    layer.train()
+    out, scores = layer(x, at)
+    torch.testing.assert_close(out, written_out(layer, x, at, cap=False), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(scores, scored(layer, x))
+
+
+@torch.no_grad()
+def test_a_buffer_that_holds_all_is_what_training_sees():
+    layer = eviction(buffer=100, scores={"dropout": 0.0})
+    x, at = hidden(120)
+    trained = layer.train()(x, at)[0]
+    torch.testing.assert_close(run(layer.eval(), x, at), trained, atol=2e-6, rtol=1e-4)
+
+
+def test_the_gradient_of_a_score_is_its_value_s_share():
+    """Equation 6: the score's gradient is that of a factor of 1 on the value."""
+    layer = eviction(scores={"dropout": 0.0}).train()
+    x, at = hidden(60)
+    out, scores = layer(x, at)
+    scores.retain_grad()
+    out.square().sum().backward()
+
+    q, k, v = (layer._heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    factor = torch.ones(scores.shape, requires_grad=True)
+    retained = scored(layer, x) > 0.5
+    retained[:, :, : layer.sinks] = True
+    age = at[0][:, None] - at[0]
+    mask = (age >= 0) & ((age <= layer.window) | retained[:, :, None])
+    angles = layer.rotary.angles(at)
+    logits = rotate(q, angles) @ rotate(k, angles).repeat_interleave(2, 1).mT * layer.scaling
+    weights = logits.masked_fill(~mask.repeat_interleave(2, 1), float("-inf")).softmax(-1)
+    again = weights @ (v * factor[..., None]).repeat_interleave(2, 1)
+    layer.o_proj(again.transpose(1, 2).flatten(2)).square().sum().backward()
+    torch.testing.assert_close(scores.grad, factor.grad, atol=1e-5, rtol=1e-4)
+    assert float(scores.grad.abs().max()) > 0
+
+
+def test_scores_see_thirteen_tokens():
+    scores = RetentionScores(2, 32).eval()
+    k, v = torch.randn(1, 2, 40, 16, requires_grad=True), torch.randn(1, 2, 40, 16)
+    scores(k, v)[0, 1, 20].backward()
+    touched = k.grad[0].abs().sum(-1)
+    assert touched[0].sum() == 0  # the other head
+    assert touched[1].nonzero()[:, 0].tolist() == list(range(14, 27, 2))
+    assert scores.reach == 6
+
+
+def test_the_ablation_s_scores_see_one_token():
+    scores = RetentionScores(2, 32, kind="mlp").eval()
+    k = torch.randn(1, 2, 40, 16, requires_grad=True)
+    scores(k, torch.randn(1, 2, 40, 16))[0, 1, 20].backward()
+    assert k.grad[0, 1].abs().sum(-1).nonzero()[:, 0].tolist() == [20]
+    assert scores.reach == 0
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_dropout_where_the_paper_and_where_the_code_has_it(at):
+    scores = RetentionScores(2, 32, dropout=0.5, dropout_at=at).train()
+    k, v = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    dropped = []
+    for conv in scores.convs:
+        conv.register_forward_pre_hook(lambda _, given: dropped.append(float((given[0] == 0).float().mean())))
+    scores.head.register_forward_pre_hook(lambda _, given: dropped.append(float((given[0] == 0).float().mean())))
+    scores(k, v)
+    none, half = pytest.approx(0, abs=0.01), pytest.approx(0.5, abs=0.15)
+    assert dropped == ([half, half, half, none] if at == "input" else [none, half, half, half])
+
+
+def test_everything_is_retained_at_first():
+    torch.manual_seed(1)
+    scores = RetentionScores(4, 128).eval()(0.1 * torch.randn(2, 4, 50, 64), 0.1 * torch.randn(2, 4, 50, 64))
+    assert (scores > 0.5).all()
+
+
+@torch.no_grad()
+def test_the_published_prompt_keeps_the_best_of_all():
+    """The labelled option: one set for all queries, taken from the whole prompt; decoding goes on from it."""
+    layer = eviction(whole_prompt=True)
+    x, at = hidden(90)
+    memory = RetainedMemory(layer.window, layer.buffer)
+    out = run(layer, x, at, memory)
+    q, k, v = (layer._heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    angles = layer.rotary.angles(at)
+    q, k, scores = rotate(q, angles), rotate(k, angles), scored(layer, x)
+    scores[:, :, : layer.sinks] = 1.0
+    expected = torch.zeros_like(q)
+    for b in range(2):
+        for head in range(4):
+            margin = scores[b, head // 2].tolist()
+            left = [j for j in range(90 - layer.window) if margin[j] > 0.5]
+            best = sorted(left, key=lambda j: (-margin[j], j))[: layer.buffer]
+            assert sorted(best) == memory.tensors["positions"][b, head // 2, : len(best)].tolist()
+            for i in range(90):
+                index = [j for j in best if j < i - layer.window] + list(range(max(0, i - layer.window), i + 1))
+                weights = (k[b, head // 2, index] @ q[b, head, i] * layer.scaling).softmax(0)
+                expected[b, head, i] = weights @ v[b, head // 2, index]
+    torch.testing.assert_close(out, layer.o_proj(expected.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-4)
+    running, kept = eviction(), RetainedMemory(layer.window, layer.buffer)
+    run(running, x, at, kept)
+    assert sorted(kept.tensors["positions"][0, 0].tolist()) == sorted(memory.tensors["positions"][0, 0].tolist())
+    more, _ = hidden(100, seed=5)
+    later = torch.arange(90, 190)[None]
+    for token in range(100):
+        one = run(layer, more[:, token : token + 1], later[:, token : token + 1], memory)
+        other = run(running, more[:, token : token + 1], later[:, token : token + 1], kept)
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_scores_are_batched():
+    """A decode step rarely scores: once in ``window`` less the scores' reach to both sides."""
+    layer = eviction()
+    calls = []
+    layer.scores.register_forward_hook(lambda *_: calls.append(1))
+    memory = RetainedMemory(layer.window, layer.buffer)
+    x, at = hidden(200)
+    for token in range(200):
+        run(layer, x[:, token : token + 1], at[:, token : token + 1], memory)
+    assert len(calls) <= 200 // (layer.window - 2 * layer.scores.reach) + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 12}, "window must be at least the 13"),
+        ({"buffer": 2, "sinks": 3}, "buffer must be"),
+        ({"scores": {"kind": "rnn"}}, "kind must be"),
+        ({"scores": {"dropout_at": "both"}}, "dropout_at must be"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message):
+    settings = {"window": 30, "buffer": 12} | changes
+    with pytest.raises(ValueError, match=message):
+        LearnedEviction(WIDTH, 4, 2, 16, **settings)
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match="num_heads must be a multiple"):
+        LearnedEviction(WIDTH, 4, 3, 16, window=30, buffer=12)

@@ -1,0 +1,163 @@
+"""Every mixer: one piece, pieces, single tokens, undone tokens, padding and reordered rows all give the same."""
+
+import pytest
+import torch
+
+from foveate.state import Packing
+from tests.layers.mixers import MIXERS, WIDTH, hidden, run
+
+every_mixer = pytest.mark.parametrize("name", MIXERS)
+LENGTH = 140
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@every_mixer
+@pytest.mark.parametrize(
+    "pieces", [[LENGTH], [70, 70], [1] * LENGTH, [100] + [1] * 40, [3, 40, 1, 1, 1, 60] + [1] * 34], ids=str
+)
+def test_pieces_are_one_sequence(name, pieces):
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    whole, outs, first = run(mixer, x, at), [], 0
+    for count in pieces:
+        outs.append(run(mixer, x[:, first : first + count], at[:, first : first + count], kept))
+        first += count
+    torch.testing.assert_close(torch.cat(outs, 1), whole, atol=2e-6, rtol=1e-4)
+    assert kept.lengths == [LENGTH, LENGTH]
+
+
+@every_mixer
+def test_undone_tokens_leave_no_trace(name):
+    """Rounds of drafts of which the last ones are refused, as assisted decoding has them."""
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    whole = run(mixer, x, at)
+    kept.recording = True
+    outs = [run(mixer, x[:, :80], at[:, :80], kept)]
+    kept.crop(0)
+    draw = torch.Generator().manual_seed(1)
+    first = 80
+    while first < LENGTH:
+        drafted = min(int(torch.randint(1, 9, (), generator=draw)), LENGTH - first)
+        refused = int(torch.randint(0, drafted + 1, (), generator=draw)) if drafted > 1 else 0
+        taken = drafted - refused
+        draft = x[:, first : first + drafted].clone()
+        draft[:, taken:] = torch.randn(2, refused, WIDTH, generator=draw)
+        outs.append(run(mixer, draft, at[:, first : first + drafted], kept)[:, :taken])
+        kept.crop(refused)
+        first += taken
+    torch.testing.assert_close(torch.cat(outs, 1), whole, atol=2e-6, rtol=1e-4)
+
+
+@every_mixer
+def test_several_steps_before_they_are_undone(name):
+    """An assistant drafts token by token, and all drafts are refused at once."""
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    whole = run(mixer, x, at)
+    kept.recording = True
+    run(mixer, x[:, :100], at[:, :100], kept)
+    kept.crop(0)
+    for token in range(100, 105):
+        run(mixer, torch.randn(2, 1, WIDTH), at[:, token : token + 1], kept)
+    kept.crop(5)
+    rest = run(mixer, x[:, 100:], at[:, 100:], kept)
+    torch.testing.assert_close(rest, whole[:, 100:], atol=2e-6, rtol=1e-4)
+
+
+@every_mixer
+def test_more_than_is_kept_cannot_be_undone(name):
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    run(mixer, x, at, kept)
+    with pytest.raises(ValueError, match="cannot be undone"):
+        kept.crop(LENGTH + 1)
+
+
+@every_mixer
+def test_padding_changes_nothing(name):
+    """A row with padding before, and on later turns between, its tokens is what it is alone."""
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    columns = LENGTH + 20
+    long, at = hidden(columns, batch=1, seed=1)
+    short, _ = hidden(LENGTH, batch=1)
+    mask = torch.ones(2, columns, dtype=torch.bool)
+    mask[1, :15] = mask[1, 80:85] = False
+    x = torch.full((2, columns, WIDTH), 7.0)
+    x[0], x[1, mask[1]] = long[0], short[0]
+    positions = (mask.long().cumsum(1) - 1).clamp_min(0)
+    outs = []
+    for first, last in ((0, 60), (60, 79), (79, 80), (80, 120), (120, 121), (121, columns)):
+        packing = Packing.of(mask[:, :last], last - first)
+        some, where = x[:, first:last], positions[:, first:last]
+        if packing is None:
+            outs.append(run(mixer, some, where, kept))
+        else:
+            outs.append(packing.unpack(run(mixer, packing.pack(some), packing.pack(where), kept, packing)))
+    out = torch.cat(outs, 1)
+    torch.testing.assert_close(out[:1], run(mixer, long, at), atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(out[1:, mask[1]], run(mixer, short, at[:, :LENGTH]), atol=2e-6, rtol=1e-4)
+    assert (out[1, ~mask[1]] == 0).all()
+
+
+@every_mixer
+def test_rows_can_be_reordered_and_repeated(name):
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    whole = run(mixer, x, at)
+    run(mixer, x[:, :100], at[:, :100], kept)
+    rows = torch.tensor([1, 0, 1])
+    kept.take_rows(rows)
+    rest = run(mixer, x[rows, 100:], at[:, 100:], kept)
+    torch.testing.assert_close(rest, whole[rows, 100:], atol=2e-6, rtol=1e-4)
+
+
+@every_mixer
+def test_a_later_token_changes_no_earlier_output(name):
+    """Beyond the reach of the scores, which the window hides, nothing looks ahead."""
+    make, _ = MIXERS[name]
+    mixer = make()
+    x, at = hidden(LENGTH)
+    other = x.clone()
+    other[:, 90:] += 1
+    torch.testing.assert_close(run(mixer, other, at)[:, :90], run(mixer, x, at)[:, :90], atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gdn", "swa", "lte"])
+def test_the_memory_is_constant(name):
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    sizes = set()
+    for start in range(0, 1000, 100):
+        x, at = hidden(100, seed=start)
+        run(mixer, x, at + start, kept)
+        sizes.add(kept.nbytes)
+    assert len(sizes) == 1
+
+
+@every_mixer
+def test_bf16_stays_near_fp32(name):
+    make, memory = MIXERS[name]
+    x, at = hidden(LENGTH)
+    mixers = make(), make()
+    for mixer in mixers:
+        if name.startswith("lte"):
+            mixer.scores.head.weight *= 20  # few tokens so near the threshold that rounding decides
+    exact, half, kept = run(mixers[0], x, at), mixers[1].bfloat16(), memory()
+    out = torch.cat(
+        [run(half, x[:, :60].bfloat16(), at[:, :60], kept), run(half, x[:, 60:].bfloat16(), at[:, 60:], kept)], 1
+    )
+    assert out.dtype == torch.bfloat16
+    error = (out.float() - exact).abs()
+    assert float(error.median()) < 0.02 * float(exact.abs().max())
