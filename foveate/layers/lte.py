@@ -127,10 +127,9 @@ class LearnedEviction(SlidingWindowAttention):
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, window, rotary_base)
         self.buffer, self.sinks, self.whole_prompt = buffer, sinks, whole_prompt
         self.scores = RetentionScores(num_kv_heads, 2 * head_dim, **(scores or {}))
-        if window <= 2 * self.reach:
-            raise ValueError(
-                f"window must be more than the {2 * self.reach + 1} tokens that a score sees, not {window}"
-            )
+        seen = 2 * self.reach + 1
+        if window < seen:
+            raise ValueError(f"window must be at least the {seen} tokens that a score sees, not {window}")
         if not 0 <= sinks <= buffer or buffer < 1:
             raise ValueError(f"buffer must be at least 1 and hold the {sinks} sinks, not {buffer}")
 

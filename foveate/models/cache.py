@@ -26,7 +26,15 @@ class MemoryLayer(CacheLayerMixin):
         self.memory = memory
         self.seen = 0
         """Columns read, padding included."""
-        self.record_past = False
+
+    @property
+    def record_past(self) -> bool:
+        """Whether the last tokens can be undone."""
+        return self.memory.recording
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        self.memory.recording = on
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -49,7 +57,7 @@ class MemoryLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """From now on keep what :meth:`crop` needs to undo tokens."""
-        self.record_past = self.memory.recording = True
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Undo the last ``-tokens_to_remove`` tokens.
@@ -57,11 +65,15 @@ class MemoryLayer(CacheLayerMixin):
         Raises:
             ValueError: for a positive number, or tokens that are final.
         """
-        count = -int(tokens_to_remove)
-        if count < 0:
-            raise ValueError(f"crop takes the negative number of tokens to remove, not {-count}")
-        self.memory.crop(count)
-        self.seen -= count
+        self.check_crop(tokens_to_remove)
+        self.memory.crop(-int(tokens_to_remove))
+        self.seen += int(tokens_to_remove)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse a crop that cannot be done, as :meth:`crop` does."""
+        if int(tokens_to_remove) > 0:
+            raise ValueError(f"crop takes the negative number of tokens to remove, not {int(tokens_to_remove)}")
+        self.memory.check_crop(-int(tokens_to_remove))
 
     def reset(self) -> None:
         self.memory, self.seen = self.memory.emptied(), 0
@@ -92,6 +104,13 @@ def _layer(config: HybridConfig, mixer: str) -> CacheLayerMixin:
     return MemoryLayer(BlockMemory(config.nsa_block) if mixer == "nsa" else RecurrentMemory())
 
 
+def cache_layers(config: transformers.PreTrainedConfig) -> list[CacheLayerMixin]:
+    """What a cache of any model holds of each layer before the first token."""
+    if isinstance(config, HybridConfig):
+        return [_layer(config, mixer) for mixer in config.mixers]
+    return transformers.DynamicCache(config=config).layers
+
+
 class HybridCache(transformers.Cache):
     """Memories of a hybrid's layers for one batch of sequences over any number of turns.
 
@@ -102,11 +121,13 @@ class HybridCache(transformers.Cache):
     """
 
     def __init__(self, config: HybridConfig):
-        super().__init__(layers=[_layer(config, mixer) for mixer in config.mixers])
+        super().__init__(layers=cache_layers(config))
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:
-            layer.batch_repeat_interleave(repeats)
+            if isinstance(layer, MemoryLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from foveate.layers import GatedDeltaNet, LearnedEviction, NativeSparseAttention, Rotary, SlidingWindowAttention, rotate
-from foveate.models.cache import HybridCache, MemoryLayer
+from foveate.models.cache import HybridCache
 from foveate.models.configuration import HybridConfig
 from foveate.state import Packing
 
@@ -321,17 +321,18 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        retention = outputs.get("retention")
-        return HybridOutput(
-            loss=loss,
-            logits=logits,
-            retention=retention,
-            **{_CACHE: outputs[_CACHE]} if outputs.get(_CACHE) is not None else {},
-        )
+        retention, cache = outputs.get("retention"), outputs.get(_CACHE)
+        return HybridOutput(loss=loss, logits=logits, retention=retention, **{_CACHE: cache})
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """As Transformers', with a cache of this model's own kind."""
         given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
         if given is None and generation_config.use_cache is not False:
@@ -342,8 +343,6 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             model_kwargs[_CACHE] = HybridCache(self.config)
             if generation_config.is_assistant:
                 model_kwargs[_CACHE].activate_past_recording()
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-
-
-__all__ = ["HybridForCausalLM", "HybridModel", "HybridPreTrainedModel", "MemoryLayer"]
+        else:
+            given = (generation_config, model_kwargs, generation_mode, batch_size, *args)
+            super()._prepare_cache_for_generation(*given, **kwargs)

@@ -92,13 +92,19 @@ class Memory:
         """A new memory of the same kind."""
         return type(self)()
 
+    def check_crop(self, tokens: int) -> None:
+        """Raise ValueError when so many tokens cannot be undone."""
+        raise NotImplementedError
+
     def crop(self, tokens: int) -> None:
         """Undo the last tokens of every row, and make the others final.
 
         Raises:
-            ValueError: when so many cannot be undone.
+            ValueError: as :meth:`check_crop`.
         """
-        raise NotImplementedError
+        self.check_crop(tokens)
+        if tokens:
+            self.lengths = [length - tokens for length in self.lengths]
 
 
 class StagedMemory(Memory):
@@ -146,14 +152,20 @@ class StagedMemory(Memory):
         super().take_rows(index)
         self._staged = {name: x.index_select(0, index.to(x.device)) for name, x in self._staged.items()}
 
-    def crop(self, tokens: int) -> None:
-        held = next(iter(self._staged.values())).shape[1] if self._staged and not self._final else 0
-        if tokens > held:
+    def check_crop(self, tokens: int) -> None:
+        if tokens > self._undoable:
             raise ValueError(
-                f"{tokens} tokens cannot be undone: {held} are not final; call cache.activate_past_recording() before "
-                "tokens that may be removed"
+                f"{tokens} tokens cannot be undone: {self._undoable} are not final; call "
+                "cache.activate_past_recording() before tokens that may be removed"
             )
+
+    def crop(self, tokens: int) -> None:
+        super().crop(tokens)
+        left = self._undoable - tokens
         if tokens:
-            self._staged = {name: x[:, : held - tokens] for name, x in self._staged.items()} if held > tokens else {}
-            self.lengths = [length - tokens for length in self.lengths]
+            self._staged = {name: x[:, :left] for name, x in self._staged.items()} if left else {}
         self._final = True
+
+    @property
+    def _undoable(self) -> int:
+        return next(iter(self._staged.values())).shape[1] if self._staged and not self._final else 0

@@ -39,10 +39,9 @@ class BlockMemory(Memory):
                 self.tensors[name].scatter_(2, index.expand(x.shape), x)
         self.advance(n, packing)
 
-    def crop(self, tokens: int) -> None:
+    def check_crop(self, tokens: int) -> None:
         if tokens > min(self.lengths, default=0):
             raise ValueError(f"{tokens} tokens cannot be undone: the shortest row has {min(self.lengths, default=0)}")
-        self.lengths = [length - tokens for length in self.lengths]
 
     def emptied(self) -> BlockMemory:
         return BlockMemory(self.block)

@@ -16,6 +16,7 @@ from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.attention import without_cache
 from foveate.methods import Method, Together
+from foveate.models import MemoryLayer, cache_layers
 from foveate.ops._dispatch import runs_kernel
 
 if TYPE_CHECKING:
@@ -441,7 +442,7 @@ class Cache(transformers.Cache):
             raise ValueError("the model is not attached: call foveate.attach(model, method) first")
         self.owner = attachment.uid
         self.phase = Phase(prompt_end=prompt_length)
-        layers = transformers.DynamicCache(config=attachment.config).layers
+        layers = cache_layers(attachment.config)
         if len(layers) <= max(attachment.policies):
             raise ValueError(
                 f"the model's configuration has {len(layers)} layers, and had more when the method was attached; "
@@ -506,7 +507,7 @@ class Cache(transformers.Cache):
             if isinstance(layer, Layer):
                 cache.layers[index].go_on_from(layer)
             else:
-                cache.layers[index] = copy.copy(layer)
+                cache.layers[index] = (copy.deepcopy if isinstance(layer, MemoryLayer) else copy.copy)(layer)
             if isinstance(layer, LinearAttentionLayer):
                 copy_states(layer, cache.layers[index])
         return cache
@@ -527,7 +528,7 @@ class Cache(transformers.Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, Layer):
+            if isinstance(layer, (Layer, MemoryLayer)):
                 layer.check_crop(tokens_to_remove)
             if isinstance(layer, LinearAttentionLayer) and int(tokens_to_remove):
                 if not layer.is_croppable:
@@ -548,7 +549,7 @@ class Cache(transformers.Cache):
         for layer in self.layers:
             if isinstance(layer, Layer):
                 layer._take_rows(index)
-            elif isinstance(layer, LinearAttentionLayer):
+            elif isinstance(layer, (LinearAttentionLayer, MemoryLayer)):
                 layer.reorder_cache(index)
             elif isinstance(layer, DynamicLayer):
                 layer.batch_select_indices(index)
@@ -578,7 +579,8 @@ class Cache(transformers.Cache):
         layers = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
         held = [x for layer in layers for x in (layer.keys, layer.values)]
         held += [x for layer in self.layers if isinstance(layer, LinearAttentionLayer) for x in recurrent_states(layer)]
-        return sum(x.untyped_storage().nbytes() for x in held)
+        memories = [layer.memory for layer in self.layers if isinstance(layer, MemoryLayer)]
+        return sum(x.untyped_storage().nbytes() for x in held) + sum(memory.nbytes for memory in memories)
 
 
 def _as_rows(indices: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class Graphs:
         kinds = {rope.get("rope_type")} | {one.get("rope_type") for one in rope.values() if isinstance(one, dict)}
         if kinds & set(_SHAPES):
             return f"{sorted(kinds & set(_SHAPES))[0]} rotary embeddings depend on the length of the context"
+        if getattr(config, "mixers", None) is not None:
+            return f"its {config.mixers[0]} layers keep a memory of their own, which a captured step cannot write to"
         if model.training:
             return "the model is in training mode"
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:

@@ -11,6 +11,7 @@ from transformers.cache_utils import (
 )
 
 from foveate.integrations.transformers import releases
+from foveate.models import MemoryLayer, cache_layers
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -38,7 +39,7 @@ def attention_modules(
         refuse("it has an encoder; foveate attaches to decoder-only models")
     if getattr(config, "num_kv_shared_layers", 0):
         refuse("some of its layers share the keys and values of others")
-    layers = transformers.DynamicCache(config=config).layers
+    layers = cache_layers(config)
     # a model with recurrent layers lacks the flag because of these layers; its first forward pass proves its attention
     recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     if not (recurrent or getattr(type(decoder), "_supports_attention_backend", False)):
@@ -47,6 +48,8 @@ def attention_modules(
     for index, layer in enumerate(layers):
         if type(layer) in releases.UNCHANGED_LAYERS:
             unchanged[index] = releases.UNCHANGED_LAYERS[type(layer)]
+        elif isinstance(layer, MemoryLayer):
+            unchanged[index] = config.mixers[index]
         elif type(layer) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
             refuse(f"layer {index} keeps a {type(layer).__name__}, which foveate does not know")
     wanted = [index for index in range(len(layers)) if index not in unchanged]
