@@ -184,6 +184,7 @@ def test_kascade_written_out(settings, top_k):
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3, score="logit"),
         methods.make("lessismore", selections=[1], top_k=0.3, min_k=3),
+        methods.make("lessismore", selections=[1], top_k=0.5, min_k=3),  # with sinks in the longest row alone
     ],
     ids=lambda method: method.spec,
 )
