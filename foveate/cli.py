@@ -348,10 +348,10 @@ def report(
 @app.command()
 def salad(
     squad: Annotated[Path, typer.Option(help="SQuAD 2.0's training file (.json, .xz).", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the four files.", show_default=False, callback=announce)],
+    out: Annotated[Path, typer.Option(help="Folder for the files.", show_default=False, callback=announce)],
     seed: Annotated[int, typer.Option(help="Seed of the draws; that of the published files if left out.")] = 42,
 ) -> None:
-    """Write the sets of the wikisalad task by their published recipe."""
+    """Write the sets of the wikisalad task, and the example published beside them, by their published recipe."""
     from foveate.evaluation.salad import write_sets
 
     for path, published in write_sets(squad, out, seed).items():

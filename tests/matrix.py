@@ -47,6 +47,8 @@ VARIANTS = [
         }.items()
     ),
     ("quest/kv_head", methods.make("quest", top_k=0.2, min_k=4, page_size=4, pool="kv_head").for_layer(2, 3)),
+    ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
+    ("lined_as_published/layer", methods.make("lined_as_published", top_k=0.15, window=8, pool="layer")),
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
     ("streaming/nothing_kept", methods.make("streaming", sinks=0, window=1)),
     ("streaming/little_kept", methods.make("streaming", sinks=0, window=0.1)),

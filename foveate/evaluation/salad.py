@@ -1,8 +1,9 @@
-"""WikiSalad's generator: from SQuAD 2.0's training articles to the four published files of the LuKA paper.
+"""WikiSalad's generator: from SQuAD 2.0's training articles to the five published files of the LuKA paper.
 
 Facts of the recipe, checked against the published files:
 
-- One stream of random numbers makes all sets, in their order; a set of 50 examples, never published, comes first.
+- One stream of random numbers makes all sets, in their order. A set of 50 comes first, which the paper publishes as an
+  example of the format; the other four are those of its results.
 - An example draws as many articles as its pattern has letters, A first, out of those with at least as many questions as
   the pattern has A's.
 - Segment i, counted over the whole example, takes question i of its article (modulo their number) and the first three
@@ -58,14 +59,17 @@ SETS = {
     ),
 }
 """The published sets, in the order in which they are drawn."""
-_DRAWN_FIRST = Recipe("", "AABBAABB", 50)
+_EXAMPLE = Recipe(
+    "wikisalad_eval_example.json", "AABBAABB", 50, "2ea98356388ca2d765cdec452a11a553773cedf362276b81eee64a3430ad244a"
+)
+FILES = {"example": _EXAMPLE, **SETS}
+"""All published files, in the order in which they are drawn."""
 
 
 def make_sets(articles: Sequence[Article], seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
-    """The examples of every set, as the published files hold them. Raises `UserError` if there are too few articles."""
+    """The examples of every file of `FILES`, as published. Raises `UserError` if there are too few articles."""
     rng = random.Random(seed)
-    _make_set(articles, _DRAWN_FIRST, rng)
-    return {name: _make_set(articles, recipe, rng) for name, recipe in SETS.items()}
+    return {name: _make_set(articles, recipe, rng) for name, recipe in FILES.items()}
 
 
 def write_sets(squad: Path, out: Path, seed: int = SEED) -> dict[Path, bool]:
@@ -79,14 +83,14 @@ def write_sets(squad: Path, out: Path, seed: int = SEED) -> dict[Path, bool]:
     if document.version != "2.0":
         raise DataError(f"{squad}: SQuAD {document.version}; WikiSalad is made of SQuAD 2.0")
     sets = make_sets(document.articles, seed)
-    contents = {Path(out) / SETS[name].file: json.dumps(sets[name], indent=2).encode() for name in SETS}
+    contents = {Path(out) / FILES[name].file: json.dumps(sets[name], indent=2).encode() for name in FILES}
     for path, content in contents.items():
         if path.exists() and path.read_bytes() != content:
             raise UserError(f"{path} exists with another content")
     for path, content in contents.items():
         outfile.write(path, content)
     digests = [hashlib.sha256(content).hexdigest() for content in contents.values()]
-    return {path: digest == recipe.sha256 for path, digest, recipe in zip(contents, digests, SETS.values())}
+    return {path: digest == recipe.sha256 for path, digest, recipe in zip(contents, digests, FILES.values())}
 
 
 def first_sentences(text: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import SlotCache
 from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest
-from foveate.methods.base import Number, budget, clamp, setting
+from foveate.methods.base import Number, budget, setting
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class LessIsMore(SelectOnce):
     """Selection layers are dense; the layers behind them read, with all heads, the union of what their heads look at.
 
     The union takes every query head's best key, then every head's second best, and so on, until the budget is full but
-    for the sinks and the recent tokens. Layers before the first selection layer are dense, and so is the prefill.
+    for the sinks and the recent tokens. Where their share has room for the sinks alone, or for fewer, the recent tokens
+    take all of it. Layers before the first selection layer are dense, and so is the prefill.
     """
 
     name: ClassVar[str] = "lessismore"
@@ -32,7 +33,7 @@ class LessIsMore(SelectOnce):
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")
     recent: float = setting(0.25, "share of the keys that are the first and the most recent tokens")
-    sinks: int = setting(4, "first tokens, of the recent ones' share, as far as it goes")
+    sinks: int = setting(4, "first tokens, of the recent ones' share; none where it has no room for a recent one, too")
     selections: Any = setting(
         (2 / 32, 13 / 32), "selection layers, or their depths as shares (Llama 8B: 2 and 13 of 32)"
     )
@@ -82,8 +83,9 @@ class LessIsMore(SelectOnce):
         return budget(1.0 - self.recent, self.count(length))
 
     def first_tokens(self, length: Number) -> Number:
-        """How many of the others are its first tokens."""
-        return clamp(self.sinks, 0, self.count(length) - self.best_keys(length))
+        """How many of the others are its first tokens: all sinks, or none where no recent token would be left."""
+        others = self.count(length) - self.best_keys(length)
+        return self.sinks * (others > self.sinks)
 
     def last_tokens(self, length: Number) -> Number:
         """How many are its last ones."""

@@ -18,6 +18,9 @@ class LinedAsPublished(Method):
     During the prompt no heavy hitters exist yet, so every query is shown the last ``window`` tokens only. A query
     before them has all its keys masked, and its softmax becomes uniform over those tokens, which lie in its future. The
     mass accumulated in this way picks the heavy hitters of the decode steps. The prompt must come in one piece.
+
+    The published code keeps one grid of heavy hitters for all heads of a layer: ``pool=layer``. The default, by which
+    the recorded results were measured, keeps one for each KV head, as H2O does.
     """
 
     name: ClassVar[str] = "lined_as_published"
@@ -31,10 +34,14 @@ class LinedAsPublished(Method):
 
     top_k: int | float = setting(0.125, "heavy hitters: a number, or a share of the tokens so far")
     window: int = setting(128, "recent tokens that are always read")
+    pool: str = setting(
+        "kv_head", "whose mass picks heavy hitters: each kv_head's own, or the whole layer's, as published", later=True
+    )
 
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("window", 1)
+        self._check_choice("pool", "kv_head", "layer")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"mass": Channel()}
@@ -72,11 +79,13 @@ class LinedAsPublished(Method):
     def _selected(self, cache: SlotCache) -> Tensor:
         """Slots of the heavy hitters and of the recent tokens, int64 ``[B, Hkv, K]``, -1 for none."""
         mass = cache.channel("mass")
+        mass = mass.sum(1, keepdim=True) if self.pool == "layer" else mass
         others = mass.masked_fill((mass <= 0) | recent(cache, self.window), float("-inf"))
         heavy = ops.topk_rows(others, cache.each_row(self._heavy), cache.most(self._heavy))
+        heavy = heavy.expand(-1, cache.geometry.num_kv_heads, -1)
         width = cache.most(self._width)
         last = cache.row_tensor("lengths")[:, None] - width + torch.arange(width, device=cache.device)
-        last = last.clamp_min(-1)[:, None].expand(-1, mass.shape[1], -1)
+        last = last.clamp_min(-1)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)
         return torch.cat([heavy, last], -1)
 
     def _heavy(self, length: Number) -> int | Number:

@@ -21,6 +21,9 @@ class OmniKV(SelectOnce):
 
     The layers behind a filter read these keys with all their heads; those before the first filter, and ``wait`` layers
     behind each, in which the chosen keys would be fetched, are dense. The prefill is dense.
+
+    ``score=softmax`` is the selector `softmax_before_last` of the published code, its default. ``score=logit`` is the
+    selector `last` of the published configuration, by which heads of large logits choose more of the keys.
     """
 
     name: ClassVar[str] = "omnikv"
@@ -34,12 +37,18 @@ class OmniKV(SelectOnce):
         (2 / 32, 8 / 32, 18 / 32), "filter layers, or their depths as shares (Llama 8B: 2, 8, 18 of 32)"
     )
     wait: int = setting(1, "dense layers behind a filter")
+    score: str = setting(
+        "softmax",
+        "what ranks keys, the largest of any head: attention (softmax), or logit, as in the published configuration",
+        later=True,
+    )
 
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("min_k")
         self._check_count("wait")
         self._check_layers("filters")
+        self._check_choice("score", "softmax", "logit")
 
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
         filters = layer_numbers(self, "filters", among)
@@ -50,7 +59,8 @@ class OmniKV(SelectOnce):
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         mask, lengths = cache.stored()
-        how = {"pooling": "max", "pool": "layer", "mask": mask, "lengths": lengths}
+        pooling = "max" if self.score == "softmax" else "max_logit"
+        how = {"pooling": pooling, "pool": "layer", "mask": mask, "lengths": lengths}
         scores = ops.pooled_mass(q, cache.keys, scaling=scaling, sink_logits=cache.sink_logits, **how)
         chosen = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count), dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -1,4 +1,4 @@
-"""The generator against the published examples that the project ships: the first ten of two sets."""
+"""The generator against published examples: ten each of two sets, which the project ships, and articles of a third."""
 
 import dataclasses
 import hashlib
@@ -16,6 +16,12 @@ from foveate.evaluation.squad import Answer, Article, Paragraph, Question
 TRAIN_ARTICLES = 442
 TRAIN_PLACES = {"Frédéric_Chopin": 1, "The_Legend_of_Zelda:_Twilight_Princess": 4}
 """Places of two articles of the sample in SQuAD 2.0's training file, counted from 0."""
+EXAMPLE_ARTICLES = {
+    **{(0, 0): "Energy", (0, 1): "Universal_Studios", (1, 1): "Greeks", (2, 1): "Federal_Aviation_Administration"},
+    **{(5, 1): "Greeks", (6, 0): "Tibet", (12, 0): "Time", (14, 1): "Tibet", (15, 1): "Grape", (25, 0): "Napoleon"},
+    **{(44, 1): "Geological_history_of_Earth", (45, 0): "Greece", (46, 0): "East_India_Company"},
+}
+"""Some articles of wikisalad_eval_example.json that the sample has, too, by example and topic."""
 
 
 def make_article(title, questions=18):
@@ -60,6 +66,14 @@ def test_draws_are_those_of_the_published_examples(places):
     assert {title: place for place, title in places if title in TRAIN_PLACES} == TRAIN_PLACES
 
 
+def test_draws_are_those_of_the_published_example_file(places):
+    drawn = salad.make_sets([make_article(str(number)) for number in range(TRAIN_ARTICLES)])["example"]
+    places_of = {title: place for place, title in places}
+    for (number, topic), title in EXAMPLE_ARTICLES.items():
+        assert int(drawn[number]["metadata"]["articles"][topic]) == places_of[title]
+    assert {example["metadata"]["pattern"] for example in drawn} == {"AABBAABB"}
+
+
 def test_examples_are_the_published_ones(published, places):
     pieces = {
         (question["article"], index): (text, question)
@@ -79,7 +93,9 @@ def test_examples_are_the_published_ones(published, places):
                 paragraphs[index] = Paragraph(text, (Question("", asked["question"], answers),))
         articles[place] = Article(title, tuple(paragraphs))
     made = salad.make_sets(articles)
-    assert [len(examples) for examples in made.values()] == [100, 100, 100, 50]
+    assert {name: len(examples) for name, examples in made.items()} == {
+        **{"example": 50, "easy": 100, "medium": 100, "hard": 100, "very_hard": 50}
+    }
     for name, examples in published.items():
         assert made[name][: len(examples)] == examples
 
@@ -117,23 +133,33 @@ def test_articles_with_too_few_questions_are_not_drawn():
         salad.make_sets([make_article(f"{number}", questions) for number, questions in enumerate([4, 6, 6])])
 
 
-def test_command_writes_the_four_files(tmp_path, monkeypatch):
+def test_command_writes_the_five_files(tmp_path, monkeypatch):
     squad, out = squad_file(tmp_path / "train.json"), tmp_path / "out" / "sets"
     done = call(squad, out)
     assert done.exit_code == 0, done.output
-    assert sorted(path.name for path in out.iterdir()) == sorted(recipe.file for recipe in salad.SETS.values())
-    assert done.stdout.count("differs from the published file") == 4
+    written = {"wikisalad_eval_example.json", *(recipe.file for recipe in salad.SETS.values())}
+    assert {path.name for path in out.iterdir()} == written
+    assert done.stdout.count("differs from the published file") == 5
     content = (out / "hard_3topic_short.json").read_bytes()
     assert content.startswith(b'[\n  {\n    "example_id": 0,\n    "prompt": "# Segment 1: Title_')
     assert content.endswith(b"\n  }\n]")
     assert json.dumps(json.loads(content), indent=2).encode() == content
 
-    recipe = dataclasses.replace(salad.SETS["hard"], sha256=hashlib.sha256(content).hexdigest())
-    monkeypatch.setitem(salad.SETS, "hard", recipe)
+    published = {"hard": "hard_3topic_short.json", "example": "wikisalad_eval_example.json"}
+    for name, file in published.items():
+        sha256 = hashlib.sha256((out / file).read_bytes()).hexdigest()
+        monkeypatch.setitem(salad.FILES, name, dataclasses.replace(salad.FILES[name], sha256=sha256))
     again = call(squad, out)
     assert again.exit_code == 0
-    assert "hard_3topic_short.json: as published" in again.stdout
+    for file in published.values():
+        assert f"{file}: as published" in again.stdout
     assert again.stdout.count("differs") == 3
+
+
+def test_every_published_file_is_known_by_its_bytes():
+    digests = {recipe.sha256 for recipe in salad.FILES.values()}
+    assert len(digests) == 5
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
 
 
 def test_files_of_another_content_are_left_alone(tmp_path):
@@ -145,7 +171,7 @@ def test_files_of_another_content_are_left_alone(tmp_path):
     assert "very_hard_3topic_long.json exists with another content" in refused.stderr
     assert [path.read_text() for path in out.iterdir()] == ["mine"]
     assert call(squad, tmp_path / "a", "--seed", 7).exit_code == call(squad, tmp_path / "b").exit_code == 0
-    for recipe in salad.SETS.values():
+    for recipe in salad.FILES.values():
         assert (tmp_path / "a" / recipe.file).read_bytes() != (tmp_path / "b" / recipe.file).read_bytes()
 
 

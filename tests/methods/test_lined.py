@@ -12,13 +12,14 @@ WINDOW = 8
 METHOD = methods.make("lined_as_published", top_k=0.15, window=WINDOW)
 
 
-def written_out(tokens, prompt):
+def written_out(tokens, prompt, pool):
     """Outputs of one sequence, a query at a time in fp64, with the mass that each decides by."""
     group, blind = HEADS // KV_HEADS, max(0, prompt - WINDOW)
     q, k, v = (x[0].double() for x in (tokens.q, tokens.k, tokens.v))
     mass, outs = torch.zeros(KV_HEADS, len(tokens), dtype=torch.float64), []
     for t in range(len(tokens)):
         out = torch.zeros(HEADS, v.shape[2], dtype=torch.float64)
+        received = torch.zeros(KV_HEADS, len(tokens), dtype=torch.float64)
         for kv in range(KV_HEADS):
             if t < blind:
                 seen, blank = list(range(blind, prompt)), True
@@ -26,25 +27,27 @@ def written_out(tokens, prompt):
                 seen, blank = list(range(blind, t + 1)), False
             else:
                 window = list(range(max(0, t + 1 - WINDOW), t + 1))
-                others = [s for s in range(t + 1) if s not in window and mass[kv, s] > 0]
-                heavy = sorted(others, key=lambda s: (-mass[kv, s], s))[: int(0.15 * (t + 1) + 1e-9)]
+                score = (mass.sum(0) if pool == "layer" else mass[kv]).tolist()
+                others = [s for s in range(t + 1) if s not in window and score[s] > 0]
+                heavy = sorted(others, key=lambda s: (-score[s], s))[: int(0.15 * (t + 1) + 1e-9)]
                 seen, blank = sorted(heavy) + window, False
-            received = torch.zeros(len(tokens), dtype=torch.float64)
             for head in range(kv * group, (kv + 1) * group):
                 weights = torch.softmax(k[kv, seen] @ q[head, t] * (0.0 if blank else SCALING), 0)
                 out[head] = weights @ v[kv, seen]
-                received[seen] += weights
-            mass[kv] += received
+                received[kv, seen] += weights
+        mass += received
         outs.append(out)
     return torch.stack(outs, 1)[None].float()
 
 
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
 @pytest.mark.parametrize("prompt", [PROMPT, WINDOW + 1, WINDOW, 3])
-def test_it_is_the_published_fault(prompt):
+def test_it_is_the_published_fault(prompt, pool):
+    """And with ``pool=layer`` the published code's grid: one for all heads."""
     tokens = Tokens.random(1, prompt + 12)
-    driver = Driver(METHOD, prompt)
+    driver = Driver(METHOD.changed(pool=pool), prompt)
     out = torch.cat([driver.feed(tokens[:prompt]), driver.feed_steps(tokens[prompt:])], 2)
-    close(out, written_out(tokens, prompt))
+    close(out, written_out(tokens, prompt, pool))
 
 
 def test_early_queries_see_the_future_and_h2o_does_not():
@@ -54,6 +57,20 @@ def test_early_queries_see_the_future_and_h2o_does_not():
         outs = [Driver(method).feed(sequence)[:, :, : PROMPT - WINDOW] for sequence in (tokens, changed)]
         assert (outs[0] - outs[1]).abs().max().gt(1e-3) == leaks
     close(Driver(methods.make("h2o")).feed(tokens), dense(tokens))
+
+
+def test_the_heads_of_a_layer_read_the_same_only_with_one_grid():
+    """The default is what the recorded results were measured with, and so not among their settings."""
+    tokens = Tokens.random(1, PROMPT + 20)
+    for pool, alike in (("kv_head", False), ("layer", True)):
+        driver = Driver(METHOD.changed(pool=pool))
+        driver.feed(tokens[:PROMPT])
+        driver.feed_steps(tokens[PROMPT:])
+        heads = driver.layer.method._selected(driver.store)[0]
+        assert torch.equal(heads[0], heads[1]) == alike
+    assert "pool" not in METHOD.settings()
+    with pytest.raises(ValueError, match="pool must be one of kv_head, layer, not 'head'"):
+        METHOD.changed(pool="head")
 
 
 def test_the_prompt_must_come_whole():

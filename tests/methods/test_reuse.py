@@ -46,10 +46,15 @@ def part(tokens, *where):
     return [tuple(x[:, :, slice(*where)] for x in layer) for layer in tokens]
 
 
+def logits(q, k, i):
+    """Scaled logits of the query at position i, float64 ``[Hq, i + 1]``, of one sequence."""
+    keys = k.double().repeat_interleave(GROUP, 0)[:, : i + 1]
+    return torch.einsum("hd,hnd->hn", q[:, i].double(), keys) * SCALING
+
+
 def weights(q, k, i):
     """Attention of the query at position i, float64 ``[Hq, i + 1]``, of one sequence."""
-    keys = k.double().repeat_interleave(GROUP, 0)[:, : i + 1]
-    return (torch.einsum("hd,hnd->hn", q[:, i].double(), keys) * SCALING).softmax(-1)
+    return logits(q, k, i).softmax(-1)
 
 
 def read(q, k, v, i, chosen, mean_of=0):
@@ -177,7 +182,9 @@ def test_kascade_written_out(settings, top_k):
         methods.make("kascade", anchors=[1], decode_only=True, top_k=0.2, min_k=3),
         methods.make("kascade", anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="fp8"),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3),
+        methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3, score="logit"),
         methods.make("lessismore", selections=[1], top_k=0.3, min_k=3),
+        methods.make("lessismore", selections=[1], top_k=0.5, min_k=3),  # with sinks in the longest row alone
     ],
     ids=lambda method: method.spec,
 )
@@ -207,9 +214,10 @@ def test_padded_rows_get_their_own_layers_choices(method):
             assert float(getattr(layer.counters, name)) == pytest.approx(sum(map(float, rows_alone)))
 
 
-def test_omnikv_written_out():
+@pytest.mark.parametrize("score", ["softmax", "logit"])
+def test_omnikv_written_out(score):
     layers, prompt, total, k_of = 6, 30, 35, 8
-    method = methods.make("omnikv", filters=[1, 4], wait=1, top_k=k_of)
+    method = methods.make("omnikv", filters=[1, 4], wait=1, top_k=k_of, score=score)
     tokens = draw(layers, 1, total)
     stack = Stack(method, layers, prompt)
     stack.feed(part(tokens, prompt))
@@ -217,24 +225,35 @@ def test_omnikv_written_out():
         out = stack.feed(part(tokens, i, i + 1))
         for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
             if layer in (1, 4):
-                chosen = best(weights(q, k, i).amax(0), k_of)
+                scores = weights(q, k, i) if score == "softmax" else logits(q, k, i)
+                chosen = best(scores.amax(0), k_of)
             sparse = layer == 3
             assert_close(out[layer, 0, :, 0], read(q, k, v, i, [chosen if sparse else set(range(i + 1))] * KV_HEADS))
 
 
-def test_lessismore_written_out():
-    layers, prompt, total, k_of = 3, 40, 46, 16
-    method = methods.make("lessismore", selections=[1], top_k=k_of, sinks=2, recent=0.25)
+@pytest.mark.parametrize(
+    ("k_of", "sinks", "first", "last"),
+    [
+        (16, 2, 2, 2),
+        (20, 4, 4, 1),
+        (16, 4, 0, 4),  # four keys are the sinks' and the recent tokens': no place for a recent one beside the sinks
+        (12, 4, 0, 3),
+        (3, 4, 0, 1),
+    ],
+)
+def test_lessismore_written_out(k_of, sinks, first, last):
+    layers, prompt, total = 3, 40, 46
+    method = methods.make("lessismore", selections=[1], top_k=k_of, sinks=sinks, recent=0.25)
     tokens = draw(layers, 1, total)
     stack = Stack(method, layers, prompt)
     stack.feed(part(tokens, prompt))
     for i in range(prompt, total):
         out = stack.feed(part(tokens, i, i + 1))
         q, k, _ = (x[0] for x in tokens[1])
-        middle = range(2, i + 1 - 2)  # two sinks, two recent ones
+        middle = range(first, i + 1 - last)
         ranked = [sorted(middle, key=lambda j, h=h: -weights(q, k, i)[h, j]) for h in range(HEADS)]
         union = dict.fromkeys(itertools.chain.from_iterable(zip(*ranked)))
-        chosen = {0, 1, i - 1, i, *list(union)[:12]}
+        chosen = {*range(first), *range(i + 1 - last, i + 1), *list(union)[: k_of - first - last]}
         for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
             sparse = layer == 2
             assert_close(out[layer, 0, :, 0], read(q, k, v, i, [chosen if sparse else set(range(i + 1))] * KV_HEADS))
@@ -303,6 +322,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
         ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
+        ("omnikv", {"score": "last"}, "score must be one of softmax, logit, not 'last'"),
         ("lessismore", {"recent": 1.0}, "recent must be a float in"),
         ("lessismore", {"selections": [9]}, "selections must be among the layers that it is applied to"),
     ],

@@ -1,5 +1,7 @@
 """The kernels of decoding against their references, in numbers that Triton's interpreter gets right."""
 
+import math
+
 import pytest
 import torch
 import triton.language as tl
@@ -65,7 +67,7 @@ def splits(request, monkeypatch):
 
 
 HALF = ("dtype", [torch.float32, torch.float16])
-POOLING = ("pooling", ["post_softmax", "sqrt", "max"])
+POOLING = ("pooling", ["post_softmax", "sqrt", "max", "max_logit"])
 POOL = ("pool", ["kv_head", "layer"])
 SPLITS = ("splits", [1, 100])
 
@@ -206,11 +208,13 @@ def test_pooled_mass_beside_learned_sinks(dtype, pool, pooling, splits):
     logits = 5 + 2 * torch.randn(6, generator=torch.manual_seed(0))
     how = {"scaling": 0.3, "pooling": pooling, "pool": pool, "sink_logits": logits}
     expected = pooled.pooled_mass(q, k, **how)
-    torch.testing.assert_close(pooled_kernel.pooled_mass(q, k, **how), expected, rtol=2e-3, atol=1e-5)
+    close_enough = {"rtol": 2e-3, "atol": 1e-3 if pooling == "max_logit" else 1e-5}
+    torch.testing.assert_close(pooled_kernel.pooled_mass(q, k, **how), expected, **close_enough)
     found = decode_kernel.attend_pooled(q, k, v, **how)
     close(found, attend_pooled(q, k, v, **how), dtype)
-    torch.testing.assert_close(found.mass, expected, rtol=2e-3, atol=1e-5)
-    assert not torch.allclose(expected, pooled.pooled_mass(q, k, **how | {"sink_logits": None}), rtol=0.1)
+    torch.testing.assert_close(found.mass, expected, **close_enough)
+    without = pooled.pooled_mass(q, k, **how | {"sink_logits": None})
+    assert torch.allclose(expected, without, rtol=0.1) == (pooling == "max_logit")  # which no sink changes
 
 
 def test_no_keys():
@@ -256,9 +260,15 @@ def test_splits_cover_all_blocks_and_none_is_empty(rows, blocks):
 def check_mass(q, k, mask=None, **more):
     found = pooled_kernel.pooled_mass(q, k, scaling=0.3, mask=mask, **more)
     expected = pooled.pooled_mass(q, k.nan_to_num(0.0), scaling=0.3, mask=mask, **more)
-    tolerance = 1e-5 if q.dtype == torch.float32 else 3e-4  # half a step of a logit, and the error of fp16 products
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-9)
+    torch.testing.assert_close(found, expected, **tolerance(q.dtype, more.get("pooling")))
     return found
+
+
+def tolerance(dtype, pooling=None):
+    """Half a step of a logit, and the error of fp16 products: of a mass relative, of a logit absolute."""
+    if dtype == torch.float32:
+        return {"rtol": 1e-5, "atol": 1e-5 if pooling == "max_logit" else 1e-9}
+    return {"rtol": 1e-4, "atol": 1e-3} if pooling == "max_logit" else {"rtol": 3e-4, "atol": 1e-9}
 
 
 @every_pair(("number", [1, 130, 1500]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
@@ -281,11 +291,14 @@ def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragge
     found = decode_kernel.attend_pooled(q, k, v, **more)
     expected = attend_pooled(q, k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0), **more)
     close(found, expected, dtype)
-    torch.testing.assert_close(found.mass, expected.mass, rtol=1e-5 if dtype == torch.float32 else 3e-4, atol=1e-9)
+    torch.testing.assert_close(found.mass, expected.mass, **tolerance(dtype, pooling))
 
 
 @every_pair(
-    (("of_rows", "of_heads", "pooling"), [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max")]),
+    (
+        ("of_rows", "of_heads", "pooling"),
+        [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max"), (2, 1, "max_logit"), (2, 2, "max_logit")],
+    ),
     POOL,
     HALF,
     SPLITS,
@@ -306,7 +319,7 @@ def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling,
 @every_pair(
     ("lengths", [[300, 41], [[129, 300], [64, 5]]]),
     ("masked", [False, True]),
-    ("pooling", ["sqrt", "max"]),
+    ("pooling", ["sqrt", "max", "max_logit"]),
     POOL,
     HALF,
     SPLITS,
@@ -339,14 +352,13 @@ def check_copied(q, k, mask=None, **more):
     expected = pooled.pooled_mass(q, copy, **more)
     copy = copy.where(~k.isnan(), torch.tensor(torch.nan).to(copy.dtype))
     found = pooled_kernel.pooled_mass(q, copy, **more)
-    tolerance = 1e-5 if q.dtype == torch.float32 else 3e-4
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-9)
+    torch.testing.assert_close(found, expected, **tolerance(q.dtype, more.get("pooling")))
     return found
 
 
 @every_pair(
     ("number", [1, 130, 1500]),
-    (("pooling", "pool"), [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head")]),
+    (("pooling", "pool"), [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head"), ("max_logit", "layer")]),
     HALF,
     SPLITS,
     indirect=["splits"],
@@ -395,6 +407,17 @@ def test_masses_that_are_nothing_in_16_bits():
     found = pooled_kernel.pooled_mass(q, k, scaling=1.0)
     expected = pooled.pooled_mass(q, k, scaling=1.0)
     torch.testing.assert_close(found, expected, rtol=3e-4, atol=2.0**-32)
+
+
+def test_logits_far_below_their_blocks_largest_in_16_bits():
+    """They count as being at the floor of their head's block, so that their keys can still be chosen."""
+    q, k, _ = problem(1, 2, 1, 60, dtype=torch.float16)
+    k[0, 0, 7] = 400 * q[0, 0, 0] / q[0, 0, 0].float().norm()
+    logits = torch.einsum("hd,nd->hn", q[0, :, 0].double(), k[0, 0].double())
+    floors = logits.amax(1, keepdim=True) - 65535 / 512 * math.log(2)
+    assert bool((logits[0, :7] < floors[0] - 100).all())
+    found = pooled_kernel.pooled_mass(q, k, scaling=1.0, pooling="max_logit")
+    torch.testing.assert_close(found[0, 0], logits.maximum(floors).amax(0).float(), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])

@@ -170,8 +170,8 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, scaled=False):
     )
 
 
-@every_pair(CAPABILITIES, ("coded", [True, False]))
-def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
+@every_pair(CAPABILITIES, ("coded", [True, False]), ("how", ["SUM", "MAX", "LOGIT"]))
+def test_pooling_compiles_for_ampere_and_hopper(capability, coded, how):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
     compiled = compile_for(
@@ -191,15 +191,14 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded):
             "CODED": coded,
             "MASKED": True,
             "BOUNDED": True,
-            "MAX": not coded,
-            "SUM": coded,
+            **{one: one == how for one in ("SUM", "MAX", "LOGIT")},
             "KEYS": kernel._POOLED,
             "BLOCK_N": 128,
             "SPLITS": 128,
         },
         num_warps=4,
     )
-    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert ("ex2.approx.ftz.f32" in compiled.ptx) == (how != "LOGIT")
     assert "ld.global.v4.b32" in compiled.ptx, "logits are read 16 bytes at a time"
     assert "st.global.v4.b32" in compiled.ptx, "and scores are written so"
     assert compiled.spilled <= 16

@@ -205,6 +205,11 @@ def test_pooled_mass_is_the_mean_or_the_most_of_the_heads_that_share_a_key(shape
     assert_close(ops.pooled_mass(q, k, scaling=0.3, pooling="sqrt"), groups.sqrt().mean(2))
     assert_close(ops.pooled_mass(q, k, scaling=0.3, pool="layer"), weights.mean(1, keepdim=True))
     assert_close(ops.pooled_mass(q, k, scaling=0.3, pool="layer", pooling="max"), weights.amax(1, keepdim=True))
+    rows = q.double().unflatten(1, (shape.kv_heads, -1))[:, :, :, 0]
+    logits = 0.3 * rows @ k.double().transpose(-1, -2)
+    assert_close(ops.pooled_mass(q, k, scaling=0.3, pooling="max_logit"), logits.amax(2))
+    layer = ops.pooled_mass(q, k, scaling=0.3, pool="layer", pooling="max_logit")
+    assert_close(layer, logits.amax((1, 2))[:, None])
     if holes and k.shape[2] > 1:
         mask = torch.arange(k.shape[2])[None, None] > 0
         found = ops.pooled_mass(q, k, scaling=0.3, mask=mask)

@@ -21,6 +21,9 @@ def pooled_mass(
 ) -> Tensor:
     """The mean of the attention that query heads pay to each key (Kascade, section 3.3), or the most (OmniKV).
 
+    OmniKV's published configuration takes the largest logit instead: a head's logits, unlike its attention, are not
+    relative to the head's other keys.
+
     Args:
         q: ``[B, Hq, 1, D]``.
         k: ``[B, Hkv, N, D]``; read through its strides.
@@ -30,8 +33,8 @@ def pooled_mass(
         mask: bool, broadcastable to ``[B, Hkv, N]``: True where a key is. The others may hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
         sink_logits: ``[Hq]``: a logit of each query head that takes its share of attention and has no key; None: none.
-        pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), or the largest attention of
-            any head (``max``).
+        pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), the largest attention of
+            any head (``max``), or the largest scaled logit of any head (``max_logit``), which no sink changes.
         pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
 
     Returns:
@@ -47,13 +50,13 @@ def pooled_mass(
     logits = _logits(fold_group(q, k.shape[1]), k, key_scales, scaling)
     if mask is not None:
         logits.masked_fill_(~mask[:, :, None], float("-inf"))
-    mass = logits.softmax(-1)
-    if sink_logits is not None:
+    mass = logits if pooling == "max_logit" else logits.softmax(-1)
+    if sink_logits is not None and pooling != "max_logit":
         sinks = sink_logits.float().view(1, k.shape[1], -1, 1)
         mass = mass * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()
     mass = mass.sqrt_() if pooling == "sqrt" else mass
     mass = mass if pool == "kv_head" else mass.flatten(1, 2)[:, None]
-    scores = mass.amax(2) if pooling == "max" else mass.mean(2)
+    scores = mass.amax(2) if pooling in ("max", "max_logit") else mass.mean(2)
     if mask is not None:
         mask = mask if pool == "kv_head" else mask.all(1, keepdim=True)
         scores = scores.masked_fill_(~mask, float("-inf"))
@@ -71,7 +74,7 @@ def _logits(rows: Tensor, k: Tensor, key_scales: Tensor | None, scaling: float) 
 
 def check(pooling: str, pool: str) -> None:
     """Raise unless these are known."""
-    if pooling not in ("post_softmax", "sqrt", "max"):
-        raise ValueError(f"pooling must be post_softmax, sqrt or max, not {pooling!r}")
+    if pooling not in ("post_softmax", "sqrt", "max", "max_logit"):
+        raise ValueError(f"pooling must be post_softmax, sqrt, max or max_logit, not {pooling!r}")
     if pool not in ("kv_head", "layer"):
         raise ValueError(f"pool must be kv_head or layer, not {pool!r}")

@@ -13,12 +13,13 @@ from foveate.ops.score.fp8 import FP8
 from foveate.ops.score.pooled import check
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-3.4e38)
 """Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
 _STEPS = 2048.0
 """Steps of a factor of two, of what is pooled, in which 16 bits say how far a logit is below its block's largest."""
 _NOTHING = tl.constexpr(65535)
-"""That many steps and more are nothing."""
+"""That many steps and more are nothing; of logits pooled as such, the floor of their block."""
 
 _LARGEST = 256
 """The largest head dim."""
@@ -63,8 +64,9 @@ def pooled_mass(
     One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
     keys in half precision a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of its
     block of keys: a mass is right to 2e-4 of itself, and one of less than 2^-32 of the block's largest counts as 0.
-    Of fp32 the logits are kept as they are. Keys in fp8 are converted in registers, by GPUs with instructions for it.
-    Keys that the mask or the lengths leave out are not read and may hold anything.
+    With ``max_logit`` the steps are four times as wide: a logit is right to 7e-4, and one of more than 88 below the
+    block's largest counts as 88 below. Of fp32 the logits are kept as they are. Keys in fp8 are converted in registers,
+    by GPUs with instructions for it. Keys that the mask or the lengths leave out are not read and may hold anything.
     """
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
@@ -166,7 +168,7 @@ def room_for(q: Tensor, number: int, blocks: int, splits: int, block: int) -> Ke
 
 def steps(pooling: str) -> float:
     """In how many steps of a logit's 16 bits what is pooled doubles."""
-    return _STEPS * (0.5 if pooling == "sqrt" else 1.0)
+    return _STEPS * {"sqrt": 0.5, "max_logit": 0.25}.get(pooling, 1.0)
 
 
 def pooled(
@@ -200,6 +202,7 @@ def pooled(
             MASKED=mask is not None,
             BOUNDED=lengths is not None,
             MAX=pooling == "max",
+            LOGIT=pooling == "max_logit",
             SUM=pooling == "sum",
             KEYS=_POOLED,
             BLOCK_N=kept.block,
@@ -348,12 +351,16 @@ def _pool_logits(
     MASKED: tl.constexpr,
     BOUNDED: tl.constexpr,
     MAX: tl.constexpr,
+    LOGIT: tl.constexpr,
     SUM: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Writes ``score [B, sets, padded]``, contiguous: of the ``members`` query heads of each set."""
+    """Writes ``score [B, sets, padded]``, contiguous: of the ``members`` query heads of each set.
+
+    ``LOGIT``: the largest logit, to the base e, whatever the log-sum-exps.
+    """
     row = tl.program_id(1).to(tl.int64)
     batch, first = row // sets, row % sets * members
     block = tl.program_id(0) * (KEYS // BLOCK_N) + tl.arange(0, KEYS // BLOCK_N)
@@ -361,7 +368,8 @@ def _pool_logits(
     exist, some = place < number, tl.arange(0, SPLITS)
     if MASKED:
         mask_ptr += batch * mask_stride_b + place.to(tl.int64) * mask_stride_l
-    score, lost = tl.zeros([KEYS // BLOCK_N, BLOCK_N], tl.float32), place < 0
+    score = tl.full([KEYS // BLOCK_N, BLOCK_N], float("-inf") if LOGIT else 0.0, tl.float32)
+    lost = place < 0
     for member in tl.range(0, members):
         head = batch * sets * members + first + member
         lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
@@ -371,16 +379,18 @@ def _pool_logits(
         if CODED:
             largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
             below = logit.to(tl.int32) + 32768
-            logit = tl.where(below == _NOTHING, float("-inf"), largest[:, None] - below.to(tl.float32) * step)
-        mass = tl.exp2((logit - lse) * power)
-        score = tl.maximum(score, mass) if MAX else score + mass
+            logit = largest[:, None] - below.to(tl.float32) * step
+            if not LOGIT:
+                logit = tl.where(below == _NOTHING, float("-inf"), logit)
+        mass = logit * _LN2 if LOGIT else tl.exp2((logit - lse) * power)
+        score = tl.maximum(score, mass) if MAX or LOGIT else score + mass
         if MASKED:
             there = tl.load(mask_ptr + (first + member) // group * mask_stride_h, mask=exist, other=0)
             lost = lost | (there == 0)
         if BOUNDED:
             of_head = batch * length_stride_b + (first + member) // group * length_stride_h
             lost = lost | (place >= tl.load(length_ptr + of_head).to(tl.int32))
-    score = score if MAX or SUM else score / members
+    score = score if MAX or LOGIT or SUM else score / members
     if MASKED or BOUNDED:
         score = tl.where(lost, 0.0 if SUM else float("-inf"), score)
     tl.store(score_ptr + row * padded + place, score, mask=place < padded)

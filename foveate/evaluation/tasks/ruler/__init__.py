@@ -10,6 +10,7 @@ definitions say `noise`). What differs:
 - Every item draws everything anew, from a generator of its own; keys, values and names are distinct. RULER shuffles all
   items of a length alike, and its keys may repeat.
 - The one-shot examples of `vt` and `cwe` stand before the question in the same message, with any chat template.
+- No space stands between a chat template and the answer prefix. RULER puts one there; after plain text both do.
 - `qa_1` and `qa_2` draw their questions from all over the file; RULER takes them in the order of the file.
 
 As published there is no stop string: answers end with the model's end token or at the limit, and a model that goes on
