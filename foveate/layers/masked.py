@@ -42,7 +42,8 @@ def attend_masked(
             return (i >= j) & sees(b, h, i, j)
 
         block_mask = BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=_BLOCK, mask_mod=mask, seq_lengths=(length, length))
-        return _compiled()(q, k, v, block_mask=block_mask, scale=scaling, enable_gqa=group > 1)
+        attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+        return attend(q, k, v, block_mask=block_mask, scale=scaling, enable_gqa=group > 1)
     rows, heads, columns = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[1], length))
     b, h = rows[:, None, None, None], heads[:, None, None]
     i, j = columns[:, None], columns

@@ -123,10 +123,8 @@ class NativeSparseAttention(nn.Module):
             weight = F.pad(weight, (0, 1))
             always = (number == 0) | (number == own) | (number == own - 1)
             weight = weight.masked_fill(always, float("inf")).masked_fill(number > own, float("-inf"))
-            chosen = ops.topk(weight.contiguous(), min(self.blocks, count + 1))
-            chosen = chosen.masked_fill(chosen < 0, count + 1)
-            selected = torch.zeros(*weight.shape[:3], count + 2, dtype=torch.bool, device=q.device)
-            selected = selected.scatter_(3, chosen, True)[..., : count + 1] & (number <= own)
+            chosen = weight.argsort(dim=3, descending=True, stable=True)[..., : self.blocks]
+            selected = torch.zeros_like(weight, dtype=torch.bool).scatter_(3, chosen, True) & (number <= own)
         return complete, selected
 
     def _branches(self, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,6 +279,12 @@ class HybridModel(HybridPreTrainedModel):
         return _Inputs(angles, causal, packing, packed, kwargs)
 
 
+def _next_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of the next tokens, as Transformers' models have it: labels of -100 are left out."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), F.pad(labels, (0, 1), value=-100)[:, 1:].flatten())
+
+
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     """A hybrid with a language-modelling head; trains, and generates in every mode of `generate`."""
 
@@ -287,7 +294,18 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = HybridModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._compiled_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.post_init()
+
+    def compile(self, **options: Any) -> None:
+        """Compile each layer and the loss, in place, for training on sequences of one length.
+
+        Layers of one kind share what is compiled; the gated delta rule, which has kernels of its own, is left out.
+        """
+        options = {"dynamic": False} | options
+        for layer in self.model.layers:
+            layer.compile(**options)
+        self._compiled_loss = torch.compile(_next_token_loss, **options)
 
     def forward(
         self,
@@ -303,7 +321,10 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         output_retention: bool = False,
         **kwargs: Any,
     ) -> HybridOutput:
-        """Logits ``[B, L, vocab_size]`` and, with labels ``[B, L]``, the mean loss; see :meth:`HybridModel.forward`."""
+        """Logits ``[B, L, vocab_size]`` and, with labels ``[B, L]``, the mean loss; see :meth:`HybridModel.forward`.
+
+        A compiled model in training returns the loss alone, and never holds its logits in fp32.
+        """
         kwargs.pop("return_dict", None)
         outputs = self.model(
             input_ids=input_ids,
@@ -316,10 +337,13 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
-        loss = None
-        if labels is not None:
+        loss = logits = None
+        if labels is not None and self._compiled_loss is not None and self.training:
+            loss = self._compiled_loss(hidden, self.lm_head.weight, labels)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, kept])
+        if labels is not None and loss is None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         retention, cache = outputs.get("retention"), outputs.get(_CACHE)
         return HybridOutput(loss=loss, logits=logits, retention=retention, **{_CACHE: cache})

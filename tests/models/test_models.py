@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from foveate.models import PRESETS, HybridCache, HybridConfig, HybridForCausalLM, make_config
-from tests.helpers import CACHE
+from tests.helpers import CACHE, checkpoint_activations
 
 every_preset = pytest.mark.parametrize("preset", PRESETS)
 NEW = 12
@@ -174,7 +174,7 @@ def test_it_trains(preset):
     assert all(bool(g.isfinite().all()) for g in gradients.values())
     assert len(out.retention or ()) == model.config.mixers.count("lte")
     model.zero_grad()
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     model(ids, labels=ids).loss.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name], atol=1e-6, rtol=1e-4)
@@ -184,7 +184,25 @@ def test_it_trains(preset):
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-    assert float(loss) < float(out.loss) - 0.5
+    assert loss.item() < out.loss.item() - 0.5
+
+
+def test_a_compiled_model_trains_alike():
+    model = copy.deepcopy(model_of("lalte")).train()
+    for module in model.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = 0.0
+    compiled, ids, found = copy.deepcopy(model), prompt(), []
+    compiled.compile(backend="aot_eager")
+    for one in (model, compiled):
+        out = one(ids, labels=ids, output_retention=True)
+        out.loss.backward()
+        found.append([out.loss, *out.retention, *(p.grad for p in one.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, atol=1e-6, rtol=1e-4)
+    compiled.eval()
+    model.eval()
+    assert torch.equal(compiled(ids, labels=ids).logits, model(ids).logits)
 
 
 def test_constant_memory():

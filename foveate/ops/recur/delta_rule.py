@@ -7,6 +7,7 @@ from foveate.ops.recur import chunked, library, reference
 from foveate.ops.recur.reference import Recurred
 
 
+@torch.compiler.disable
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, *, state: Tensor | None = None
 ) -> Recurred:
