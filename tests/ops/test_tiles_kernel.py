@@ -77,7 +77,8 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest, 
         **tile.options,
     )
     # the sums of the values cost Ampere a few registers too many, and fp32, which no one is served in, a lot of them
-    assert_compiled_well(compiled, capability, half, spilled=60 if not rest else 200 if half else 4000)
+    spilled = (220 if half else 6000) if softcap else 200 if half else 4000
+    assert_compiled_well(compiled, capability, half, spilled=spilled if rest else 60)
 
 
 @every_pair(CAPABILITIES, SHAPES, ("one", [True, False]), ("softcap", [0.0, 50.0]))
