@@ -71,6 +71,7 @@ class SlotCache(RowNumbers, Undoing):
         self.borrowed = False  # keys and values are another cache's, see branch
         self.forward: dict[Hashable, Any] = {}  # what the layers of one forward pass share, see hand_on
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
+        self.softcap: float | None = None  # cap of the layer's attention logits
         self._row: int | None = None
         self.tally: Tally | None = None  # where numbers on the device wait for those of other layers
         if evicts and any(spec.per > 1 for spec in self.specs.values()):
@@ -91,6 +92,7 @@ class SlotCache(RowNumbers, Undoing):
         forward: dict[Hashable, Any] | None = None,
         row: int | None = None,
         sink_logits: Tensor | None = None,
+        softcap: float | None = None,
     ) -> SlotCache:
         """A cache over given keys and values, which are not copied: for one forward pass without a cache.
 
@@ -98,11 +100,12 @@ class SlotCache(RowNumbers, Undoing):
             forward: what the layers of the pass share.
             row: which row of the batch this is, when it is one of several.
             sink_logits: learned sinks of the query heads, ``[Hq]``; None: there are none.
+            softcap: cap of the attention logits, see :func:`foveate.ops.attend`; None: there is none.
         """
         geometry = Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3])
         cache = cls(geometry, k.shape[0], k.dtype, k.device)
         cache.forward, cache._row = {} if forward is None else forward, row
-        cache.sink_logits = sink_logits
+        cache.sink_logits, cache.softcap = sink_logits, softcap
         cache.tensors |= {"keys": k, "values": v}
         cache.capacity = k.shape[2]
         cache._advance(k.shape[2], k.shape[2])
@@ -449,7 +452,8 @@ class SlotCache(RowNumbers, Undoing):
         """
         one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters)
         one.rows = {name: list(numbers) for name, numbers in self.rows.items()}
-        one.capacity, one.borrowed, one.sink_logits = self.capacity, True, self.sink_logits
+        one.capacity, one.borrowed = self.capacity, True
+        one.sink_logits, one.softcap = self.sink_logits, self.softcap
         for name, spec in one._slot_specs().items():
             shared = name in ("keys", "values")
             one.tensors[name] = self.tensors[name] if shared else one._buffer(name, spec, self.capacity)

@@ -55,6 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3Config", {}),
     "Qwen3-MoE": ("Qwen3MoeConfig", _EXPERTS),
     "Gemma": ("GemmaConfig", {}),
+    "Gemma 2": ("Gemma2Config", {**_WINDOWS, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
     "Gemma 3": ("Gemma3TextConfig", {**_WINDOWS, "query_pre_attn_scalar": 16}),
     "Gemma 4": ("Gemma4TextConfig", {**_WINDOWS, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB}),
     "OLMo": ("OlmoConfig", {}),
@@ -145,7 +146,9 @@ def family(name: str):
     kind, settings = FAMILIES[name]
     config = getattr(transformers, kind)(**_SIZES | settings)
     torch.manual_seed(0)
-    model = prepare(transformers.AutoModelForCausalLM.from_config(config))
+    # what releases run by default leaves out the cap of logits (5.17)
+    how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model = prepare(transformers.AutoModelForCausalLM.from_config(config, **how))
     for parameter, weight in model.named_parameters():
         if parameter.endswith("sinks"):  # that matter
             torch.nn.init.normal_(weight, 1.0, 1.5)

@@ -16,8 +16,8 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
     mask, lengths = cache.stored()
     cache.count_read(cache.held(mask, lengths))
     mask = None if mask is None else mask[:, :, None]
-    how = {"mask": mask, "lengths": lengths, "sink_logits": cache.sink_logits, "need_mass": need_mass}
-    return ops.attend(q, cache.keys, cache.values, scaling=scaling, **how)
+    how = {"mask": mask, "lengths": lengths, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+    return ops.attend(q, cache.keys, cache.values, scaling=scaling, need_mass=need_mass, **how)
 
 
 def count_scored(method: Method, cache: SlotCache) -> None:
@@ -49,8 +49,8 @@ def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor
     if not observing:
         return None, 0
     queries = cache.channel("queries")[:, :, window - observing :]
-    how = {"scaling": scaling, "offset": cache.used - observing, "sink_logits": cache.sink_logits}
-    return ops.query_mass(queries, cache.keys, **how), observing
+    how = {"offset": cache.used - observing, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+    return ops.query_mass(queries, cache.keys, scaling=scaling, **how), observing
 
 
 def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> Tensor | None:

@@ -118,7 +118,7 @@ class SelectOnce(Method):
             (indices, read), heads = self._handed_on(cache)
             cache.counters.indices_reused += cache.batch_size
             cache.count_read(read if heads is None else read.index_select(1, heads))
-        how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits}
+        how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
         return ops.attend_indices(q, cache.keys, cache.values, indices, **how).out
 
     def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -237,13 +237,14 @@ class TopKByMass(SelectOnce):
         num_kv_heads = cache.geometry.num_kv_heads
         if self.pooling == "pre_softmax":
             rows = ops.fold_group(q, num_kv_heads)
-            scores = ops.key_logits(rows.float().mean(2, keepdim=True).to(rows.dtype), cache.keys, scaling)[:, :, 0]
+            mean = rows.float().mean(2, keepdim=True).to(rows.dtype)
+            scores = ops.key_logits(mean, cache.keys, scaling, cache.softcap)[:, :, 0]
             holes = cache.holes()
             scores = scores if holes is None else scores.masked_fill_(~holes, float("-inf"))
         else:
             mask, lengths = cache.stored()
             how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
-            how["sink_logits"] = cache.sink_logits
+            how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
             k, key_scales = self._scored_keys(cache)
             scores = ops.pooled_mass(q, k, scaling=scaling, key_scales=key_scales, **how)
         return self._chosen(cache, scores)
@@ -259,7 +260,7 @@ class TopKByMass(SelectOnce):
         cache.count_read(cache.held(mask, lengths))
         mask = None if mask is None else mask[:, :, None]
         how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
-        how["sink_logits"] = cache.sink_logits
+        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
         attended = ops.attend_pooled(q, cache.keys, cache.values, scaling=scaling, **how)
         return self._chosen(cache, attended.mass), attended.out
 
@@ -308,8 +309,8 @@ class TopKByMass(SelectOnce):
             return super().prompt(cache, q, scaling)
         tile, heads = self.prompt_tile(cache.geometry.group), None
         if place.chooses:
-            how = {"scaling": scaling, "offset": offset, "sink_logits": cache.sink_logits}
-            attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
+            how = {"offset": offset, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+            attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=True, **how)
             with torch.no_grad():
                 indices = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
             self._hand_on(cache, indices)
@@ -318,16 +319,18 @@ class TopKByMass(SelectOnce):
         else:
             (indices, *_), heads = self._handed_on(cache)
         how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
-        how["sink_logits"] = cache.sink_logits
+        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
         return ops.attend_tiles(q, cache.keys, cache.values, indices, **how)
 
     def _select_tiles(self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int) -> Tensor:
         """Keys before each tile of a prompt: int32 ``[B, Hkv, T, K]``, -1 for none."""
+        how = {"tile": tile, "offset": offset, "softcap": cache.softcap}
         if self.pooling == "pre_softmax":
-            blocks = ops.tile_logits(q, cache.keys, tile=tile, scaling=scaling, offset=offset)
+            blocks = ops.tile_logits(q, cache.keys, scaling=scaling, **how)
         else:
             power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
-            blocks = ops.tile_mass(q, cache.keys, power * lse, tile=tile, scaling=power * scaling, offset=offset)
+            how["softcap"] = None if cache.softcap is None else power * cache.softcap
+            blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         most = self.count(tile * (end - 1))
         heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads

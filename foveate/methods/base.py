@@ -109,8 +109,8 @@ class Method:
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         """Attention of prompt queries ``q [B, Hq, n, D]``, the last n slots' tokens: dense unless overridden."""
-        how = {"scaling": scaling, "offset": cache.used - q.shape[2], "sink_logits": cache.sink_logits}
-        return ops.attend_causal(q, cache.keys, cache.values, need_lse=self.observes, **how)
+        how = {"offset": cache.used - q.shape[2], "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        return ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=self.observes, **how)
 
     @property
     def sparse_prompt(self) -> bool:

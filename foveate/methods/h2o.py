@@ -55,6 +55,7 @@ class H2O(Method):
             attended.lse,
             scaling=scaling,
             offset=cache.used - q.shape[2],
+            softcap=cache.softcap,
             out=cache.channel("mass"),
         )
 

@@ -93,7 +93,10 @@ class LessIsMore(SelectOnce):
 
 
 def _scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is."""
+    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is.
+
+    They are not capped where a model caps its logits: each head's order of keys, all that they are for, is the same.
+    """
     logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
     holes = cache.holes()
     if holes is not None:

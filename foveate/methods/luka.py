@@ -208,7 +208,8 @@ class LuKA(Method):
         if self.looks_back:
             note_queries(cache, q, self.window)
         if self.weighs_mass:
-            ops.column_mass(q, cache.keys, attended.lse, scaling=scaling, offset=offset, out=cache.channel("mass"))
+            how = {"scaling": scaling, "offset": offset, "softcap": cache.softcap}
+            ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("mass"), **how)
         if self.segmenter == "kl":
             self._note_divergence(cache, q, scaling)
 
@@ -290,6 +291,7 @@ class LuKA(Method):
             window=self.tail - KL_LAG,
             scaling=scaling,
             offset=offset,
+            softcap=cache.softcap,
         )[:, None]
         recent.copy_(queries[:, :, length:].transpose(1, 2))
 
@@ -314,6 +316,7 @@ class LuKA(Method):
             tree_of(self, cache),
             self.refinement,
             scaling=scaling,
+            softcap=cache.softcap,
             need_lse=cache.sink_logits is not None,
             sums=ops.Sums(1 / self.window, **sums) if sums else None,
         )

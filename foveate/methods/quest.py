@@ -84,8 +84,8 @@ class Quest(Method):
         counts, most = cache.each_row(self.count), cache.most(self._widest)
         pages = ops.topk_rows(self._bounds(cache, q, scaling), counts, most, dtype=torch.int32)
         self._count_read(cache, pages)
-        how = {"scaling": scaling, "lengths": lengths, "sink_logits": cache.sink_logits}
-        return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, **how).out
+        how = {"lengths": lengths, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, scaling=scaling, **how).out
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         """A page has two corners, each of a key's size."""
@@ -124,7 +124,10 @@ class Quest(Method):
         return clamp(self.pages(allowed), self.min_pages, self.pages(length))
 
     def _bounds(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Largest logits in each page, fp32 ``[B, H, P]``, H the heads that choose; -inf where a row has no page."""
+        """Largest logits in each page, fp32 ``[B, H, P]``, H the heads that choose; -inf where a row has no page.
+
+        They are not capped where a model caps its logits: the order of pages is the same.
+        """
         rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages)
         low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
         how = {"lengths": cache.each_row(self.pages), "pool": self.pool}

@@ -45,8 +45,8 @@ class TOVA(Method):
         return TOVA, self.pool
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        how = {"scaling": scaling, "offset": cache.used - 1, "sink_logits": cache.sink_logits}
-        mass = ops.query_mass(q[:, :, -1:], cache.keys, **how)
+        how = {"offset": cache.used - 1, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        mass = ops.query_mass(q[:, :, -1:], cache.keys, scaling=scaling, **how)
         cache.channel("mass").copy_(self._pooled(mass.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)))
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:

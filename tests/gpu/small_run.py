@@ -38,6 +38,11 @@ SPECS = (
 )
 
 
+CAPPED = [
+    spec for spec in SPECS if spec.startswith(("h2o", "streaming", "quest", "luka:", "kascade")) and "fp8" not in spec
+]
+
+
 def main() -> int:
     ran: set[str] = set()
     for name, kernel in _dispatch._verbs.items():
@@ -60,6 +65,8 @@ def parts() -> dict[str, Callable[[], None]]:
         found[f"chosen keys, {dtype}"] = partial(attend_chosen, dtype)
         for spec in SPECS:
             found[f"{spec}, {dtype}"] = partial(decode, spec, dtype)
+        for spec in CAPPED:
+            found[f"{spec}, capped, {dtype}"] = partial(decode, spec, dtype, 5.0)
     return found
 
 
@@ -75,12 +82,12 @@ def has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-def decode(spec: str, dtype: torch.dtype) -> None:
+def decode(spec: str, dtype: torch.dtype, softcap: float | None = None) -> None:
     """A prompt and some steps of a middle layer; of the first one where that is the only anchor."""
     tokens = Tokens.random(2, PROMPT + DECODED)
     tokens = Tokens(*(x.to("cuda", dtype) for x in (tokens.q, tokens.k, tokens.v)))
     layer, among = (0, None) if "anchors=[0]" in spec else (1, [1])
-    driver = Driver(methods.parse(spec).for_layer(layer, 3, among), PROMPT)
+    driver = Driver(methods.parse(spec).for_layer(layer, 3, among), PROMPT, softcap)
     driver.feed(tokens[:PROMPT])
     driver.feed_steps(tokens[PROMPT:])
 

@@ -213,7 +213,7 @@ def shared_keys():
 
 
 def softcapped():
-    return from_config(transformers.Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=50.0))
+    return from_config(transformers.Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=-50.0))
 
 
 def sliding():
@@ -234,7 +234,12 @@ def encoder():
     [
         (t5, says("T5ForConditionalGeneration is not supported: it has an encoder", "decoder-only")),
         (sliding, says("MistralForCausalLM is not supported: all of its layers are sliding-window layers")),
-        (softcapped, says("Gemma2ForCausalLM is not supported: layer 1 caps its attention logits")),
+        (
+            softcapped,
+            says(
+                "Gemma2ForCausalLM is not supported: layer 1 caps its attention logits at -50.0; attn_logit_softcapping"
+            ),
+        ),
         (shared_keys, says("Gemma4ForCausalLM is not supported: some of its layers share the keys and values")),
         (recurrent, says("MambaForCausalLM is not supported: all of its layers are recurrent layers")),
         (encoder, says("BertModel is not supported: no attention module was found for layers [0, 1]")),

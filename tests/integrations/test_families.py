@@ -1,5 +1,6 @@
 """The families in docs/models.md: each decodes to Transformers' own tokens where a method leaves nothing out."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import transformers
 
 import foveate
 from foveate import methods
+from foveate.calibration.similarity import Similarity
 from foveate.integrations.transformers.releases import ReleaseError
 from foveate.methods import Together
 from tests.families import FAMILIES, RECURRENT, family
-from tests.helpers import cached, generate, left_padded, returned_cache, tokens
+from tests.helpers import cached, generate, left_padded, prepare, returned_cache, tokens
 from tests.recorded import record
 
 METHODS = ["luka", "kascade", "h2o", "quest"]
@@ -161,6 +163,152 @@ class TestLearnedSinks:
                     one.add_(30)
             assert not torch.equal(before, after)
             assert torch.equal(generate(model, ids, 16), before)
+
+
+class TestCappedLogits:
+    """Gemma 2: in layers that take a method and in those that do not, with a cache and without."""
+
+    @pytest.fixture(params=["dense", "kascade", "streaming"])
+    def method(self, request):
+        return methods.make(request.param, **methods.get(request.param).full_budget)
+
+    @pytest.fixture
+    def whole(self):
+        """Without windows, so that steps are replayed."""
+        config = copy.deepcopy(family("Gemma 2").config)
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+        torch.manual_seed(0)
+        return prepare(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("how", ["no_cache", "cache", "padded", "padded, no cache"])
+    def test_logits_are_those_of_transformers(self, method, how):
+        model, batch = family("Gemma 2"), {"input_ids": tokens(40, 2)}
+        batch = left_padded([40, 31]) if "padded" in how else batch
+        expected = model(**batch, use_cache=False).logits
+        with foveate.attached(model, method):
+            found = model(**batch, use_cache=how in ("cache", "padded")).logits
+        real = batch.get("attention_mask", torch.ones(2, 40)).bool()
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+    @torch.no_grad()
+    def test_windows_longer_than_a_block(self, monkeypatch):
+        monkeypatch.setattr("foveate.integrations.transformers.attention._BLOCK", 16)
+        model, batch = family("Gemma 2"), left_padded([100, 61])
+        expected, real = model(**batch, use_cache=False).logits, batch["attention_mask"].bool()
+        with foveate.attached(model, "dense"):
+            for use_cache in (True, False):
+                found = model(**batch, use_cache=use_cache).logits
+                torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+    def test_gradients(self):
+        model, ids = family("Gemma 2"), tokens(40)
+        weights = [module.weight for name, module in model.named_modules() if name.endswith("q_proj")]
+        expected = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), weights)
+        for use_cache in (False, True):
+            with foveate.attached(model, "dense"):
+                out = model(ids, use_cache=use_cache).logits
+                found = torch.autograd.grad(out.square().mean(), weights)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+                assert other.abs().max() > 1e-6
+
+    @torch.no_grad()
+    def test_a_mask_of_pairs(self):
+        model, ids = family("Gemma 2"), tokens(40)
+        pairs = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+        pairs[..., 20:, :20] = False  # two texts in one row
+        given = {"full_attention": pairs, "sliding_attention": pairs & pairs.new_ones(40, 40).triu(-7)}
+        added = {name: torch.where(mask, 0.0, float("-inf")) for name, mask in given.items()}
+        expected = model(ids, attention_mask=added, use_cache=False).logits
+        with foveate.attached(model, "dense"):
+            found = model(ids, attention_mask=given, use_cache=False).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            with pytest.raises(ValueError, match="attention_mask must be bool under a cap of logits"):
+                model(ids, attention_mask=added, use_cache=False)
+
+    def test_a_cap_under_another_name(self, monkeypatch):
+        """A release that hands it over otherwise would change all tokens."""
+        model = family("Gemma 2")
+        with foveate.attached(model, "dense"):
+            functions = transformers.AttentionInterface._global_mapping
+            own = functions["foveate"]
+
+            def renamed(*args, softcap=None, **kwargs):
+                return own(*args, logit_cap=softcap, **kwargs)
+
+            monkeypatch.setitem(functions, "foveate", renamed)
+            with pytest.raises(ReleaseError, match="caps its logits and does not hand over the cap as softcap"):
+                generate(model, tokens(20))
+
+    @pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+    def test_it_changes_what_is_generated(self, kind):
+        """In layers of either kind; else the tests of this family would show nothing."""
+        model, ids = family("Gemma 2"), tokens(60)
+        modules = [module for module in model.modules() if getattr(module, "layer_type", None) == kind]
+        modules = [module for module in modules if hasattr(module, "attn_logit_softcapping")]
+        with foveate.attached(model, "luka"):
+            before, cap = generate(model, ids, 16), modules[0].attn_logit_softcapping
+            for module in modules:
+                module.attn_logit_softcapping = None
+            after = generate(model, ids, 16)
+            for module in modules:
+                module.attn_logit_softcapping = cap
+            assert not torch.equal(before, after)
+            assert torch.equal(generate(model, ids, 16), before)
+
+    @pytest.mark.parametrize("name", ["dense", "luka", "kascade", "quest", "tova"])
+    def test_replayed_steps(self, whole, name):
+        own = generate(whole, tokens(40, 2), 20)
+        with foveate.attached(whole, name, **methods.get(name).full_budget):
+            whole.foveate.graphs.recorder = record
+            assert torch.equal(generate(whole, tokens(40, 2), 20), own)
+            used = foveate.stats(whole).graphs
+            assert used.reason == ""
+            assert used.replayed >= 10
+
+    @torch.no_grad()
+    def test_methods_that_share_a_prompt(self):
+        model, specs = family("Gemma 2"), ["dense", "h2o:top_k=8,window=4", "quest:top_k=8,page_size=4,dense_layers=0"]
+        found = {}
+        for spec in specs:
+            with foveate.attached(model, spec):
+                cache = returned_cache(model(tokens(40)))
+                found[spec] = [model(tokens(1, seed=n), **cached(cache)).logits for n in range(4)]
+        with foveate.attached(model, Together(tuple(map(methods.parse, specs)))):
+            cache = foveate.Cache(model)
+            cache.begin(40, assistant=False)
+            model(tokens(40), **cached(cache))
+        for spec in specs:
+            with foveate.attached(model, spec):
+                branch = cache.branch(model)
+                for n in range(4):
+                    torch.testing.assert_close(model(tokens(1, seed=n), **cached(branch)).logits, found[spec][n])
+
+    @torch.no_grad()
+    def test_dropout_is_refused(self):
+        model = copy.deepcopy(family("Gemma 2")).train()
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.1
+        with foveate.attached(model, "dense"), pytest.raises(ValueError, match="attention dropout"):
+            model(tokens(20), use_cache=False)
+
+    def test_anchors_are_calibrated_under_the_cap(self, whole):
+        """Those found from a long prompt, with the cap and without, have other similarities."""
+        found = []
+        for cap in (2.0, None):
+            for module in whole.modules():
+                if hasattr(module, "attn_logit_softcapping"):
+                    module.attn_logit_softcapping = cap
+            similarity = Similarity(4, 4)
+            with foveate.attached(whole, "dense") as attachment:
+                for policy in attachment.policies.values():
+                    policy.look = similarity.look
+                with torch.no_grad():
+                    whole(tokens(60), use_cache=False)
+            found.append(similarity.result().captured)
+        assert not torch.allclose(*found, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -48,22 +48,26 @@ class Node:
 class Sequence:
     """What the method makes of queries ``q [Hq, T, D]``, keys and values ``[Hkv, T, D(v)]``."""
 
-    def __init__(self, method, q, k, v, prompt: int, scaling: float):
+    def __init__(self, method, q, k, v, prompt: int, scaling: float, softcap: float = math.inf):
         self.method, self.q, self.k, self.v, self.prompt, self.scaling = method, q, k, v, prompt, scaling
+        self.softcap = softcap
         self.heads, self.group = len(k), len(q) // len(k)
         self.mass = np.zeros(k.shape[:2])  # summed over the heads of the group
         self.keys_read = self.pages_refined = 0.0
         self.capped = 0
         self.divergences: dict[int, float] = {}
         for h, query in itertools.product(range(len(q)), range(prompt)):
-            logits = self.k[h // self.group, : query + 1] @ q[h, query] * scaling
+            logits = self.cap(self.k[h // self.group, : query + 1] @ q[h, query] * scaling)
             self.mass[h // self.group, : query + 1] += softmax(logits)
         self.recent = np.zeros(k.shape[:2])  # mean over the heads of the group
         for h, query in itertools.product(range(len(q)), range(max(0, prompt - method.window), prompt)):
-            logits = self.k[h // self.group, : query + 1] @ q[h, query] * scaling
+            logits = self.cap(self.k[h // self.group, : query + 1] @ q[h, query] * scaling)
             self.recent[h // self.group, : query + 1] += softmax(logits) / self.group / method.window
         self.recent_of_nodes: dict[tuple[int, int, int], float] = {}  # by head, level and number
         self.shares_made: dict[tuple[int, int, int], np.ndarray] = {}
+
+    def cap(self, logits: np.ndarray) -> np.ndarray:
+        return logits if math.isinf(self.softcap) else self.softcap * np.tanh(logits / self.softcap)
 
     def decode(self, token: int) -> np.ndarray:
         """Output ``[Hq, Dv]`` of a token; to be called for one token after the other."""
@@ -129,7 +133,7 @@ class Sequence:
             found = [0.0]
             for h, q in enumerate(self.q if newest >= 0 else ()):
                 keys = self.k[h // self.group, max(0, newest - window + 1) : newest + 1]
-                now, before = (softmax(keys @ q[at] * self.scaling) for at in (token, newest))
+                now, before = (softmax(self.cap(keys @ q[at] * self.scaling)) for at in (token, newest))
                 found.append((now * np.log(now / before)).sum())
             self.divergences[token] = sum(found) / len(self.q)
         return self.divergences[token]
@@ -208,16 +212,21 @@ class Sequence:
     # What nodes weigh
 
     def dots(self, head: int, token: int, vectors: np.ndarray) -> np.ndarray:
-        """``[N, D] -> [N, G]``."""
+        """``[N, D] -> [N, G]``, not capped."""
         return vectors @ self.q[head * self.group : (head + 1) * self.group, token].T * self.scaling
 
+    def capped_dot(self, head: int, token: int, node: Node) -> np.ndarray:
+        return self.cap(self.dots(head, token, node.key[None])[0])
+
     def deviation(self, head: int, token: int, node: Node) -> np.ndarray:
+        """Under a cap: how far above the summary's logit is that of a key a deviation away."""
         rows = self.q[head * self.group : (head + 1) * self.group, token] * self.scaling
-        return np.sqrt(rows**2 @ node.spread)
+        dot = self.dots(head, token, node.key[None])[0]
+        return self.cap(dot + np.sqrt(rows**2 @ node.spread)) - self.cap(dot)
 
     def log_weights(self, head: int, token: int, nodes: list[Node]) -> np.ndarray:
         """Logits ``[N, G]`` with which nodes enter the softmax."""
-        logits = self.dots(head, token, np.stack([node.key for node in nodes]))
+        logits = self.cap(self.dots(head, token, np.stack([node.key for node in nodes])))
         for node, row in zip(nodes, logits):
             if node.level < 0 or self.method.bias == "none":
                 continue
@@ -240,9 +249,9 @@ class Sequence:
             elif self.method.score == "box":
                 rows = self.q[head * self.group : (head + 1) * self.group, token] * self.scaling
                 reach = np.abs(rows) @ np.sqrt(node.spread)
-                found.append(self.dots(head, token, node.key[None])[0] + reach + node.log_size)
+                found.append(self.cap(self.dots(head, token, node.key[None])[0] + reach) + node.log_size)
             else:
-                plain = self.dots(head, token, node.key[None])[0] + node.log_size
+                plain = self.capped_dot(head, token, node) + node.log_size
                 found.append(plain + free_energy(self.deviation(head, token, node), node.log_size))
         return found
 
@@ -250,12 +259,14 @@ class Sequence:
         """Upper bound of the log partition sum beneath: the best corner of the box, as often as there are tokens."""
         rows = self.q[head * self.group : (head + 1) * self.group, token]
         best = np.maximum(rows * node.low, rows * node.high).sum(1) * self.scaling
-        return best + node.log_size
+        return self.cap(best) + node.log_size
 
     def lower(self, head: int, token: int, node: Node) -> np.ndarray:
-        """Lower bound: Jensen's where the key is the mean of those beneath, and else a key no better than the best."""
-        dot = self.dots(head, token, node.key[None])[0]
-        return dot + node.log_size if self.method.compressor == "mean" and self.method.segmenter == "fixed" else dot
+        """Lower bound: Jensen's where the key is the mean of those beneath and no cap bends the exponential, and else a
+        key no better than the best."""
+        dot = self.capped_dot(head, token, node)
+        means = self.method.compressor == "mean" and self.method.segmenter == "fixed" and math.isinf(self.softcap)
+        return dot + node.log_size if means else dot
 
     @property
     def reads_per_summary(self) -> float:

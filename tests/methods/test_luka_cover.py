@@ -143,6 +143,7 @@ def attention(driver, token):
     for row, length in enumerate(driver.store.lengths):
         keys = torch.cat([driver.store.keys[row, :, :length], token.k[row]], 1).double().repeat_interleave(GROUP, 0)
         logits = (keys @ token.q[row, :, 0, :, None].double())[..., 0] * SCALING
+        logits = logits if driver.softcap is None else driver.softcap * (logits / driver.softcap).tanh()
         found.append(torch.nn.functional.pad(logits.softmax(-1), (0, max(driver.store.lengths) - length)))
     return torch.stack(found)
 
@@ -160,8 +161,8 @@ def model_tokens(length=110):
     foveate.attach(model, "dense")
     attend = Layer.attend
 
-    def spy(self, q, k, v, mask, scaling, sink_logits):
-        assert (scaling, sink_logits) == (SCALING, None)
+    def spy(self, q, k, v, mask, scaling, *more):
+        assert (scaling, *more) == (SCALING, None, None)
         seen.append(blank(Tokens(q.detach().clone(), k.detach().clone(), v)))
         return attend(self, q, k, v, mask, scaling)
 
@@ -202,16 +203,24 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize(
-    ("source", "limit"), [("random", 0.9), ("model", 0.9), ("clustered", 0.3), ("clustered", 0.05)]
+    ("source", "limit", "softcap"),
+    [
+        ("random", 0.9, None),
+        ("model", 0.9, None),
+        ("clustered", 0.3, None),
+        ("clustered", 0.05, None),
+        ("random", 0.9, 3.0),
+        ("clustered", 0.3, 3.0),
+    ],
 )
 @pytest.mark.parametrize("settings", BOUNDED.values(), ids=BOUNDED)
-def test_unrefined_pages_never_hold_more_than_the_missed_mass_allows(settings, source, limit):
+def test_unrefined_pages_never_hold_more_than_the_missed_mass_allows(settings, source, limit, softcap):
     given = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "refine": "missed_mass"} | settings
     method = methods.make("luka", **given, max_missed_mass=limit)
     tokens, unread = SOURCES[source](), 0
     for loudness in (0.5, 2.5):  # louder, and masses underflow
         loud = Tokens(tokens.q * loudness, tokens.k, tokens.v)
-        driver = Driver(method, 100)
+        driver = Driver(method, 100, softcap)
         driver.feed(loud[:100])
         for step in range(100, 104):
             held = missed(driver, loud[step : step + 1])

@@ -19,8 +19,8 @@ GROUP = HEADS // KV_HEADS
 class Stack:
     """The attention layers of a model, fed one after the other in each forward pass."""
 
-    def __init__(self, method, layers, prompt_end):
-        self.phase = Phase(prompt_end=prompt_end)
+    def __init__(self, method, layers, prompt_end, softcap=None):
+        self.phase, self.softcap = Phase(prompt_end=prompt_end), softcap
         self.layers = [Layer(method.for_layer(n, layers), Counters(), self.phase) for n in range(layers)]
 
     def feed(self, tokens, mask=None):
@@ -30,7 +30,7 @@ class Stack:
         for layer, (q, k, v) in zip(self.layers, tokens):
             handover.begin("driver", layer.phase)
             key, value = layer.update(k, v)
-            outs.append(layer.attend(q, key, value, mask, SCALING))
+            outs.append(layer.attend(q, key, value, mask, SCALING, softcap=self.softcap))
         return torch.stack(outs)
 
 
@@ -267,6 +267,37 @@ def test_lessismore_reads_every_key_once_where_its_budget_is_the_context(recent,
         ((q, k, v),) = draw(1, 1, length)
         chosen = method.select(SlotCache.of(k, v, HEADS), q[:, :, -1:], SCALING)
         assert [sorted(head[head >= 0].tolist()) for head in chosen[0]] == [list(range(length))] * KV_HEADS
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.make("omnikv", filters=[0, 3], wait=0, top_k=5),
+        methods.make("lessismore", selections=[0, 3], top_k=9, sinks=1),
+        methods.make("kascade", anchors=[0, 2], top_k=5, tile=12),
+        methods.make("kascade", anchors=[0, 2], top_k=5, tile=12, pool="layer", pooling="pre_softmax"),
+        methods.make("kascade", anchors=[0, 2], top_k=0.4, min_k=3, tile=12, top_p=0.6),
+        methods.make("kascade", anchors=[0, 2], top_k=5, tile=12, pool="layer", pooling="sqrt"),
+    ],
+    ids=lambda method: method.spec,
+)
+def test_capped_logits_choose_as_those_of_other_keys(method):
+    """Where a KV head has its queries and keys along one axis, keys can be moved to where their logits are capped."""
+    softcap, axis = 1.0, torch.zeros(DIM).index_fill(0, torch.tensor(3), 1.0)
+    loudness = torch.tensor([1.0, 4.0])[:, None, None]  # of the KV heads, so that a cap changes who attends most
+    tokens, moved = [], []
+    for q, k, v in draw(5, 2, 50):
+        q, k = loudness.repeat_interleave(GROUP, 0) * axis.expand(q.shape), 2 * k * axis
+        tokens.append((q, k, v))
+        slope = loudness * SCALING
+        moved.append((q, softcap * (slope * k / softcap).tanh() / slope, v))
+    outs = []
+    for cap, some in ((softcap, tokens), (None, moved)):
+        stack = Stack(method, 5, 40, cap)
+        outs.append(
+            torch.cat([stack.feed(part(some, *piece)) for piece in ((0, 40), *((n, n + 1) for n in range(40, 50)))], 3)
+        )
+    assert_close(*outs)
 
 
 def test_oracle_chooses_in_every_layer():

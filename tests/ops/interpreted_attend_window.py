@@ -7,6 +7,7 @@ from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import kernel, reference
+from tests.combinations import every_pair
 from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, problem
 
 SOME = Shape(batch=1, kv_heads=1, group=1, queries=41, offset=14, dim=16, value_dim=16)
@@ -175,6 +176,45 @@ def test_learned_sinks(dtype, level, small_tiles):
     assert (out[:, :, 30:] == 0).all()
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
         kernel.attend_window(q, k, v, sink_logits=logits[:5], **how)
+
+
+@every_pair(
+    ("dtype", [torch.float32, torch.float16]),
+    ("softcap", [0.7, 5.0, 50.0]),
+    ("beside", [False, True]),
+    ("offset", [0, 14]),
+)
+def test_capped_logits(dtype, softcap, beside, offset, small_tiles):
+    """Some far beyond the cap. Learned sinks are not capped."""
+    shape = SOME._replace(batch=2, kv_heads=2, group=3, offset=offset)
+    q, k, v = problem(shape, dtype=dtype, extra=3)
+    lower = lower_of("window_of_20", shape)
+    lower[30:] += 40  # these see the first keys alone
+    how = {"scaling": 3.0, "lower": lower, "sinks": 3, "offset": offset}
+    how["sink_logits"] = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
+    out = kernel.attend_window(q, k, v, softcap=softcap, **how).out
+    assert_close(out, reference.attend_window(q, k, v, softcap=softcap, **how).out, dtype)
+    assert not torch.allclose(out, kernel.attend_window(q, k, v, **how).out, rtol=0.01, atol=0.01)
+
+
+@every_pair(
+    ("dtype", [torch.float32, torch.float16]), ("softcap", [0.7, 50.0]), ("offset", [0, 14]), ("queries", [1, 41, 70])
+)
+def test_capped_prompts(dtype, softcap, offset, queries, small_tiles):
+    """All keys up to each query's own, with the log-sum-exp."""
+    shape = SOME._replace(batch=2, kv_heads=2, group=3, offset=offset, queries=queries, value_dim=24)
+    q, k, v = problem(shape, dtype=dtype, extra=3)
+    how = {"scaling": 3.0, "offset": offset, "softcap": softcap}
+    found, expected = (one.attend_capped(q, k, v, **how) for one in (kernel, reference))
+    assert_close(found.out, expected.out, dtype)
+    assert_close(found.lse, expected.lse, dtype)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan")])
+def test_caps_that_are_none(softcap):
+    q, k, v = problem(SOME)
+    with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap}"):
+        kernel.attend_window(q, k, v, scaling=0.3, lower=lower_of("dense", SOME), offset=14, softcap=softcap)
 
 
 def test_large_logits(small_tiles):

@@ -6,7 +6,9 @@ import torch
 from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.attend import reference as attend
 from foveate.ops.score import kernel, reference
+from tests.combinations import every_pair
 from tests.problems import LAYOUTS, Shape, assert_close, causal_mask, in_buffer, naive, problem
 
 SOME = Shape(batch=1, kv_heads=2, group=3, queries=41, offset=14, dim=16, value_dim=16)
@@ -62,6 +64,18 @@ def test_groups(group):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_head_dims(dim, dtype):
     check(*causal(SOME._replace(group=1, dim=dim), dtype=dtype), 14)
+
+
+@every_pair(("dtype", [torch.float32, torch.float16]), ("softcap", [0.7, 5.0, 50.0]), ("offset", [0, 14]))
+def test_capped_logits(dtype, softcap, offset, small_tiles):
+    """Some far beyond the cap."""
+    shape = SOME._replace(batch=2, offset=offset)
+    q, k, v = problem(shape, dtype=dtype)
+    how = {"scaling": 3.0, "offset": offset, "softcap": softcap}
+    lse = attend.attend_capped(q, k, v, **how).lse
+    mass = kernel.column_mass(q, k, lse, **how)
+    assert_close(mass, reference.column_mass(q, k, lse, **how))
+    assert_close(mass.sum(-1), torch.full((2, 2), 3.0 * shape.queries), torch.float16)
 
 
 # Memory

@@ -217,6 +217,55 @@ def test_pooled_mass_beside_learned_sinks(dtype, pool, pooling, splits):
     assert torch.allclose(expected, without, rtol=0.1) == (pooling == "max_logit")  # which no sink changes
 
 
+@every_pair(
+    ("softcap", [0.7, 5.0, 50.0]),
+    ("masked", [False, True]),
+    ("beside", [False, True]),
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+)
+def test_capped_logits(dtype, softcap, masked, beside, splits):
+    """Some far beyond the cap. Learned sinks are not capped."""
+    q, k, v = problem(dtype=dtype)
+    mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
+    logits = torch.randn(6, generator=torch.manual_seed(0)) if beside else None
+    how = {"scaling": 2.0, "softcap": softcap, "sink_logits": logits, "need_lse": True}
+    more = {"mask": mask, "lengths": torch.tensor([150, 77]), "need_mass": True}
+    found, expected = (one.attend(q, k, v, **more, **how) for one in (decode_kernel, reference))
+    close(found, expected, dtype)
+    torch.testing.assert_close(found.mass, expected.mass, rtol=4e-3, atol=2e-5)
+    without = decode_kernel.attend(q, k, v, **more, **how | {"softcap": None})
+    assert not torch.allclose(found.out, without.out, rtol=0.01, atol=0.01)
+
+    indices = selection(2, 2, 150, 70)
+    found, expected = (one.attend_indices(q, k, v, indices, **how) for one in (decode_kernel, reference))
+    close(found, expected, dtype)
+    pages = torch.tensor([[3, 0, -1, 9], [1, -1, -1, -1]], dtype=torch.int32).expand(2, 2, 4)
+    found, expected = (one.attend_pages(q, k, v, pages, 15, **how) for one in (decode_kernel, reference))
+    close(found, expected, dtype)
+
+
+@every_pair(POOLING, POOL, ("softcap", [0.7, 50.0]), HALF, SPLITS, indirect=["splits"])
+def test_pooled_mass_of_capped_logits(dtype, softcap, pool, pooling, splits):
+    q, k, v = problem(dtype=dtype)
+    how = {"scaling": 2.0, "pooling": pooling, "pool": pool, "softcap": softcap}
+    expected = pooled.pooled_mass(q, k, **how)
+    torch.testing.assert_close(pooled_kernel.pooled_mass(q, k, **how), expected, rtol=4e-3, atol=1e-5)
+    found = decode_kernel.attend_pooled(q, k, v, **how)
+    close(found, attend_pooled(q, k, v, **how), dtype)
+    torch.testing.assert_close(found.mass, expected, rtol=4e-3, atol=1e-5)
+    assert not torch.allclose(expected, pooled.pooled_mass(q, k, **how | {"softcap": None}), rtol=0.1)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan")])
+def test_caps_that_are_none(softcap):
+    q, k, v = problem()
+    for call in (decode_kernel.attend, decode_kernel.attend_pooled):
+        with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap}"):
+            call(q, k, v, scaling=1.0, softcap=softcap)
+
+
 def test_no_keys():
     q, k, v = problem(number=0)
     found = decode_kernel.attend(q, k, v, scaling=1.0, need_lse=True)

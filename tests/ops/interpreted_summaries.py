@@ -68,9 +68,9 @@ def assert_same(found, expected, number_of_rows):
     assert int(found.capped) == int(expected.capped)
 
 
-def check(problem, how, need_masses=True):
+def check(problem, how, need_masses=True, softcap=None):
     q, k, v = problem.arguments
-    given = {"scaling": 0.3, "need_lse": True, "need_masses": need_masses}
+    given = {"scaling": 0.3, "softcap": softcap, "need_lse": True, "need_masses": need_masses}
     k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0)
     expected = summaries.attend_summaries(q, k_, v_, problem.looked_at(how, True), how, **given)
     found = summaries_kernel.attend_summaries(q, k, v, problem.looked_at(how, False), how, **given)
@@ -117,6 +117,23 @@ def test_levels(dtype, mass, sizes, pages, score, splits):
 def test_weights_and_scores(bias, score):
     check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score))
     check(Problem(varied=True), ops.Refinement(bias=bias, score=score))
+
+
+@every_pair(
+    FEW,
+    ("bias", ["none", "log", "entropy", "spread"]),
+    ("score", ["summary", "spread", "box"]),
+    ("softcap", [1.5, 5.0, 50.0]),
+    indirect=["few"],
+)
+def test_capped_logits(bias, score, softcap, few):
+    """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
+    how = ops.Refinement(bias=bias, score=score)
+    found = check(Problem(varied=True), how, softcap=softcap)
+    without = check(Problem(varied=True), how)
+    assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
+    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3)
+    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap=softcap)
 
 
 @every_pair(FEW, MASS, indirect=["few"])

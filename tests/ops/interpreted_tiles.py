@@ -77,6 +77,43 @@ def test_learned_sinks(dtype, level, rest, small_blocks):
         tiles_kernel.attend_tiles(q, k, v, indices, sink_logits=logits[:5], **how)
 
 
+@every_pair(
+    ("dtype", [torch.float32, torch.float16]),
+    ("softcap", [0.7, 5.0, 50.0]),
+    ("rest", [False, True]),
+    ("beside", [False, True]),
+)
+def test_capped_logits(dtype, softcap, rest, beside, small_blocks):
+    """Some far beyond the cap, as the mean key's is. Learned sinks are not capped."""
+    shape = SOME._replace(batch=2, kv_heads=2, group=3, queries=30)
+    q, k, v = problem(shape, dtype=dtype)
+    k = k + 0.5  # means that are not 0
+    how = {"tile": 8, "scaling": 3.0, "offset": 14, "rest": rest}
+    how["sink_logits"] = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
+    indices = selection(shape, 8, 9)
+    out = tiles_kernel.attend_tiles(q, k, v, indices, softcap=softcap, **how).out
+    assert_close(out, tiles.attend_tiles(q, k, v, indices, softcap=softcap, **how).out, dtype)
+    assert not torch.allclose(out, tiles_kernel.attend_tiles(q, k, v, indices, **how).out, rtol=0.01, atol=0.01)
+
+
+@every_pair(
+    ("dtype", [torch.float32, torch.float16]), ("softcap", [0.7, 5.0, 50.0]), ("rows", [7, 40]), ("number", [9, 70])
+)
+def test_masses_of_capped_logits(dtype, softcap, rows, number, small_blocks):
+    """In one block of queries, and in several."""
+    generator = torch.Generator().manual_seed(0)
+    queries, k = (torch.randn(1, 2, *size, 16, generator=generator).to(dtype) for size in ((3, rows), (number,)))
+    begins = torch.tensor([0, 5, 80])
+    logits = softcap * (3.0 * torch.einsum("bhtwd,bhnd->bhtwn", queries.float(), k.float()) / softcap).tanh()
+    lse = logits.logsumexp(-1)
+    found, expected = (
+        one.tile_block_mass(queries, k, lse, begins, scaling=3.0, softcap=softcap) for one in (mass_kernel, reference)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    total = found[:, :, 2].sum(-1)  # of a tile behind all keys
+    torch.testing.assert_close(total, torch.full_like(total, float(rows)), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_tiles(seed, small_blocks):
     generator = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from tests.combinations import every_pair
 from tests.kernels import assert_compiled_well, compile_for, run_interpreted
 
 
@@ -13,8 +14,7 @@ def test_under_the_interpreter():
     run_interpreted("ops/interpreted_attend_window.py")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
+SHAPES = (
     ("dtype", "dim", "value_dim"),
     [
         ("bf16", 32, 32),
@@ -30,7 +30,10 @@ def test_under_the_interpreter():
         ("fp32", 256, 256),
     ],
 )
-def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim):
+
+
+@every_pair(("capability", [80, 90]), SHAPES, ("softcap", [0.0, 50.0]))
+def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, softcap):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.kernel")
     half = dtype != "fp32"
@@ -47,7 +50,9 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim):
             "lower_stride": 1,
             "sink_ptr": f"*{dtype}:16" if dim == 64 else None,
             "sink_stride": 1,
+            "lse_ptr": "*fp32:16" if softcap else None,
             "scale": "fp32",
+            "SOFTCAP": softcap,
             "DIM": dim,
             "VALUE_DIM": value_dim,
             "BLOCK_D": triton.next_power_of_2(dim),

@@ -11,6 +11,7 @@ import torch
 from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops.score import reference
+from tests.combinations import every_pair
 from tests.kernels import assert_compiled_well, compile_for, run_interpreted
 
 
@@ -22,8 +23,7 @@ def test_under_the_interpreter():
 # What it compiles to
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
+SHAPES = (
     ("dtype", "dim"),
     [
         ("bf16", 64),
@@ -36,7 +36,10 @@ def test_under_the_interpreter():
         ("fp32", 256),
     ],
 )
-def test_compiles_for_ampere_and_hopper(capability, dtype, dim):
+
+
+@every_pair(("capability", [80, 90]), SHAPES, ("softcap", [0.0, 50.0]))
+def test_compiles_for_ampere_and_hopper(capability, dtype, dim, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.kernel")
     half = dtype != "fp32"
@@ -59,6 +62,7 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim):
             "length": "i32",
             "offset": "i32",
             "scale": "fp32",
+            "SOFTCAP": softcap,
             "DIM": dim,
             "BLOCK_D": 64 if dim == 64 else 128 if dim <= 128 else 256,
             "BLOCK_M": tile.block_m,
@@ -66,7 +70,8 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim):
         },
         **tile.options,
     )
-    assert_compiled_well(compiled, capability, half, spilled=16)
+    # a cap takes a few registers more than three programs by 168 leave
+    assert_compiled_well(compiled, capability, half, spilled=32 if softcap else 16)
 
 
 # When it is chosen
@@ -82,7 +87,7 @@ def problem():
 def zeros(monkeypatch):
     """A verb whose kernel answers zeros, but for head dims below 16, and is chosen on every device."""
 
-    def column_mass(q, k, lse, *, scaling, offset=0, out=None):
+    def column_mass(q, k, lse, *, scaling, offset=0, softcap=None, out=None):
         if q.shape[-1] < 16:
             raise _dispatch.UnsupportedError("head dims below 16")
         return torch.zeros(k.shape[:3])

@@ -30,18 +30,29 @@ def _tile(kernel, dtype, dim, heads, capability, **more):
     return kernel.tile_for(types[dtype], dim, heads, capability // 10, **more)
 
 
-def assert_compiled_well(compiled, capability, half):
+def assert_compiled_well(compiled, capability, half, spilled=0):
     """Matrix units, keys fetched ahead 16 bytes at a time, two programs to a multiprocessor."""
     assert ("mma.sync" in compiled.ptx or "wgmma.mma_async" in compiled.ptx) == half
     assert ("cp.async.cg.shared.global" in compiled.ptx) == half
     assert "ex2.approx.ftz.f32" in compiled.ptx
     assert compiled.shared <= (113 if capability == 90 else 99) << 10
     assert "cp.async.ca" not in compiled.ptx, "what says which keys to read is read by hand"
-    assert compiled.spilled <= (0 if half else 96)
+    assert compiled.spilled <= (spilled if half else 96)
 
 
 def _compile_attention(
-    capability, dtype, dim, heads, *, indexed=None, masked=False, bounded=False, kept=False, page_size=0, shared=1
+    capability,
+    dtype,
+    dim,
+    heads,
+    *,
+    indexed=None,
+    masked=False,
+    bounded=False,
+    kept=False,
+    page_size=0,
+    shared=1,
+    softcap=0.0,
 ):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
@@ -75,6 +86,7 @@ def _compile_attention(
             "SHARED": shared,
             "KEPT": kept,
             "CODED": kept and half,
+            "SOFTCAP": softcap,
             "DIM": dim,
             "VALUE_DIM": dim,
             "BLOCK_D": triton.next_power_of_2(dim),
@@ -98,11 +110,19 @@ RAGGED = (("masked", "bounded"), [(False, False), (True, False), (False, True)])
         [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
     ),
     ("bounded", [False, True]),
+    ("softcap", [0.0, 50.0]),
     # the fullest registers of Ampere, and the fullest shared memory of Hopper
-    besides=[(80, "fp32", 128, 8, None, True, False, False), (90, "fp16", 192, 64, None, False, True, True)],
+    besides=[
+        (80, "fp32", 128, 8, None, True, False, False, 50.0),
+        (90, "fp16", 192, 64, None, False, True, True, 0.0),
+        (90, "fp16", 192, 64, None, False, True, True, 50.0),
+    ],
 )
-def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, masked, kept, bounded):
-    _compile_attention(capability, dtype, dim, heads, indexed=indexed, masked=masked, bounded=bounded, kept=kept)
+def test_attention_compiles_for_ampere_and_hopper(
+    capability, dtype, dim, heads, indexed, masked, kept, bounded, softcap
+):
+    how = {"indexed": indexed, "masked": masked, "bounded": bounded, "kept": kept, "softcap": softcap}
+    _compile_attention(capability, dtype, dim, heads, **how)
 
 
 @every_pair(
@@ -119,19 +139,26 @@ def test_attention_of_pages_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, **how)
 
 
-@every_pair(CAPABILITIES, SHAPES, RAGGED, besides=[(90, "fp32", 128, 8, True, False)])  # the fullest registers
-def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked, bounded):
-    assert_compiled_well(_scoring(capability, dtype, dim, heads, masked, bounded), capability, dtype != "fp32")
-
-
-@every_pair(("capability", [90, 89]), SHAPES, RAGGED)
-def test_scoring_of_keys_in_fp8_compiles_for_ada_and_hopper(capability, dtype, dim, heads, masked, bounded):
-    compiled = _scoring(capability, dtype, dim, heads, masked, bounded, scaled=True)
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
+    RAGGED,
+    ("softcap", [0.0, 50.0]),
+    besides=[(90, "fp32", 128, 8, True, False, softcap) for softcap in (0.0, 50.0)],  # the fullest registers
+)
+def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked, bounded, softcap):
+    compiled = _scoring(capability, dtype, dim, heads, masked, bounded, softcap)
     assert_compiled_well(compiled, capability, dtype != "fp32")
+
+
+@every_pair(("capability", [90, 89]), SHAPES, RAGGED, ("softcap", [0.0, 50.0]))
+def test_scoring_of_keys_in_fp8_compiles_for_ada_and_hopper(capability, dtype, dim, heads, masked, bounded, softcap):
+    compiled = _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=True)
+    assert_compiled_well(compiled, capability, dtype != "fp32", spilled=8 if softcap else 0)
     assert "cvt.rn.f16x2.e4m3x2" in compiled.ptx
 
 
-def _scoring(capability, dtype, dim, heads, masked, bounded, scaled=False):
+def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=False):
     """The compiled kernel that keeps logits; ``scaled``: of keys in fp8."""
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
@@ -158,6 +185,7 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, scaled=False):
             "padded": "i32:16",
             **dict.fromkeys(("scale", "steps"), "fp32"),
             "CODED": half,
+            "SOFTCAP": softcap,
             "SCALED": scaled,
             "MASKED": masked,
             "BOUNDED": bounded,

@@ -62,8 +62,8 @@ def assert_compiled_well(compiled, half, spilled, wide=None, programs=2):
     assert compiled.spilled <= spilled
 
 
-@every_pair(SHAPES, ("how", ["plain", "spread", "children"]), ("attends", [False, True]))
-def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
+@every_pair(SHAPES, ("how", ["plain", "spread", "children"]), ("attends", [False, True]), ("softcap", [0.0, 50.0]))
+def test_scores_compile_for_hopper(dtype, dim, group, how, attends, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.summaries_kernel").score_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
@@ -96,13 +96,14 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends):
         SIZED=False,
         SIGNALS=attends,
         LARGEST=torch.finfo(TYPES[dtype]).max,
+        SOFTCAP=softcap,
         **_sizes(tile, dim),
     )
     assert_compiled_well(compiled, dtype != "fp32", 0 if dtype != "fp32" else 192)
     assert ("griddepcontrol.launch_dependents" in compiled.ptx) == attends
 
 
-def _attending(dtype, group, width, keeps=2):
+def _attending(dtype, group, width, softcap, keeps=2):
     """What launches that attend have in common, and what some of them have."""
     return {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "value_ptr", "out_ptr"), f"*{dtype}:16"),
@@ -117,18 +118,18 @@ def _attending(dtype, group, width, keeps=2):
         "BRANCH": 0,
         "PRESERVE": bool(width),
         "KEEPS": keeps,
+        "SOFTCAP": softcap,
     }
 
 
-@pytest.mark.parametrize(*SHAPES)
-@pytest.mark.parametrize("keeps", [1, 2])
-@pytest.mark.parametrize("width", [16, 0])
-def test_attention_compiles_for_hopper(dtype, dim, group, width, keeps):
+@every_pair(SHAPES, ("keeps", [1, 2]), ("width", [16, 0]), ("softcap", [0.0, 50.0]), strength=3)
+def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend._nodes_kernel").attend_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
-    given = {name: one for name, one in _attending(dtype, group, width, keeps).items() if name in kernel.arg_names}
+    common = _attending(dtype, group, width, softcap, keeps)
+    given = {name: one for name, one in common.items() if name in kernel.arg_names}
     given["AT_ONCE"] = host.merge_last(tile, 1 << (dim - 1).bit_length(), 64)
     compiled = _compiled(
         kernel,
@@ -143,18 +144,21 @@ def test_attention_compiles_for_hopper(dtype, dim, group, width, keeps):
     assert_compiled_well(compiled, dtype != "fp32", 96)
 
 
-@pytest.mark.parametrize(*SHAPES)
-@pytest.mark.parametrize(
-    ("few", "blocks", "width", "programs", "ranked", "branch"),
-    [
-        (3, 8, 16, 8, False, 0),
-        (3, 8, 16, 8, True, 4),
-        (3, 128, 16, 256, True, 0),
-        (8, 1024, 0, 8, False, 0),
-        (0, 1, 16, 64, False, 4),
-    ],
+@every_pair(
+    SHAPES,
+    (
+        ("few", "blocks", "width", "programs", "ranked", "branch"),
+        [
+            (3, 8, 16, 8, False, 0),
+            (3, 8, 16, 8, True, 4),
+            (3, 128, 16, 256, True, 0),
+            (8, 1024, 0, 8, False, 0),
+            (0, 1, 16, 64, False, 4),
+        ],
+    ),
+    ("softcap", [0.0, 50.0]),
 )
-def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs, ranked, branch):
+def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs, ranked, branch, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend._mend_kernel").mend_nodes
     host = importlib.import_module("foveate.ops.attend.summaries_kernel")
@@ -169,7 +173,7 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
         kernel,
         ("q", "k", "v", "value"),
         options,
-        **_attending(dtype, group, width)
+        **_attending(dtype, group, width, softcap)
         | {"AT_ONCE": host.merge_at_once(tile, block_s), "BRANCH": branch, "list_ptr": "*i64:16" if branch else None},
         bound_ptr="*fp32:16",
         PRIOR=True,

@@ -39,8 +39,9 @@ class Policy:
     """The attachment's."""
     dense_below: int | str = 0
     """See :func:`attach`."""
-    look: Callable[[int, Tensor, Tensor, float], None] | None = None
-    """Called with the layer, and the rotated queries and keys that it is given, ``[B, H, n, D]``, and their scaling."""
+    look: Callable[[int, Tensor, Tensor, float, float | None], None] | None = None
+    """Called with the layer, and the rotated queries and keys that it is given, ``[B, H, n, D]``, their scaling and the
+    cap of their logits."""
 
 
 @dataclass

@@ -31,13 +31,18 @@ def attention(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: ``query [B, Hq, n, D]``, ``key, value [B, Hkv, n, D(v)]`` to ``[B, n, Hq, Dv]``."""
-    policy, sinks = getattr(module, "foveate", None), kwargs.get("s_aux")
+    policy, sinks, softcap = getattr(module, "foveate", None), kwargs.get("s_aux"), kwargs.get("softcap")
     if sinks is None and hasattr(module, "sinks"):
         raise releases.unknown(f"layer {module.layer_idx} has learned sinks and does not hand them over as s_aux")
-    if policy is None and sinks is not None:
+    if softcap is None and getattr(module, "attn_logit_softcapping", None) is not None:
+        raise releases.unknown(f"layer {module.layer_idx} caps its logits and does not hand over the cap as softcap")
+    own = sinks is not None or softcap is not None  # what Transformers' function of the library's kernels does not do
+    if policy is None and own:
+        if dropout > 0:
+            raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = kwargs.get("sliding_window")
-        out = _with_mask(query, key, value, attention_mask, scaling, sinks, window)
+        out = _with_mask(query, key, value, attention_mask, scaling, sinks, softcap, window)
         return out.transpose(1, 2).contiguous(), None
     if policy is None:  # a layer that stays as it is (sliding window)
         return sdpa_attention_forward(
@@ -45,16 +50,17 @@ def attention(
         )
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
-    for name in ("softcap", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"layer {module.layer_idx} passes {name} to its attention, which foveate does not support")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(
+            f"layer {module.layer_idx} passes position_bias to its attention, which foveate does not support"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if policy.look is not None:
-        policy.look(module.layer_idx, query, key, scaling)
+        policy.look(module.layer_idx, query, key, scaling, softcap)
     layer = handover.take(key, policy.owner)
     if layer is not None:
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = layer.attend(query, key, value, attention_mask, scaling, sinks)
+            out = layer.attend(query, key, value, attention_mask, scaling, sinks, softcap)
     else:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
@@ -67,20 +73,20 @@ def attention(
                     "prefill and takes a 2-D mask of real tokens (packing and overlays are not supported)"
                 )
             handover.reach(module.layer_idx, policy.owner, policy.method.spec)
-            if sinks is not None:
-                out = _with_mask(query, key, value, attention_mask, scaling, sinks)
+            if own:
+                out = _with_mask(query, key, value, attention_mask, scaling, sinks, softcap)
                 return out.transpose(1, 2).contiguous(), None
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
         one = handover.current(policy.owner)
         forward = policy.forward if one is None else one.forward
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = without_cache(policy.method, query, key, value, attention_mask, scaling, forward, sinks)
+            out = without_cache(policy.method, query, key, value, attention_mask, scaling, forward, sinks, softcap)
     handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 
 
 _BLOCK = 512
-"""Queries that are masked at once beside learned sinks."""
+"""Queries that are masked at once beside learned sinks or under a cap."""
 
 
 def _with_mask(
@@ -89,10 +95,11 @@ def _with_mask(
     v: Tensor,
     mask: Tensor | None,
     scaling: float,
-    sinks: Tensor,
+    sinks: Tensor | None,
+    softcap: float | None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention beside learned sinks under a mask of pairs, ``[B, Hq, n, Dv]``.
+    """Attention with learned sinks or capped logits under a mask of pairs, ``[B, Hq, n, Dv]``.
 
     Args:
         mask: bool ``[B, 1, n, Lk]``; None: causal.
@@ -102,20 +109,23 @@ def _with_mask(
         ValueError: for a mask that is not bool.
     """
     length, keys = q.shape[2], k.shape[2]
-    first = keys - length
+    first, how = keys - length, {"scaling": scaling, "sink_logits": sinks, "softcap": softcap}
     if mask is None and (window is None or keys <= window):
-        return attend_causal(q, k, v, scaling=scaling, offset=first, sink_logits=sinks).out
+        if softcap is not None and length == 1:  # whose keys a kernel of decoding splits among programs
+            return attend(q, k, v, **how).out
+        return attend_causal(q, k, v, offset=first, **how).out
     if mask is None:
         lower = torch.arange(first, keys, device=q.device) - window + 1
-        return attend_window(q, k, v, scaling=scaling, lower=lower, offset=first, sink_logits=sinks).out
+        return attend_window(q, k, v, lower=lower, offset=first, **how).out
     if mask.dtype != torch.bool:
-        raise ValueError(f"attention_mask must be bool beside learned sinks, not {mask.dtype}")
+        beside = "beside learned sinks" if sinks is not None else "under a cap of logits"
+        raise ValueError(f"attention_mask must be bool {beside}, not {mask.dtype}")
     outs = []
     for start in range(0, length, _BLOCK):
         end = min(start + _BLOCK, length)
         seen = slice(0 if window is None else max(0, first + start - window + 1), first + end)
-        how = {"scaling": scaling, "mask": mask[:, :, start:end, seen], "sink_logits": sinks}
-        outs.append(attend(q[:, :, start:end], k[:, :, seen], v[:, :, seen], **how).out)
+        some = mask[:, :, start:end, seen]
+        outs.append(attend(q[:, :, start:end], k[:, :, seen], v[:, :, seen], mask=some, **how).out)
     return torch.cat(outs, 2)
 
 
@@ -159,18 +169,20 @@ def without_cache(
     scaling: float,
     forward: dict[Hashable, Any],
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The whole sequence is a prompt, and nothing is remembered: ``[B, Hq, n, Dv]``, differentiable.
 
     Args:
         forward: what the layers of this forward pass share.
         sink_logits: ``[Hq]``, the layer's learned sinks, if it has any.
+        softcap: the cap of the layer's logits, if there is one.
     """
 
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
         if method.sparse_prompt:
-            return method.prompt(SlotCache.of(k, v, q.shape[1], forward, row, sink_logits), q, scaling).out
-        return attend_causal(q, k, v, scaling=scaling, sink_logits=sink_logits).out
+            return method.prompt(SlotCache.of(k, v, q.shape[1], forward, row, sink_logits, softcap), q, scaling).out
+        return attend_causal(q, k, v, scaling=scaling, sink_logits=sink_logits, softcap=softcap).out
 
     if mask is None or bool(mask.all()):
         return attend_row(q, k, v)

@@ -110,10 +110,12 @@ class Layer(CacheLayerMixin):
         mask: Tensor | None,
         scaling: float,
         sink_logits: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Store the keys, attend: ``q [B, Hq, n, D]``, ``k, v [B, Hkv, n, D(v)]`` to ``[B, Hq, n, Dv]``.
 
-        ``sink_logits [Hq]``: the layer's learned sinks, if it has any.
+        ``sink_logits [Hq]``: the layer's learned sinks, if it has any; ``softcap``: the cap of its logits, if there is
+        one.
 
         The cache holds no gradients: with gradients enabled, those of a first forward pass are as without a cache, and
         going back through a later one is an error.
@@ -127,11 +129,12 @@ class Layer(CacheLayerMixin):
             self.seen = first
             raise
         if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-            return self._attend(q, k, v, prompt, columns, first, scaling, sink_logits)
+            return self._attend(q, k, v, prompt, columns, first, scaling, sink_logits, softcap)
         with torch.no_grad():
-            out = self._attend(q.detach(), k.detach(), v.detach(), prompt, columns, first, scaling, sink_logits)
+            given = (x.detach() for x in (q, k, v))
+            out = self._attend(*given, prompt, columns, first, scaling, sink_logits, softcap)
         if first == 0 and prompt == n:
-            return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward, sink_logits)
+            return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward, sink_logits, softcap)
         return _NoWayBack.apply(out, q)
 
     def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
@@ -161,6 +164,7 @@ class Layer(CacheLayerMixin):
         first: int,
         scaling: float,
         sink_logits: Tensor | None,
+        softcap: float | None,
     ) -> Tensor:
         if self.store is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
@@ -168,6 +172,7 @@ class Layer(CacheLayerMixin):
             self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
             self.store.staged, self.store.forward = self.record_past, self.phase.forward
         self.store.sink_logits = None if sink_logits is None else sink_logits.detach()
+        self.store.softcap = softcap
         outs, self.finite = [], None
         if prompt:
             outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))

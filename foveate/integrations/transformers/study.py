@@ -92,9 +92,9 @@ class Study:
         x = x[self._row : self._row + 1]
         return x if self._columns is None else x.index_select(dim, self._columns.to(x.device))
 
-    def _look(self, layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
+    def _look(self, layer: int, q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> None:
         if threading.get_ident() == self._thread:
-            self._similarity.look(layer, self._pick(q, 2), self._pick(k, 2), scaling)
+            self._similarity.look(layer, self._pick(q, 2), self._pick(k, 2), scaling, softcap)
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
         """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import transformers
 from torch import nn
 from transformers.cache_utils import (
@@ -66,8 +68,9 @@ def attention_modules(
         refuse(f"no attention module was found for layers {missing}")
     handled = {index: modules[index] for index in wanted}
     for index, module in handled.items():
-        if getattr(module, "attn_logit_softcapping", None) is not None:
-            refuse(f"layer {index} caps its attention logits")
+        cap = getattr(module, "attn_logit_softcapping", None)
+        if cap is not None and not 0 < cap < math.inf:
+            refuse(f"layer {index} caps its attention logits at {cap}; attn_logit_softcapping must be above 0, or None")
         if not getattr(module, "is_causal", True):
             refuse(f"layer {index} is not causal")
     return handled, unchanged

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from foveate.ops._softcap_kernel import capped
 from foveate.ops.score.summaries_kernel import LOG2E, LOWEST, VARYING, log_sums, online, shared_out, write_part
 
 
@@ -67,6 +68,7 @@ def refined_tokens(
     WIDTH: tl.constexpr,
     PRESERVE: tl.constexpr,
     KEEPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -102,7 +104,7 @@ def refined_tokens(
         k = tl.load(k_ptr + (slot * k_stride_l)[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
         v_tile = (slot * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
         v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E)
+        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E), SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
         if PRESERVE:
             mine = tile * PAGES + tl.arange(0, PAGES)
@@ -288,6 +290,7 @@ def attend_nodes(
     LAST: tl.constexpr,
     PRESERVE: tl.constexpr,
     KEEPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -393,6 +396,7 @@ def attend_nodes(
             WIDTH,
             PRESERVE,
             KEEPS,
+            SOFTCAP,
             DIM,
             VALUE_DIM,
             BLOCK_D,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile, multiprocessors, split
 from foveate.ops.attend import reference
 from foveate.ops.attend.reference import Attended, check_sinks
@@ -48,6 +49,7 @@ def attend(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -59,10 +61,11 @@ def attend(
     lengths leave out are not read and may hold anything. For the mass, see :func:`attend_pooled`.
     """
     if q.shape[2] != 1:
-        more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass}
-        return reference.attend(q, k, v, scaling=scaling, sink_logits=sink_logits, **more)
+        more = {"mask": mask, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
+        return reference.attend(q, k, v, scaling=scaling, need_lse=need_lse, need_mass=need_mass, **more)
     how = ("sum", "kv_head") if need_mass else None
-    return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, need_lse, sink_logits, how)
+    number = k.shape[2]
+    return _decode(q, k, v, None, _bytes(mask, k), lengths, number, scaling, need_lse, sink_logits, softcap, how)
 
 
 def attend_pooled(
@@ -74,6 +77,7 @@ def attend_pooled(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Attended:
@@ -83,7 +87,8 @@ def attend_pooled(
     read once; with the log-sum-exp a second pass over the logits makes attention of them and pools it.
     """
     check(pooling, pool)
-    return _decode(q, k, v, None, _bytes(mask, k), lengths, k.shape[2], scaling, True, sink_logits, (pooling, pool))
+    number, how = k.shape[2], (pooling, pool)
+    return _decode(q, k, v, None, _bytes(mask, k), lengths, number, scaling, True, sink_logits, softcap, how)
 
 
 def _bytes(mask: Tensor | None, k: Tensor) -> Tensor | None:
@@ -101,6 +106,7 @@ def attend_indices(
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -111,8 +117,8 @@ def attend_indices(
         raise UnsupportedError("the mass of the keys")
     if indices.shape[:2] != k.shape[:2]:
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
-    heads = None if heads is None else heads.contiguous()
-    return _decode(q, k, v, indices, None, lengths, indices.shape[2], scaling, need_lse, sink_logits, heads=heads)
+    heads, number = None if heads is None else heads.contiguous(), indices.shape[2]
+    return _decode(q, k, v, indices, None, lengths, number, scaling, need_lse, sink_logits, softcap, heads=heads)
 
 
 def attend_pages(
@@ -125,6 +131,7 @@ def attend_pages(
     scaling: float,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -139,7 +146,8 @@ def attend_pages(
         raise UnsupportedError("the mass of the keys")
     reference.check_pages(q, k, pages)
     number = pages.shape[2] * page_size
-    return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, sink_logits, page_size=page_size)
+    how = {"page_size": page_size}
+    return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, sink_logits, softcap, **how)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -164,6 +172,7 @@ def _decode(
     scaling: float,
     need_lse: bool,
     sink_logits: Tensor | None,
+    softcap: float | None,
     how: tuple[str, str] | None = None,
     page_size: int = 0,
     heads: Tensor | None = None,
@@ -226,6 +235,7 @@ def _decode(
         SHARED=sets // num_kv_heads,
         KEPT=kept is not None,
         CODED=kept is not None and kept.coded,
+        SOFTCAP=constant(softcap),
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -309,6 +319,7 @@ def _attend_decode(
     SHARED: tl.constexpr,
     KEPT: tl.constexpr,
     CODED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -379,7 +390,7 @@ def _attend_decode(
             v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
         k_tile = (slots * k_stride_l)[:, None] + dims[None, :] * k_stride_d
         k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
         higher = tl.max(logits, 1)
         if KEPT:

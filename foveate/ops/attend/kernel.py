@@ -1,4 +1,4 @@
-"""Sinks and a moving window of keys in one launch: Triton kernel of :func:`attend_window`."""
+"""Sinks and a moving window of keys in one launch: Triton kernel of :func:`attend_window` and :func:`attend_capped`."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended, check_sinks
 
@@ -40,6 +41,7 @@ def attend_window(
     sinks: int = 0,
     offset: int = 0,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.reference.attend_window`.
 
@@ -47,6 +49,27 @@ def attend_window(
     (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
     The output lies in memory as ``[B, Lq, Hq, Dv]``.
     """
+    return _windowed(q, k, v, scaling, lower, sinks, offset, sink_logits, softcap, need_lse=False)
+
+
+def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
+    """See :func:`foveate.ops.attend.reference.attend_capped`: a window that begins at the first key."""
+    lower = torch.zeros(q.shape[2], dtype=torch.int64, device=q.device)
+    return _windowed(q, k, v, scaling, lower, 0, offset, None, softcap, need_lse=True)
+
+
+def _windowed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    lower: Tensor,
+    sinks: int,
+    offset: int,
+    sink_logits: Tensor | None,
+    softcap: float | None,
+    need_lse: bool,
+) -> Attended:
     batch, num_heads, length, dim = q.shape
     num_kv_heads, num_keys, value_dim = v.shape[1:]
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -62,6 +85,7 @@ def attend_window(
 
     tile = tile_for(q.dtype, max(dim, value_dim))
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
+    lse = q.new_empty(batch, num_heads, length, dtype=torch.float32) if need_lse else None
     _attend_window[batch * num_heads, triton.cdiv(length, tile.block_m)](
         q,
         k,
@@ -69,6 +93,7 @@ def attend_window(
         lower,
         sink_logits,
         out,
+        lse,
         *q.stride(),
         *k.stride(),
         *v.stride(),
@@ -81,6 +106,7 @@ def attend_window(
         offset,
         sinks,
         scaling * _LOG2E.value,
+        SOFTCAP=constant(softcap),
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -89,7 +115,7 @@ def attend_window(
         BLOCK_N=tile.block_n,
         **tile.options,
     )
-    return Attended(out)
+    return Attended(out, lse)
 
 
 @triton.jit(do_not_specialize=["num_heads", "group", "length", "offset", "sinks"])
@@ -100,6 +126,7 @@ def _attend_window(
     lower_ptr,
     sink_ptr,
     out_ptr,
+    lse_ptr,
     q_stride_b,
     q_stride_h,
     q_stride_l,
@@ -123,6 +150,7 @@ def _attend_window(
     offset,
     sinks,
     scale,
+    SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -130,7 +158,8 @@ def _attend_window(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
+    """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1, and ``lse [B, Hq, Lq]``, contiguous, if there is any;
+    ``scale`` includes log2(e).
 
     The keys of the block are the sinks and all from the first query's ``lower`` to the last query's own. They are
     counted by ``place``: the sinks first, and ``gap`` keys, which no query sees, are left out behind them.
@@ -177,7 +206,7 @@ def _attend_window(
             slots = keys.to(tl.int64)
             k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
             k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
-            logits = tl.dot(q, k, input_precision="ieee") * scale
+            logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)
             if not whole:
                 seen = (keys[None, :] >= lower[:, None]) | (keys < sinks)[None, :]
                 logits = tl.where(seen & (keys[None, :] <= own[:, None]), logits, float("-inf"))
@@ -190,6 +219,9 @@ def _attend_window(
             weight = weight * fade + tl.sum(p, 1)
             top = higher
 
+    if lse_ptr is not None:
+        lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
+        tl.store(lse_ptr + row.to(tl.int64) * length + queries, lse, mask=exist)
     out = out / tl.where(weight == 0, 1.0, weight)[:, None]
     out_ptr += batch * out_stride_b + head * out_stride_h + first.to(tl.int64) * out_stride_l
     out_tile = tl.arange(0, BLOCK_M)[:, None] * out_stride_l + value_dims[None, :]

@@ -15,6 +15,7 @@ def attend_pooled(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Attended:
@@ -28,7 +29,7 @@ def attend_pooled(
         scaling: factor of the logits.
         mask: bool, broadcastable to ``[B, Hkv, 1, N]``: True where a key is. The others may hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
-        sink_logits: see :func:`attend`.
+        sink_logits, softcap: see :func:`attend`.
         pooling, pool: see :func:`pooled_mass`.
 
     Returns:
@@ -38,6 +39,6 @@ def attend_pooled(
         ValueError: for a pooling or a pool that there is not.
     """
     by_head = None if mask is None else mask.expand(*k.shape[:2], 1, k.shape[2])[:, :, 0]
-    how = {"scaling": scaling, "lengths": lengths, "sink_logits": sink_logits}
+    how = {"scaling": scaling, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
     scores = pooled_mass(q, k, mask=by_head, pooling=pooling, pool=pool, **how)
     return attend(q, k, v, mask=mask, need_lse=True, **how)._replace(mass=scores)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foveate.ops._math import block_length, first_keys, fold_group, matmul_fp32, unfold_group
+from foveate.ops._dispatch import dispatch
+from foveate.ops._math import block_length, capped, first_keys, fold_group, matmul_fp32, unfold_group
 
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's own kernels. cuDNN's plans anew for every length, which in decode and for prompts of many lengths takes
@@ -22,7 +23,8 @@ class Attended(NamedTuple):
     out: Tensor
     """``[B, Hq, Lq, Dv]``, in the dtype of q."""
     lse: Tensor | None = None
-    """``[B, Hq, Lq]`` fp32: log-sum-exp of the scaled logits; -inf where a query saw nothing (its output is 0)."""
+    """``[B, Hq, Lq]`` fp32: log-sum-exp of the logits, scaled and capped; -inf where a query saw nothing (its output is
+    0)."""
     mass: Tensor | None = None
     """``[B, Hkv, Lk]`` fp32: softmax probability summed over the queries and over the heads of the group."""
 
@@ -36,6 +38,7 @@ def attend(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -51,8 +54,13 @@ def attend(
             finite; None: all are.
         sink_logits: ``[Hq]``: a logit of each query head that takes its share of every softmax and has no value, the
             learned sinks of gpt-oss; the log-sum-exp and the mass count it. None: there is none.
-        need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both, and without sinks, the
-            fastest library kernel runs.
+        softcap: each scaled logit x of a key becomes ``softcap * tanh(x / softcap)``, as in Gemma 2, before the mask;
+            sinks are not capped. None: there is no cap.
+        need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both, and without sinks or a
+            cap, the fastest library kernel runs.
+
+    Raises:
+        ValueError: for sinks of other heads, or a cap that is not a finite number above 0.
     """
     num_heads, length = q.shape[1:3]
     rows = fold_group(q, k.shape[1])
@@ -62,13 +70,14 @@ def attend(
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
         mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
-    if not (need_lse or need_mass or sink_logits is not None):
+    if not (need_lse or need_mass or sink_logits is not None or softcap is not None):
         return Attended(unfold_group(_library(rows, k, v, scaling, mask=mask), num_heads))
     logits = (
         matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
         if not rows.requires_grad
         else (matmul_fp32(rows, k.transpose(-1, -2)) * scaling)
     )
+    logits = capped(logits, softcap)
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
     top = logits.amax(-1, keepdim=True)
@@ -129,26 +138,30 @@ def attend_causal(
     scaling: float,
     offset: int = 0,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     need_lse: bool = False,
 ) -> Attended:
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
 
     No ``Lq x Lk`` tensor and no mask of that size exists: the fused kernel of the device is used where it gives what is
     asked for, and otherwise blocks of queries are computed one after another. The output is the same to the last bit
-    with and without the log-sum-exp.
+    with and without the log-sum-exp. No library kernel caps logits: :func:`attend_capped` does.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
-        sink_logits: see :func:`attend`.
+        sink_logits, softcap: see :func:`attend`.
     """
     if sink_logits is not None:
-        return with_sinks(attend_causal(q, k, v, scaling=scaling, offset=offset, need_lse=True), sink_logits)
+        how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": True}
+        return with_sinks(attend_causal(q, k, v, **how), sink_logits)
     end = offset + q.shape[2]
     if k.shape[2] < end:
         raise ValueError(f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {end}")
     k, v = k[:, :, :end], v[:, :, :end]
+    if softcap is not None:
+        return _capped(q, k, v, scaling=scaling, offset=offset, softcap=softcap)
     fused = _has_fused(q, k, v)
     if fused and offset == 0 and not need_lse:
         return Attended(_library(q, k, v, scaling, causal=True))
@@ -158,6 +171,14 @@ def attend_causal(
     if offset == 0:
         return own
     return merge([_fused(q, k[:, :, :offset], v[:, :, :offset], scaling, causal=False), own])
+
+
+def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
+    """:func:`attend_causal` under a cap, with the log-sum-exp: blocks of queries, as no library kernel caps logits."""
+    return _attend_causal_blocks(q, k, v, scaling=scaling, offset=offset, softcap=softcap)
+
+
+_capped = dispatch(attend_capped, "foveate.ops.attend.kernel")
 
 
 def attend_window(
@@ -170,6 +191,7 @@ def attend_window(
     sinks: int = 0,
     offset: int = 0,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Attended:
     """Causal attention over the first ``sinks`` keys and a window whose start may move from query to query.
 
@@ -180,7 +202,7 @@ def attend_window(
             those of the first ``sinks`` that do not lie behind its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
-        sink_logits: see :func:`attend`.
+        sink_logits, softcap: see :func:`attend`.
     """
     length = q.shape[2]
     starts, lower = lower.tolist(), lower[:, None]
@@ -199,7 +221,7 @@ def attend_window(
             seen = torch.cat([slots[:sinks], seen])
         query = slots[offset + first : end, None]
         mask = (seen <= query) & ((seen >= lower[first:last]) | (seen < sinks))
-        how = {"scaling": scaling, "mask": mask[None, None], "sink_logits": sink_logits}
+        how = {"scaling": scaling, "mask": mask[None, None], "sink_logits": sink_logits, "softcap": softcap}
         outs.append(attend(q[:, :, first:last], keys, values, **how).out)
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
 
@@ -214,6 +236,7 @@ def attend_indices(
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -223,7 +246,7 @@ def attend_indices(
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
-        sink_logits: see :func:`attend`.
+        sink_logits, softcap: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
@@ -233,8 +256,8 @@ def attend_indices(
     if lengths is not None:
         used &= first_keys(lengths, indices.shape[2])
     keys, values = gather_fields([k, v], indices)
-    how = {"scaling": scaling, "sink_logits": sink_logits, "need_lse": need_lse, "need_mass": need_mass}
-    return _attend_gathered(q, keys, values, used, **how)
+    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap}
+    return _attend_gathered(q, keys, values, used, need_lse=need_lse, need_mass=need_mass, **how)
 
 
 def attend_pages(
@@ -247,6 +270,7 @@ def attend_pages(
     scaling: float,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
 ) -> Attended:
@@ -257,7 +281,7 @@ def attend_pages(
             marks an unused place. No page stands twice in a row.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
             those that are not there, may hold anything.
-        sink_logits: see :func:`attend`.
+        sink_logits, softcap: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
@@ -276,8 +300,8 @@ def attend_pages(
     slots = slots.masked_fill(slots >= ends, -1)
     fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
     keys, values = (x.unflatten(2, (shared, slots.shape[2])).flatten(1, 2) for x in fields)
-    how = {"scaling": scaling, "sink_logits": sink_logits, "need_lse": need_lse, "need_mass": need_mass}
-    return _attend_gathered(q, keys, values, slots >= 0, **how)
+    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap}
+    return _attend_gathered(q, keys, values, slots >= 0, need_lse=need_lse, need_mass=need_mass, **how)
 
 
 def check_pages(q: Tensor, k: Tensor, pages: Tensor) -> None:
@@ -420,7 +444,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Att
     return Attended(out, lse.float())
 
 
-def _attend_causal_blocks(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int) -> Attended:
+def _attend_causal_blocks(
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float | None = None
+) -> Attended:
     """The specification of :func:`attend_causal`: query blocks over all the keys that they may see."""
     batch, num_heads, length = q.shape[:3]
     step = block_length(4 * batch * num_heads * k.shape[2], length)
@@ -437,6 +463,7 @@ def _attend_causal_blocks(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, of
                 v[:, :, :end],
                 scaling=scaling,
                 mask=mask[None, None],
+                softcap=softcap,
                 need_lse=True,
             )
         )

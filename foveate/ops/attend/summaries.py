@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.ops._math import fold_group, unfold_group
+from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.masses import Sums, note_masses
 from foveate.ops.attend.reference import gather_fields, gather_pages, page_slots
@@ -92,6 +92,7 @@ def attend_summaries(
     how: Refinement,
     *,
     scaling: float,
+    softcap: float | None = None,
     need_lse: bool = False,
     need_masses: bool = False,
     sums: Sums | None = None,
@@ -102,16 +103,20 @@ def attend_summaries(
     the bias adds; those that the rule chooses are replaced by their children, at last by the keys of their page, with
     the mass of equations 2 and 3 or with their own; attention is the softmax over all that is left (equation 4).
 
+    Under a ``softcap`` a summary's ``q . k`` is capped as a key's is, and the bias is added to the capped logit. The
+    deviation of the keys beneath is then the distance, once both are capped, to a logit one deviation higher.
+
     Args:
         q: ``[B, Hq, 1, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]``; read through their strides.
         tree: summaries of these keys, and which of them each row has.
         how: the rule.
         scaling: factor of the logits.
+        softcap: each scaled logit x becomes ``softcap * tanh(x / softcap)``; None: there is no cap.
         need_lse, need_masses: whether to return them.
         sums: what to add the masses to.
     """
-    reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling)
+    reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling, softcap)
     parts = [reader.raw()]
     raw = parts[0].logits.logsumexp(-1, keepdim=True)
     others, read = raw, tree.rows.raw
@@ -194,9 +199,18 @@ class _Reader:
         rows: the queries, ``[B, Hkv, G, D]``.
     """
 
-    def __init__(self, tree: Tree, how: Refinement, k: Tensor, v: Tensor, rows: Tensor, scaling: float):
+    def __init__(
+        self,
+        tree: Tree,
+        how: Refinement,
+        k: Tensor,
+        v: Tensor,
+        rows: Tensor,
+        scaling: float,
+        softcap: float | None,
+    ):
         self.tree, self.how, self.keys, self.values = tree, how, k, v
-        self.rows, self.scaling = rows, scaling
+        self.rows, self.scaling, self.softcap = rows, scaling, softcap
         self.capped: Tensor | int = 0
 
     @property
@@ -215,7 +229,7 @@ class _Reader:
             if sinks:
                 keys = torch.cat([self.keys[:, :, :sinks], keys], 2)
                 values = torch.cat([self.values[:, :, :sinks], values], 2)
-        logits = key_logits(self.rows, keys, self.scaling)
+        logits = key_logits(self.rows, keys, self.scaling, self.softcap)
         if rows.raw_slots is not None:
             logits.masked_fill_(rows.raw_hidden, float("-inf"))
         return Part(logits, values)
@@ -264,7 +278,7 @@ class _Reader:
             slots = slots.flatten(-2).masked_fill(hidden, 0)
             keys, values = gather_fields([self.keys, self.values], slots, complete=True)
             number = (~hidden).sum(-1, dtype=torch.float64)
-        logits = key_logits(self.rows, keys, self.scaling)
+        logits = key_logits(self.rows, keys, self.scaling, self.softcap)
         if hidden is not None:
             logits.masked_fill_(hidden[:, :, None], float("-inf"))
             values = values.masked_fill_(hidden[..., None], 0)
@@ -287,10 +301,11 @@ class _Reader:
         else:
             fields = dict(zip(fields, gather_fields(list(fields.values()), index, complete=hidden is None)))
         log_size = math.log(of.size) if of.tokens is None else fields["log_size"][:, :, None]
-        dot = key_logits(self.rows, fields["k"], self.scaling)
+        plain = key_logits(self.rows, fields["k"], self.scaling)
+        dot = plain if self.softcap is None else capped(plain.clone(), self.softcap)
         spread = None
         if how.bias == "spread" or (how.score == "spread" and self.estimates):
-            spread = logit_deviation(self.rows, fields["spread"], self.scaling)
+            spread = self._above(plain, dot, logit_deviation(self.rows, fields["spread"], self.scaling))
         bias = {
             "none": lambda: None,
             "log": lambda: log_size,
@@ -299,14 +314,17 @@ class _Reader:
         }[how.bias]()
         logits, rank, upper, lower = dot if bias is None else dot + bias, None, None, None
         if "low" in fields:
-            upper = largest_logit(self.rows, fields["low"], fields["high"], self.scaling) + log_size
+            upper = largest_logit(self.rows, fields["low"], fields["high"], self.scaling)
+            upper = capped(upper, self.softcap) + log_size
         if not self.estimates:
-            # Jensen's inequality for the mean; any other average of keys has a logit below their largest
-            lower = dot + log_size if how.means else dot.clone()
+            # Jensen's inequality for the mean, but not of capped logits, whose exponentials are not convex; any other
+            # average of keys has a logit below their largest, capped or not
+            lower = dot + log_size if how.means and self.softcap is None else dot.clone()
         elif how.score == "spread":
             rank = free_energy(spread, log_size).add_(logits if how.bias == "log" else dot + log_size)
         elif how.score == "box":
-            rank = logit_reach(self.rows, fields["spread"], self.scaling).add_(log_size).add_(dot)
+            reach = logit_reach(self.rows, fields["spread"], self.scaling)
+            rank = self._above(plain, dot, reach).add_(log_size).add_(dot)
         elif how.score == "bound":
             rank = upper
         if hidden is not None:
@@ -315,6 +333,10 @@ class _Reader:
                     estimate.masked_fill_(hidden, float("-inf"))
         index = None if isinstance(index, slice) else index
         return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank, upper, lower)
+
+    def _above(self, plain: Tensor, dot: Tensor, distance: Tensor) -> Tensor:
+        """How far a logit that is at a ``distance`` above the summary's is above it once both are capped."""
+        return distance if self.softcap is None else capped(distance.add_(plain), self.softcap).sub_(dot)
 
     # Which nodes are refined
 

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._softcap_kernel import constant
 from foveate.ops._tile import multiprocessors
 from foveate.ops.attend._mend_kernel import mend_nodes
 from foveate.ops.attend._nodes_kernel import attend_nodes
@@ -51,6 +52,7 @@ def attend_summaries(
     how: Refinement,
     *,
     scaling: float,
+    softcap: float | None = None,
     need_lse: bool = False,
     need_masses: bool = False,
     sums: Sums | None = None,
@@ -74,7 +76,7 @@ def attend_summaries(
         raise UnsupportedError("running sums in other dtypes than float32")
     if sums is not None and any(x is not None and x.stride(2) != 1 and x.shape[2] > 1 for x in sums[1:]):
         raise UnsupportedError("running sums that are not next to each other")
-    return Step(q, k, v, tree, how, scaling, need_masses, sums).run(need_lse)
+    return Step(q, k, v, tree, how, scaling, softcap, need_masses, sums).run(need_lse)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement) -> None:
@@ -104,10 +106,12 @@ class Step:
         tree: Tree,
         how: Refinement,
         scaling: float,
+        softcap: float | None,
         need_masses: bool,
         sums: Sums | None,
     ):
         self.q, self.k, self.v, self.tree, self.how, self.scaling = q, k, v, tree, how, scaling
+        self.softcap = constant(softcap)
         self.need_masses, self.sums, self.keeps_raw = need_masses, sums, need_masses or sums is not None
         self.batch, self.num_heads, _, self.dim = q.shape
         self.num_kv_heads, self.value_dim = v.shape[1], v.shape[3]
@@ -283,6 +287,7 @@ class Step:
             SCORE=_SCORES[how.score],
             SIZED=of.tokens is not None,
             LARGEST=torch.finfo(q.dtype).max,
+            SOFTCAP=self.softcap,
             SIGNALS=self._started_early(stage),
             **self._dims,
             **weighing_options(self.tile, q.dtype, of_node, self.capability),
@@ -490,6 +495,7 @@ class Step:
             "WIDTH": tree.width if tree.page_end is None else 0,
             "PRESERVE": self.how.mass == "preserve",
             "KEEPS": self.keeps,
+            "SOFTCAP": self.softcap,
             "BLOCK_W": self.block_w,
             "CHUNKS": self.chunks,
         }

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.ops._math import block_length, matmul_fp32, tile_rows
+from foveate.ops._math import block_length, capped, matmul_fp32, tile_rows
 from foveate.ops.attend.reference import Attended, gather_fields, rows_of_heads
 
 
@@ -20,6 +20,7 @@ def attend_tiles(
     heads: Tensor | None = None,
     rest: bool = False,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Attended:
     """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
 
@@ -32,8 +33,8 @@ def attend_tiles(
         indices: int ``[B, Hkv, T, K]``: for each tile given, keys before its first position; -1 marks an unused place.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         rest: whether the keys before a tile that are not chosen for it count as one: their mean key, with the logarithm
-            of their number added to its logit, and their mean value. A key must not be chosen twice then.
-        sink_logits: see :func:`attend`.
+            of their number added to its logit, capped, and their mean value. A key must not be chosen twice then.
+        sink_logits, softcap: see :func:`attend`.
 
     Raises:
         ValueError: when there are not as many selections as tiles.
@@ -63,7 +64,7 @@ def attend_tiles(
             of_chosen = [x.sum(3, dtype=sums[0].dtype) for x in (keys.masked_fill(unused, 0), values)]
         keys = torch.cat([keys, own_k[:, :, first : first + step]], 3)
         values = torch.cat([values, own_v[:, :, first : first + step]], 3)
-        logits = matmul_fp32(some, keys.transpose(-1, -2)) * scaling
+        logits = capped(matmul_fp32(some, keys.transpose(-1, -2)) * scaling, softcap)
         hidden = torch.cat(
             [unused.transpose(-1, -2).expand(-1, -1, -1, width, -1), future.expand(*chosen.shape[:3], -1, -1)], -1
         )
@@ -83,7 +84,8 @@ def attend_tiles(
             (of_all[:, :, first : first + step] - x) / left.clamp_min(1)
             for of_all, x in zip(sums, of_chosen, strict=True)
         )
-        of_rest = (some.to(mean_key.dtype) @ mean_key[..., None])[..., 0] * scaling + left.to(mean_key.dtype).log()
+        of_rest = capped((some.to(mean_key.dtype) @ mean_key[..., None])[..., 0] * scaling, softcap)
+        of_rest = of_rest + left.to(mean_key.dtype).log()
         of_rest = of_rest.masked_fill(left <= 0, float("-inf"))[..., None]
         weights = torch.cat([logits, of_rest, of_sinks], -1).softmax(-1)
         given, of_rest = weights[..., : logits.shape[-1]], weights[..., logits.shape[-1] :][..., :1]

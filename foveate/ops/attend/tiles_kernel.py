@@ -7,6 +7,7 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._math import SCRATCH_BYTES
+from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended, check_sinks
 from foveate.ops.attend.tiles import sums_before
@@ -58,6 +59,7 @@ def attend_tiles(
     heads: Tensor | None = None,
     rest: bool = False,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
@@ -112,6 +114,7 @@ def attend_tiles(
         scaling * _LOG2E.value,
         MAPPED=heads is not None,
         REST=rest,
+        SOFTCAP=constant(softcap),
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -165,6 +168,7 @@ def _attend_tiles(
     scale,
     MAPPED: tl.constexpr,
     REST: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -226,6 +230,7 @@ def _attend_tiles(
             if REST and not of_tile:
                 of_rest -= tl.sum(logits, 1)
                 left -= tl.sum(stored.to(tl.int32))
+            logits = capped(logits, SOFTCAP)
             seen = stored[None, :] & (rows >= 0)[:, None]
             if of_tile:
                 seen = seen & (keys[None, :] <= own[:, None])
@@ -243,7 +248,7 @@ def _attend_tiles(
 
     if REST:
         number = tl.maximum(left, 1).to(tl.float32)
-        logit = tl.where(left > 0, of_rest / number + tl.log2(number), float("-inf"))
+        logit = tl.where(left > 0, capped(of_rest / number, SOFTCAP) + tl.log2(number), float("-inf"))
         higher = tl.maximum(top, logit)
         p, fade = tl.exp2(logit - higher), tl.exp2(top - higher)
         out = out * fade[:, None] + p[:, None] * (value_sum / number)[None, :]

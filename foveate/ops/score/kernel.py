@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,7 +31,14 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
 
 
 def column_mass(
-    q: Tensor, k: Tensor, lse: Tensor, *, scaling: float, offset: int = 0, out: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    scaling: float,
+    offset: int = 0,
+    softcap: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.score.reference.column_mass`.
 
@@ -67,6 +75,7 @@ def column_mass(
         length,
         offset,
         scaling * _LOG2E.value,
+        SOFTCAP=constant(softcap),
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,
@@ -99,6 +108,7 @@ def _column_mass(
     length,
     offset,
     scale,
+    SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -134,7 +144,8 @@ def _column_mass(
             q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
             lse = tl.load(lse_ptr + queries * lse_stride_l, mask=exist, other=float("-inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
-            p = tl.exp2(tl.dot(q, k, input_precision="ieee") * scale - lse[:, None])
+            logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)
+            p = tl.exp2(logits - lse[:, None])
             if not whole:
                 p = tl.where((offset + start + queries)[:, None] >= keys[None, :], p, 0.0)
             # Rows 8 apart lie in the registers of one thread: adding these pairs first halves the accumulator.

@@ -5,12 +5,15 @@ import math
 import torch
 from torch import Tensor
 
-from foveate.ops._math import first_keys, fold_group, matmul_fp32
+from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32
 
 
-def key_logits(rows: Tensor, k: Tensor, scaling: float) -> Tensor:
-    """Scaled logits of ``rows [B, Hkv, G, D]`` at ``k [B, Hkv, N, D]``: fp32 ``[B, Hkv, G, N]``."""
-    return matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
+def key_logits(rows: Tensor, k: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
+    """Scaled logits of ``rows [B, Hkv, G, D]`` at ``k [B, Hkv, N, D]``: fp32 ``[B, Hkv, G, N]``.
+
+    With a ``softcap`` each logit x becomes ``softcap * tanh(x / softcap)``.
+    """
+    return capped(matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling), softcap)
 
 
 def logit_deviation(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
@@ -70,6 +73,8 @@ def largest_logit(
 ) -> Tensor:
     """Upper bound of the logits of all keys in a box (Quest, Tang et al. 2024, section 3.2).
 
+    A cap of logits rises with them: capped bounds bound capped logits, and the order of boxes is the same without it.
+
     Args:
         rows: ``[B, Hkv, G, D]``.
         low, high: ``[B, Hkv, N, D]``: corners of each node's box; read through their strides.
@@ -98,7 +103,15 @@ def check_pool(pool: str) -> None:
 
 
 def attention_divergence(
-    q: Tensor, earlier: Tensor, k: Tensor, *, lag: int, window: int, scaling: float, offset: int
+    q: Tensor,
+    earlier: Tensor,
+    k: Tensor,
+    *,
+    lag: int,
+    window: int,
+    scaling: float,
+    offset: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """KL divergence between the attention of each query and that of the query ``lag`` tokens before it.
 
@@ -108,6 +121,7 @@ def attention_divergence(
         q: ``[B, Hq, n, D]``; query i is token ``offset + i``.
         earlier: ``[B, Hq, n, D]``: the queries of the tokens ``offset + i - lag`` (anything where there is none).
         k: ``[B, Hkv, Lk, D]``, ``Lk >= offset + n``.
+        softcap: see :func:`key_logits`.
 
     Returns:
         fp32 ``[B, n]``, nats, the mean over the heads; 0 for the first ``lag`` tokens of the sequence.
@@ -123,7 +137,7 @@ def attention_divergence(
         shares = []
         for queries in (q, earlier):
             rows = fold_group(queries[:, :, first:last], k.shape[1])
-            logits = key_logits(rows, k[:, :, start:end], scaling).reshape(batch, num_heads, last - first, -1)
+            logits = key_logits(rows, k[:, :, start:end], scaling, softcap).reshape(batch, num_heads, last - first, -1)
             shares.append(logits.masked_fill(hidden, float("-inf")).log_softmax(-1))
         now, before = shares
         terms = (now.exp() * (now - before)).masked_fill(hidden, 0.0)

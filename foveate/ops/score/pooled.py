@@ -16,6 +16,7 @@ def pooled_mass(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -33,6 +34,7 @@ def pooled_mass(
         mask: bool, broadcastable to ``[B, Hkv, N]``: True where a key is. The others may hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
         sink_logits: ``[Hq]``: a logit of each query head that takes its share of attention and has no key; None: none.
+        softcap: each scaled logit x counts as ``softcap * tanh(x / softcap)``; None: as it is.
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), the largest attention of
             any head (``max``), or the largest scaled logit of any head (``max_logit``), which no sink changes.
         pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
@@ -47,7 +49,7 @@ def pooled_mass(
     if lengths is not None:
         there = first_keys(lengths, k.shape[2])
         mask = there if mask is None else mask & there
-    logits = _logits(fold_group(q, k.shape[1]), k, key_scales, scaling)
+    logits = _logits(fold_group(q, k.shape[1]), k, key_scales, scaling, softcap)
     if mask is not None:
         logits.masked_fill_(~mask[:, :, None], float("-inf"))
     mass = logits if pooling == "max_logit" else logits.softmax(-1)
@@ -63,13 +65,13 @@ def pooled_mass(
     return scores
 
 
-def _logits(rows: Tensor, k: Tensor, key_scales: Tensor | None, scaling: float) -> Tensor:
+def _logits(rows: Tensor, k: Tensor, key_scales: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """Of ``rows [B, Hkv, G, D]``: fp32 ``[B, Hkv, G, N]``; a copy in fp8 is converted block by block."""
     if key_scales is None:
-        return key_logits(rows, k, scaling)
+        return key_logits(rows, k, scaling, softcap)
     rows = (rows * key_scales[:, :, None]).to(rows.dtype)
     blocks = k.split(block_length(k[:, :, :1].numel() * 4, k.shape[2]), 2)
-    return torch.cat([key_logits(rows, block.to(rows.dtype), scaling) for block in blocks], -1)
+    return torch.cat([key_logits(rows, block.to(rows.dtype), scaling, softcap) for block in blocks], -1)
 
 
 def check(pooling: str, pool: str) -> None:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile, multiprocessors, split
 from foveate.ops.score.fp8 import FP8
 from foveate.ops.score.pooled import check
@@ -56,6 +57,7 @@ def pooled_mass(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -119,6 +121,7 @@ def pooled_mass(
         scaling * _LOG2E.value,
         steps(pooling),
         CODED=kept.coded,
+        SOFTCAP=constant(softcap),
         SCALED=key_scales is not None,
         MASKED=mask is not None,
         BOUNDED=lengths is not None,
@@ -264,6 +267,7 @@ def _keep_logits(
     scale,
     steps,
     CODED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -314,7 +318,7 @@ def _keep_logits(
         k = tl.load(k_ptr + (slots * k_stride_l)[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
         if SCALED:
             k = k.to(q.dtype)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest = tl.maximum(tl.max(logits, 1), _LOWEST)
         _keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded, blocks, steps, CODED)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops._math import block_length, fold_group, matmul_fp32, tile_rows
+from foveate.ops._math import block_length, capped, fold_group, matmul_fp32, tile_rows
 
 
 def column_mass(
@@ -20,6 +20,7 @@ def column_mass(
     *,
     scaling: float,
     offset: int = 0,
+    softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention mass that each key receives from a block of causal queries (H2O's accumulated score; LuKA's w_i).
@@ -30,6 +31,7 @@ def column_mass(
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees; one with -inf saw
             nothing and adds nothing.
         offset: number of keys before the first query's own.
+        softcap: each scaled logit x counts as ``softcap * tanh(x / softcap)``, as in the log-sum-exp; None: as it is.
         out: fp32 ``[B, Hkv, Lk]`` to add to, or None for a new one.
 
     Returns:
@@ -49,7 +51,8 @@ def column_mass(
         width = block_length(4 * batch * num_heads * (last - first), visible)
         for start in range(0, visible, width):
             end = min(start + width, visible)
-            weights = matmul_fp32(rows, k[:, :, start:end].transpose(-1, -2)).mul_(scaling).sub_(row_lse).exp_()
+            logits = matmul_fp32(rows, k[:, :, start:end].transpose(-1, -2)).mul_(scaling)
+            weights = capped(logits, softcap).sub_(row_lse).exp_()
             if end > offset + first + 1:
                 query = torch.arange(offset + first, visible, device=q.device)[:, None]
                 future = torch.arange(start, end, device=q.device) > query
@@ -59,7 +62,7 @@ def column_mass(
 
 
 def tile_mass(
-    q: Tensor, k: Tensor, lse: Tensor, *, tile: int, scaling: float, offset: int = 0
+    q: Tensor, k: Tensor, lse: Tensor, *, tile: int, scaling: float, offset: int = 0, softcap: float | None = None
 ) -> Iterator[tuple[int, Tensor]]:
     """Attention that tiles of queries pay to the keys before them (Kascade, section 3.4: post-softmax pooling).
 
@@ -71,6 +74,7 @@ def tile_mass(
         k: ``[B, Hkv, Lk, D]``.
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees.
         tile: positions in a tile.
+        softcap: see :func:`column_mass`.
 
     Yields:
         ``(t, mass)``: the tiles ``t .. t + T - 1``, a few at a time, and fp32 ``[B, Hkv, T, n]`` for the n keys before
@@ -85,11 +89,14 @@ def tile_mass(
     start = offset - lead
     for first, last, keys in _tile_blocks(rows, start, tile):
         begins = start + torch.arange(first, last, device=q.device) * tile
-        mass = _block_mass(rows[:, :, first:last], k[:, :, :keys], lse[:, :, first:last], begins, scaling=scaling)
+        how = {"scaling": scaling, "softcap": softcap}
+        mass = _block_mass(rows[:, :, first:last], k[:, :, :keys], lse[:, :, first:last], begins, **how)
         yield start // tile + first, mass.div_(number[first:last, None])
 
 
-def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float) -> Tensor:
+def tile_block_mass(
+    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
+) -> Tensor:
     """Attention that some tiles of queries pay to keys before them.
 
     Args:
@@ -97,6 +104,7 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
         k: ``[B, H, n, D]``.
         lse: ``[B, H, T, W]`` fp32: the log-sum-exp of each query; one with inf adds nothing.
         begins: int64 ``[T]``: the first position of each tile.
+        softcap: see :func:`column_mass`.
 
     Returns:
         fp32 ``[B, H, T, n]``, summed over a tile's queries; -inf from its first position on.
@@ -105,7 +113,8 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
     step = block_length(4 * queries[..., 0].numel(), keys)
     for start in range(0, keys, step):
         some = k[:, :, start : min(start + step, keys)].transpose(-1, -2)
-        weights = matmul_fp32(queries.flatten(2, 3), some).mul_(scaling).unflatten(2, queries.shape[2:4])
+        logits = matmul_fp32(queries.flatten(2, 3), some).mul_(scaling)
+        weights = capped(logits, softcap).unflatten(2, queries.shape[2:4])
         mass[..., start : start + step] = weights.sub_(lse[..., None]).exp_().sum(3)
     return mass.masked_fill_(_not_before(keys, begins), float("-inf"))
 
@@ -113,18 +122,20 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
 _block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel")
 
 
-def tile_logits(q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int = 0) -> Iterator[tuple[int, Tensor]]:
+def tile_logits(
+    q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int = 0, softcap: float | None = None
+) -> Iterator[tuple[int, Tensor]]:
     """What the mean query of each tile makes of the keys before it (Kascade, section 3.4: pre-softmax pooling).
 
-    As :func:`tile_mass`, with scaled logits instead of attention. Queries that a tile is not given count as zeros,
-    which leaves the order of the keys as it is.
+    As :func:`tile_mass`, with scaled and capped logits instead of attention. Queries that a tile is not given count as
+    zeros, which leaves the order of the keys as it is.
     """
     rows, lead = tile_rows(q, k.shape[1], tile, offset)
     start = offset - lead
     for first, last, keys in _tile_blocks(rows, start, tile):
         begins = start + torch.arange(first, last, device=q.device) * tile
         queries = rows[:, :, first:last].mean(3, dtype=torch.float32).to(rows.dtype)
-        logits = matmul_fp32(queries, k[:, :, :keys].transpose(-1, -2)).mul_(scaling)
+        logits = capped(matmul_fp32(queries, k[:, :, :keys].transpose(-1, -2)).mul_(scaling), softcap)
         yield start // tile + first, logits.masked_fill_(_not_before(keys, begins), float("-inf"))
 
 
@@ -144,13 +155,22 @@ def _not_before(keys: int, begins: Tensor) -> Tensor:
     return torch.arange(keys, device=begins.device) >= begins[:, None]
 
 
-def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int, sink_logits: Tensor | None = None) -> Tensor:
+def query_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scaling: float,
+    offset: int,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Attention mass of a few causal queries, heads kept apart (SnapKV's observation window, section 3).
 
     Args:
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         k: ``[B, Hkv, Lk, D]`` with ``Lk >= offset + Lq``.
         sink_logits: ``[Hq]``: a logit of each head that takes its share of attention and has no key; None: none.
+        softcap: see :func:`column_mass`.
 
     Returns:
         ``[B, Hq, offset + Lq]`` fp32, summed over the queries.
@@ -162,7 +182,7 @@ def query_mass(q: Tensor, k: Tensor, *, scaling: float, offset: int, sink_logits
     for first in range(0, length, step):
         last = min(first + step, length)
         logits = matmul_fp32(fold_group(q[:, :, first:last], k.shape[1]), k[:, :, :end].transpose(-1, -2))
-        logits = logits.mul_(scaling).reshape(batch, num_heads, last - first, end)
+        logits = capped(logits.mul_(scaling), softcap).reshape(batch, num_heads, last - first, end)
         query = torch.arange(offset + first, offset + last, device=q.device)[:, None]
         future = torch.arange(end, device=q.device) > query
         weights = logits.masked_fill_(future, float("-inf")).softmax(-1)

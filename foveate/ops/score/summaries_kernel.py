@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from foveate.ops._softcap_kernel import capped
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4e38)
 """Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
@@ -167,6 +169,7 @@ def score_nodes(
     SCORE: tl.constexpr,
     SIZED: tl.constexpr,
     LARGEST: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -194,6 +197,9 @@ def score_nodes(
     attention, +inf for one of the ``first`` nodes.
 
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]``: keys read.
+
+    ``SOFTCAP``: the cap of logits, 0 for none. That of a summary is capped before anything is added to it, and so is
+    that of a key which is some deviation away.
 
     ``SIGNALS``: the next launch waits by itself, and may be started when all programs of this one have been.
     """
@@ -240,7 +246,7 @@ def score_nodes(
                 k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
                 v_tile = (slot * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
                 v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
-                logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E)
+                logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E), SOFTCAP)
                 logits = tl.where(stored[None, :], logits, float("-inf"))
                 if KEEPS_RAW:
                     kept = raw_ptr + rows[:, None] * places + place[None, :]
@@ -294,7 +300,8 @@ def score_nodes(
                 node_mask = node_mask & (dims < DIM)[None, :]
             k_tile = (node * node_stride_n)[:, None] + dims[None, :] * node_stride_d
             k = tl.load(node_ptr + k_tile, mask=node_mask, other=0.0)
-            dot = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+            plain = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+            dot = capped(plain, SOFTCAP, NATURAL=True)
 
             size = log_size
             if SIZED:
@@ -306,6 +313,8 @@ def score_nodes(
             if BIAS == 3 or SCORE == 1:
                 variance = tl.dot(squared, tl.trans(spread), input_precision="ieee")
                 deviation = tl.sqrt(tl.maximum(variance, 0.0))
+                if SOFTCAP > 0:
+                    deviation = capped(plain + deviation, SOFTCAP, NATURAL=True) - dot
             logits = dot
             if BIAS == 1:
                 logits = dot + size
@@ -321,6 +330,8 @@ def score_nodes(
             elif SCORE == 2:
                 root = tl.sqrt(spread.to(tl.float32)).to(q.dtype)
                 reach = tl.dot(tl.abs(q), tl.trans(root), input_precision="ieee") * scaling
+                if SOFTCAP > 0:
+                    reach = capped(plain + reach, SOFTCAP, NATURAL=True) - dot
                 ranks = tl.where(there[None, :], (dot + size + reach) * LOG2E, float("-inf"))
             if BRANCH and PRESERVE:
                 GROUPS: tl.constexpr = BLOCK_N // BRANCH

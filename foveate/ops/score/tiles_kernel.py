@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,7 +31,9 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=min(tile.block_m, max(16, triton.next_power_of_2(rows))))
 
 
-def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float) -> Tensor:
+def tile_block_mass(
+    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
+) -> Tensor:
     """See :func:`foveate.ops.score.reference.tile_block_mass`.
 
     A program owns some keys of one tile, so every sum has one owner and one order: repeats are equal bit for bit. Keys
@@ -63,6 +66,7 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
         rows,
         number,
         scaling * _LOG2E.value,
+        SOFTCAP=constant(softcap),
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,
@@ -89,6 +93,7 @@ def _tile_block_mass(
     rows,
     number,
     scale,
+    SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -120,7 +125,8 @@ def _tile_block_mass(
         k_tile = keys.to(tl.int64)[:, None] * k_stride_l + dims[None, :] * k_stride_d
         k = tl.load(k_ptr + k_tile, mask=(keys < begin)[:, None] & (dims < DIM)[None, :], other=0.0)
         if ONE:
-            mass = tl.sum(tl.exp2(tl.dot(k, q, input_precision="ieee") * scale - lse[None, :]), 1)
+            logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
+            mass = tl.sum(tl.exp2(logits - lse[None, :]), 1)
         else:
             mass = tl.zeros([BLOCK_N], tl.float32)
             for some in tl.range(0, rows, BLOCK_M):
@@ -131,7 +137,8 @@ def _tile_block_mass(
                     other=0.0,
                 )
                 lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * _LOG2E
-                mass += tl.sum(tl.exp2(tl.dot(k, q, input_precision="ieee") * scale - lse[None, :]), 1)
+                logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
+                mass += tl.sum(tl.exp2(logits - lse[None, :]), 1)
         tl.store(mass_ptr + keys, tl.where(keys < begin, mass, float("-inf")), mask=keys < last)
     behind = first + tl.maximum(tl.cdiv(tl.minimum(last, begin) - first, BLOCK_N), 0) * BLOCK_N
     for start in tl.range(behind, last, BLOCK_N):

@@ -1,0 +1,229 @@
+"""Capped logits, ``softcap * tanh(logit / softcap)``: every reference against a softmax written out."""
+
+import math
+
+import pytest
+import torch
+
+from foveate import ops
+from foveate.ops.attend import pooled, reference, tiles
+from foveate.ops.score import nodes
+from foveate.ops.score import pooled as score
+from foveate.ops.score import reference as masses
+from tests.helpers import LargestTensor, Shape, assert_close, problem
+
+SHAPE = Shape(batch=2, kv_heads=2, group=3, queries=7, offset=20, dim=16, value_dim=12)
+SCALING = 1.5
+CAPS = [0.7, 5.0, 50.0]
+each_cap = pytest.mark.parametrize("softcap", CAPS)
+
+
+@pytest.fixture
+def sinks():
+    return 2 * torch.randn(6, generator=torch.Generator().manual_seed(3))
+
+
+def capped_logits(q, k, softcap):
+    """``[B, Hq, Lq, Lk]`` in fp64."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return softcap * torch.tanh(q.double() @ keys.transpose(-1, -2) * SCALING / softcap)
+
+
+def written_out(q, k, softcap, mask, sinks=None):
+    """Attention weights ``[B, Hq, Lq, Lk]``, and their log-sum-exp; ``mask`` bool, broadcast to the weights."""
+    every = capped_logits(q, k, softcap).masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        every = torch.cat([every, sinks.double()[None, :, None, None].expand(*every.shape[:3], 1)], -1)
+    return every.softmax(-1)[..., : k.shape[2]], every.logsumexp(-1)
+
+
+def output(weights, v):
+    return weights @ v.double().repeat_interleave(weights.shape[1] // v.shape[1], 1)
+
+
+def by_kv_head(x):
+    return x.unflatten(1, (2, 3))
+
+
+def causal(shape):
+    return torch.arange(shape.keys) <= torch.arange(shape.offset, shape.keys)[:, None]
+
+
+@each_cap
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_and_its_mass(softcap, with_sinks, sinks):
+    """Sinks are not capped."""
+    q, k, v = problem(SHAPE)
+    mask = torch.rand(2, 1, 7, SHAPE.keys, generator=torch.manual_seed(0)) < 0.6
+    how = {"scaling": SCALING, "mask": mask, "softcap": softcap, "sink_logits": sinks if with_sinks else None}
+    found = reference.attend(q, k, v, need_lse=True, need_mass=True, **how)
+    weights, lse = written_out(q, k, softcap, mask, how["sink_logits"])
+    assert_close(found.out, output(weights, v))
+    assert_close(found.lse, lse)
+    assert_close(found.mass, by_kv_head(weights.sum(2)).sum(2))
+    assert torch.equal(reference.attend(q, k, v, **how).out, found.out)
+
+
+@each_cap
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("offset", [0, 20])
+def test_causal_attention_with_gradients(softcap, with_sinks, offset, sinks):
+    shape = SHAPE._replace(offset=offset)
+    q, k, v = problem(shape, extra=3)
+    q.requires_grad_()
+    k = k.nan_to_num(0.0).requires_grad_()
+    how = {"scaling": SCALING, "offset": offset, "softcap": softcap, "sink_logits": sinks if with_sinks else None}
+    found = reference.attend_causal(q, k, v, need_lse=True, **how)
+    weights, lse = written_out(q, k[:, :, : shape.keys], softcap, causal(shape), how["sink_logits"])
+    expected = output(weights, v[:, :, : shape.keys])
+    assert_close(found.out, expected)
+    assert_close(found.lse, lse)
+    given = torch.autograd.grad(found.out.square().sum(), (q, k))
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k))
+    for one, other in zip(given, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_long_prompts_have_no_matrix(monkeypatch):
+    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 16)
+    length = 1024
+    q, k, v = (torch.randn(1, heads, length, 8) for heads in (4, 2, 2))
+    with LargestTensor() as largest:
+        reference.attend_causal(q, k, v, scaling=SCALING, softcap=5.0)
+    assert largest.bytes <= 4 << 16
+
+
+def test_windows(sinks):
+    q, k, v = problem(SHAPE)
+    position, keys = torch.arange(SHAPE.offset, SHAPE.keys), torch.arange(SHAPE.keys)
+    lower = position - 5
+    how = {"scaling": SCALING, "lower": lower, "sinks": 2, "offset": 20}
+    mask = causal(SHAPE) & ((keys >= lower[:, None]) | (keys < 2))
+    for logits in (None, sinks):
+        found = reference.attend_window(q, k, v, sink_logits=logits, softcap=5.0, **how)
+        assert_close(found.out, output(written_out(q, k, 5.0, mask, logits)[0], v))
+
+
+@each_cap
+def test_chosen_keys_and_pages(softcap):
+    shape = SHAPE._replace(queries=1)
+    q, k, v = problem(shape)
+    indices = torch.tensor([[[3, 0, -1, 9], [1, 2, -1, -1]], [[5, 6, 7, 8], [4, -1, -1, -1]]])
+    mask = torch.zeros(2, 2, shape.keys + 1, dtype=torch.bool).scatter_(2, indices % (shape.keys + 1), True)
+    mask = mask[:, :, : shape.keys].repeat_interleave(3, 1)[:, :, None]
+    found = reference.attend_indices(q, k, v, indices, scaling=SCALING, softcap=softcap, need_lse=True, need_mass=True)
+    weights, lse = written_out(q, k, softcap, mask)
+    assert_close(found.out, output(weights, v))
+    assert_close(found.lse, lse)
+    mass = by_kv_head(weights[:, :, 0]).sum(2).gather(2, indices.clamp_min(0)).masked_fill(indices < 0, 0.0)
+    assert_close(found.mass, mass)
+    pages = torch.tensor([[[2, -1], [0, 1]], [[3, 0], [4, -1]]])
+    mask = torch.stack([torch.arange(shape.keys) // 4 == page for page in pages.flatten().tolist()])
+    mask = mask.view(2, 2, 2, -1).any(2).repeat_interleave(3, 1)[:, :, None]
+    found = reference.attend_pages(q, k, v, pages, 4, scaling=SCALING, softcap=softcap)
+    assert_close(found.out, output(written_out(q, k, softcap, mask)[0], v))
+
+
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+@pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_pooled_mass(pooling, pool, with_sinks, sinks):
+    q, k, v = problem(SHAPE._replace(queries=1))
+    how = {"scaling": SCALING, "pooling": pooling, "pool": pool, "softcap": 5.0}
+    how["sink_logits"] = sinks if with_sinks else None
+    weights, lse = written_out(q, k, 5.0, torch.ones(k.shape[2], dtype=torch.bool), how["sink_logits"])
+    mass = weights[:, :, 0].sqrt() if pooling == "sqrt" else weights[:, :, 0]
+    mass = by_kv_head(mass) if pool == "kv_head" else mass[:, None]
+    expected = mass.amax(2) if pooling == "max" else mass.mean(2)
+    assert_close(score.pooled_mass(q, k, **how), expected)
+    found = pooled.attend_pooled(q, k, v, **how)
+    assert_close(found.mass, expected)
+    assert_close(found.out, output(weights, v))
+    assert_close(found.lse, lse)
+
+
+def test_pooled_mass_of_a_copy_in_fp8():
+    q, k, _ = problem(SHAPE._replace(queries=1))
+    copy, scales = k.to(ops.FP8), 0.5 + torch.rand(2, 2, 16)
+    expected = score.pooled_mass(q, copy.float() * scales[:, :, None], scaling=SCALING, softcap=5.0)
+    assert_close(score.pooled_mass(q, copy, scaling=SCALING, key_scales=scales, softcap=5.0), expected)
+
+
+@each_cap
+@pytest.mark.parametrize("rest", [False, True])
+def test_tiles(softcap, rest):
+    """Over all keys before each tile, causal attention; over some, with a mean key that is capped as a key is."""
+    shape = SHAPE._replace(queries=12)
+    q, k, v = problem(shape)
+    how = {"tile": 8, "scaling": SCALING, "offset": 20, "rest": rest, "softcap": softcap}
+    before = torch.stack([torch.arange(24).masked_fill(torch.arange(24) >= start, -1) for start in (16, 24)])
+    found = tiles.attend_tiles(q, k, v, before.expand(2, 2, 2, 24), **how)
+    assert_close(found.out, output(written_out(q, k, softcap, causal(shape))[0], v))
+    some = before.masked_fill(torch.arange(24) % 3 == 0, -1)
+    found = tiles.attend_tiles(q, k, v, some.expand(2, 2, 2, 24), **how).out
+    for t, (start, queries) in enumerate(((16, slice(0, 4)), (24, slice(4, 12)))):
+        chosen = some[t][some[t] >= 0]
+        left = torch.tensor(sorted(set(range(start)) - set(chosen.tolist())))
+        own = torch.arange(start, min(start + 8, shape.keys))
+        of = [x[:, :, torch.cat([chosen, own])] for x in (k, v)]
+        logits = capped_logits(q[:, :, queries], of[0], softcap)
+        seen = torch.cat([chosen, own]) <= torch.arange(20, shape.keys)[queries, None]
+        logits, values = logits.masked_fill(~seen, float("-inf")), of[1]
+        if rest:
+            mean = capped_logits(q[:, :, queries], k[:, :, left].double().mean(2, keepdim=True), softcap)
+            logits = torch.cat([logits, mean + math.log(len(left))], -1)
+            values = torch.cat([values.double(), v[:, :, left].double().mean(2, keepdim=True)], 2)
+        assert_close(found[:, :, queries], output(logits.softmax(-1), values))
+
+
+@each_cap
+def test_masses_of_keys(softcap):
+    q, k, _ = problem(SHAPE)
+    weights, lse = written_out(q, k, softcap, causal(SHAPE))
+    how = {"scaling": SCALING, "offset": 20, "softcap": softcap}
+    assert_close(masses.column_mass(q, k, lse.float(), **how), by_kv_head(weights.sum(2)).sum(2))
+    assert_close(masses.query_mass(q, k, **how), weights.sum(2))
+    for first, mass in masses.tile_mass(q, k, lse.float(), tile=8, **how):
+        assert first == 2  # queries 20 .. 26: the tiles from 16 and from 24 on
+        for t, (start, queries) in enumerate(((16, slice(0, 4)), (24, slice(4, 7)))):
+            expected = by_kv_head(weights[:, :, queries, :start].mean(2)).mean(2)
+            assert_close(mass[:, :, t, :start], expected)
+    for _, logits in masses.tile_logits(q, k, tile=8, **how):
+        mean = q[:, :, :4].unflatten(1, (2, 3)).sum((2, 3)) / 24  # queries that are not given count as zeros
+        assert_close(logits[:, :, 0, :16], capped_logits(mean[:, :, None], k[:, :, :16], softcap)[:, :, 0])
+
+
+def test_half_the_mass_to_the_base():
+    """Square roots of attention, of half the scaling under half the cap."""
+    q, k, _ = problem(SHAPE)
+    weights, lse = written_out(q, k, 5.0, causal(SHAPE))
+    how = {"scaling": SCALING / 2, "offset": 20, "softcap": 2.5}
+    ((_, mass),) = masses.tile_mass(q, k, lse.float() / 2, tile=8, **how)
+    assert_close(mass[:, :, 1, :24], by_kv_head(weights[:, :, 4:, :24].sqrt().mean(2)).mean(2))
+
+
+def test_divergence_of_attention():
+    q, k, _ = problem(SHAPE._replace(batch=1))
+    earlier = torch.randn(q.shape, generator=torch.manual_seed(1))
+    how = {"lag": 3, "window": 6, "scaling": SCALING, "offset": 20}
+    found = nodes.attention_divergence(q, earlier, k, softcap=5.0, **how)
+    for i in range(7):
+        seen = slice(20 + i - 3 - 5, 20 + i - 3 + 1)
+        now, before = (
+            capped_logits(x[:, :, i : i + 1], k[:, :, seen], 5.0).log_softmax(-1)[0, :, 0] for x in (q, earlier)
+        )
+        assert_close(found[0, i], (now.exp() * (now - before)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("softcap", [0, 0.0, -5.0, float("inf"), float("nan"), True, "5"])
+def test_caps_that_are_none(softcap):
+    q, k, v = problem(SHAPE)
+    for call in (ops.attend, ops.attend_causal):
+        with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap!r}"):
+            call(q, k, v, scaling=SCALING, softcap=softcap)
+
+
+def test_what_cannot_cap_has_no_such_argument():
+    q, k, v = problem(SHAPE)
+    with pytest.raises(TypeError, match="softcap"):
+        ops.attend_selected(q, k, v, torch.zeros(2, 7, 3, dtype=torch.int64), scaling=SCALING, softcap=5.0)
