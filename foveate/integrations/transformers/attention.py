@@ -36,7 +36,7 @@ def attention(
         raise releases.unknown(f"layer {module.layer_idx} has learned sinks and does not hand them over as s_aux")
     if softcap is None and getattr(module, "attn_logit_softcapping", None) is not None:
         raise releases.unknown(f"layer {module.layer_idx} caps its logits and does not hand over the cap as softcap")
-    own = sinks is not None or softcap is not None  # what Transformers' function of the library's kernels does not do
+    own = sinks is not None or softcap is not None  # which PyTorch's attention does not do
     if policy is None and own:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
