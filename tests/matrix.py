@@ -212,7 +212,8 @@ def assert_same_state(a, b):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("layer", "softcap"), [(0, None), (1, None), (0, 0.7)])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("softcap", [None, 0.7])
 def test_full_budget_is_dense_exactly_when_declared(name, layer, softcap):
     method = methods.make(name, **methods.get(name).full_budget).for_layer(layer, 3, [layer])
     tokens = Tokens.random(2, PROMPT + DECODED)

@@ -46,7 +46,8 @@ class SparQ(Method):
         indices = self.select(cache, q, scaling)
         cache.count_read((indices >= 0).sum(-1))
         self.count_scored(cache)
-        return ops.attend_indices(q, cache.keys, cache.values, indices, scaling=scaling).out
+        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        return ops.attend_indices(q, cache.keys, cache.values, indices, **how).out
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Slots of the keys that are read, int ``[B, Hkv, K]``, -1 for none."""
@@ -55,7 +56,7 @@ class SparQ(Method):
         part = rows.gather(3, dims.expand(-1, -1, rows.shape[2], -1))
         keys = keys.gather(3, dims.expand(-1, -1, keys.shape[2], -1)).float()
         seen = part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)
-        logits = part @ keys.transpose(2, 3) * scaling / seen.sqrt()  # the paper's temperature
+        logits = part @ keys.transpose(2, 3) * scaling / seen.sqrt()  # the paper's temperature; the paper has no cap
         holes = cache.holes()
         logits = logits if holes is None else logits.masked_fill(~holes[:, :, None], float("-inf"))
         return ops.topk_rows(logits.softmax(3).mean(2), cache.each_row(self.count), cache.most(self.count))
