@@ -231,35 +231,50 @@ class Recall(Source):
         parts = 2 ** int(rng.integers(0, 4))
         while parts > 1 and length // parts < 8 * self.pairs[0]:
             parts //= 2
-        size = length // parts
-        rows = [self._part(store, vocabulary, rng, size, grown) for _ in range(parts - 1)]
-        rows.append(self._part(store, vocabulary, rng, length - size * (parts - 1), grown))
+        ends = np.linspace(0, length, parts + 1).astype(int)
+        used = np.zeros(store.vocab_size, bool)
+        rows = [self._part(store, vocabulary, rng, int(size), grown, used) for size in np.diff(ends)]
         return Row(*map(np.concatenate, zip(*rows)))
 
     def _part(
-        self, store: TokenStore, vocabulary: Vocabulary, rng: np.random.Generator, length: int, grown: float
+        self,
+        store: TokenStore,
+        vocabulary: Vocabulary,
+        rng: np.random.Generator,
+        length: int,
+        grown: float,
+        used: np.ndarray,
     ) -> Row:
+        """`used` flags the ids that stand in the row already: as a key, one of them would have two values."""
         fewest, most = np.log(self.pairs[0]), np.log(self.pairs[1])
         count = round(float(np.exp(rng.uniform(fewest, fewest + grown * (most - fewest)))))
-        count = max(1, min(count, length // 4))
-        filler = _filler(store, rng, length - 4 * count)
+        count = min(count, length // 4)
         keys, values = vocabulary.halves
-        keys = keys[~np.isin(keys, filler, kind="table")]  # a key that stands in the filler would have two values
-        if len(keys) < count:
-            raise UserError(
-                f"mixture.recall.pairs: {count} pairs are too many for a vocabulary of {len(vocabulary.plain):,} tokens"
-            )
-        chosen = rng.choice(len(keys), count, replace=False)
-        pairs = np.stack([keys[chosen], values[rng.integers(0, len(values), count)]], axis=1)
+        while True:
+            filler = _filler(store, rng, length - 4 * count)
+            taken = used.copy()
+            taken[filler] = True
+            free = keys[~taken[keys]]
+            if 0 < count <= len(free):
+                break
+            if not len(free) or not count:
+                raise UserError(
+                    f"mixture.recall: rows of {length} tokens leave no key of a vocabulary of {store.vocab_size:,} free"
+                )
+            count = len(free) // 2 or 1
+        chosen = rng.choice(free, count, replace=False)
+        pairs = np.stack([chosen, values[rng.integers(0, len(values), count)]], axis=1)
         before = int(rng.integers(0, len(filler) // 4 + 1))
         asked = rng.permutation(pairs)
         drawn = np.full(2 * count, DRAWN, np.int8)
         answers = np.tile(np.array([DRAWN, ANSWER], np.int8), count)
         text = np.full(len(filler), TEXT, np.int8)
-        return Row(
+        row = Row(
             np.concatenate([filler[:before], pairs.ravel(), filler[before:], asked.ravel()]),
             np.concatenate([text[:before], drawn, text[before:], answers]),
         )
+        used[row.ids] = True
+        return row
 
 
 @dataclass(frozen=True)
@@ -404,6 +419,12 @@ class Cloze(Source):
             asked.append(Row(tokens[b1:b3].astype(np.int64), roles))
             if len(asked) == wanted:
                 break
+        if not asked:
+            least = int((bounds[:, 3] - bounds[:, 0]).min()) + 1
+            raise UserError(
+                f"mixture.cloze: rows of {draw.length} tokens are too short for passages and questions; "
+                f"the shortest take {least}"
+            )
         before = Row(_filler(store, rng, room), np.full(room, TEXT, np.int8))
         kept = list(passages.values())
         kept = [kept[i] for i in rng.permutation(len(kept))]
