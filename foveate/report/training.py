@@ -22,7 +22,9 @@ def losses(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
     held_out = [row for row in rows if "held_out" in row and row["step"] in tokens]
     with figure.drawing(out, 4.4, 7.0) as drawn:
         axis = drawn.subplots()
-        axis.plot([row["tokens"] for row in trained], [row["loss"] for row in trained], color="#0072B2", label="training")
+        axis.plot(
+            [row["tokens"] for row in trained], [row["loss"] for row in trained], color="#0072B2", label="training"
+        )
         if held_out:
             x, y = [tokens[row["step"]] for row in held_out], [row["held_out"] for row in held_out]
             axis.plot(x, y, "o", color="#D55E00", label="held-out text")

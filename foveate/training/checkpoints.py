@@ -7,6 +7,7 @@ fingerprint and the sha256 of all other files. It is written under another name,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -82,6 +83,7 @@ def write(out: Path, snapshot: Snapshot, describe: Callable[[Path], None]) -> Pa
             "extra": dict(snapshot.extra or {}),
             "sha256": {str(path.relative_to(folder)): sha256(path) for path in _files(folder)},
         }
+        state["digest"] = _digest(state)
         (folder / STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         for path in _files(folder):
             with path.open("rb") as file:
@@ -106,6 +108,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not the state of a checkpoint")
     if state.get("schema") != SCHEMA:
         raise DataError(f"{path}: schema {state.get('schema')}, this version reads {SCHEMA}")
+    if state.pop("digest", None) != _digest(state):
+        raise DataError(f"{path}: damaged (its digest is not that of its content)")
     for name, digest in state["sha256"].items():
         if not (folder / name).is_file():
             raise DataError(f"{folder / name}: no such file")
@@ -164,6 +168,10 @@ def prune(out: Path, keep: int) -> None:
     for folder in found[:-keep]:
         if folder != best:
             shutil.rmtree(folder)
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:

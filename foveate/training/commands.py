@@ -18,9 +18,7 @@ _PLOT = "loss.png"
 @app.callback(invoke_without_command=True)
 def train(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option(help="The run's settings (.toml, .json).", show_default=False)
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The run's settings (.toml, .json).", show_default=False)] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for checkpoints, log and model.", show_default=False, callback=announce),

@@ -323,7 +323,9 @@ def _read(path: Path) -> dict[str, Any]:
             try:
                 import tomli as tomllib
             except ImportError:
-                raise UserError(f"{path}: TOML needs Python 3.11 or later, or the package tomli; JSON works, too") from None
+                raise UserError(
+                    f"{path}: TOML needs Python 3.11 or later, or the package tomli; JSON works, too"
+                ) from None
         try:
             values = tomllib.loads(reading.read_text(path))
         except tomllib.TOMLDecodeError as error:

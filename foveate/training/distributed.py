@@ -43,7 +43,10 @@ class Place:
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[Place]:
-    """The place of this process; several processes are joined for the block. Raises `UserError` without a GPU."""
+    """The place of this process; several processes are joined for the block, unless the caller has joined them.
+
+    Raises `UserError` without the GPU that is asked for.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -51,10 +54,12 @@ def joined(device: str) -> Iterator[Place]:
     rank, world, local = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     if device == "cuda":
         if local >= torch.cuda.device_count():
-            raise UserError(f"process {local} of this host has no GPU of its own; there are {torch.cuda.device_count()}")
+            raise UserError(
+                f"process {local} of this host has no GPU of its own; there are {torch.cuda.device_count()}"
+            )
         torch.cuda.set_device(local)
     place = Place(rank, world, torch.device(device, local) if device == "cuda" else torch.device("cpu"))
-    if world == 1:
+    if world == 1 or torch.distributed.is_initialized():
         yield place
         return
     torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")

@@ -92,4 +92,6 @@ def _of_wikiextractor(path: Path, text: str) -> Iterator[Document]:
         found += 1
         yield Document(html.unescape(match["title"]), html.unescape(match["text"]))
     if not begun == ended == found:
-        raise DataError(f"{path}: {begun:,} lines begin with '<doc id=', {ended:,} with '</doc>', {found:,} fit together")
+        raise DataError(
+            f"{path}: {begun:,} lines begin with '<doc id=', {ended:,} with '</doc>', {found:,} fit together"
+        )

@@ -343,7 +343,9 @@ class _Run:
             return
         form = self.config.checkpoints.export_dtype
         if form == "bfloat16":
-            weights = {name: value.bfloat16() if value.is_floating_point() else value for name, value in weights.items()}
+            weights = {
+                name: value.bfloat16() if value.is_floating_point() else value for name, value in weights.items()
+            }
         folder, final = self.out / ".unfinished-model", self.out / MODEL
         with outfile.writing(final):
             shutil.rmtree(folder, ignore_errors=True)
@@ -358,7 +360,9 @@ class _Run:
     def _batches(self) -> Iterator[dict[str, Tensor]]:
         workers = self.config.run.workers
         on_gpu = self.place.device.type == "cuda"
-        return batches(self.mixture, self.shape, self.step, (4 if on_gpu else 0) if workers is None else workers, on_gpu)
+        return batches(
+            self.mixture, self.shape, self.step, (4 if on_gpu else 0) if workers is None else workers, on_gpu
+        )
 
     def _held_out(self) -> list[dict[str, Tensor]]:
         if not self.config.log.held_out:

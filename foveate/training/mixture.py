@@ -75,9 +75,7 @@ class Mixture:
         source = self.sources[which]
         index = round_ * int(self._counts[which]) + int(before[place])
         rng = np.random.default_rng([self.seed, _ROW, phase, number])
-        row = source.row(
-            self.store, self._vocabulary, Draw(rng, length, index, (self.seed, _ORDER, phase), progress)
-        )
+        row = source.row(self.store, self._vocabulary, Draw(rng, length, index, (self.seed, _ORDER, phase), progress))
         if len(row.ids) != length:
             raise RuntimeError(f"a row of source {source.kind} has {len(row.ids)} tokens, expected {length}")
         labels = np.where(np.isin(row.roles, LOSSES[source.loss]), row.ids, IGNORED)

@@ -34,7 +34,9 @@ def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed
             config = AutoConfig.from_pretrained(settings.folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{settings.folder / 'config.json'}: not the configuration of a known model ({reason})") from None
+            raise UserError(
+                f"{settings.folder / 'config.json'}: not the configuration of a known model ({reason})"
+            ) from None
     for name, value in settings.changes.items():
         if not hasattr(config, name):
             raise UserError(f"model.changes.{name}: a configuration of type {config.model_type} has no such field")

@@ -77,7 +77,7 @@ def fingerprint(plan: Preparation) -> dict[str, Any]:
         settings[name] = reading.digest(list(getattr(plan, name)))
     settings["text"] = reading.digest(text_files(plan.text))
     if plan.tokenizer is not None:
-        settings["tokenizer"] = reading.digest([plan.tokenizer / "tokenizer.json"])
+        settings["tokenizer"] = reading.digest([of_tokenizer.file_of(plan.tokenizer)])
     return settings
 
 

@@ -324,7 +324,9 @@ class Needles(Source):
         values = _distinct(count, lambda: _drawn(kind, rng, store.words))
         opening = vocabulary.encode_parts([(template.introduction.format(kind=kind), TEXT)])
         while True:
-            asked = [vocabulary.encode_parts(_asked(template, kind, keys[i], values[i])) for i in rng.permutation(count)]
+            asked = [
+                vocabulary.encode_parts(_asked(template, kind, keys[i], values[i])) for i in rng.permutation(count)
+            ]
             lines = place < self.noise + self.distractors
             needles = [
                 vocabulary.encode_parts(_needle(template, kind, key, value, lines)) for key, value in zip(keys, values)

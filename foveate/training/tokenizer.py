@@ -48,11 +48,16 @@ def train(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:
     )
 
 
-def load(folder: Path) -> Any:
-    """The tokenizer of a folder. Raises `UserError` if there is none, it is slow, or no token ends its documents."""
-    folder = Path(folder)
-    if not (folder / "tokenizer.json").is_file():
+def file_of(folder: Path) -> Path:
+    """The tokenizer.json of a folder. Raises `UserError` if there is none."""
+    if not (path := Path(folder) / "tokenizer.json").is_file():
         raise UserError(f"{folder}: no tokenizer there (tokenizer.json is missing)")
+    return path
+
+
+def load(folder: Path) -> Any:
+    """The tokenizer of a folder. Raises `UserError` if there is none, or no token ends its documents."""
+    file_of(folder)
     from transformers import AutoTokenizer
 
     try:

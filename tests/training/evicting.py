@@ -20,6 +20,7 @@ SHAPE = {
 
 class EvictingConfig(LlamaConfig):
     model_type = "evicting-for-tests"
+    dropout = 0.1
 
 
 class EvictingForCausalLM(LlamaForCausalLM):
@@ -32,7 +33,7 @@ class EvictingForCausalLM(LlamaForCausalLM):
         self.scorers = nn.ModuleList(nn.Linear(config.hidden_size, config.num_key_value_heads) for _ in range(2))
         for scorer in self.scorers:
             nn.init.constant_(scorer.bias, 0.5)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids=None, labels=None, output_retention=False, **rest):
         embedded = self.dropout(self.model.embed_tokens(input_ids))

@@ -11,7 +11,19 @@ from foveate.evaluation.tasks import niah
 from foveate.evaluation.tasks.ruler.draft import NOISE
 from foveate.evaluation.words import ADJECTIVES, NOUNS
 from foveate.training import templates
-from foveate.training.synthetic import ANSWER, DRAWN, SOURCES, TEXT, Cloze, Copies, Draw, Needles, Recall, Text, Vocabulary
+from foveate.training.synthetic import (
+    ANSWER,
+    DRAWN,
+    SOURCES,
+    TEXT,
+    Cloze,
+    Copies,
+    Draw,
+    Needles,
+    Recall,
+    Text,
+    Vocabulary,
+)
 
 
 @pytest.fixture
@@ -134,7 +146,9 @@ def test_what_is_drawn_in_a_needle_counts_only_where_it_can_be_known(store, rows
     for row in rows(Needles(values=("uuid",), uuid_keys=1.0, keys=(1, 1), noise=1.0, distractors=0.0), 512, 20):
         texts = {
             role: [
-                store.tokenizer.decode(row.ids[begin:end].tolist()) for got, begin, end in runs(row.roles) if got == role
+                store.tokenizer.decode(row.ids[begin:end].tolist())
+                for got, begin, end in runs(row.roles)
+                if got == role
             ]
             for role in (DRAWN, ANSWER)
         }
