@@ -1,4 +1,4 @@
-"""The command line: `foveate methods · doctor · generate · compare · calibrate · report · plot · train · salad · fetch · …`.
+"""The command line: `foveate methods · doctor · generate · compare · calibrate · report · plot · train · salad · …`.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
