@@ -220,7 +220,7 @@ class TrainingConfig:
 
 
 def load(path: Path, changes: Sequence[str] = ()) -> TrainingConfig:
-    """The configuration of a file, `NAME=VALUE` settings over it. Raises `UserError`, naming the file or the setting."""
+    """The configuration of a file, `NAME=VALUE` settings over it. Raises `UserError` that names the file or setting."""
     path = Path(path)
     values = _read(path)
     for change in changes:

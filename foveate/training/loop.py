@@ -48,7 +48,7 @@ _PEAKS = (  # dense bf16 FLOP/s by what the device's name contains
 )
 
 
-class Diverged(ArithmeticError):
+class DivergedError(ArithmeticError):
     """The loss or the weights are not finite; the checkpoint before is kept."""
 
 
@@ -86,7 +86,7 @@ def train(
     Under torchrun every process calls this. `resume` goes on from the newest whole checkpoint, or begins if there is
     none. After `minutes`, or at a SIGINT or SIGTERM, the step in progress is ended and a checkpoint written.
 
-    Raises `UserError` for bad input, `Diverged` if the loss is not finite.
+    Raises `UserError` for bad input, `DivergedError` if the loss is not finite.
     """
     out = Path(out)
     with joined(config.run.device) as place:
@@ -239,7 +239,7 @@ class _Run:
         return list(counts * self.place.world / total)  # gradients are averaged over the processes
 
     def _read(self) -> dict[str, Any]:
-        """Reads the losses since the last reading. Raises `Diverged` at the first that is not finite."""
+        """Reads the losses since the last reading. Raises `DivergedError` at the first that is not finite."""
         rows = self.place.sum(torch.stack(self.stats)) / self.place.world
         self.stats.clear()
         values = rows.tolist()
@@ -265,7 +265,7 @@ class _Run:
         if self.writing:
             self.writing.result()
         kept = f"the last good checkpoint is {self.good}" if self.good else "there was no checkpoint yet"
-        raise Diverged(
+        raise DivergedError(
             f"step {step}: {what}; stopped, and {kept}. Try a lower optim.lr; "
             "model.folder can name a checkpoint to go on from its weights with other settings"
         )

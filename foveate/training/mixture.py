@@ -1,13 +1,13 @@
 """Rows of several sources by shares: batches that depend on the seed, the step and the row's number alone.
 
-No state runs along, so that training resumes at any step without replaying, and any number of workers or ranks makes the
-same batches. Rows are dealt in rounds of `ROUND`, in each of which every source has its exact share, shuffled.
+No state runs along, so that training resumes at any step without replaying, and any number of workers or ranks makes
+the same batches. Rows are dealt in rounds of `ROUND`, in each of which every source has its exact share, shuffled.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,11 +177,6 @@ def held_out_batches(store: TokenStore, length: int, rows: int, limit: int) -> l
     chosen = np.unique(np.linspace(0, windows - 1, min(windows, max(1, limit // length))).astype(int))
     ids = [torch.from_numpy(store.held_out.window(int(i) * length, length)) for i in chosen]
     return [{"input_ids": part, "labels": part} for part in torch.stack(ids).split(rows)]
-
-
-def sources_of(settings: Mapping[str, Mapping[str, Any]], build: Any) -> list[Source]:
-    """Sources from a configuration's `mixture`; `build(kind, settings)` makes one."""
-    return [build(kind, values) for kind, values in settings.items()]
 
 
 def open_store(folder: Path) -> TokenStore:

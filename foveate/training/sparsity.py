@@ -1,20 +1,20 @@
 """The sparsity feedback of learned eviction (laLTE, section 3.1.2, equation 7 and Algorithm 1).
 
-Each head of each LTE layer has a weight λ. The penalty λ·ReLU(r − 0.5) pulls its retention scores r below the threshold,
-and every `interval` steps λ rises where the head retains more than `budget` tokens and falls where it retains fewer than
-`floor`·budget. Paper and published code differ in several places; `variant` names whose rules are followed:
+Each head of each LTE layer has a weight λ. The penalty λ·ReLU(r − 0.5) pulls its retention scores r below the
+threshold. Every `interval` steps, λ rises where the head retains more than `budget` tokens and falls where it retains
+fewer than `floor`·budget. Paper and published code differ; `variant` names whose rules are followed:
 
 | | `code` (default) | `paper` |
 |---|---|---|
-| penalty | mean of λ·ReLU(r − 0.5) over batch, tokens, layers and heads | its sum over tokens, layers and heads (equation 7), mean over the batch |
+| penalty, mean over the batch | mean over tokens, layers and heads | sum over tokens, layers and heads (equation 7) |
 | moving average | (1 − a)·old + a·new | a·old + (1 − a)·new (Algorithm 1, line 6) |
-| λ that becomes 0 | where λ < 1e-9 | where the average count is < 1e-9 (line 12) |
-| λ re-enabled, at 1e-9 | where λ is 0 and the count is above `floor`·budget | above `budget` (line 13) |
+| λ becomes 0 | where λ < 1e-9 | where the average count is < 1e-9 (line 12) |
+| λ = 0 becomes 1e-9 | where the count is above `floor`·budget | where the count is above `budget` (line 13) |
 
-With a = 2 / (1 + interval / 2), which is 2/17 at 32, the paper's line 6 hardly averages; its text names a an average over
-the cycle, which is the code's formula. Algorithm 1 writes the penalty ReLU(r); equation 7, which both variants follow, is
-ReLU(r − 0.5). The paper names no factor; the code multiplies by 1.5 and halves. Neither says with what the average
-begins: here with the first count.
+The weight a is 2 / (1 + interval / 2), which is 2/17 at 32. With it the paper's line 6 hardly averages, while the
+paper's text asks for an average over the cycle, as the code computes. Algorithm 1 writes the penalty ReLU(r); both
+variants follow equation 7. The paper names no factor of λ; the code multiplies by 1.5 and halves. Neither names the
+first value of the average: here it is the first count.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Generated retrieval: span copies, associative recall (MQAR), needles, and cloze from train sets.
 
-Text alone gives a small model no retrieval within a few hundred million tokens. Each source makes a row of training: token
-ids, and a role for each. `DRAWN` tokens were drawn at random, and nothing in the row tells them; `TEXT` is natural text,
-or wording that can be learned; `ANSWER` tokens follow from what the row says before. A source's `loss` names what
-counts in the loss: `answers`, `predictable` (the default: answers and text, which are all a model can learn from) or
-`all`. A drawn token would only add noise: a uuid costs 120 bits and teaches nothing.
+Text alone gives a small model no retrieval within a few hundred million tokens. Each source makes rows: token ids, and a
+role for each. `DRAWN` tokens are random, and nothing before them predicts them; `TEXT` is natural text, or wording that
+can be learned; `ANSWER` tokens follow from what stands before them. A source's `loss` names what counts in the loss:
+`answers`, `predictable` (text and answers, the default) or `all`. Natural text counts wherever it stands, so that a
+haystack is not wasted. Drawn tokens do not: a uuid costs 120 bits and teaches nothing.
 
 Rows are made in token space where that is possible. Haystacks and fillers come from the text that is not held out.
 """
@@ -134,7 +134,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Text(Source):
-    """Windows of the text, packed: documents follow each other, each ended by the end token. Every window once, anew."""
+    """Windows of the text, documents one after the other, each ended by the end token; once in every epoch."""
 
     kind: ClassVar[str] = "text"
 

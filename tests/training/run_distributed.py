@@ -16,7 +16,7 @@ from foveate.training.sparsity import SparsityFeedback, SparsitySettings
 
 
 def synchronised_weights():
-    """Ranks count 4 and 16 tokens of each head: apart one is below a budget of 8 and the other above, together above."""
+    """Ranks count 4 and 16 tokens of each head: one is below a budget of 8 and the other above, their mean is above."""
     rank = dist.get_rank()
     scores = torch.zeros(1, 2, 3, 26)
     scores[..., : 4 + 12 * rank] = 0.9

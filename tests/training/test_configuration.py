@@ -95,7 +95,7 @@ def test_text_is_prepared_by_its_settings(values, text_folder):
     plan = parse(values).data.preparation()
     assert (plan.text, plan.limit, plan.leave_out) == (text_folder, 5, (Path("a"), Path("b")))
     values["data"]["prepare"]["vocab"] = 3
-    with pytest.raises(UserError, match="data.prepare: unknown setting 'vocab'"):
+    with pytest.raises(UserError, match=r"data\.prepare: unknown setting 'vocab'"):
         parse(values)
 
 
@@ -108,7 +108,7 @@ def test_phases_share_the_tokens_of_a_step():
 
 
 def test_every_setting_has_help():
-    listed = dict((name, text) for name, _, text in configuration.settings())
+    listed = {name: text for name, _, text in configuration.settings()}
     assert {"steps", "optim.lr", "sparsity.up", "mixture.needles.ruler", "model.preset", "data.text"} <= listed.keys()
     assert all(listed.values())
 

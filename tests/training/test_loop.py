@@ -1,5 +1,6 @@
 """The loop: exact resumption, accumulation, divergence, early ends, the finished model."""
 
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foveate.evaluation.errors import UserError
 from foveate.training import checkpoints, journal, loop, optim
 from foveate.training.configuration import OptimSettings
-from foveate.training.loop import Diverged, train
+from foveate.training.loop import DivergedError, train
 
 
 def quiet(text):
@@ -132,7 +133,7 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(make, tmp_path, monkeypatc
         "weights": "step 8: weights are not finite; stopped",
     }
     with pytest.raises(
-        Diverged, match=said[where] + r", and the last good checkpoint is .*step-00000004\. Try a lower"
+        DivergedError, match=said[where] + r", and the last good checkpoint is .*step-00000004\. Try a lower"
     ):
         train(config, tmp_path / "run", say=quiet)
     assert [folder.name for folder in checkpoints.folders(tmp_path / "run")] == ["step-00000004"]
@@ -248,7 +249,7 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
     assert rates[10] == pytest.approx(2.0)
     assert rates[-1] == pytest.approx(0.2)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:]))
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
     assert rates[10 + 89 // 2] == pytest.approx(1.1, abs=0.02)
 
 
