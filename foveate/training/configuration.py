@@ -18,8 +18,9 @@ from foveate.evaluation import data as reading
 from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.training.mixture import Phase, Shape
 from foveate.training.prepare import Preparation
+from foveate.training.sources import Source
 from foveate.training.sparsity import SparsitySettings
-from foveate.training.synthetic import SOURCES, Source
+from foveate.training.synthetic import SOURCES
 
 PRECISIONS = ("auto", "bf16", "fp32")
 PARALLEL = ("ddp", "fsdp")
@@ -42,7 +43,7 @@ class ModelSettings:
 
     folder: Path | None = _setting(None, "folder with a config.json of a causal language model, perhaps with weights")
     preset: str | None = _setting(None, "name of a hybrid, such as lalte")
-    size: str | None = _setting(None, "size of the preset, such as 27m")
+    size: str | None = _setting(None, "size of the preset, such as 27M")
     changes: dict[str, Any] = _setting(dict, "fields of the model's configuration to set otherwise")
 
     def __post_init__(self) -> None:

@@ -62,7 +62,8 @@ def joined(device: str) -> Iterator[Place]:
     if world == 1 or torch.distributed.is_initialized():
         yield place
         return
-    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    own = {"device_id": place.device} if device == "cuda" else {}
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", **own)
     try:
         yield place
     finally:

@@ -8,9 +8,7 @@ import inspect
 import math
 import os
 import shutil
-import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +28,7 @@ from foveate.training.distributed import Parallel, Place, joined
 from foveate.training.mixture import IGNORED, Mixture, batches, held_out_batches, open_store
 from foveate.training.optim import adamw, learning_rate
 from foveate.training.sparsity import SparsityFeedback
+from foveate.training.stop import Stop
 from foveate.training.tokens import META, TOKENIZER, TokenStore
 
 Say = Callable[[str], None]
@@ -37,15 +36,6 @@ Progress = Callable[[int, int, dict[str, float]], None]
 MODEL = "model"
 """The folder of the finished model in a run's folder."""
 _FEEDBACK = "sparsity_feedback/"
-_PEAKS = (  # dense bf16 FLOP/s by what the device's name contains
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("RTX 4090", 165e12),
-)
 
 
 class DivergedError(ArithmeticError):
@@ -158,7 +148,7 @@ class _Run:
         if self.step >= self.config.steps:
             self.say(f"{self.out} is complete; nothing to train")
             return self._outcome()
-        stop = _Stop(minutes)
+        stop = Stop(minutes)
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(self._journal()) if self.place.first else None
             stack.enter_context(stop.on_signals())
@@ -170,7 +160,7 @@ class _Run:
             self._export()
         return self._outcome()
 
-    def _steps(self, stop: _Stop, log: journal.Journal | None, writer: ThreadPoolExecutor) -> None:
+    def _steps(self, stop: Stop, log: journal.Journal | None, writer: ThreadPoolExecutor) -> None:
         every, save = self.config.log.every, self.config.checkpoints.every
         source = self._batches()
         begun, since = time.perf_counter(), self.step
@@ -414,47 +404,10 @@ class _Run:
     def _outcome(self) -> Outcome:
         timed = self.speeds[1:] or self.speeds  # the first steps compile and warm up
         speed = statistics.median(timed) if timed else None
-        peak = self._peak()
+        peak = network.peak_flops(self.place.device) if self.half else None
         share = 6 * self.multiplied * speed / (peak * self.place.world) if speed and peak else None
         finished = self.step >= self.config.steps
         return Outcome(self.step, finished, self.loss, self.last_held_out, speed, share)
-
-    def _peak(self) -> float | None:
-        if self.place.device.type != "cuda" or not self.half:
-            return None
-        name = torch.cuda.get_device_name(self.place.device)
-        return next((peak for part, peak in _PEAKS if part in name), None)
-
-
-class _Stop:
-    """Whether a run is to end early: its minutes are over, or it got a signal."""
-
-    def __init__(self, minutes: float | None):
-        self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        self._signalled = False
-
-    @property
-    def asked(self) -> bool:
-        return self._signalled or time.monotonic() >= self._until
-
-    @contextlib.contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """SIGTERM and the first SIGINT end the run after its step; a second SIGINT ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: Any) -> None:
-            if self._signalled and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._signalled = True
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _seed(*numbers: int) -> int:

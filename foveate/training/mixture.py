@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from foveate.evaluation.errors import UserError
-from foveate.training.synthetic import LOSSES, Draw, Source, Vocabulary
+from foveate.training.sources import LOSSES, Draw, Source, Vocabulary
 from foveate.training.tokens import TokenStore
 
 ROUND = 1000

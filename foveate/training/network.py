@@ -11,6 +11,16 @@ import torch
 from foveate.evaluation.errors import UserError
 from foveate.training.configuration import ModelSettings
 
+_PEAKS = (  # dense bf16 FLOP/s by what the device's name contains
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165e12),
+)
+
 
 def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed: int) -> Any:
     """A causal language model in fp32 on the host; its weights are the folder's, or drawn by the seed.
@@ -59,3 +69,9 @@ def matmul_parameters(network: Any) -> int:
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     left_out = embedding.weight.numel() if head is None or head.weight is not embedding.weight else 0
     return sum(parameter.numel() for parameter in network.parameters() if parameter.ndim >= 2) - left_out
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a device; None where they are not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in _PEAKS if part in name), None)

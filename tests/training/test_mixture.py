@@ -7,7 +7,9 @@ import torch
 from foveate.evaluation.errors import UserError
 from foveate.training import mixture
 from foveate.training.mixture import IGNORED, Mixture, Phase, Shape, batches, held_out_batches
-from foveate.training.synthetic import Copies, Needles, Recall, Text
+from foveate.training.needles import Needles
+from foveate.training.sources import Text
+from foveate.training.synthetic import SOURCES, Copies, Recall
 
 PHASES = (Phase(0, 3, 64, 8), Phase(3, 5, 128, 4))
 
@@ -91,10 +93,4 @@ def test_bad_mixtures(store):
         Mixture(store, [Needles(share=1.0)], 0, 1)
     store.__dict__["questions"] = None
     with pytest.raises(UserError, match=r"mixture\.cloze needs questions, and the text was prepared without"):
-        Mixture(store, [mixture_source("cloze")], 0, 1)
-
-
-def mixture_source(kind):
-    from foveate.training.synthetic import SOURCES
-
-    return SOURCES[kind](share=1.0)
+        Mixture(store, [SOURCES["cloze"](share=1.0)], 0, 1)

@@ -11,19 +11,10 @@ from foveate.evaluation.tasks import niah
 from foveate.evaluation.tasks.ruler.draft import NOISE
 from foveate.evaluation.words import ADJECTIVES, NOUNS
 from foveate.training import templates
-from foveate.training.synthetic import (
-    ANSWER,
-    DRAWN,
-    SOURCES,
-    TEXT,
-    Cloze,
-    Copies,
-    Draw,
-    Needles,
-    Recall,
-    Text,
-    Vocabulary,
-)
+from foveate.training.needles import Needles
+from foveate.training.sources import ANSWER, DRAWN, TEXT, Draw, Text, Vocabulary
+from foveate.training.synthetic import SOURCES, Cloze, Copies, Recall
+# (
 
 
 @pytest.fixture
