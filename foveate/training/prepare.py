@@ -22,10 +22,11 @@ from foveate.evaluation.words import ADJECTIVES, NOUNS
 from foveate.training import questions as of_questions
 from foveate.training import tokenizer as of_tokenizer
 from foveate.training import tokens
-from foveate.training.documents import Document, documents, normalised, read_titles, text_files
+from foveate.training.documents import documents, normalised, read_titles, text_files
 
 Say = Callable[[str], None]
-_BATCH = 256  # documents tokenised together
+_BATCH = 256  # documents, or pieces of one, tokenised together
+_BOOK, _PIECE = 100_000, 20_000  # characters: a longer document is cut into pieces, of which some are held out
 _WORD = re.compile(r"(?<![\w'-])[a-z]{4,10}(?![\w'-])")
 
 
@@ -39,7 +40,8 @@ class Preparation:
         vocab_size: tokens of one that is trained.
         sample: characters of text on which it is trained, and by which words are counted.
         limit: training tokens to keep, taken alike from all files; None keeps all.
-        held_out: share of the documents that training never sees.
+        held_out: share of the documents that training never sees; of a document of more than 100,000 characters, such
+            as a book, share of its pieces.
         shard_tokens: tokens of a shard file, at most.
         leave_out: files with titles of documents that are left out (SQuAD's, or one title a line).
         questions: files of train sets for the cloze source (SQuAD's, or multi-hop ones).
@@ -177,30 +179,42 @@ def _write_file(
     """Tokenises one file, up to its share of the limit."""
     number, of = place
     limit = None if plan.limit is None else plan.limit * (number + 1) // of
-    batch: list[Document] = []
+    batch: list[tuple[str, bool]] = []
 
     def flush() -> None:
-        for document, ids in zip(batch, _encode(raw, [document.text for document in batch])):
-            part = "held_out" if _draw(document.text) < plan.held_out else "train"
+        for (text, last), ids in zip(batch, _encode(raw, [text for text, _ in batch])):
+            part = "held_out" if _draw(text) < plan.held_out else "train"
             if part == "train" and limit is not None:
                 ids = ids[: max(0, limit - writers[part].total - 1)]
                 if not ids:
                     continue
-            writers[part].add([*ids, end])
+            writers[part].add([*ids, end] if last or part == "held_out" else ids)
             counts[part] += 1
-            counts["bytes"] += len(document.text.encode())
+            counts["bytes"] += len(text.encode())
         batch.clear()
 
     for document in documents(path):
         if normalised(document.title) in left_out:
             counts["left_out"] += 1
             continue
-        batch.append(document)
-        if len(batch) == _BATCH:
+        *before, last = _pieces(document.text)
+        batch += [*((piece, False) for piece in before), (last, True)]
+        if len(batch) >= _BATCH:
             flush()
             if limit is not None and writers["train"].total >= limit - 1:
                 break
     flush()
+
+
+def _pieces(text: str) -> list[str]:
+    """A document as a whole, or a book in pieces, each cut at the end of a line where there is one."""
+    if len(text) <= _BOOK:
+        return [text]
+    pieces, start = [], 0
+    while len(text) - start > _PIECE:
+        cut = text.rfind("\n", start, start + _PIECE) + 1
+        pieces.append(text[start : (start := cut if cut > start else start + _PIECE)])
+    return [*pieces, text[start:]] if start < len(text) else pieces
 
 
 def _sample(files: Sequence[Path], chars: int, left_out: frozenset[str]) -> Iterator[str]:

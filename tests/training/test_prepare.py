@@ -3,6 +3,7 @@
 import json
 import lzma
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ WIKI = (
     '<doc id="1" url="u?curid=1" title="Salt &amp; Pepper">\nSalt &amp; Pepper\n\nTwo spices.\n</doc>\n'
     '<doc id="2" url="u?curid=2" title="The "Quoted" One">\nThe "Quoted" One\n\nMore.\n\n</doc>\n'
 )
+
+
+SAMPLE = Path(__file__).resolve().parents[2] / "examples" / "data"
 
 
 def quiet(text):
@@ -114,6 +118,21 @@ def test_a_limit_and_titles_left_out(text_folder, tmp_path):
     rows = [json.loads(line) for line in (text_folder / "parts.jsonl").read_text().splitlines()]
     assert rows[3]["text"][100:200] not in text
     assert sum(rows[i]["text"][100:200] in text for i in range(100)) > 75
+
+
+def test_of_a_book_some_pieces_are_held_out(tmp_path):
+    text = (SAMPLE / "books" / "moby_dick.txt").read_text(encoding="utf-8").strip()
+    assert prepare(Preparation(SAMPLE / "books", vocab_size=400, held_out=0.3), tmp_path / "out", quiet)
+    store = TokenStore(tmp_path / "out")
+    parts = {}
+    for part in tokens.PARTS:
+        ids = getattr(store, part).window(0, len(getattr(store, part))).tolist()
+        parts[part] = store.tokenizer.decode(ids, skip_special_tokens=False)
+    assert parts["train"].count("<|end|>") <= 1
+    assert len(parts["held_out"].split("<|end|>")) - 1 == store.meta["documents"]["held_out"] >= 1
+    together = [*parts["train"].replace("<|end|>", ""), *parts["held_out"].replace("<|end|>", "")]
+    assert sorted(together) == sorted(text)
+    assert all(piece in text for piece in parts["held_out"].split("<|end|>"))
 
 
 def test_once_only_and_never_over_other_text(text_folder, store_folder, tmp_path):

@@ -14,6 +14,7 @@ from foveate.training import templates
 from foveate.training.needles import Needles
 from foveate.training.sources import ANSWER, DRAWN, TEXT, Draw, Text, Vocabulary
 from foveate.training.synthetic import SOURCES, Cloze, Copies, Recall
+
 # (
 
 
