@@ -98,7 +98,8 @@ def test_micro_batches_add_up_to_the_step(make, tmp_path):
 
 def test_every_counted_token_of_a_step_weighs_alike(make, tmp_path):
     """The first loss is that of all counted tokens, though micro-batches hold different numbers of them."""
-    config = make({"batch.device_tokens": 64, "batch.tokens": 512, "batch.longer": None, "steps": 1})
+    changes = {"batch.device_tokens": 64, "batch.tokens": 512, "batch.longer": None, "steps": 1}
+    config = make({**changes, "model.changes": {"initializer_range": 0.5}})  # so that losses of tokens differ
     train(config, tmp_path / "run", say=quiet)
     run = loop._Run(config, tmp_path / "other", loop.Place(0, 1, torch.device("cpu")), quiet, None)
     batches = [run.mixture.batch(run.shape, 0, micro) for micro in range(8)]
