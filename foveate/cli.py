@@ -1,4 +1,4 @@
-"""The command line: `foveate methods · doctor · generate · compare · calibrate · report · plot · salad · fetch · …`.
+"""The command line: `foveate methods · doctor · generate · compare · calibrate · report · plot · train · salad · …`.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from foveate.bench.commands import app as bench_app
 from foveate.report.commands import announce
 from foveate.report.commands import app as plot_app
+from foveate.training.commands import app as train_app
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
 _FAILED, _INTERRUPTED = 2, 130
@@ -49,6 +50,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(plot_app, name="plot")
+app.add_typer(train_app, name="train")
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
 Dtype = Annotated[

@@ -1,0 +1,186 @@
+"""`foveate train ...`: a run by its configuration, tokenised text, and the list of settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foveate.report.commands import announce
+
+app = typer.Typer(help="Train a model on text and generated retrieval.")
+
+_INTERRUPTED = 130
+_PLOT = "loss.png"
+
+
+@app.callback(invoke_without_command=True)
+def train(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="The run's settings (.toml, .json).", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for checkpoints, log and model.", show_default=False, callback=announce),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE over the file, such as optim.lr=0.001; may be given often."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop with a checkpoint after so many minutes.", show_default=False)
+    ] = None,
+) -> None:
+    """Train by a configuration: resumable to the same curve; under torchrun with several processes."""
+    if context.invoked_subcommand is not None:
+        return
+    from foveate.evaluation.errors import UserError
+
+    if config is None or out is None:
+        raise UserError("foveate train needs --config and --out; foveate train settings lists what a configuration has")
+    if minutes is not None and not minutes > 0:
+        raise UserError(f"--minutes must be above 0, got {minutes:g}")
+    from foveate.training import configuration
+
+    plan = configuration.load(config, changes or [])
+
+    from foveate.cli import _quiet
+    from foveate.training import loop
+
+    _quiet()
+    notes = _console()
+    try:
+        with _Progress(notes, plan.steps) as progress:
+            outcome = loop.train(plan, out, resume, minutes, progress.say, progress)
+    except KeyboardInterrupt:
+        progress.say("interrupted; --resume goes on from the last checkpoint")
+        raise typer.Exit(_INTERRUPTED) from None
+    if _first():
+        _plot(out, progress.say)
+        _summary(out, outcome, progress.say)
+
+
+@app.command()
+def prepare(
+    text: Annotated[Path, typer.Option(help="Folder of .txt, .jsonl or wikiextractor's files, also .xz.")],
+    out: Annotated[Path, typer.Option(help="Folder for the tokenised text.", show_default=False, callback=announce)],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of a tokenizer; one is trained if left out.", show_default=False)
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of one that is trained.")] = 16384,
+    sample: Annotated[int, typer.Option(help="Characters on which it is trained.")] = 40_000_000,
+    limit: Annotated[
+        int | None, typer.Option(help="Training tokens, taken alike from all files; else all.", show_default=False)
+    ] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the documents that training never sees.")] = 0.005,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens of a shard file.")] = 25_000_000,
+    leave_out: Annotated[
+        list[Path] | None,
+        typer.Option(help="Titles to leave out: a SQuAD file, or one a line; may be given often.", show_default=False),
+    ] = None,
+    questions: Annotated[
+        list[Path] | None,
+        typer.Option(help="A train set for the cloze source; may be given often.", show_default=False),
+    ] = None,
+    held_out_words: Annotated[
+        list[Path] | None,
+        typer.Option(help="Words (one a line) that no key has; may be given often.", show_default=False),
+    ] = None,
+) -> None:
+    """Tokenise a folder of text, once: memory-mapped shards, all that a run reads."""
+    from foveate.training.prepare import Preparation
+    from foveate.training.prepare import prepare as prepare_text
+
+    of_files = {"leave_out": leave_out, "questions": questions, "held_out_words": held_out_words}
+    plan = Preparation(
+        text,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        sample=sample,
+        limit=limit,
+        held_out=held_out,
+        shard_tokens=shard_tokens,
+        **{name: tuple(paths or ()) for name, paths in of_files.items()},
+    )
+    prepare_text(plan, out, typer.echo)
+
+
+@app.command()
+def settings() -> None:
+    """List what a configuration can set, with defaults."""
+    from foveate.training import configuration
+
+    for name, default, text in configuration.settings():
+        default = "none" if default is None else list(default) if isinstance(default, tuple) else default
+        typer.echo(f"{name} = {default}  # {text}")
+
+
+class _Progress:
+    """A progress bar on a terminal, else a line for each reading of the loss."""
+
+    def __init__(self, console: Any, total: int):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+
+        self._console = console
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        self._bar = Progress(
+            *columns, TextColumn("left"), Remaining(), console=console, transient=True, disable=not console.is_terminal
+        )
+        self._task = self._bar.add_task("loading", total=total)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, step: int, steps: int, row: dict[str, float]) -> None:
+        line = f"loss {row['loss']:.4f} · {row['tokens_per_s']:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, description=line)
+        if not self._console.is_terminal:
+            self.say(f"step {step:,} of {steps:,} · {line}")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def _plot(out: Path, say: Any) -> None:
+    """Draws the loss, if matplotlib is there."""
+    from foveate.evaluation.errors import UserError
+    from foveate.report import training
+    from foveate.training import journal
+
+    try:
+        training.losses(journal.read(out), out / _PLOT)
+    except UserError as error:
+        say(str(error))
+
+
+def _summary(out: Path, outcome: Any, say: Any) -> None:
+    parts = [f"step {outcome.step:,}"]
+    if outcome.loss is not None:
+        parts.append(f"loss {outcome.loss:.4f}")
+    if outcome.held_out is not None:
+        parts.append(f"held-out loss {outcome.held_out:.4f}")
+    if outcome.tokens_per_second is not None:
+        parts.append(f"{outcome.tokens_per_second:,.0f} tokens/s")
+    if outcome.peak_share is not None:
+        parts.append(f"{outcome.peak_share:.1%} of peak FLOP/s (6 FLOP a weight and token)")
+    say(" · ".join(parts))
+    if outcome.finished:
+        typer.echo(f"the model is in {out / 'model'}")
+
+
+def _console() -> Any:
+    from foveate.report import table
+
+    return table.console(stderr=True)
+
+
+def _first() -> bool:
+    import os
+
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,77 @@
+"""What a run writes about itself: `log.jsonl`, and TensorBoard's events where that is installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foveate.evaluation import outfile
+
+LOG, EVENTS = "log.jsonl", "tensorboard"
+
+
+class Journal:
+    """Rows of a run by their step, the newest last; a context manager.
+
+    The first line describes the run. A run that goes on from `step` drops the rows after it, which are made again.
+    """
+
+    def __init__(self, out: Path, header: Mapping[str, Any], step: int, tensorboard: bool):
+        self._path = out / LOG
+        kept = [row for row in read(out) if row["step"] <= step] if step else []
+        lines = [json.dumps(dict(header)), *map(json.dumps, kept)]
+        outfile.write(self._path, "".join(f"{line}\n" for line in lines).encode())
+        with outfile.writing(self._path):
+            self._file = self._path.open("a", encoding="utf-8")
+        self._events = _writer(out / EVENTS, step) if tensorboard else None
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Writes a row, which has a `step` and numbers."""
+        with outfile.writing(self._path):
+            self._file.write(json.dumps(dict(row)) + "\n")
+            self._file.flush()
+        if self._events:
+            for name, value in row.items():
+                if name != "step":
+                    self._events.add_scalar(name, value, row["step"])
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+        if self._events:
+            self._events.close()
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log, without its first line and without a last one that was torn."""
+    try:
+        lines = (Path(out) / LOG).read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+def has_tensorboard() -> bool:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _writer(folder: Path, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)

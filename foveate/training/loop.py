@@ -1,0 +1,414 @@
+"""The loop: batches made ahead, a device that is waited for only where the loss is read, exact resumption."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foveate.evaluation import accounting, outfile
+from foveate.evaluation.errors import UserError
+from foveate.training import checkpoints, journal, network, prepare
+from foveate.training.configuration import TrainingConfig
+from foveate.training.distributed import Parallel, Place, joined
+from foveate.training.mixture import IGNORED, Mixture, batches, held_out_batches, open_store
+from foveate.training.optim import adamw, learning_rate
+from foveate.training.sparsity import SparsityFeedback
+from foveate.training.stop import Stop
+from foveate.training.tokens import META, TOKENIZER, TokenStore
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int, dict[str, float]], None]
+MODEL = "model"
+"""The folder of the finished model in a run's folder."""
+_FEEDBACK = "sparsity_feedback/"
+
+
+class DivergedError(ArithmeticError):
+    """The loss or the weights are not finite; the checkpoint before is kept."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: steps done.
+        finished: whether those are all; else the run was stopped, and its checkpoint is written.
+        loss: mean loss of the last reading.
+        held_out: loss on the held-out text, if it was measured.
+        tokens_per_second: median over the readings, checkpoints and held-out text left out; None if nothing was run.
+        peak_share: of the devices' bf16 FLOP/s, by 6 FLOP a weight and token; None where the peak is not known.
+    """
+
+    step: int
+    finished: bool
+    loss: float | None
+    held_out: float | None
+    tokens_per_second: float | None
+    peak_share: float | None
+
+
+def train(
+    config: TrainingConfig,
+    out: Path,
+    resume: bool = False,
+    minutes: float | None = None,
+    say: Say = print,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Trains by a configuration; `out` holds checkpoints, the log and at the end the model.
+
+    Under torchrun every process calls this. `resume` goes on from the newest whole checkpoint, or begins if there is
+    none. After `minutes`, or at a SIGINT or SIGTERM, the step in progress is ended and a checkpoint written.
+
+    Raises `UserError` for bad input, `DivergedError` if the loss is not finite.
+    """
+    out = Path(out)
+    with joined(config.run.device) as place:
+        quiet = say if place.first else (lambda text: None)
+        if place.first:
+            _check_out(out, resume)
+        place.wait()
+        _prepare(config, place, quiet)
+        run = _Run(config, out, place, quiet, progress if place.first else None)
+        return run.go(resume, minutes)
+
+
+def _check_out(out: Path, resume: bool) -> None:
+    outfile.check_folder(out)
+    if not resume and (checkpoints.folders(out) or (out / journal.LOG).exists()):
+        raise UserError(f"{out} holds a run; --resume goes on with it, or choose another --out")
+    with outfile.writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+
+
+def _prepare(config: TrainingConfig, place: Place, say: Say) -> None:
+    plan = config.data.preparation()
+    if plan is not None and place.first:
+        prepare.prepare(plan, config.data.folder, say)
+    place.wait()
+
+
+class _Run:
+    """Everything of one run."""
+
+    def __init__(self, config: TrainingConfig, out: Path, place: Place, say: Say, progress: Progress | None):
+        self.config, self.out, self.place, self.say, self.progress = config, out, place, say, progress
+        self.store = open_store(config.data.folder) if place.first else TokenStore(config.data.folder)
+        self.mixture = Mixture(self.store, list(config.mixture.values()), config.seed, config.steps)
+        self.shape = config.batch.shape(config.steps, place.world, place.rank)
+        self.tokens = config.batch.tokens
+        precision = config.run.precision
+        self.half = precision == "bf16" or (precision == "auto" and place.device.type == "cuda")
+        longest = max(phase.length for phase in self.shape.phases)
+        made = network.build(config.model, self.store.vocab_size, self.store.end, longest, config.seed)
+        self.multiplied = network.matmul_parameters(made)
+        made.to(place.device).train()
+        self.parallel = Parallel(made, place, config.run.parallel, self.half)
+        if config.run.compile:
+            made.compile()
+        self.optimizer = adamw(made, config.optim)
+        self.feedback = None if config.sparsity.budget is None else SparsityFeedback(config.sparsity)
+        self.forward_options: dict[str, Any] = {"use_cache": False}
+        if self.feedback:
+            if "output_retention" not in inspect.signature(type(made).forward).parameters:
+                raise UserError(
+                    f"sparsity.budget is set, and {type(made).__name__} has no layer that evicts by learned scores"
+                )
+            self.forward_options["output_retention"] = True
+        self.held_out = self._held_out()
+        self.step = 0
+        self.stats: list[Tensor] = []  # of the steps since the last reading, on the device
+        self.loss: float | None = None
+        self.last_held_out: float | None = None
+        self.speeds: list[float] = []
+        self.writing: Future | None = None
+        self.good: Path | None = None
+
+    # A run
+
+    def go(self, resume: bool, minutes: float | None) -> Outcome:
+        if resume:
+            self._resume()
+        if self.step >= self.config.steps:
+            self.say(f"{self.out} is complete; nothing to train")
+            return self._outcome()
+        stop = Stop(minutes)
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self._journal()) if self.place.first else None
+            stack.enter_context(stop.on_signals())
+            writer = stack.enter_context(ThreadPoolExecutor(1, "checkpoint"))
+            self._steps(stop, log, writer)
+            if self.writing:
+                self.writing.result()
+        if self.step == self.config.steps:
+            self._export()
+        return self._outcome()
+
+    def _steps(self, stop: Stop, log: journal.Journal | None, writer: ThreadPoolExecutor) -> None:
+        every, save = self.config.log.every, self.config.checkpoints.every
+        source = self._batches()
+        begun, since = time.perf_counter(), self.step
+        while self.step < self.config.steps:
+            self._step(source)
+            last = self.step == self.config.steps
+            reading = self.step % every == 0
+            # Processes agree on when to stop, and so ask each other only where they wait anyway.
+            stopping = (reading or self.place.world == 1) and self._agreed(stop.asked)
+            saving = self.step % save == 0 or last or stopping
+            if reading or saving:
+                row = self._read()
+                now = time.perf_counter()
+                row["tokens_per_s"] = self.tokens * (self.step - since) / (now - begun)
+                self.speeds.append(row["tokens_per_s"])
+                if log:
+                    log.add(row)
+                if self.progress:
+                    self.progress(self.step, self.config.steps, row)
+                if saving:
+                    self._save(log, writer)
+                begun, since = time.perf_counter(), self.step
+            if stopping and not last:
+                self.say(f"stopped after step {self.step}; --resume goes on from there")
+                break
+
+    def _step(self, source: Iterator[dict[str, Tensor]]) -> None:
+        """One step of the optimiser. Nothing here waits for the device."""
+        parts = [
+            {name: value.to(self.place.device, non_blocking=True) for name, value in next(source).items()}
+            for _ in range(self.shape.accumulate)
+        ]
+        weights = self._weights(parts)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.config.steps, self.config.optim)
+        total = penalties = 0
+        for micro, (part, weight) in enumerate(zip(parts, weights)):
+            torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's
+            with self.parallel.accumulating(micro == len(parts) - 1):
+                with self._autocast():
+                    made = self.parallel.model(**part, **self.forward_options)
+                loss = made.loss * weight
+                total = total + loss.detach()
+                if self.feedback:
+                    penalty = self.feedback.penalty(made.retention) / len(parts)
+                    self.feedback.observe(made.retention)
+                    penalties = penalties + penalty.detach()
+                    loss = loss + penalty
+                loss.backward()
+        clip = self.config.optim.clip
+        norm = self.parallel.clip(clip) if clip else torch.zeros((), device=self.place.device)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.feedback:
+            self.feedback.step()
+        zero = torch.zeros((), device=self.place.device)
+        self.stats.append(torch.stack([total.float(), norm.float(), penalties if self.feedback else zero]))
+        self.step += 1
+
+    def _weights(self, parts: list[dict[str, Tensor]]) -> list[Tensor | float]:
+        """What each micro-batch's mean loss is multiplied with, so that every counted token of a step weighs alike."""
+        if len(parts) == 1 and self.place.world == 1:
+            return [1.0]
+        counts = torch.stack([(part["labels"][:, 1:] != IGNORED).sum() for part in parts]).float()
+        total = self.place.sum(counts.sum())
+        return list(counts * self.place.world / total)  # gradients are averaged over the processes
+
+    def _read(self) -> dict[str, Any]:
+        """Reads the losses since the last reading. Raises `DivergedError` at the first that is not finite."""
+        rows = self.place.sum(torch.stack(self.stats)) / self.place.world
+        self.stats.clear()
+        values = rows.tolist()
+        for number, (loss, norm, _) in enumerate(values):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+                self._diverged(self.step - len(values) + 1 + number, what)
+        losses, norms, penalties = zip(*values)
+        self.loss = statistics.fmean(losses)
+        row = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": statistics.fmean(norms),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "tokens": self.step * self.tokens,
+        }
+        if self.feedback:
+            row["penalty"] = statistics.fmean(penalties)
+            row |= {name: value.item() for name, value in self.feedback.summary().items()}
+        return row
+
+    def _diverged(self, step: int, what: str) -> None:
+        if self.writing:
+            self.writing.result()
+        kept = f"the last good checkpoint is {self.good}" if self.good else "there was no checkpoint yet"
+        raise DivergedError(
+            f"step {step}: {what}; stopped, and {kept}. Try a lower optim.lr; "
+            "model.folder can name a checkpoint to go on from its weights with other settings"
+        )
+
+    # Checkpoints
+
+    def _save(self, log: journal.Journal | None, writer: ThreadPoolExecutor) -> None:
+        """Takes a snapshot, which is written while training goes on."""
+        if not self.parallel.finite():
+            self._diverged(self.step, "weights are not finite")
+        if self.held_out:
+            self.last_held_out = self._measure()
+            if not math.isfinite(self.last_held_out):
+                self._diverged(self.step, f"the held-out loss is {self.last_held_out}")
+            if log:
+                log.add({"step": self.step, "held_out": self.last_held_out})
+        weights, tensors = self.parallel.weights(), self.parallel.moments(self.optimizer)
+        if self.feedback:
+            state = self.feedback.state_dict()
+            tensors |= {f"{_FEEDBACK}{name}": value.detach().cpu().clone() for name, value in state.items()}
+        if not self.place.first:
+            return
+        if self.writing:
+            self.writing.result()
+        snapshot = checkpoints.Snapshot(
+            self.step, weights, tensors, self._fingerprint(), self.last_held_out, {"loss": self.loss}
+        )
+        self.writing = writer.submit(self._write, snapshot)
+
+    def _write(self, snapshot: checkpoints.Snapshot) -> None:
+        self.good = checkpoints.write(self.out, snapshot, self._describe)
+        checkpoints.prune(self.out, self.config.checkpoints.keep)
+
+    def _describe(self, folder: Path, dtype: str = "float32") -> None:
+        """Writes the model's configuration and the tokenizer."""
+        config = copy.deepcopy(self.parallel.network.config)
+        config.architectures, config.dtype = [type(self.parallel.network).__name__], dtype
+        config.save_pretrained(folder)
+        for path in sorted((self.store.folder / TOKENIZER).iterdir()):
+            shutil.copyfile(path, folder / path.name)
+
+    def _resume(self) -> None:
+        """Goes on from the newest whole checkpoint. The first process chooses, so that all take the same."""
+        found = checkpoints.newest(self.out, self.say) if self.place.first else None
+        names = [None if found is None else found[0].name]
+        if self.place.world > 1:
+            torch.distributed.broadcast_object_list(names)
+        if names[0] is None:
+            self.say(f"{self.out} has no checkpoint; training begins")
+            return
+        folder = self.out / names[0]
+        state = found[1] if found else checkpoints.read_state(folder)
+        checkpoints.check_fingerprint(folder, state["fingerprint"], self._fingerprint())
+        weights, tensors = checkpoints.read_tensors(folder)
+        self.parallel.load_weights(weights)
+        fed = {name.removeprefix(_FEEDBACK): tensors.pop(name) for name in [*tensors] if name.startswith(_FEEDBACK)}
+        self.parallel.load_moments(self.optimizer, tensors)
+        if self.feedback:
+            self.feedback.load_state_dict(fed)
+        self.step, self.good = state["step"], folder
+        self.loss, self.last_held_out = state["extra"].get("loss"), state["held_out"]
+        self.say(f"going on from {folder.name}")
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What the curve depends on: settings, text and precision."""
+        shards = {part: [shard["sha256"][:16] for shard in found] for part, found in self.store.meta["parts"].items()}
+        return {**self.config.fingerprint(), "text": shards["train"], "bf16": self.half}
+
+    def _export(self) -> None:
+        """Writes the finished model, without what only training needs, in one step."""
+        from huggingface_hub import save_torch_state_dict
+
+        weights = self.parallel.weights()
+        if not self.place.first:
+            return
+        form = self.config.checkpoints.export_dtype
+        if form == "bfloat16":
+            weights = {
+                name: value.bfloat16() if value.is_floating_point() else value for name, value in weights.items()
+            }
+        folder, final = self.out / ".unfinished-model", self.out / MODEL
+        with outfile.writing(final):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            self._describe(folder, form)
+            save_torch_state_dict(weights, folder, max_shard_size=self.config.checkpoints.export_shard)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(folder, final)
+
+    # Parts
+
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        workers = self.config.run.workers
+        on_gpu = self.place.device.type == "cuda"
+        return batches(
+            self.mixture, self.shape, self.step, (4 if on_gpu else 0) if workers is None else workers, on_gpu
+        )
+
+    def _held_out(self) -> list[dict[str, Tensor]]:
+        if not self.config.log.held_out:
+            return []
+        length = self.config.batch.length
+        rows = max(1, self.config.batch.device_tokens // length)
+        return held_out_batches(self.store, length, rows, self.config.log.held_out)
+
+    @torch.no_grad()
+    def _measure(self) -> float:
+        """The loss on the held-out text. Every process measures all of it: their forward passes must match."""
+        self.parallel.network.eval()
+        total, rows = torch.zeros((), device=self.place.device), 0
+        for part in self.held_out:
+            on_device = {name: value.to(self.place.device) for name, value in part.items()}
+            with self._autocast():
+                made = self.parallel.network(**on_device, use_cache=False)
+            total += made.loss.float() * len(part["input_ids"])
+            rows += len(part["input_ids"])
+        self.parallel.network.train()
+        return (total / rows).item()
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if not self.half or self.parallel.sharded:  # FSDP casts by itself
+            return contextlib.nullcontext()
+        return torch.autocast(self.place.device.type, torch.bfloat16)
+
+    def _agreed(self, asked: bool) -> bool:
+        if self.place.world == 1:
+            return asked
+        return bool(self.place.sum(torch.tensor(float(asked), device=self.place.device)).item())
+
+    def _journal(self) -> journal.Journal:
+        tensorboard = journal.has_tensorboard()
+        if not tensorboard:
+            self.say("tensorboard is not installed; the log is in log.jsonl alone (pip install 'foveate[train]')")
+        header = {
+            "kind": "log of foveate train",
+            "config": self.config.to_dict(),
+            "parameters": sum(p.numel() for p in self.parallel.network.parameters()),
+            "text": {"documents": self.store.meta["documents"], "file": META},
+            "processes": self.place.world,
+            "device": accounting.device_name(str(self.place.device)),
+            "versions": accounting.versions(),
+            "commit": accounting.commit(),
+        }
+        return journal.Journal(self.out, header, self.step, tensorboard)
+
+    def _outcome(self) -> Outcome:
+        timed = self.speeds[1:] or self.speeds  # the first steps compile and warm up
+        speed = statistics.median(timed) if timed else None
+        peak = network.peak_flops(self.place.device) if self.half else None
+        share = 6 * self.multiplied * speed / (peak * self.place.world) if speed and peak else None
+        finished = self.step >= self.config.steps
+        return Outcome(self.step, finished, self.loss, self.last_held_out, speed, share)
+
+
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

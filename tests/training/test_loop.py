@@ -1,0 +1,262 @@
+"""The loop: exact resumption, accumulation, divergence, early ends, the finished model."""
+
+import itertools
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foveate.evaluation.errors import UserError
+from foveate.training import checkpoints, journal, loop, optim
+from foveate.training.configuration import OptimSettings
+from foveate.training.loop import DivergedError, train
+
+
+def quiet(text):
+    pass
+
+
+def curve(out):
+    """Everything that a run computed, by step: no times."""
+    return [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in journal.read(out)]
+
+
+def weights(out):
+    return checkpoints.read_tensors(checkpoints.folders(out)[-1])
+
+
+def same(one, other):
+    return all(
+        mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+        for mine, theirs in zip(one, other)
+    )
+
+
+EVICTING = {
+    "sparsity.budget": 20,
+    "sparsity.interval": 2,
+    "sparsity.start": 0.1,
+    "sparsity.spared": 4,
+}
+
+
+class Killed(BaseException):
+    """Stands for a process that ends at once."""
+
+
+@pytest.mark.parametrize("evicting", [False, True])
+@pytest.mark.parametrize(("killed_after", "goes_on_from"), [(5, 4), (9, 8)])
+def test_kill_and_resume_give_the_same_curve(make, evicting_folder, tmp_path, evicting, killed_after, goes_on_from):
+    config = make({**EVICTING, "model.folder": str(evicting_folder)} if evicting else {})
+    whole = train(config, tmp_path / "whole", say=quiet)
+    assert whole.finished
+    assert whole.step == 12
+
+    def kill(step, steps, row):
+        if step == killed_after:
+            raise Killed
+
+    said = []
+    with pytest.raises(Killed):
+        train(config, tmp_path / "parts", say=quiet, progress=kill)
+    assert train(config, tmp_path / "parts", resume=True, say=said.append).finished
+    assert f"going on from step-{goes_on_from:08d}" in said
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    losses = [row["loss"] for row in curve(tmp_path / "whole") if "loss" in row]
+    assert len(losses) == 12
+    assert min(losses[-3:]) < losses[0] - 0.3
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_same_curve(make, tmp_path):
+    config = make()
+    train(config, tmp_path / "whole", say=quiet)
+    train(config, tmp_path / "parts", say=quiet)
+    *_, before, last = checkpoints.folders(tmp_path / "parts")
+    content = bytearray((last / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (last / "model.safetensors").write_bytes(content)
+    said = []
+    train(config, tmp_path / "parts", resume=True, say=said.append)
+    assert any("model.safetensors: damaged" in line and "before step-00000012 is used" in line for line in said)
+    assert f"going on from {before.name}" in said
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_micro_batches_add_up_to_the_step(make, tmp_path):
+    losses = []
+    for tokens in (512, 128):
+        train(make({"batch.device_tokens": tokens, "batch.tokens": 512}), tmp_path / str(tokens), say=quiet)
+        losses.append([row["loss"] for row in curve(tmp_path / str(tokens)) if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-4)
+
+
+def test_every_counted_token_of_a_step_weighs_alike(make, tmp_path):
+    """The first loss is that of all counted tokens, though micro-batches hold different numbers of them."""
+    changes = {"batch.device_tokens": 64, "batch.tokens": 512, "batch.longer": None, "steps": 1}
+    config = make({**changes, "model.changes": {"initializer_range": 0.5}})  # so that losses of tokens differ
+    train(config, tmp_path / "run", say=quiet)
+    run = loop._Run(config, tmp_path / "other", loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    batches = [run.mixture.batch(run.shape, 0, micro) for micro in range(8)]
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    counts = {int((batch["labels"][:, 1:] != -100).sum()) for batch in batches}
+    assert len(counts) > 1
+    expected = run.parallel.network(**whole).loss.item()
+    assert curve(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient", "weights"])
+def test_nan_stops_and_keeps_the_last_good_checkpoint(make, tmp_path, monkeypatch, where):
+    config = make({"log.every": 4, "optim.clip": 0.0 if where == "weights" else 1.0})
+    real = loop._Run._step
+
+    def poisoned(self, source):
+        network = self.parallel.network
+        if self.step == 6 and where == "gradient":
+            network.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+        if self.step == 5 and where == "loss":
+            with torch.no_grad():
+                network.model.norm.weight.fill_(math.nan)
+        real(self, source)
+        if self.step == 8 and where == "weights":
+            with torch.no_grad():
+                network.model.norm.weight.fill_(math.nan)
+
+    monkeypatch.setattr(loop._Run, "_step", poisoned)
+    said = {
+        "loss": "step 6: the loss is nan; stopped",
+        "gradient": "step 7: the gradient's norm is (inf|nan); stopped",
+        "weights": "step 8: weights are not finite; stopped",
+    }
+    with pytest.raises(
+        DivergedError, match=said[where] + r", and the last good checkpoint is .*step-00000004\. Try a lower"
+    ):
+        train(config, tmp_path / "run", say=quiet)
+    assert [folder.name for folder in checkpoints.folders(tmp_path / "run")] == ["step-00000004"]
+    good, _ = weights(tmp_path / "run")
+    assert all(value.isfinite().all() for value in good.values())
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint(make, tmp_path):
+    def stop(step, steps, row):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    said, before = [], signal.getsignal(signal.SIGTERM)
+    outcome = train(make(), tmp_path / "run", say=said.append, progress=stop)
+    assert (outcome.step, outcome.finished) == (7, False)
+    assert said[-1] == "stopped after step 7; --resume goes on from there"
+    assert checkpoints.folders(tmp_path / "run")[-1].name == "step-00000007"
+    assert not (tmp_path / "run" / "model").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+    train(make(), tmp_path / "run", resume=True, say=quiet)
+    train(make(), tmp_path / "whole", say=quiet)
+    losses = [[row for row in curve(tmp_path / name) if "loss" in row] for name in ("run", "whole")]
+    assert losses[0] == losses[1]
+
+
+def test_minutes_end_a_run(make, tmp_path):
+    outcome = train(make(), tmp_path / "run", minutes=1e-9, say=quiet)
+    assert (outcome.step, outcome.finished) == (1, False)
+
+
+def test_a_run_is_never_overwritten_or_continued_otherwise(make, tmp_path):
+    train(make({"steps": 4}), tmp_path / "run", say=quiet)
+    with pytest.raises(UserError, match="holds a run; --resume goes on with it, or choose another --out"):
+        train(make(), tmp_path / "run", say=quiet)
+    with pytest.raises(UserError, match=r"other settings: steps is 4 there, 4 here|optim.lr is 0.01 there, 0.5 here"):
+        train(make({"optim.lr": 0.5}), tmp_path / "run", resume=True, say=quiet)
+    said = []
+    done = train(make({"optim.lr": 0.01}), tmp_path / "run", resume=True, say=said.append)
+    assert (done.finished, said[-1]) == (True, f"{tmp_path / 'run'} is complete; nothing to train")
+
+
+def test_resume_without_a_checkpoint_begins(make, tmp_path):
+    said = []
+    assert train(make({"steps": 2}), tmp_path / "run", resume=True, say=said.append).finished
+    assert any("has no checkpoint; training begins" in line for line in said)
+
+
+def test_the_model_is_a_folder_that_transformers_reads(make, tmp_path):
+    train(make({"steps": 4, "checkpoints.export_dtype": "bfloat16"}), tmp_path / "run", say=quiet)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert model.dtype == torch.bfloat16
+    trained, _ = weights(tmp_path / "run")
+    assert all(torch.equal(dict(model.named_parameters())[name], value.bfloat16()) for name, value in trained.items())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer.decode(tokenizer.encode("Call me Ishmael.")) == "Call me Ishmael."
+    last = checkpoints.folders(tmp_path / "run")[-1]
+    again = AutoModelForCausalLM.from_pretrained(last)
+    assert torch.equal(again.lm_head.weight, trained["model.embed_tokens.weight"])
+
+
+def test_training_goes_on_from_a_models_weights(make, tmp_path):
+    train(make({"steps": 8}), tmp_path / "first", say=quiet)
+    changes = {"model.folder": str(tmp_path / "first" / "model"), "steps": 2, "optim.lr": 1e-6}
+    train(make(changes), tmp_path / "second", say=quiet)
+    first = [row["loss"] for row in curve(tmp_path / "first") if "loss" in row]
+    assert curve(tmp_path / "second")[0]["loss"] < first[0] - 0.3
+
+
+def test_the_feedback_is_logged_and_acts(make, evicting_folder, tmp_path):
+    config = make({**EVICTING, "model.folder": str(evicting_folder), "steps": 12, "sparsity.up": 4.0})
+    train(config, tmp_path / "run", say=quiet)
+    rows = [row for row in curve(tmp_path / "run") if "loss" in row]
+    assert {"lambda_mean", "lambda_max", "lambda_zero", "retained_mean", "retained_max", "penalty"} <= rows[0].keys()
+    assert rows[1]["lambda_max"] == pytest.approx(0.4)  # every token is retained at first
+    assert rows[-1]["lambda_max"] == 1.0
+    assert rows[0]["penalty"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparsity.budget": 9}, "sparsity.budget is set, and LlamaForCausalLM has no layer that evicts"),
+        ({"model.changes": {"vocab_size": 100}}, "the model has 100 tokens, the text 800; use its tokenizer"),
+        ({"model.changes": {"max_position_embeddings": 100}}, "rows of 128 tokens are longer than .* 100 positions"),
+        ({"model.changes": {"hidden": 3}}, "model.changes.hidden: a configuration of type llama has no such field"),
+        ({"model.folder": "/none"}, "model.folder /none: no config.json there"),
+        ({"data.folder": "/none"}, "/none: no tokenised text there"),
+        ({"mixture.text.share": 0.4}, "the shares must add up to 1, got 0.9"),
+        ({"log.held_out": 10**9, "batch.length": 64, "data.folder": "/none"}, "no tokenised text there"),
+    ],
+)
+def test_bad_input(make, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        train(make(changes), tmp_path / "run", say=quiet)
+
+
+def test_text_is_prepared_on_the_way(make, text_folder, tmp_path):
+    changes = {
+        "data": {
+            "folder": str(tmp_path / "tokens"),
+            "text": str(text_folder),
+            "prepare": {"vocab_size": 800, "held_out": 0.1},
+        },
+        "steps": 1,
+    }
+    assert train(make(changes), tmp_path / "run", say=quiet).finished
+    assert json.loads((tmp_path / "tokens" / "meta.json").read_text())["vocab_size"] == 800
+
+
+def test_the_learning_rate_rises_and_falls():
+    settings = OptimSettings(lr=2.0, final=0.1, warmup=0.1)
+    rates = [optim.learning_rate(step, 100, settings) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert rates[10] == pytest.approx(2.0)
+    assert rates[-1] == pytest.approx(0.2)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert rates[10 + 89 // 2] == pytest.approx(1.1, abs=0.02)
+
+
+def test_vectors_do_not_decay():
+    network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    decay, none = optim.adamw(network, OptimSettings(weight_decay=0.3)).param_groups
+    assert [tuple(p.shape) for p in decay["params"]] == [(4, 3)]
+    assert [tuple(p.shape) for p in none["params"]] == [(4,), (4,), (4,)]
+    assert (decay["weight_decay"], none["weight_decay"]) == (0.3, 0.0)
