@@ -15,7 +15,7 @@ def title(row: Row) -> str:
     return (
         f"{row['bench']}, {case['model']}, {case['task']} ({case['split']}), {case['context']:,} tokens, "
         f"n = {row['n']}, {case['dtype']}; attention missed / heads that miss most of theirs / error of the output, "
-        f"by keys read, {_LESS} less error than `{row['baseline']}` on each of the {row['n']} items, {_MORE} more on each"
+        f"by keys read, {_LESS} less error than `{row['baseline']}` on each of the {row['n']} items, {_MORE} more"
     )
 
 
