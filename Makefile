@@ -13,12 +13,13 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-gpu smoke-gpu sanitize lint format tables wheel clean
 
-# Kascade stands there twice: with anchors that were chosen for the model (examples/README.md), and with evenly spaced ones.
-CALIBRATED := kascade:calibration=examples/calibrations/smollm2-135m.json,pool=layer,pooling=sqrt,decode_only=true
+# Kascade stands there twice: with eight anchors chosen for the model (examples/README.md), and with eight evenly spaced.
+KASCADE := pool=layer,pooling=sqrt,decode_only=true
+CALIBRATED := kascade:calibration=examples/calibrations/smollm2-135m.json,$(KASCADE)
 
 demo: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
-	  --method dense --method $(CALIBRATED) --method kascade:decode_only=true --method luka --method mixed \
+	  --method dense --method $(CALIBRATED) --method kascade:anchors=8,$(KASCADE) --method luka --method mixed \
 	  --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
 	  --dtype float32 --show-answers --out runs/demo.jsonl
 	@printf '%s\n' '' 'What next:' \
