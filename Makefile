@@ -13,10 +13,20 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-gpu smoke-gpu sanitize lint format tables wheel clean
 
+# Kascade stands there twice: with eight anchors chosen for the model (examples/README.md), and with eight evenly spaced.
+KASCADE := pool=layer,pooling=sqrt,decode_only=true
+CALIBRATED := kascade:calibration=examples/calibrations/smollm2-135m.json,$(KASCADE)
+
 demo: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
-	  --method dense --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
-	  --method luka --method mixed --dtype float32 --show-answers --out runs/demo.jsonl
+	  --method dense --method $(CALIBRATED) --method kascade:anchors=8,$(KASCADE) --method luka --method mixed \
+	  --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
+	  --dtype float32 --show-answers --out runs/demo.jsonl
+	@printf '%s\n' '' 'What next:' \
+	  '  longer contexts      the same command with --length 4096 and another --out' \
+	  '  your own model       foveate calibrate --model DIR ... and foveate compare --model DIR ... (README.md, quick start)' \
+	  '  a method for a goal  README.md, "Which method?"; all methods and settings: foveate methods' \
+	  '  this machine         foveate doctor; on a GPU: foveate bench decode'
 
 test: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)

@@ -32,6 +32,7 @@ KINDS = {
     "indexer-ablations": indexer_study.ablations,
     "csa-layer": csa.layer,
     "decode-table": decode.table,
+    "decode-models": decode.models,
     "decode-speedups": decode.speedups,
     "decode-kascade": decode.kascade,
     "decode-kinds": decode.kinds,

@@ -18,6 +18,7 @@ from foveate.evaluation.accounting import ROW_FIELDS
 from foveate.evaluation.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 
@@ -52,16 +53,45 @@ def test_every_result_file_is_explained():
     assert all(f"results/{path.name}" in explained for path in RESULTS)
 
 
-def test_readme_names_every_method():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in readme for name in methods.names())
+def test_the_demos_calibration_is_of_its_model_and_made_as_described():
+    file = ROOT / "examples" / "calibrations" / "smollm2-135m.json"
+    assert f"calibration={file.relative_to(ROOT)}" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    artefact = json.loads(file.read_text(encoding="utf-8"))
+    assert artefact["found"]["run"]["model"] == "smollm2-135m"
+    made = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    for option in ("--anchors", "--limit", "--seed", "--answer-tokens", "--batch-size", "--rounds"):
+        (value,) = re.findall(rf"{option} (\d+)", artefact["found"]["command"])
+        assert f"{option} {value} " in made, option
 
 
-def test_readme_names_every_extra():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_method_has_its_line():
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in methods.names())
+
+
+def test_every_extra_has_its_line():
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     extras = importlib.metadata.metadata("foveate").get_all("Provides-Extra")
     assert {"dev", "plot"} <= set(extras)
-    assert all(f"| `{name}` |" in readme for name in extras)
+    assert all(f"| `{name}` |" in page for name in extras)
+
+
+def test_the_readme_is_one_page_that_leads_to_all_others():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 120
+    assert all(f"](docs/{path.name})" in readme for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_within_the_repository_lead_somewhere(path):
+    text = path.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        name, _, part = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        if part:
+            heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert part in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], link
 
 
 def test_changelog_and_citation_are_of_this_version():

@@ -91,6 +91,16 @@ def test_sparse_methods_change_little_and_a_bare_window_much(smollm, text):
         assert changed < bare / 3
 
 
+def test_the_shipped_calibration_is_closer_to_dense_than_evenly_spaced_anchors(smollm, text):
+    model, _ = smollm
+    settings = "pool=layer,pooling=sqrt,decode_only=true,min_k=32"
+    calibration = ROOT / "examples" / "calibrations" / "smollm2-135m.json"
+    chosen, share = divergence(model, text, f"kascade:calibration={calibration},{settings}")
+    spaced, same_share = divergence(model, text, f"kascade:anchors=8,{settings}")
+    assert share == pytest.approx(same_share)
+    assert 0 < chosen < spaced
+
+
 def test_a_needle_is_found_by_summaries_and_lost_by_a_window(tmp_path):
     methods = tuple(foveate.methods.parse(spec) for spec in ("dense", "luka:top_k=0.1", "streaming:window=128"))
     task = tasks.parse("niah", length=1024)

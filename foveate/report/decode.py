@@ -58,6 +58,35 @@ def speedups(rows: Sequence[Row]) -> str:
     return f"{made_with(rows)}:\n\n{markdown_table(lines)}"
 
 
+def models(rows: Sequence[Row]) -> str:
+    """What a whole model does, in short: keys read, tokens a second, prompt and memory; one table for each shape."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["case"]["level"] == "model":
+            groups.setdefault(f"{_shape(row)}, {row['case']['batch']} × {row['case']['context']:,} tokens", []).append(
+                row
+            )
+    parts = []
+    for shape, group in groups.items():
+        lines = [("method", "keys read", "ms a step", "tokens/s", "over dense", "prompt, s", "cache", "peak")]
+        for row in group:
+            stats = row.get("stats") or {}  # Transformers' own path has none
+            lines.append(
+                (
+                    f"`{row['case']['method']}`",
+                    f"{100 * stats['keys_read_share']:.1f} %" if stats else "",
+                    _time(row, 2),
+                    f"{row['tokens_per_s']:,.1f}",
+                    f"{row['speedup']:.2f}×",
+                    f"{row['prefill_ms'] / 1e3:.2f}",
+                    f"{stats['resident_bytes'] / 1e9:.2f} GB" if stats else "",
+                    f"{row['peak_bytes'] / 1e9:.2f} GB",
+                )
+            )
+        parts.append(f"{shape} ({made_with(group)}):\n\n{markdown_table(lines)}")
+    return "\n\n".join(parts)
+
+
 def kascade(rows: Sequence[Row]) -> str:
     """Kascade's milliseconds and speed-ups beside its paper's table 3, for every length and share that both have."""
     rows = [row for row in rows if all(row["case"].get(name) == value for name, value in paper.SHAPE.items())]

@@ -105,7 +105,10 @@ def _fidelities(rows: Sequence[Row]) -> str:
 
 
 def _speeds(rows: Sequence[Row]) -> str:
-    lines = [("method", "ms", "speed-up", "over", rows[0].get("peak_kind", "peak memory"))]
+    """Times beside the baseline, and what else these rows have: quartiles, predictions, what the cache holds."""
+    more = [(name, cell) for field, name, cell in _BESIDE_SPEED if all(field in row for row in rows)]
+    head = ("method", "ms", "speed-up", "over", rows[0].get("peak_kind", "peak memory"))
+    lines = [(*head, *(name for name, _ in more))]
     for row in rows:
         lines.append(
             (
@@ -114,9 +117,19 @@ def _speeds(rows: Sequence[Row]) -> str:
                 f"{row['speedup']:.2f}×",
                 f"`{row['baseline']}`",
                 f"{row['peak_bytes'] / 1e6:,.0f} MB",
+                *(cell(row) for _, cell in more),
             )
         )
     return markdown_table(lines)
+
+
+_BESIDE_SPEED: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
+    ("resident_bytes", "cache", lambda row: f"{row['resident_bytes'] / 1e6:,.0f} MB"),
+    ("ms_quartiles", "quartiles, ms", lambda row: f"{row['ms_quartiles'][0]:.0f} to {row['ms_quartiles'][-1]:.0f}"),
+    ("keys_read_share", "keys read", lambda row: f"{100 * row['keys_read_share']:.1f} %"),
+    ("same_next_token", "same next token", lambda row: f"{100 * row['same_next_token']:.0f} %"),
+)
+"""Fields that some benches have, with a column's head and its cells."""
 
 
 def _page_scores(rows: Sequence[Row]) -> str:

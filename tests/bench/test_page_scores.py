@@ -220,7 +220,7 @@ def row(score, errors, budget=0.1, **more):
     } | more
 
 
-def test_table_marks_what_surely_differs():
+def test_table_marks_what_differs_on_every_item():
     ours = [0.1, 0.3, 0.5]
     lines = tables(
         [
@@ -229,16 +229,19 @@ def test_table_marks_what_surely_differs():
             row("summary", [x + 0.01 for x in ours]),
             row("oracle", [x - 0.01 for x in ours]),
             row("halves", [0.2, 0.3, 0.4]),
+            row("quarters", [0.01, 0.02, 0.51]),
             row("bound", ours, None),
         ]
     ).splitlines()
     assert lines[0].startswith("page-scores, m, niah (multi), 4,096 tokens, n = 3, float32; attention missed")
+    assert "by keys read, ▼ less error than `spread` on each of the 3 items, ▲ more (cpu;" in lines[0]
     assert lines[2] == "| page | score | 10 % | 20 % | pages for ≤ 10 % |"
     assert lines[4:] == [
         "| 16 | `spread` | 25.0 % / 12.5 % / 0.300 | 25.0 % / 12.5 % / 0.300 |  |",
         "| 16 | `summary` | 25.0 % / 12.5 % / 0.310▲ | – |  |",
         "| 16 | `oracle` | 25.0 % / 12.5 % / 0.290▼ | – |  |",
         "| 16 | `halves` | 25.0 % / 12.5 % / 0.300 | – |  |",
+        "| 16 | `quarters` | 25.0 % / 12.5 % / 0.180 | – |  |",
         "| 16 | `bound` | – | – | 50.0 % |",
     ]
 

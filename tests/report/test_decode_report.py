@@ -38,6 +38,21 @@ def kind(layers, ms=1.0, floor=0.5, **parts):
     return {"layers": layers, "ms": ms, "floor_ms": floor, "parts_ms": parts, "upkeep_ms": 0.25}
 
 
+class TestModels:
+    def test_what_a_user_sees_of_a_model(self):
+        stats = {"keys_read_share": 0.191, "resident_bytes": 18_245_222_400}
+        more = {"tokens_per_s": 101.42, "prefill_ms": 17369.0, "peak_bytes": 35_353_852_928}
+        own = of_model("transformers-sdpa", 0.44, weights="random", dtype="bfloat16") | more | {"stats": None}
+        rows = [of_model(KASCADE, 1.44, weights="random", dtype="bfloat16") | more | {"stats": stats}, own]
+        text = decode.models([*rows, of_layers(KASCADE, 131072, 1, 3.3)])
+        assert text.startswith("llama-3.1-8b (random weights), bfloat16, 1 × 131,000 tokens (NVIDIA H100 80GB HBM3;")
+        first, second = cells(text)
+        assert list(first.values()) == [
+            f"`{KASCADE}`", "19.1 %", "10.00", "101.4", "1.44×", "17.37", "18.25 GB", "35.35 GB"
+        ]  # fmt: skip
+        assert (second["method"], second["keys read"], second["cache"]) == ("`transformers-sdpa`", "", "")
+
+
 class TestSpeedups:
     def test_a_line_for_each_case_and_a_column_for_each_method(self):
         rows = [

@@ -44,3 +44,15 @@ def test_rows_on_the_same_items_share_a_table_whatever_their_commits():
     assert tables(rows).count("| method |") == 1
     assert "(cpu; torch 2, transformers 5; commit a, b, c):" in tables(rows)
     assert tables([rows[0], {**rows[1], "device": "gpu"}]).count("| method |") == 2
+
+
+def test_speeds_tell_what_their_bench_measured_beside_them():
+    case = {"method": "quest", "model": "tiny", "context": 8000, "batch": 1, "dtype": "float32"}
+    row = {"bench": "prefill", "case": case, "ms": 12.34, "speedup": 0.74, "baseline": "dense", "peak_bytes": 5e6}
+    row |= MORE | {"device": "cpu"}
+    assert tables([row]).endswith("| `quest` | 12.3 | 0.74× | `dense` | 5 MB |")
+    assert tables([row | {"resident_bytes": 2e6}]).endswith("| 5 MB | 2 MB |")
+    steps = {"ms_quartiles": [11.6, 12.3, 20.2], "keys_read_share": 0.266, "same_next_token": 0.846}
+    found = tables([row | steps | {"peak_kind": "resident"}])
+    assert "| method | ms | speed-up | over | resident | quartiles, ms | keys read | same next token |" in found
+    assert found.endswith("| 5 MB | 12 to 20 | 26.6 % | 85 % |")
