@@ -1,0 +1,68 @@
+import json
+import math
+
+import pytest
+
+from foveate.evaluation import inference, tasks
+from foveate.evaluation.errors import DataError, UserError
+from foveate.evaluation.metrics import bootstrap, columns
+from foveate.evaluation.tasks.base import Output
+
+RECORDS = [
+    {"context": "Call me Ishmael. Some years ago I went to", "continuation": "sea"},
+    {"context": "The whale, the whale, he cried, and saw the ", "continuation": " harpooneers"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "commonsense").mkdir()
+    path = tmp_path / "commonsense" / "lambada_openai.jsonl"
+    path.write_text("\n".join(map(json.dumps, RECORDS)), encoding="utf-8")
+    return tmp_path
+
+
+def test_items(folder, tokenizer):
+    items = tasks.parse("lambada").items(folder, tokenizer, 2, 0)
+    assert {item.id: tokenizer.decode(item.target_ids) for item in items} == {"1": " sea", "2": " harpooneers"}
+    for item in items:
+        record = RECORDS[int(item.id) - 1]
+        assert tokenizer.decode(item.prompt_ids) == record["context"].strip() == item.prompt
+        assert item.answers == (record["continuation"].strip(),)
+
+
+def test_grading_by_hand(folder, tokenizer):
+    task = tasks.parse("lambada")
+    items = task.items(folder, tokenizer, 2, 0)
+    outputs = [Output(nll=math.log(4.0), hits=(True, True)), Output(nll=math.log(9.0), hits=(True, False))]
+    graded = columns(map(task.grade, items, outputs))
+    assert bootstrap(task.metrics["accuracy"], graded).value == 50.0
+    assert bootstrap(task.metrics["perplexity"], graded).value == pytest.approx(6.0)  # of words: sqrt(4 * 9)
+    assert [*map(task.said, items, outputs)] == ["right, perplexity 4.00", "wrong, perplexity 9.00"]
+
+
+def test_a_model_that_knows_the_word(folder, tokenizer, tiny_folder):
+    """The greedy continuation of a passage is right, and another word is wrong."""
+    model = inference.load_model(tiny_folder, "float32", "cpu")
+    task = tasks.parse("lambada")
+    items = task.items(folder, tokenizer, 2, 0)
+    batch = inference.run_batch(model, tokenizer, items)
+    assert [task.grade(*pair)["right"] for pair in zip(items, batch.outputs)] == [
+        float(all(output.hits)) for output in batch.outputs
+    ]
+    assert all(len(output.hits) == len(item.target_ids) for item, output in zip(items, batch.outputs))
+
+
+@pytest.mark.parametrize("name", ["context", "continuation"])
+def test_malformed_records(folder, tokenizer, name):
+    path = folder / "commonsense" / "lambada_openai.jsonl"
+    path.write_text(json.dumps(RECORDS[0] | {name: 3}), encoding="utf-8")
+    with pytest.raises(DataError, match=rf"lambada_openai\.jsonl:1: expected an object with '{name}' \(text\)"):
+        tasks.parse("lambada").items(folder, tokenizer, 1, 0)
+
+
+def test_missing_data(folder, tokenizer, tmp_path_factory):
+    with pytest.raises(DataError, match=r"lambada_openai\.jsonl: no such file .*llm-foundry"):
+        tasks.parse("lambada").items(tmp_path_factory.mktemp("empty"), tokenizer, 1, 0)
+    with pytest.raises(UserError, match="holds 2 passages, and 3 are wanted"):
+        tasks.parse("lambada").items(folder, tokenizer, 3, 0)
