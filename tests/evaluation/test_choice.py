@@ -167,13 +167,13 @@ def test_missing_data(folder, tokenizer, tmp_path):
 
 def test_items_depend_on_the_seed_and_not_on_the_limit(tmp_path, tokenizer):
     (tmp_path / "commonsense").mkdir()
-    records = [RECORDS["piqa"][0] | {"query": f"Question: step {number}\n"} for number in range(9)]
+    records = [RECORDS["piqa"][0] | {"query": f"Question: step {number}\n"} for number in range(90)]
     write(tmp_path, "piqa", records)
     task = tasks.parse("choice")
     some, all_, other = (
-        [item.id for item in task.items(tmp_path, tokenizer, *how)] for how in ((4, 0), (9, 0), (9, 1))
+        [item.id for item in task.items(tmp_path, tokenizer, *how)] for how in ((4, 0), (90, 0), (90, 1))
     )
-    assert sorted(all_) == sorted(other) == sorted(map(str, range(1, 10)))
+    assert sorted(all_) == sorted(other) == sorted(map(str, range(1, 91)))
     assert all_[:4] == some
     assert all_ != other
 

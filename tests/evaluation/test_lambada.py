@@ -31,6 +31,14 @@ def test_items(folder, tokenizer):
         assert item.answers == (record["continuation"].strip(),)
 
 
+def test_items_do_not_depend_on_the_limit(folder, tokenizer):
+    path = folder / "commonsense" / "lambada_openai.jsonl"
+    path.write_text("\n".join([json.dumps(RECORDS[0])] * 90), encoding="utf-8")
+    some, all_ = (tasks.parse("lambada").items(folder, tokenizer, limit, 0) for limit in (4, 90))
+    assert all_[:4] == some
+    assert len({item.id for item in all_}) == 90
+
+
 def test_grading_by_hand(folder, tokenizer):
     task = tasks.parse("lambada")
     items = task.items(folder, tokenizer, 2, 0)

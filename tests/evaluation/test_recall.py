@@ -54,7 +54,7 @@ def test_squad(sample, tokenizer):
     squad = read_squad(find_squad(sample))
     paragraphs = [paragraph for article in squad.articles for paragraph in article.paragraphs]
     prompts = {
-        question.id: f"{paragraph.text.strip('.')}. {question.text}"
+        question.id: f"{paragraph.text.strip().strip('.')}. {question.text.strip()}"
         for paragraph in paragraphs
         for question in paragraph.questions
     }

@@ -167,7 +167,7 @@ class Choice(Task):
         records = list(reading.read_jsonl(path))
         if len(records) < limit:
             raise UserError(f"{path}: holds {len(records):,} questions, and {limit:,} are wanted")
-        chosen = random.Random(f"choice/{self.split}/{seed}").sample(records, limit)
+        chosen = random.Random(f"choice/{self.split}/{seed}").sample(records, len(records))[:limit]
         read = _SETS[self.split].read
         return [_item(tokenizer, read(value, f"{path}:{line}"), line) for line, value in chosen]
 

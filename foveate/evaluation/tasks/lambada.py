@@ -49,7 +49,7 @@ class Lambada(Task):
         records = list(reading.read_jsonl(path))
         if len(records) < limit:
             raise UserError(f"{path}: holds {len(records):,} passages, and {limit:,} are wanted")
-        chosen = random.Random(f"lambada/{seed}").sample(records, limit)
+        chosen = random.Random(f"lambada/{seed}").sample(records, len(records))[:limit]
         return [self._item(tokenizer, value, f"{path}:{line}", line) for line, value in chosen]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:

@@ -180,7 +180,7 @@ class Recall(Task):
         records = list(_SETS[self.split].read(path))
         if len(records) < limit:
             raise UserError(f"{path}: {len(records):,} questions can be asked, and {limit:,} are wanted")
-        chosen = random.Random(f"recall/{self.split}/{seed}").sample(records, limit)
+        chosen = random.Random(f"recall/{self.split}/{seed}").sample(records, len(records))[:limit]
         return [self._item(tokenizer, record) for record in chosen]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
