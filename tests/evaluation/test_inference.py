@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 import foveate
 from foveate.evaluation import inference
 from foveate.evaluation.errors import UserError
+from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item, Option
 from tests.helpers import cached, returned_cache
 
@@ -228,14 +229,16 @@ def test_likelihood_is_that_of_one_full_forward(model, tokenizer):
         assert output.nll == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["dense", "tova:top_k=12,min_k=1", "luka:page_size=4,tail=8", "kascade:anchors=1"])
+@pytest.mark.parametrize(
+    "method", ["own", "dense", "tova:top_k=12,min_k=1", "luka:page_size=4,tail=8", "kascade:anchors=1"]
+)
 def test_texts_of_any_lengths_share_a_batch(model, tokenizer, method):
     """Each has the likelihood that it has alone, and the hits of its greedy choices."""
     ids = tokenizer.encode("Call me Ishmael. Some years ago - never mind how long precisely - having little. " * 3)
     options = tuple(Option(tuple(ids[:size]), tuple(ids[size : size + count])) for size, count in ((9, 2), (31, 5)))
     items = [scored(ids, 30, 70), scored(ids[5:], 11, 1), scored(ids[7:], 44, 9)]
     weighed = [Item("a", "", options[0].prompt_ids, options=options), Item("b", "", (5,), options=options[:1])]
-    with foveate.attached(model, method, dense_below=0):
+    with applied(model, Own() if method == "own" else foveate.methods.parse(method)):
         together, alone = inference.run_batch(model, tokenizer, items), []
         for item in items:
             alone += inference.run_batch(model, tokenizer, [item]).outputs

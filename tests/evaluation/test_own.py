@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from evaluation import tiny
 
 import foveate
 from foveate.evaluation import accounting, inference, runner, tasks
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.own import Own, applied
+from foveate.evaluation.tasks.base import Item
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.models import HybridForCausalLM, make_config
 from foveate.report import markdown, table
@@ -61,14 +63,14 @@ def test_a_hybrid_as_it_is(folders, tmp_path, preset, spec):
     assert row["prefill_ms"] > 0
     assert runner.run(runner.prepare(plan)) == [row]  # finished
 
-    model, tokenizer = inference.load_model(plan.model, "float32", "cpu"), inference.load_tokenizer(plan.model)
+    model, tokenizer = load_model(plan.model), inference.load_tokenizer(plan.model)
     items = runner.prepare(plan).items
     batches = [inference.run_batch(model, tokenizer, group) for group in (items[:2], items[2:])]
     assert row["resident_bytes"] == batches[0].cache.nbytes > batches[1].cache.nbytes
     if spec.startswith("perplexity"):
         with torch.inference_mode():
             logits = model(torch.tensor([items[0].prompt_ids + items[0].target_ids])).logits[0, 89:-1]
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(items[0].target_ids), reduction="sum")
+        expected = F.cross_entropy(logits, torch.tensor(items[0].target_ids), reduction="sum")
         assert row["item_values"]["nll"][0] == pytest.approx(expected.item(), rel=1e-4)
         assert "– |" in markdown.tables([row])
     else:
@@ -112,8 +114,29 @@ def test_own_beside_methods(folders, tmp_path):
     assert "keys read" in markdown.tables(rows)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_texts_of_any_lengths_share_a_batch(folders, preset):
+    model, tokenizer = (load(folders / preset) for load in (load_model, inference.load_tokenizer))
+    ids = tuple(
+        tokenizer.encode("Call me Ishmael. Some years ago - never mind how long precisely - having little. " * 4)
+    )
+    cuts = [(9, 2), (70, 6), (31, 66)]
+    items = [Item(f"{size}", "", ids[:size], target_ids=ids[size : size + count]) for size, count in cuts]
+    outputs = inference.run_batch(model, tokenizer, items).outputs
+    for (size, count), output in zip(cuts, outputs):
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids[: size + count]])).logits[0, size - 1 : -1]
+        target = torch.tensor(ids[size : size + count])
+        assert output.nll == pytest.approx(float(F.cross_entropy(logits, target, reduction="sum")), rel=1e-4)
+        assert output.hits == tuple((logits.argmax(-1) == target).tolist())
+
+
+def load_model(folder):
+    return inference.load_model(folder, "float32", "cpu")
+
+
 def test_no_method_stays_behind(folders):
-    model = inference.load_model(folders / "gdn_attn", "float32", "cpu")
+    model = load_model(folders / "gdn_attn")
     with applied(model, Own()):
         assert not hasattr(model, "foveate")
     with applied(model, foveate.methods.parse("tova")):
