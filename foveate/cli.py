@@ -189,15 +189,18 @@ def compare(
     task: Annotated[
         str,
         typer.Option(
-            help="niah, ruler, wikisalad, wikisalad_long, hotpotqa, musique, 2wiki, math, perplexity; "
-            "settings as in niah:max_new_tokens=128."
+            help="niah, ruler, wikisalad, wikisalad_long, hotpotqa, musique, 2wiki, math, recall, mqar, lambada, "
+            "choice, perplexity; settings as in niah:max_new_tokens=128."
         ),
     ],
     data: Annotated[
         Path, typer.Option(help="Folder with the task's data (docs/data.md lists the files).", show_default=False)
     ],
     out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False, callback=announce)],
-    method: Annotated[list[str] | None, typer.Option(help="A method; may be given often.", show_default=False)] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="A method, or own: the model as it is; may be given often.", show_default=False),
+    ] = None,
     split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, for tasks that generate.")] = None,

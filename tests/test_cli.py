@@ -113,11 +113,29 @@ def test_prompts_are_shared_unless_prefill_is_to_be_timed(model, out):
         assert row["run"] == shared["run"]
 
 
-@pytest.mark.parametrize("task", ["wikisalad:max_new_tokens=2", "perplexity:length=50,continuation=5"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        "wikisalad:max_new_tokens=2",
+        "perplexity:length=50,continuation=5",
+        "recall:max_new_tokens=2",
+        "mqar:length=60,pairs=8",
+    ],
+)
 def test_other_tasks(model, out, task):
     done = call("compare", "--model", model, "--data", tiny.SAMPLE, "--out", out, "--task", task, "--limit", 1)
     assert done.exit_code == 0, done.output
     assert len(rows(out)) == 1
+
+
+def test_a_model_runs_as_it_is(model, out):
+    done = call(*compare(model, out, "--method", "own"))
+    assert done.exit_code == 0, done.output
+    (row,) = rows(out)
+    assert row["method"] == "own"
+    reported = call("report", out)
+    assert reported.exit_code == 0, reported.output
+    assert "| `own` |" in reported.stdout
 
 
 @pytest.mark.parametrize(
@@ -126,7 +144,7 @@ def test_other_tasks(model, out, task):
         (["--method", "h20"], "h2o"),
         (["--method", "luka:pagesize=3"], "page_size"),
         (["--method", "luka:page_size=0"], "page_size"),
-        (["--task", "nihah"], "unknown task 'nihah'. Did you mean 'niah'? Allowed: 2wiki, hotpotqa, math"),
+        (["--task", "nihah"], "unknown task 'nihah'. Did you mean 'niah'? Allowed: 2wiki, choice, hotpotqa"),
         (["--split", "singel"], "unknown split 'singel'. Did you mean 'single'? Allowed: single, multi"),
         (["--length", 100], "length must be at least 256"),
         (["--length", 4000], "needs 4,003 positions, the model has 2,048"),

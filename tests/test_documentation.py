@@ -112,7 +112,7 @@ def test_every_task_has_its_files_explained(tmp_path):
                 message = str(error)
                 assert "docs/data.md" in message, message
                 assert "source: " in message, message
-                assert (named := re.search(r"([\w.]+): no such file", message)) is None or f"`{named[1]}`" in page
+                assert (named := re.search(r"([\w.-]+): no such file", message)) is None or f"`{named[1]}`" in page
             else:
                 assert name == "ruler", "needs no file"
         assert f"`{name}`" in page

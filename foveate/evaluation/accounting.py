@@ -37,13 +37,13 @@ ROW_FIELDS = {
     "high": "its upper end",
     "metrics": "every metric of the task: value, low, high",
     "ceiling": "the best score that a reader of the prompts could reach, 0..100",
-    "dense_score": "the score of full attention on the same items",
+    "dense_score": "the score of full attention on the same items; of a model that ran as it is, alone, its own",
     "diff_to_dense": "score - dense_score",
     "diff_low": "lower end of that difference's 95 % paired-bootstrap interval",
     "diff_high": "its upper end",
-    "keys_read_share": "keys read in decode over the keys that full attention would read, 0..1",
-    "kv_bytes_per_step": "bytes of keys and values read in a decode step, a sequence, all layers",
-    "resident_bytes": "bytes of keys, values and method state after an answer, all layers, the largest batch",
+    "keys_read_share": "keys read in decode over the keys that full attention would read, 0..1; none of method 'own'",
+    "kv_bytes_per_step": "bytes of keys and values read in a decode step, a sequence, all layers; none of method 'own'",
+    "resident_bytes": "bytes of keys, values and state after an answer, all layers, the largest batch",
     "decode_steps": "decode steps taken",
     "tokens_evicted": "tokens that the method dropped",
     "pages_refined": "pages that the method looked into",
@@ -265,17 +265,20 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Shares and bytes a step are weighted by the decode steps, times are medians, memory is the largest.
     """
-    read = dense = steps = kv_bytes = 0.0
+    read = dense = steps = counted = kv_bytes = 0.0
     for batch in batches:
         stats = batch["stats"]
+        steps += stats["decode_steps"]
+        if stats["keys_read_per_step"] is None:  # nobody counted
+            continue
+        counted += stats["decode_steps"]
         keys = stats["keys_read_per_step"] * stats["decode_steps"]
         read += keys
         dense += keys / stats["keys_read_share"] if stats["keys_read_share"] else 0.0
-        steps += stats["decode_steps"]
         kv_bytes += stats["kv_bytes_per_step"] * stats["decode_steps"]
     return {
         "keys_read_share": read / dense if dense else None,
-        "kv_bytes_per_step": kv_bytes / steps if steps else None,
+        "kv_bytes_per_step": kv_bytes / counted if counted else None,
         "resident_bytes": max(batch["stats"]["resident_bytes"] for batch in batches),
         "decode_steps": int(steps),
         **{

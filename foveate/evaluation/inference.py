@@ -8,6 +8,7 @@ another has given.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,7 @@ class Batch:
     outputs: list[Output]
     prefill_ms: float | None
     decode_ms_per_token: float | None
+    decode_steps: int
     timing: str
     cache: Any
 
@@ -157,14 +159,14 @@ def _check_object(path: Path, needed: str | None) -> None:
 
 
 def run_batch(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Batch:
-    """Puts items to a model: answers them, or scores the targets if the items have them (then of equal lengths)."""
+    """Puts items to a model: answers them, or scores their targets or options if they have them."""
     return read_prompt(model, tokenizer, items).go_on(model)
 
 
 @torch.inference_mode()
 def read_prompt(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Prompt:
     """The first half of :func:`run_batch`."""
-    return _Texts(model, items) if items[0].target_ids else _Questions(model, tokenizer, items)
+    return (_Texts if items[0].texts else _Questions)(model, tokenizer, items)
 
 
 def pad_token(model: PreTrainedModel, tokenizer: Any) -> int:
@@ -185,8 +187,7 @@ def batches(items: Sequence[Item], size: int) -> list[list[Item]]:
 
 
 def _kind(item: Item) -> tuple[Any, ...]:
-    lengths = (len(item.prompt_ids), len(item.target_ids)) if item.target_ids else ()
-    return (item.max_new_tokens, item.stop, item.sampling is None, *lengths)
+    return (item.max_new_tokens, item.stop, item.sampling is None, bool(item.target_ids), bool(item.options))
 
 
 class Prompt:
@@ -213,6 +214,7 @@ class Prompt:
             outputs=outputs,
             prefill_ms=None if shared else self.prefill_ms,
             decode_ms_per_token=clock.elapsed_ms / steps if steps else None,
+            decode_steps=steps if along is None else along.tokens.shape[1] - 1,
             timing=(self.timing if along is None else ALONG) + (SHARED if shared else ""),
             cache=cache,
         )
@@ -460,37 +462,68 @@ def _decode(
 
 
 class _Texts(Prompt):
-    """Texts of one length with targets of one length, which are scored teacher-forced."""
+    """Texts with their continuations, which are scored teacher-forced: prompts padded on the left, targets behind."""
 
     timing = TEACHER_FORCED
 
-    def __init__(self, model: PreTrainedModel, items: Sequence[Item]):
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]):
         self._items = items
-        prompt = torch.tensor([item.prompt_ids for item in items], device=model.device)
-        self._target = torch.tensor([item.target_ids for item in items], device=model.device)
-        clock = _Clock(model.device)
+        texts = [text for item in items for text in item.texts]
+        pad, device = pad_token(model, tokenizer), model.device
+        self._lengths = torch.tensor([len(text.prompt_ids) for text in texts], device=device)
+        self._counts = [len(text.target_ids) for text in texts]
+        width, count = max(len(text.prompt_ids) for text in texts), max(self._counts)
+        rows = [[pad] * (width - len(text.prompt_ids)) + list(text.prompt_ids) for text in texts]
+        targets = [list(text.target_ids) + [pad] * (count - len(text.target_ids)) for text in texts]
+        self._target = torch.tensor(targets, device=device)
+        self._mask = torch.arange(width, device=device) >= width - self._lengths[:, None]
+        self._padded = any(len(text.prompt_ids) < width for text in texts)
+        prompt = torch.tensor(rows, device=device)
+        clock = _Clock(device)
         clock.tick()
-        out = model(prompt, use_cache=True, logits_to_keep=1)
+        out = model(prompt, use_cache=True, logits_to_keep=1, **self._placed(-width, 0))
         clock.tick()
         self.prefill_ms, self.cache, self._logits = clock.elapsed_ms, releases.returned_cache(out), out.logits[:, -1:]
+
+    def _placed(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        """Mask and positions of tokens `start` to `end` behind the prompts; nothing where no prompt is padded."""
+        if not self._padded:
+            return {}
+        mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), max(end, 0))], 1)
+        positions = self._lengths[:, None] + torch.arange(start, end, device=mask.device)
+        return {"attention_mask": mask.long(), "position_ids": positions.clamp_min(0)}
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
         target, steps = self._target, self._target.shape[1] - 1
         clock.tick()
-        nll = _nll(self._logits, target[:, :1])
+        scores = [_scores(self._logits, target[:, :1])]
         for start in range(0, steps, _TARGET_BLOCK):
-            block = target[:, start : min(start + _TARGET_BLOCK, steps)]
-            out = model(block, **{releases.CACHE: cache}, use_cache=True)
-            nll += _nll(out.logits, target[:, start + 1 : start + 1 + block.shape[1]])
+            end = min(start + _TARGET_BLOCK, steps)
+            fed = {releases.CACHE: cache, "use_cache": True, **self._placed(start, end)}
+            scores.append(_scores(model(target[:, start:end], **fed).logits, target[:, start + 1 : end + 1]))
         clock.tick()
-        _check_finite(model, self._items, nll.isfinite())
-        return [Output(nll=value) for value in nll.tolist()], steps
+        nll, hits = (torch.cat(parts, 1) for parts in zip(*scores))
+        rows = list(zip(nll.tolist(), hits.tolist(), self._counts))
+        sums = iter([(math.fsum(row[:count]), tuple(hit[:count])) for row, hit, count in rows])
+        by_item = [[next(sums) for _ in item.texts] for item in self._items]
+        finite = [all(math.isfinite(nll) for nll, _ in of_item) for of_item in by_item]
+        _check_finite(model, self._items, torch.tensor(finite))
+        return [_scored(item, of_item) for item, of_item in zip(self._items, by_item)], steps
 
 
-def _nll(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Summed negative log-likelihood in nats, [B] float64, of `target` [B, T] under `logits` [B, T, V]."""
+def _scored(item: Item, texts: Sequence[tuple[float, tuple[bool, ...]]]) -> Output:
+    """The output of an item by the likelihood (nats) and hits of each of its texts."""
+    if item.options:
+        return Output(option_nlls=tuple(nll for nll, _ in texts))
+    return Output(nll=texts[0][0], hits=texts[0][1])
+
+
+def _scores(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Negative log-likelihood (nats, float64 [B, T]) of `target` [B, T] under `logits` [B, T, V], and whether it has
+    the largest logit (bool [B, T])."""
     chosen = logits.gather(-1, target[..., None])[..., 0].float()
-    return (torch.logsumexp(logits.float(), dim=-1) - chosen).double().sum(dim=-1)
+    nll = (torch.logsumexp(logits.float(), dim=-1) - chosen).double()
+    return nll, logits.argmax(-1) == target
 
 
 class _Clock:

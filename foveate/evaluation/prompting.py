@@ -32,6 +32,23 @@ def encode(tokenizer: Any, prompt: Prompt, answer_prefix: str = "") -> list[int]
     return leading_ids(tokenizer) + tokenizer.encode(text, add_special_tokens=False)
 
 
+def encode_continued(tokenizer: Any, text: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Token ids of a raw text, `[L]`, and of its continuation, `[T]`, split as lm-eval-harness splits them.
+
+    White space at the end of the text is the continuation's. Both are tokenised as one text, of which the tokens beyond
+    the number that the text alone has are the continuation's. Raises `UserError` if either has no token.
+    """
+    bare = text.rstrip()
+    first, whole = leading_ids(tokenizer), bare + text[len(bare) :] + continuation
+    size = len(tokenizer.encode(bare, add_special_tokens=False))
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    prompt, target = first + ids[:size], ids[size:]
+    if not prompt or not target:
+        what = "text" if not prompt else "continuation"
+        raise UserError(f"no token is left of the {what} of {whole[-60:]!r} in this tokenizer")
+    return prompt, target
+
+
 def leading_ids(tokenizer: Any) -> list[int]:
     """The beginning-of-text token, as a list of one, if this tokenizer puts one before a text, else an empty list."""
     bos = tokenizer.bos_token_id

@@ -57,8 +57,8 @@ _ROW: Mapping[str, Kind] = {
     "examples": _LIST,
 }
 _STATS: Mapping[str, Kind] = {
-    **dict.fromkeys(("keys_read_per_step", "keys_read_share", "decode_steps", "kv_bytes_per_step"), _NUMBER),
-    "resident_bytes": _NUMBER,
+    **dict.fromkeys(("keys_read_per_step", "keys_read_share", "kv_bytes_per_step"), _MAYBE),
+    **dict.fromkeys(("decode_steps", "resident_bytes"), _NUMBER),
     "notes": _TEXTS,
 }
 _RECORD: Mapping[str, Kind] = {

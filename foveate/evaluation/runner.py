@@ -23,7 +23,8 @@ import foveate
 from foveate.evaluation import accounting, data, inference, outfile, resultfile
 from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
-from foveate.evaluation.tasks.base import Item, Task, items_digest
+from foveate.evaluation.own import Own, applied, summary
+from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
 
 _EXAMPLES = 8  # items whose answers go into the rows
 _EXAMPLE_CHARS = 200
@@ -36,7 +37,9 @@ Progress = Callable[[str, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What is to be compared. `dtype` and `device` may be "auto"; `methods` are foveate methods, "dense" among them.
+    """What is to be compared. `dtype` and `device` may be "auto".
+
+    `methods` are foveate methods, "dense" among them, or :class:`Own` alone or among them.
 
     `share_prompt`: methods that are dense in prefill share one reading of each prompt; without it each reads the prompt
     itself, which times its prefill. Nothing else differs.
@@ -57,7 +60,8 @@ class Comparison:
     def command(self, method: Any) -> str:
         """The command line that makes the row of one method of these, paths shortened to their last names."""
         parts = ["foveate compare", f"--model {self.model.name}", *self.task.arguments(), f"--data {self.data.name}"]
-        parts += [f"--method {shlex.quote(spec)}" for spec in dict.fromkeys(("dense", method.spec))]
+        specs = [other.spec for other in self.methods if other.name == "dense"] + [method.spec]
+        parts += [f"--method {shlex.quote(spec)}" for spec in dict.fromkeys(specs)]
         parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]
         parts += [f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
         return " ".join(parts if self.share_prompt else [*parts, "--no-share-prompt"])
@@ -98,9 +102,12 @@ def parse_method(spec: str) -> Any:
 def parse_methods(specs: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
     """Methods from their specs, "dense" first and repeated ones dropped; second: whether "dense" had to be added.
 
-    Raises `UserError` for an unknown method or setting.
+    The spec "own" is the model as it is, which alone is compared with nothing. Raises `UserError` for an unknown method
+    or setting.
     """
-    methods = [parse_method(spec) for spec in specs]
+    methods = [Own() if spec.strip() == Own.spec else parse_method(spec) for spec in specs]
+    if methods and all(isinstance(method, Own) for method in methods):
+        return (Own(),), False
     for method in methods:
         if re.search(r"calibration=auto(?![\w.])", method.spec):  # also that of a composed method's layers
             raise UserError(
@@ -121,6 +128,10 @@ def prepare(plan: Comparison) -> Prepared:
         if getattr(plan, name) < 1:
             raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(plan, name)}")
     outfile.check(plan.out)
+    if plan.task.along_dense and all(method.name != "dense" for method in plan.methods):
+        raise UserError(
+            "--fidelity compares with dense attention, which is not among the methods; leave one of them out"
+        )
     facts = accounting.model_facts(plan.model)
     device = inference.choose_device(plan.device)
     plan = dataclasses.replace(
@@ -204,7 +215,7 @@ class _Examiner:
 
     def __init__(self, prepared: Prepared, methods: Sequence[Any]):
         plan = self._plan = prepared.plan
-        self._dense = next(method for method in plan.methods if method.name == "dense")
+        self._dense = next((method for method in plan.methods if method.name == "dense"), None)
         self._tokenizer = prepared.tokenizer
         self._model = inference.load_model(plan.model, plan.dtype, plan.device)
         self._memory = accounting.PeakMemory(plan.device)
@@ -214,17 +225,21 @@ class _Examiner:
             item,
             prompt_ids=item.prompt_ids[:_WARM_UP],
             target_ids=item.target_ids[:2],
+            options=tuple(Option(one.prompt_ids[:_WARM_UP], one.target_ids[:2]) for one in item.options),
             max_new_tokens=min(2, item.max_new_tokens),
         )
         for method in methods:
             try:
-                with foveate.attached(self._model, method, dense_below=0):
+                with applied(self._model, method):
                     inference.run_batch(self._model, self._tokenizer, [cut])
             except UserError:
                 raise
             except (ValueError, TypeError, NotImplementedError) as error:
-                raise UserError(f"method '{method.spec}' cannot be applied to {plan.model.name}: {error}") from error
-        dense = [method for method in prepared.missing if not self._is_sparse_in_prefill(method)]
+                raise UserError(
+                    f"method '{method.spec}' cannot be applied to {plan.model.name}: {error}; method 'own' alone runs "
+                    "the model as it is"
+                ) from error
+        dense = [method for method in prepared.missing if not self._reads_prompts_itself(method)]
         self._sharing = dense if plan.share_prompt and len(dense) > 1 else []
 
     def measure(self, methods: Sequence[Any], items: Sequence[Item]) -> Iterator[Record]:
@@ -248,7 +263,7 @@ class _Examiner:
 
     def _measure_alone(self, method: Any, items: Sequence[Item], trace: inference.Trace | None) -> Record:
         torch.manual_seed(self._plan.seed)
-        with foveate.attached(self._model, method, dense_below=0):
+        with applied(self._model, method):
             self._memory.start()
             prompt = inference.read_prompt(self._model, self._tokenizer, items)
             batch = prompt.go_on(self._model, along=trace)
@@ -290,11 +305,14 @@ class _Examiner:
             "timing": batch.timing,
             "peak_bytes": peak,
             "peak_kind": peak_kind,
-            "stats": foveate.stats(self._model).summary(),
+            "stats": summary(self._model, method, batch),
             "commit": self._commit,
         }
 
-    def _is_sparse_in_prefill(self, method: Any) -> bool:
+    def _reads_prompts_itself(self, method: Any) -> bool:
+        """Whether a method cannot go on from a prompt that dense attention has read."""
+        if isinstance(method, Own):
+            return True
         with foveate.attached(self._model, method, dense_below=0) as attachment:
             return attachment.sparse_prompt
 
@@ -316,7 +334,7 @@ def _row(
     names = sorted(task.metrics, key=lambda name: name != task.main)  # the main one first
     metrics = {name: bootstrap(task.metrics[name], values, plan.seed) for name in names}
     main, aggregate = metrics[task.main], task.metrics[task.main]
-    if dense is None:  # this row is dense itself
+    if dense is None:  # this row is dense itself, or the model's own
         difference, dense_score = Interval(0.0, 0.0, 0.0), main.value
     else:
         theirs = {key: np.array(column) for key, column in dense["item_values"].items()}

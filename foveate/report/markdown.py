@@ -9,6 +9,7 @@ from foveate.report import page_scores
 from foveate.report.ratio import perplexity_ratio
 
 Row = Mapping[str, Any]
+_NONE = "–"
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -26,6 +27,10 @@ def made_with(rows: Sequence[Row], commits: bool = True) -> str:
     if commits:
         parts.append([f"commit {', '.join(_once(commit for row in rows for commit in row['commit'].split(', ')))}"])
     return "; ".join(", ".join(_once(part)) for part in parts)
+
+
+def _share(share: float | None) -> str:
+    return _NONE if share is None else f"{100 * share:.1f} %"
 
 
 def _once(words: Iterable[str]) -> list[str]:
@@ -54,6 +59,7 @@ def _what(row: Row) -> str:
 
 def _comparison(rows: Sequence[Row]) -> str:
     lengths = all("answer_tokens" in row["metrics"] for row in rows)
+    compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
     head = ("method", "score [95 %]", "Δ to dense [95 %]", "keys read", "KV read a step", "resident a sequence")
     lines = [(*head, "answer, tokens [95 %]") if lengths else head]
     for row in rows:
@@ -61,9 +67,9 @@ def _comparison(rows: Sequence[Row]) -> str:
         cells = (
             f"`{row['spec']}`",
             f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
-            "" if row["method"] == "dense" else difference,
-            f"{100 * row['keys_read_share']:.1f} %",
-            f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
+            "" if row["method"] == "dense" or not compared else difference,
+            _share(row["keys_read_share"]),
+            _NONE if row["kv_bytes_per_step"] is None else f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
             f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
         )
         length = "{value:.0f} [{low:.0f}, {high:.0f}]".format(**row["metrics"]["answer_tokens"]) if lengths else ""
@@ -83,7 +89,7 @@ def _perplexities(rows: Sequence[Row]) -> str:
                 f"`{row['spec']}`",
                 f"{metric['value']:.2f} [{metric['low']:.2f}, {metric['high']:.2f}]",
                 ratio,
-                f"{100 * row['keys_read_share']:.1f} %",
+                _share(row["keys_read_share"]),
             )
         )
     return markdown_table(lines)
@@ -98,7 +104,7 @@ def _fidelities(rows: Sequence[Row]) -> str:
                 f"`{row['spec']}`",
                 f"{kl['value']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}]",
                 f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
-                f"{100 * row['keys_read_share']:.1f} %",
+                _share(row["keys_read_share"]),
             )
         )
     return markdown_table(lines)

@@ -111,7 +111,10 @@ def frontier(
         if name not in settings:
             raise unknown("setting", name, settings, "--along")
     shown = [row for row in rows if not _dense(row) and row[against] is not None]
-    notes += [f"{row['spec']}: took no decode steps, not drawn" for row in rows if row[against] is None]
+    for row in rows:
+        if row[against] is None:
+            why = "what it reads is not counted" if row["method"] == "own" else "took no decode steps"
+            notes.append(f"{row['spec']}: {why}, not drawn")
     if not shown:
         raise UserError("nothing to draw: the rows are all of dense, or took no decode steps")
     rows, along = lines.with_dense(shown, rows), (*BUDGETS, *along)

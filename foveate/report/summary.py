@@ -40,11 +40,12 @@ def _table(rows: Sequence[Row]) -> str:
             continue
         ours = [found[cell] for cell in cells]
         shares = [100 * (row["keys_read_share"] or 0.0) for row in ours]  # no decode step: nothing was read
+        read = f"{min(shares):.1f}–{max(shares):.1f} %" if len(cells) > 1 else f"{shares[0]:.1f} %"
         difference = pooled.difference(ours, [dense[cell] for cell in cells])
         lines.append(
             (
                 f"`{spec}`",
-                f"{min(shares):.1f}–{max(shares):.1f} %" if len(cells) > 1 else f"{shares[0]:.1f} %",
+                read if ours[0]["method"] != "own" else "–",  # nobody counts what a model reads as it is
                 *(f"{row['score']:.1f}" for row in ours),
                 "" if spec == "dense" else f"{difference.value:+.1f} [{difference.low:+.1f}, {difference.high:+.1f}]",
             )

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 import foveate
 from foveate.evaluation import inference
 from foveate.evaluation.errors import UserError
-from foveate.evaluation.tasks.base import Item
+from foveate.evaluation.own import Own, applied
+from foveate.evaluation.tasks.base import Item, Option
 from tests.helpers import cached, returned_cache
 
 
@@ -228,6 +229,46 @@ def test_likelihood_is_that_of_one_full_forward(model, tokenizer):
         assert output.nll == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "method", ["own", "dense", "tova:top_k=12,min_k=1", "luka:page_size=4,tail=8", "kascade:anchors=1"]
+)
+def test_texts_of_any_lengths_share_a_batch(model, tokenizer, method):
+    """Each has the likelihood that it has alone, and the hits of its greedy choices."""
+    ids = tokenizer.encode("Call me Ishmael. Some years ago - never mind how long precisely - having little. " * 3)
+    options = tuple(Option(tuple(ids[:size]), tuple(ids[size : size + count])) for size, count in ((9, 2), (31, 5)))
+    items = [scored(ids, 30, 70), scored(ids[5:], 11, 1), scored(ids[7:], 44, 9)]
+    weighed = [Item("a", "", options[0].prompt_ids, options=options), Item("b", "", (5,), options=options[:1])]
+    with applied(model, Own() if method == "own" else foveate.methods.parse(method)):
+        together, alone = inference.run_batch(model, tokenizer, items), []
+        for item in items:
+            alone += inference.run_batch(model, tokenizer, [item]).outputs
+        by_option = [
+            inference.run_batch(model, tokenizer, [Item("o", "", one.prompt_ids, target_ids=one.target_ids)]).outputs[0]
+            for one in options
+        ]
+        chosen = inference.run_batch(model, tokenizer, weighed).outputs
+    assert together.decode_steps == 69
+    for item, output, expected in zip(items, together.outputs, alone):
+        assert output.nll == pytest.approx(expected.nll, rel=1e-4)
+        assert output.hits == expected.hits
+        assert len(output.hits) == len(item.target_ids)
+    assert chosen[0].option_nlls == pytest.approx([output.nll for output in by_option], rel=1e-4)
+    assert chosen[1].option_nlls == pytest.approx([by_option[0].nll], rel=1e-4)
+
+
+def test_hits_are_greedy_choices(model, tokenizer):
+    ids = tokenizer.encode("Call me Ishmael. Some years ago")
+    with torch.inference_mode():
+        first = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+        second = int(model(torch.tensor([[*ids, first]])).logits[0, -1].argmax())
+    wrong = (second + 1) % 600
+    items = [Item("a", "", tuple(ids), target_ids=target) for target in ((first, second), (first, wrong))]
+    assert [output.hits for output in inference.run_batch(model, tokenizer, items).outputs] == [
+        (True, True),
+        (True, False),
+    ]
+
+
 def test_a_single_target_needs_no_decode_step(model, tokenizer):
     ids = tokenizer.encode("Call me Ishmael. Some years ago")
     batch = inference.run_batch(model, tokenizer, [scored(ids, 5, 1)])
@@ -238,8 +279,9 @@ def test_a_single_target_needs_no_decode_step(model, tokenizer):
 def test_only_items_of_one_kind_share_a_batch(tokenizer):
     ids = tokenizer.encode("Call me Ishmael. Some years ago")
     ask = question(tokenizer, "a")
-    items = [ask, ask, ask, question(tokenizer, "a", new=3), scored(ids, 4, 3), scored(ids, 4, 3), scored(ids, 5, 3)]
-    assert [len(group) for group in inference.batches(items, 2)] == [2, 1, 1, 2, 1]
+    texts, weighed = [scored(ids, 4, 3), scored(ids, 5, 2)], Item("w", "", (), options=(Option((5,), (6,)),))
+    items = [ask, ask, ask, question(tokenizer, "a", new=3), *texts, scored(ids, 5, 3), weighed]
+    assert [len(group) for group in inference.batches(items, 2)] == [2, 1, 1, 2, 1, 1]
     assert [item for group in inference.batches(items, 3) for item in group] == items
 
 

@@ -30,7 +30,11 @@ class TestParsing:
     @pytest.mark.parametrize(
         ("spec", "settings", "message"),
         [
-            ("nia", {}, "unknown task 'nia'. Did you mean 'niah'. Allowed: 2wiki, hotpotqa, math, musique, niah"),
+            (
+                "nia",
+                {},
+                "unknown task 'nia'. Did you mean 'niah'. Allowed: 2wiki, choice, hotpotqa, lambada, math, mqar",
+            ),
             ("wikisalad", {"split": "esy"}, "task 'wikisalad': unknown split 'esy'. Did you mean 'easy'"),
             ("niah:lenght=512", {}, "task 'niah': unknown setting 'lenght'. Did you mean 'length'"),
             ("niah:length", {}, "'length' is not of the form key=value"),

@@ -27,12 +27,20 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Option:
+    """One of the answers that an item lets the model weigh: a prompt `[L]` and its continuation `[T]`, tokenised."""
+
+    prompt_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Item:
     """One question put to a model.
 
     `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. An item with
-    `target_ids` `[T]` is scored teacher-forced (T decode steps); one without is answered greedily, or by `sampling`, up
-    to `max_new_tokens` tokens or the first `stop` string.
+    `target_ids` `[T]` is scored teacher-forced (T decode steps), and so is each of its `options`, if it has them; one
+    with neither is answered greedily, or by `sampling`, up to `max_new_tokens` tokens or the first `stop` string.
     """
 
     id: str
@@ -43,19 +51,29 @@ class Item:
     max_new_tokens: int = 0
     stop: str = ""
     target_ids: tuple[int, ...] = ()
+    options: tuple[Option, ...] = ()
     sampling: Sampling | None = None
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
+    def texts(self) -> tuple[Option, ...]:
+        """What is scored teacher-forced: the options, or the prompt with its target; nothing of a question."""
+        if self.target_ids:
+            return (Option(self.prompt_ids, self.target_ids),)
+        return self.options
+
+    @property
     def positions(self) -> int:
         """Positions that the model needs for prompt and answer."""
-        return len(self.prompt_ids) + max(self.max_new_tokens, len(self.target_ids))
+        scored = max((len(text.prompt_ids) + len(text.target_ids) for text in self.texts), default=0)
+        return max(scored, len(self.prompt_ids) + self.max_new_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
     """What a model made of an item: its text and number of `tokens`, the end token among them; or the summed negative
-    log-likelihood (nats) of the target tokens.
+    log-likelihood (nats) of the target tokens, and for each of them whether the model finds it the likeliest; or that
+    likelihood of each option.
 
     Of an answer that another method has given, besides: the summed KL `divergence` (nats) of the distributions along it
     from those that it was chosen from, and at how many tokens the choice `agreed`.
@@ -63,6 +81,8 @@ class Output:
 
     text: str = ""
     nll: float = 0.0
+    hits: tuple[bool, ...] = ()
+    option_nlls: tuple[float, ...] = ()
     tokens: int = 0
     divergence: float = 0.0
     agreed: int = 0
@@ -128,7 +148,9 @@ def items_digest(items: Sequence[Item]) -> str:
     """A fingerprint of what is asked (16 hex digits)."""
     total = hashlib.sha256()
     for item in items:
-        total.update(json.dumps([item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]).encode())
+        asked = [item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]
+        options = [[option.prompt_ids, option.target_ids] for option in item.options]
+        total.update(json.dumps([*asked, options] if options else asked).encode())
     return total.hexdigest()[:16]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -581,11 +581,17 @@ class Cache(transformers.Cache):
     @property
     def unchanged_bytes(self) -> int:
         """Bytes of keys and values held by the layers that foveate leaves alone."""
-        layers = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
-        held = [x for layer in layers for x in (layer.keys, layer.values)]
-        held += [x for layer in self.layers if isinstance(layer, LinearAttentionLayer) for x in recurrent_states(layer)]
-        memories = [layer.memory for layer in self.layers if isinstance(layer, MemoryLayer)]
-        return sum(x.untyped_storage().nbytes() for x in held) + sum(memory.nbytes for memory in memories)
+        return held_bytes(self.layers)
+
+
+def held_bytes(layers: Sequence[CacheLayerMixin]) -> int:
+    """Bytes of keys, values, states and memories in layers that are not foveate's own."""
+    held = [
+        x for one in layers if isinstance(one, DynamicLayer) and one.keys is not None for x in (one.keys, one.values)
+    ]
+    held += [x for one in layers if isinstance(one, LinearAttentionLayer) for x in recurrent_states(one)]
+    memories = [one.memory for one in layers if isinstance(one, MemoryLayer)]
+    return sum(x.untyped_storage().nbytes() for x in held) + sum(memory.nbytes for memory in memories)
 
 
 def _as_rows(indices: Tensor) -> Tensor:
