@@ -32,6 +32,7 @@ class HybridConfig(PreTrainedConfig):
         lte_whole_prompt: see :class:`foveate.layers.LearnedEviction`.
         nsa_heads, nsa_kv_heads, nsa_head_dim, nsa_block, nsa_blocks, nsa_window, nsa_compression: of nsa layers.
         rope_base: of the positions.
+        max_position_embeddings: tokens of a sequence in training; longer ones are read, with a warning.
         rms_norm_eps, initializer_range: as in other models.
 
     Raises:

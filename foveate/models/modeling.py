@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -196,6 +197,7 @@ class HybridModel(HybridPreTrainedModel):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config.head_dim, config.rope_base)
         self.gradient_checkpointing = False
+        self._said_long = False
         self.post_init()
 
     def forward(
@@ -253,6 +255,12 @@ class HybridModel(HybridPreTrainedModel):
         if mask is not None and mask.shape[1] != seen + columns:
             raise ValueError(
                 f"attention_mask covers {mask.shape[1]} columns, but the cache holds {seen} and {columns} are new"
+            )
+        trained = self.config.max_position_embeddings
+        if seen + columns > trained and not self._said_long:
+            self._said_long = True
+            warnings.warn(
+                f"the sequence is longer than the {trained} tokens that the model was trained on", stacklevel=4
             )
 
     def _inputs(

@@ -205,6 +205,7 @@ def test_a_compiled_model_trains_alike():
     assert torch.equal(compiled(ids, labels=ids).logits, model(ids).logits)
 
 
+@pytest.mark.filterwarnings("ignore:the sequence is longer")
 def test_constant_memory():
     """Gated DeltaNet and learned eviction hold as much after 4,000 tokens as after 100; attention does not."""
     sizes = {}
@@ -217,6 +218,14 @@ def test_constant_memory():
                 sizes[preset].append(cache.nbytes)
     assert len(set(sizes["lalte"])) == 1
     assert sizes["gdn_attn"][2] > 10 * sizes["gdn_attn"][0]
+
+
+def test_more_tokens_than_in_training_are_read_and_said_once():
+    model = copy.deepcopy(model_of("lalte"))
+    with torch.no_grad(), pytest.warns(UserWarning, match="longer than the 512 tokens") as said:
+        assert model(prompt(513)).logits.shape[1] == 513
+        model(prompt(600))
+    assert len([one for one in said if "longer than" in str(one.message)]) == 1
 
 
 def test_a_pattern_of_its_own():
