@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -220,12 +221,15 @@ def test_constant_memory():
     assert sizes["gdn_attn"][2] > 10 * sizes["gdn_attn"][0]
 
 
+@torch.no_grad()
 def test_more_tokens_than_in_training_are_read_and_said_once():
-    model = copy.deepcopy(model_of("lalte"))
-    with torch.no_grad(), pytest.warns(UserWarning, match="longer than the 512 tokens") as said:
+    model = HybridForCausalLM(make_config("lalte", "tiny", vocab_size=64)).eval()
+    model(prompt(512))
+    with pytest.warns(UserWarning, match="longer than the 512 tokens"):
         assert model(prompt(513)).logits.shape[1] == 513
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         model(prompt(600))
-    assert len([one for one in said if "longer than" in str(one.message)]) == 1
 
 
 def test_a_pattern_of_its_own():
