@@ -105,6 +105,7 @@ def doctor(as_json: AsJson = False) -> None:
         "prompts": _prompt_paths(["cpu", *(["cuda"] if torch.cuda.is_available() else [])]),
         "decode": "references (torch), gathering what they read",
         "kernels": kernel_status(),
+        "gated delta rule": _delta_rule(torch.cuda.is_available()),
         "transformers": f"tested with {releases.OLDEST} to {releases.NEWEST}",
         "models": "decoder-only, with attention through Transformers' AttentionInterface (docs/models.md)",
     }
@@ -112,6 +113,15 @@ def doctor(as_json: AsJson = False) -> None:
         typer.echo(json.dumps(facts, indent=2))
     else:
         _table().console().print(_table().facts(facts))
+
+
+def _delta_rule(on_gpu: bool) -> str:
+    """Which code runs the hybrids' recurrent layers."""
+    import torch
+
+    from foveate.ops.recur import rule_in_use
+
+    return rule_in_use(torch.device("cuda", 0) if on_gpu else torch.device("cpu"), 128, 128, torch.bfloat16)
 
 
 def _prompt_paths(devices: list[str]) -> str:
