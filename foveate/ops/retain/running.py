@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LARGEST_BUFFER = 1024
+"""The most tokens of a buffer that the kernels hold in registers."""
+
 
 class Leaving(NamedTuple):
     """Which of the new tokens makes a token leave the buffer; their number for tokens that stay."""
