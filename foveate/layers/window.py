@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from foveate import ops
 from foveate.layers.masked import attend_masked
 from foveate.layers.rotary import Rotary, rotate
+from foveate.ops._dispatch import use_kernel
+from foveate.ops.attend.until import LARGEST_DIM
+from foveate.ops.retain.running import LARGEST_BUFFER
 from foveate.state import Packing, RetainedMemory
 
 PIECE = 256
-"""Tokens of a prompt that are read at once."""
+"""Tokens of a prompt that are read at once, by references whose tensors grow with pairs of tokens."""
+LONG_PIECE = 32768
+"""The same by kernels, which need no such tensors."""
 
 
 class SlidingWindowAttention(nn.Module):
@@ -135,15 +140,20 @@ class SlidingWindowAttention(nn.Module):
         """Take in tokens for good, a piece at a time; without queries nothing is attended to."""
         if k.shape[2] == 1 and real is None:
             return self._step(q, k, v, memory)
-        outs = []
-        for first in range(0, k.shape[2], PIECE):
-            some = slice(first, first + PIECE)
+        outs, size = [], self._piece_size(k)
+        for first in range(0, k.shape[2], size):
+            some = slice(first, first + size)
             there = None if real is None else real[:, some]
             piece = self._piece(memory, k[:, :, some], v[:, :, some], memory.lengths, there)
             if q is not None:
                 outs.append(self._attend(q[:, :, some], piece))
             self._take_in(memory, piece)
         return torch.cat(outs, 2) if outs else None
+
+    def _piece_size(self, k: Tensor) -> int:
+        """Tokens of a prompt to read at once."""
+        kernels = use_kernel(k) and self.buffer <= LARGEST_BUFFER and self.head_dim <= LARGEST_DIM
+        return LONG_PIECE if kernels and k.dtype != torch.float64 else PIECE
 
     def _piece(self, memory: RetainedMemory, k: Tensor, v: Tensor, lengths: list[int], real: Tensor | None) -> Piece:
         """What the queries of some new tokens can see: the buffer, the window and the new tokens, and until when.
@@ -156,12 +166,12 @@ class SlidingWindowAttention(nn.Module):
         before = torch.tensor(lengths, device=k.device)[:, None]
         late = before + torch.arange(-ring, new, device=k.device)  # positions of window and new tokens, in order
         slots = (late[:, :ring] % ring)[:, None, :].expand(-1, k.shape[1], -1)
-        keys = torch.cat([ops.gather_slots(held["keys"], slots), k], 2)
-        values = torch.cat([ops.gather_slots(held["values"], slots), v], 2)
+        keys = torch.cat([held["keys"][:, :, ring:], ops.gather_slots(held["keys"], slots), k], 2)
+        values = torch.cat([held["values"][:, :, ring:], ops.gather_slots(held["values"], slots), v], 2)
         there = late >= 0
         if real is not None:
             there[:, ring:] &= real
-        margins = self._margins(keys, values, late.clamp_min(0), there)
+        margins = self._margins(*(x[:, :, self.buffer :] for x in (keys, values)), late.clamp_min(0), there)
         known = late < torch.tensor(memory.unscored, device=k.device)[:, None]
         old = held["margins"][:, :, :ring].gather(2, slots)
         margins[:, :, :ring] = torch.where(known[:, None, :ring], old, margins[:, :, :ring])
@@ -176,19 +186,14 @@ class SlidingWindowAttention(nn.Module):
         until[:, :, leaving] = (turns.new + 1).clamp_max(new)
         until = until * there[:, None]
         buffered = (turns.kept + 1).clamp_max(new) * (held["positions"] >= 0)
-        whole = real is None
-        return Piece(keys, values, margins, before, there, until, buffered, turns, entered, whole, memory)
+        until, whole = torch.cat([buffered, until], 2), real is None
+        return Piece(keys, values, margins, before, there, until, turns, entered, whole, memory)
 
     def _attend(self, q: Tensor, piece: Piece) -> Tensor:
         """Attention of the last new tokens' queries, ``[B, Hq, n, D]``."""
-        held, ring, new = piece.memory.tensors, piece.memory.ring, piece.new
-        keys = torch.cat([held["keys"][:, :, ring:], piece.keys], 2)
-        values = torch.cat([held["values"][:, :, ring:], piece.values], 2)
-        until = torch.cat([piece.buffered, piece.until], 2)
-        at = torch.arange(new - q.shape[2], new, device=q.device)[:, None]
-        come = torch.cat([torch.full((self.buffer + ring,), -1, device=q.device), torch.arange(new, device=q.device)])
-        mask = (come <= at) & (at < until[:, :, None])
-        return ops.attend(q, keys, values, scaling=self.scaling, mask=mask).out
+        until = piece.until - (piece.new - q.shape[2])
+        how = {"scaling": self.scaling, "window": self.window, "retained": self.buffer}
+        return ops.attend_until(q, piece.keys, piece.values, until, **how).out
 
     def _take_in(self, memory: RetainedMemory, piece: Piece) -> None:
         """Move the window on over new tokens, and what is retained of those that leave it into the buffer."""
@@ -203,15 +208,16 @@ class SlidingWindowAttention(nn.Module):
         last = piece.before + there + torch.arange(-ring, 0, device=order.device)  # in the window from now on
         source = (last - piece.before + ring)[:, None].expand(-1, self.num_kv_heads, -1)
         into = (last % ring)[:, None].expand(-1, self.num_kv_heads, -1)
-        for name in ("keys", "values", "margins"):
-            memories, late = held[name], getattr(piece, name)
-            if name == "margins":
-                buffer = torch.cat([memories[:, :, ring:], late[:, :, leaving]], 2).gather(2, order)
-                memories.scatter_(2, into, late.gather(2, source))
-            else:
-                buffer = ops.gather_slots(torch.cat([memories[:, :, ring:], late[:, :, leaving]], 2), order)
-                memories.scatter_(2, into[..., None].expand(-1, -1, -1, late.shape[3]), ops.gather_slots(late, source))
-            memories[:, :, ring:] = buffer
+        for name in ("keys", "values"):
+            memories, line = held[name], getattr(piece, name)
+            stay = ops.gather_slots(line, order + (order >= self.buffer) * (ring - self.window))
+            latest = ops.gather_slots(line, source + self.buffer)
+            memories.scatter_(2, into[..., None].expand_as(latest), latest)
+            memories[:, :, ring:] = stay
+        margins = held["margins"]
+        stay = torch.cat([margins[:, :, ring:], piece.margins[:, :, leaving]], 2).gather(2, order)
+        margins.scatter_(2, into, piece.margins.gather(2, source))
+        margins[:, :, ring:] = stay
         empty = torch.arange(self.buffer, device=order.device) >= kept[..., None]
         held["positions"], held["kept"] = positions.gather(2, order).masked_fill(empty, -1), kept
         numbers = [new] * memory.batch_size if piece.whole else there[:, 0].tolist()
@@ -265,21 +271,19 @@ class SlidingWindowAttention(nn.Module):
 
 
 class Piece(NamedTuple):
-    """New tokens and the window before them, in order."""
+    """The buffer, the window and new tokens after it, in order."""
 
     keys: Tensor
-    """``[B, Hkv, ring + n, D]``"""
+    """``[B, Hkv, buffer + ring + n, D]``"""
     values: Tensor
     margins: Tensor
-    """fp32 ``[B, Hkv, ring + n]``"""
+    """fp32 ``[B, Hkv, ring + n]``, without the buffer's."""
     before: Tensor
     """int64 ``[B, 1]``: tokens before the new ones."""
     there: Tensor
     """bool ``[B, ring + n]``"""
     until: Tensor
-    """int64 ``[B, Hkv, ring + n]``: the queries of new tokens before this one see the key."""
-    buffered: Tensor
-    """int64 ``[B, Hkv, buffer]``: the same for the buffer's keys."""
+    """int64 ``[B, Hkv, buffer + ring + n]``: the queries of new tokens before this one see the key."""
     turns: ops.Leaving
     entered: Tensor
     """int64 ``[B, n]``: the tokens that leave the window; -1: none."""

@@ -1,7 +1,7 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.attend import pooled, reference, selected, summaries, tiles
+from foveate.ops.attend import pooled, reference, selected, summaries, tiles, until
 from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.masses import Sums
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
@@ -26,6 +26,7 @@ attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_summaries = dispatch(summaries.attend_summaries, "foveate.ops.attend.summaries_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
+attend_until = dispatch(until.attend_until, "foveate.ops.attend.until_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "attend_selected",
     "attend_summaries",
     "attend_tiles",
+    "attend_until",
     "attend_window",
     "gather_fields",
     "gather_pages",
