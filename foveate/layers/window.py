@@ -225,39 +225,39 @@ class SlidingWindowAttention(nn.Module):
         memory.unscored = [max(old, length - self.reach) for old, length in zip(memory.unscored, memory.lengths)]
 
     def _step(self, q: Tensor | None, k: Tensor, v: Tensor, memory: RetainedMemory) -> Tensor | None:
-        """Take in one token of every row and attend: all that it sees lies in the first slots."""
+        """Take in one token of every row and attend: all that it sees lies in the first slots.
+
+        But for the scores that now and then are due before it, a step neither waits for the device nor reads from the
+        host what changes from step to step.
+        """
+        if self.buffer and self._scores_due(memory):
+            self._score_late(memory)
         held, ring = memory.tensors, memory.ring
         at = memory.lengths_on(k.device)
-        slot = (at % ring)[:, None, None, None]
-        held["keys"].scatter_(2, slot.expand(k.shape), k)
-        held["values"].scatter_(2, slot.expand(v.shape), v)
-        memory.lengths = [length + 1 for length in memory.lengths]
+        ops.put_token(held["keys"], held["values"], k, v, at % ring)
         out = None
         if q is not None:
             used = (at + 1).clamp_max(ring)[:, None] + held["kept"]
             out = ops.attend(q, held["keys"], held["values"], scaling=self.scaling, lengths=used).out
-        if self.buffer:
-            self._retain_late(memory, at)
+        if self.buffer:  # the token that leaves the window after this step is offered to the buffer
+            leaving = at - self.window
+            ops.replace_weakest(
+                **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},
+                slots=leaving % ring,
+                tokens=leaving.clamp_min(-1),
+                ring=ring,
+            )
+        memory.advance_step()
         return out
 
-    def _retain_late(self, memory: RetainedMemory, at: Tensor) -> None:
-        """Offer the token of each row that leaves the window after this step to the buffer."""
-        held, ring = memory.tensors, memory.ring
-        self._score_late(memory)
-        leaving = at - self.window
-        ops.replace_weakest(
-            **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},
-            slots=leaving % ring,
-            tokens=leaving.clamp_min(-1),
-            ring=ring,
-        )
+    def _scores_due(self, memory: RetainedMemory) -> bool:
+        """Whether the next step would write over a token that a score needs."""
+        last = self.reach - self.window  # of the tokens that may have no score, counted from the new one
+        return any(first <= length + last for first, length in zip(memory.unscored, memory.lengths))
 
     def _score_late(self, memory: RetainedMemory) -> None:
-        """Score all tokens that can be scored, when the next step would write over one that a score needs."""
-        reach, window = self.reach, self.window
-        if all(first > length - 1 - window + reach for first, length in zip(memory.unscored, memory.lengths)):
-            return
-        held, ring = memory.tensors, memory.ring
+        """Score all tokens that can be scored."""
+        held, ring, reach = memory.tensors, memory.ring, self.reach
         length = memory.lengths_on(held["keys"].device)[:, None]
         late = length + torch.arange(-ring, 0, device=length.device)
         slots = (late % ring)[:, None].expand(-1, self.num_kv_heads, -1)

@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 
 def ends(shape, window, share=0.3, longest=60, seed=0, absent=0):
-    """When keys go: with their window, some later, some never, and the first ``absent`` of every row before the start."""
+    """When keys go: with their window, some later, some never; the first ``absent`` of every row are never seen."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape.batch, shape.kv_heads, shape.keys)
     own = torch.arange(shape.keys) - shape.offset

@@ -25,7 +25,7 @@ _SCAN = 1024
 
 
 def tile_for(dtype: torch.dtype, dim: int) -> Tile:
-    """The tile for head dims of at most :data:`~foveate.ops.attend.until.LARGEST_DIM`, of which ``dim`` is the larger: rows are queries times heads of a group."""
+    """The tile, whose rows are queries times the heads of a group; ``dim`` is the larger of the head dims."""
     return Tile(16, 16, num_warps=8, num_stages=1) if dtype == torch.float32 else of_window.tile_for(dtype, dim)
 
 
@@ -319,7 +319,8 @@ def _attend_until(
             k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
             logits = tl.dot(q, k, input_precision="ieee") * scale
             if not whole:
-                if (least <= last) | (of_run >= 0) | ((block + 1) * BLOCK_N > bound):
+                ragged = (least <= last) | (of_run >= 0) | ((block + 1) * BLOCK_N > bound)
+                if ragged:
                     place = block * BLOCK_N + places
                     until = tl.load(tl.where(in_list, end_ptr, until_ptr) + place, mask=place < bound, other=0)
                     come = place - tl.where(of_run < 0, number, lead)  # what is retained has come
