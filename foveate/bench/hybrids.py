@@ -258,15 +258,20 @@ def _nsa_cases(plan: Plan, batch: int, say: Callable[[str], None]) -> list[Case]
     memory = BlockMemory(plan.block)
     memory.append(*(draw(*size, plan.context, plan.head_dim) for _ in range(2)), None)
     keys, values = (memory.tensors[name][:, :, : plan.context] for name in ("keys", "values"))
-    before = torch.full((batch,), plan.context - 1, device=plan.device)
+    lengths = torch.full((batch,), plan.context, device=plan.device)
     gates = torch.rand(3, batch, plan.heads, 1, device=plan.device).to(q.dtype)
+    given = q, keys, values, *memory.summaries(layer._compressed), gates
+    sizes = {"block": plan.block, "blocks": plan.blocks, "window": plan.nsa_window, "scaling": plan.scaling}
+    step = functools.partial(ops.attend_gated, *given, lengths, **sizes)
 
-    def step() -> Tensor:
-        branches = layer._branches(q, keys, values, before)
-        return sum(gate[..., None] * branch for gate, branch in zip(gates, branches))
+    def exact() -> tuple[Tensor, Tensor]:
+        wide = [x[:, :1].double() if x is gates else x[:1].double() for x in given]
+        with reference_only():
+            expected = ops.attend_gated(*wide, lengths[:1], **sizes).out
+        return step().out[:1], expected
 
     read = plan.context // plan.block + plan.blocks * plan.block + plan.nsa_window
-    cases = [Case("nsa", "dense", step, bytes=token * read)]
+    cases = [Case("nsa", "dense", step, bytes=token * read, exact=exact)]
     for name, attend in dense_peers.available(plan.device, plan.dtype, lambda text: None).items():
         dense = functools.partial(attend, q, keys, values, plan.scaling)
         cases.append(Case(f"dense of nsa's heads, {name}", "dense", dense, bytes=token * plan.context))

@@ -50,7 +50,7 @@ def test_a_row_for_each_kind_of_attention():
     ]
     assert all(field in row for row in rows for field in FIELDS)
     checked = [row["error"] for row in rows if row["error"] is not None]
-    assert len(checked) == 5
+    assert len(checked) == 6
     assert max(checked) < 1e-5
     full, half = (row["gb_per_s"] * row["ms"] for row in rows[1:3])
     assert full / half == pytest.approx((41 + 16) / (41 + 8))

@@ -13,9 +13,9 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import csa, methods, ops
-from foveate.layers import LearnedEviction
+from foveate.layers import LearnedEviction, NativeSparseAttention
 from foveate.ops import _dispatch
-from foveate.state import RetainedMemory
+from foveate.state import BlockMemory, RetainedMemory
 
 PROMPT, DECODED = 289, 4
 SPECS = (
@@ -61,6 +61,7 @@ def parts() -> dict[str, Callable[[], None]]:
     for dtype in (torch.float16, torch.float32):
         found[f"chosen keys, {dtype}"] = partial(attend_chosen, dtype)
         found[f"learned eviction, {dtype}"] = partial(evict, dtype)
+        found[f"native sparse attention, {dtype}"] = partial(attend_blocks, dtype)
         for spec in SPECS:
             found[f"{spec}, {dtype}"] = partial(decode, spec, dtype)
     return found
@@ -105,6 +106,16 @@ def evict(dtype: torch.dtype) -> None:
     memory = RetainedMemory(layer.window, layer.buffer)
     for first, last in ((0, 200), (200, PROMPT), *((token, token + 1) for token in range(PROMPT, PROMPT + DECODED))):
         layer(x[:, first:last], at[:, first:last], memory)
+
+
+def attend_blocks(dtype: torch.dtype) -> None:
+    """A prompt and some steps, one of which completes a block."""
+    layer = NativeSparseAttention(64, 4, 2, 16, block=8, blocks=4, window=20).to("cuda", dtype).eval()
+    x, memory = torch.randn(2, PROMPT + 8, 64, device="cuda", dtype=dtype), BlockMemory(layer.block)
+    at = torch.arange(PROMPT + 8, device="cuda")[None]
+    layer(x[:, :PROMPT], at[:, :PROMPT], memory)
+    for token in range(PROMPT, PROMPT + 8):
+        layer(x[:, token : token + 1], at[:, token : token + 1], memory)
 
 
 def select() -> None:

@@ -1,13 +1,13 @@
-"""Layers of hybrids and attend_until on a GPU: against references, among poison, in pieces, in a replayed graph."""
+"""Layers of hybrids and their verbs on a GPU: against references, among poison, in pieces, in a replayed graph."""
 
 import pytest
 import torch
 
 from foveate import ops
-from foveate.layers import LearnedEviction, SlidingWindowAttention
+from foveate.layers import LearnedEviction, NativeSparseAttention, SlidingWindowAttention
 from foveate.ops import _dispatch
-from foveate.ops.attend import until
-from foveate.state import Packing, RetainedMemory
+from foveate.ops.attend import gated, until
+from foveate.state import BlockMemory, Packing, RetainedMemory
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.problems import LAYOUTS, in_buffer
@@ -23,7 +23,7 @@ WIDTH = 256
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test; convolutions are not rounded to TF32."""
     pytest.importorskip("triton")
-    needed = {"attend", "attend_until", "put_token", "replace_weakest", "running_best"}
+    needed = {"attend", "attend_gated", "attend_until", "put_token", "replace_weakest", "running_best"}
     assert needed <= set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -224,3 +224,65 @@ def test_a_step_waits_for_nothing():
         layer(x[:, 305:306], at[:, 305:306], memory)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def of_blocks(batch, heads, kv_heads, number, block, dim, value_dim, dtype):
+    """What attend_gated is given; the heads' queries are large, so that weights differ."""
+    q, k, v = problem(batch, heads, kv_heads, 1, number - 1, dim, dtype, value_dim)
+    count = number // block
+    summaries = (x[:, :, : count * block].unflatten(2, (count, block)).float().mean(3).to(dtype) for x in (k, v))
+    gates = torch.rand(3, batch, heads, 1, generator=torch.Generator("cuda").manual_seed(4), device="cuda")
+    return [4 * q, k, v, *summaries, gates.to(dtype)]
+
+
+@every_pair(
+    DTYPES,
+    (("heads", "kv_heads"), [(32, 2), (8, 8), (9, 3), (14, 2), (64, 1)]),
+    (("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (24, 72)]),
+    (
+        ("number", "block", "blocks", "window"),
+        [(9000, 64, 16, 512), (700, 32, 8, 128), (130, 16, 16, 300), (33, 64, 3, 1)],
+    ),
+    ("batch", [1, 5]),
+)
+def test_gated_attention_of_blocks(dtype, heads, kv_heads, dim, value_dim, number, block, blocks, window, batch):
+    given = of_blocks(batch, heads, kv_heads, number, block, dim, value_dim, dtype)
+    lengths = torch.linspace(number, 1, batch, device="cuda").long()
+    for b, length in enumerate(lengths.tolist()):
+        for x in given[1:3]:
+            x[b, :, length:] = 1e4
+    sizes = {"scaling": dim**-0.5, "block": block, "blocks": blocks, "window": window}
+    with poisoned_memory("cuda"):
+        out = ops.attend_gated(*given, lengths, **sizes).out
+        assert torch.equal(out, ops.attend_gated(*given, lengths, **sizes).out), "repeats are equal bit for bit"
+    exact = gated.attend_gated(*(x.double() for x in given), lengths, **sizes).out
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_gated_attention_is_replayed():
+    given = of_blocks(2, 32, 2, 5000, 64, 64, 64, torch.bfloat16)
+    lengths = torch.tensor([4000, 100], device="cuda")
+    sizes = {"scaling": 0.125, "block": 64, "blocks": 16, "window": 512}
+    ops.attend_gated(*given, lengths, **sizes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.attend_gated(*given, lengths, **sizes).out
+    for step in (0, 1, 63, 500):
+        lengths += step
+        graph.replay()
+        assert torch.equal(out, ops.attend_gated(*given, lengths, **sizes).out)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compression", ["mean", "mlp"])
+def test_steps_of_native_sparse_attention_are_its_prompt(compression):
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(WIDTH, 8, 2, 64, block=16, blocks=6, window=64, compression=compression).cuda().eval()
+    x, at = hidden(2, 400)
+    memory = BlockMemory(layer.block)
+    outs = [layer(x[:, :250], at[:, :250], memory)]
+    outs += [layer(x[:, token : token + 1], at[:, token : token + 1], memory) for token in range(250, 400)]
+    with _dispatch.reference_only():
+        expected = layer(x, at, BlockMemory(layer.block))
+    torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-4, atol=1e-5)
