@@ -32,6 +32,7 @@ def test_the_walk_compiles_for_ampere_and_hopper(capability, slots):
     )
     assert compiled.spilled == 0
     assert "bar.sync" not in compiled.ptx, "one warp waits for no other"
+    assert "redux.sync" in compiled.ptx, "a step finds the weakest in few instructions"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

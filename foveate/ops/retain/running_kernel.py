@@ -10,8 +10,8 @@ from foveate.ops.retain.running import LARGEST_BUFFER, Leaving
 
 _BLOCK = 256
 """New tokens that a program looks at at once."""
-_NONE = tl.constexpr(-0x8000000000000000)
-"""Below every token; empty slots have this much and their number, so that each is different."""
+_EMPTY, _NO_SLOT = tl.constexpr(-0x80000000), tl.constexpr(0x7FFFFFFF)
+"""Below every token's margin and above it, as :func:`_ordered` has them."""
 
 
 def running_best(kept: Tensor, kept_positions: Tensor, margins: Tensor, positions: Tensor) -> Leaving:
@@ -104,11 +104,10 @@ def _check_buffer(size: int, *margins: Tensor) -> None:
 
 
 @triton.jit
-def _ordered(margin, position):
-    """Both in one integer, larger for a better token: of equal margins the earlier token is better."""
+def _ordered(margin):
+    """Integers in the order of the margins: a warp finds the least of integers in one instruction."""
     bits = (margin + 0.0).to(tl.int32, bitcast=True)  # -0.0 as 0.0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - position).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("kept", "place", "margin") for axis in "bh"]
@@ -148,32 +147,34 @@ def _running_best(
     leave_ptr += row.to(tl.int64) * (size + count)
 
     slots, lanes = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
-    place = tl.load(place_ptr + slots * place_stride_s, mask=slots < size, other=-1)
+    place = tl.load(place_ptr + slots * place_stride_s, mask=slots < size, other=-1).to(tl.int32)
     kept = tl.load(kept_ptr + slots * kept_stride_s, mask=(slots < size) & (place >= 0), other=0.0)
-    held = tl.where(place >= 0, _ordered(kept, place), _NONE + slots.to(tl.int64))
+    held = tl.where(place >= 0, _ordered(kept), _EMPTY)
     tl.store(leave_ptr + slots, 0, mask=(slots < size) & (place < 0))
-    held = tl.where(slots < size, held, 0x7FFFFFFFFFFFFFFF)  # never the weakest
+    held = tl.where(slots < size, held, _NO_SLOT)  # never the weakest
+    place = tl.where(place >= 0, place, slots)  # different ones, of which the latest is written over first
     which = slots  # of the entries of leave
     least = tl.min(held, 0)
     for first in tl.range(0, count, BLOCK):
         turns = first + lanes
         margin = tl.load(margin_ptr + turns * margin_stride_l, mask=turns < count, other=0.0)
         position = tl.load(position_ptr + turns * position_stride_l, mask=turns < count, other=-1)
-        offered = (margin > 0) & (position >= 0)
-        offer = tl.where(offered, _ordered(margin, position), _NONE)
+        offer = tl.where((margin > 0) & (position >= 0), _ordered(margin), _EMPTY)
         entered = lanes < 0
         turn = tl.min(tl.where(offer > least, lanes, BLOCK), 0)
-        while turn < BLOCK:
-            own = lanes == turn
-            entered = entered | own
-            weakest = held == least
-            tl.store(leave_ptr + which, (first + turn).to(tl.int64), mask=weakest & (held >= _NONE + SLOTS))
-            held = tl.where(weakest, tl.max(tl.where(own, offer, _NONE), 0), held)
-            which = tl.where(weakest, size + first + turn, which)
+        while turn < BLOCK:  # of equal margins the new token, which is the latest, stays out
+            entered = entered | (lanes == turn)
+            own = first + turn
+            latest = tl.max(tl.where(held == least, place, -1), 0)
+            weakest = (held == least) & (place == latest)
+            tl.store(leave_ptr + which, own.to(tl.int64), mask=weakest & (held != _EMPTY))
+            held = tl.where(weakest, _ordered(tl.load(margin_ptr + own * margin_stride_l)), held)
+            place = tl.where(weakest, tl.load(position_ptr + own * position_stride_l).to(tl.int32), place)
+            which = tl.where(weakest, size + own, which)
             least = tl.min(held, 0)
             turn = tl.min(tl.where((offer > least) & (lanes > turn), lanes, BLOCK), 0)
         tl.store(leave_ptr + size + turns, turns.to(tl.int64), mask=(turns < count) & (entered == 0))
-    stays = (slots < size) & (held >= _NONE + SLOTS)
+    stays = (slots < size) & (held != _EMPTY)
     tl.store(leave_ptr + which, count.to(tl.int64), mask=stays)
 
 
