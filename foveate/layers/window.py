@@ -232,22 +232,20 @@ class SlidingWindowAttention(nn.Module):
         """
         if self.buffer and self._scores_due(memory):
             self._score_late(memory)
-        held, ring = memory.tensors, memory.ring
-        at = memory.lengths_on(k.device)
-        ops.put_token(held["keys"], held["values"], k, v, at % ring)
+        held, ring, device = memory.tensors, memory.ring, k.device
+        ops.put_token(held["keys"], held["values"], k, v, memory.next_slots(device))
+        memory.advance_step()
         out = None
         if q is not None:
-            used = (at + 1).clamp_max(ring)[:, None] + held["kept"]
+            used = memory.lengths_on(device).clamp_max(ring)[:, None] + held["kept"]
             out = ops.attend(q, held["keys"], held["values"], scaling=self.scaling, lengths=used).out
-        if self.buffer:  # the token that leaves the window after this step is offered to the buffer
-            leaving = at - self.window
+        if self.buffer:  # the token that the next one writes over is offered to the buffer
             ops.replace_weakest(
                 **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},
-                slots=leaving % ring,
-                tokens=leaving.clamp_min(-1),
+                slots=memory.next_slots(device),
+                tokens=memory.leaving(device),
                 ring=ring,
             )
-        memory.advance_step()
         return out
 
     def _scores_due(self, memory: RetainedMemory) -> bool:
