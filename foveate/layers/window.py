@@ -18,7 +18,7 @@ from foveate.state import Packing, RetainedMemory
 PIECE = 256
 """Tokens of a prompt that are read at once, by references whose tensors grow with pairs of tokens."""
 LONG_PIECE = 32768
-"""The same by kernels, which need no such tensors."""
+"""The same by kernels, which need no such tensors; of all rows together."""
 
 
 class SlidingWindowAttention(nn.Module):
@@ -153,7 +153,7 @@ class SlidingWindowAttention(nn.Module):
     def _piece_size(self, k: Tensor) -> int:
         """Tokens of a prompt to read at once."""
         kernels = use_kernel(k) and self.buffer <= LARGEST_BUFFER and self.head_dim <= LARGEST_DIM
-        return LONG_PIECE if kernels and k.dtype != torch.float64 else PIECE
+        return max(PIECE, LONG_PIECE // len(k)) if kernels and k.dtype != torch.float64 else PIECE
 
     def _piece(self, memory: RetainedMemory, k: Tensor, v: Tensor, lengths: list[int], real: Tensor | None) -> Piece:
         """What the queries of some new tokens can see: the buffer, the window and the new tokens, and until when.

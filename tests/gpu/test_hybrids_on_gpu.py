@@ -158,7 +158,7 @@ def test_layers_on_kernels_are_layers_on_references(kind, pieces):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["swa", "lte"])
 def test_padded_rows_are_what_they_are_alone(kind, monkeypatch):
-    monkeypatch.setattr("foveate.layers.window.LONG_PIECE", 384)
+    monkeypatch.setattr("foveate.layers.window.LONG_PIECE", 768)
     layer, (x, at) = layer_of(kind), hidden(2, 800)
     mask = torch.ones(2, 800, dtype=torch.bool, device="cuda")
     mask[1, :300] = False

@@ -68,6 +68,14 @@ def test_any_ends(seed):
     check(*problem(shape, seed), gone, draw(0, 80), draw(0, 40))
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("end", [22, 23, 24])
+def test_keys_that_go_at_the_edge_of_a_tile(window, end):
+    """All keys at once, so that whole blocks go with a tile's last query, which is the only one not to see them."""
+    shape = SOME._replace(offset=64)
+    check(*problem(shape), torch.full((2, 2, shape.keys), end), window, 200)
+
+
 def test_a_list_without_room_is_not_used(monkeypatch):
     """All keys are retained by all heads, and room is asked for none."""
     shape = SOME._replace(queries=200, offset=0, batch=1)
