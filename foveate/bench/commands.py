@@ -274,6 +274,53 @@ def csa(
     _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
 
 
+@app.command("hybrids")
+def hybrids(
+    context: Annotated[int, typer.Option(help="Tokens of the prompt, and so far where native sparse decodes.")] = 32768,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sequences that decode; may be given often.", show_default="32 and 64")
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(help="decode or prefill; may be given often.", show_default="both"),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads of learned eviction and the sliding window.")] = 8,
+    nsa_kv_heads: Annotated[int, typer.Option(help="KV heads of native sparse attention.")] = 2,
+    head_dim: Annotated[int, typer.Option(help="Dimensions of a head.")] = 64,
+    window: Annotated[int, typer.Option(help="Tokens before its own that a query of learned eviction sees.")] = 768,
+    buffer: Annotated[int, typer.Option(help="Retained tokens per KV head.")] = 512,
+    half: Annotated[int, typer.Option(help="Retained tokens where the buffer is not full.")] = 256,
+    sliding: Annotated[int, typer.Option(help="Tokens of the sliding window.")] = 1024,
+    share: Annotated[float, typer.Option(help="Tokens of a prompt that are offered to the buffer.")] = 0.25,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    out: Out = None,
+) -> None:
+    """Attention of hybrids' layers: learned eviction beside a sliding window, native sparse beside dense."""
+    from foveate.bench import hybrids as bench
+
+    plan = bench.Plan(
+        context=context,
+        batches=tuple(batch or (32, 64)),
+        phases=tuple(phase or bench.PHASES),
+        heads=heads,
+        kv_heads=kv_heads,
+        nsa_kv_heads=nsa_kv_heads,
+        head_dim=head_dim,
+        window=window,
+        buffer=buffer,
+        half=half,
+        sliding=sliding,
+        share=share,
+        dtype=dtype,
+        seed=seed,
+        device=device,
+    )
+    _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
+
+
 @app.command("page-scores")
 def page_scores(
     model: Model,

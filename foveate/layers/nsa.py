@@ -94,12 +94,24 @@ class NativeSparseAttention(nn.Module):
         else:
             if not memory.lengths:
                 memory.lengths = [0] * k.shape[0]
+            if k.shape[2] == 1 and packing is None and not torch.is_grad_enabled():
+                return self.o_proj(self._step(q, k, v, gates, memory).transpose(1, 2).flatten(2))
             before = memory.lengths_on(k.device)
             memory.append(k, v, packing)
             used = max(memory.lengths) if packing is None else int(before.max()) + k.shape[2]
             branches = self._branches(q, *(memory.tensors[name][:, :, :used] for name in ("keys", "values")), before)
         out = sum(gate[..., None] * branch for gate, branch in zip(gates, branches))
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, memory: BlockMemory) -> Tensor:
+        """Take in one token of every row and attend, ``[B, Hq, 1, D]``; ``gates [3, B, Hq, 1]``."""
+        memory.append(k, v, None)
+        summaries = memory.summaries(self._compressed)
+        used = max(memory.lengths)
+        keys, values = (memory.tensors[name][:, :, :used] for name in ("keys", "values"))
+        sizes = {"block": self.block, "blocks": self.blocks, "window": self.window}
+        lengths = memory.lengths_on(k.device)
+        return ops.attend_gated(q, keys, values, *summaries, gates, lengths, scaling=self.scaling, **sizes).out
 
     def _compressed(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of complete blocks, ``[B, Hkv, N, D]``."""
@@ -110,22 +122,8 @@ class NativeSparseAttention(nn.Module):
         return k.mean(3), v.mean(3)
 
     def _select(self, q: Tensor, block_keys: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Which blocks queries at positions ``at [B, n]`` see compressed, bool ``[B, 1, n, N]``, and which they select,
-        bool ``[B, Hkv, n, N + 1]``, the unfinished last block among them."""
-        count = block_keys.shape[2]
-        number = torch.arange(count + 1, device=q.device)
-        own = (at // self.block)[:, None, :, None]
-        complete = number[:count] < ((at + 1) // self.block)[:, None, :, None]
-        with torch.no_grad():
-            rows = q.unflatten(1, (self.num_kv_heads, -1)).float()
-            logits = torch.einsum("bhgnd,bhmd->bhgnm", rows, block_keys.float()) * self.scaling
-            weight = logits.masked_fill(~complete[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0).sum(2)
-            weight = F.pad(weight, (0, 1))
-            always = (number == 0) | (number == own) | (number == own - 1)
-            weight = weight.masked_fill(always, float("inf")).masked_fill(number > own, float("-inf"))
-            chosen = weight.argsort(dim=3, descending=True, stable=True)[..., : self.blocks]
-            selected = torch.zeros_like(weight, dtype=torch.bool).scatter_(3, chosen, True) & (number <= own)
-        return complete, selected
+        """See :func:`foveate.ops.choose_blocks`."""
+        return ops.choose_blocks(q, block_keys, at, scaling=self.scaling, block=self.block, blocks=self.blocks)
 
     def _branches(self, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> list[Tensor]:
         """Compressed, selected and window attention ``[B, Hq, n, D]`` of the tokens after ``before [B]``."""

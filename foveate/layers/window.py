@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from foveate import ops
 from foveate.layers.masked import attend_masked
 from foveate.layers.rotary import Rotary, rotate
+from foveate.ops._dispatch import use_kernel
+from foveate.ops.attend.until import LARGEST_DIM
+from foveate.ops.retain.running import LARGEST_BUFFER
 from foveate.state import Packing, RetainedMemory
 
 PIECE = 256
-"""Tokens of a prompt that are read at once."""
+"""Tokens of a prompt that are read at once, by references whose tensors grow with pairs of tokens."""
+LONG_PIECE = 32768
+"""The same by kernels, which need no such tensors; of all rows together."""
 
 
 class SlidingWindowAttention(nn.Module):
@@ -135,15 +140,20 @@ class SlidingWindowAttention(nn.Module):
         """Take in tokens for good, a piece at a time; without queries nothing is attended to."""
         if k.shape[2] == 1 and real is None:
             return self._step(q, k, v, memory)
-        outs = []
-        for first in range(0, k.shape[2], PIECE):
-            some = slice(first, first + PIECE)
+        outs, size = [], self._piece_size(k)
+        for first in range(0, k.shape[2], size):
+            some = slice(first, first + size)
             there = None if real is None else real[:, some]
             piece = self._piece(memory, k[:, :, some], v[:, :, some], memory.lengths, there)
             if q is not None:
                 outs.append(self._attend(q[:, :, some], piece))
             self._take_in(memory, piece)
         return torch.cat(outs, 2) if outs else None
+
+    def _piece_size(self, k: Tensor) -> int:
+        """Tokens of a prompt to read at once."""
+        kernels = use_kernel(k) and self.buffer <= LARGEST_BUFFER and self.head_dim <= LARGEST_DIM
+        return max(PIECE, LONG_PIECE // len(k)) if kernels and k.dtype != torch.float64 else PIECE
 
     def _piece(self, memory: RetainedMemory, k: Tensor, v: Tensor, lengths: list[int], real: Tensor | None) -> Piece:
         """What the queries of some new tokens can see: the buffer, the window and the new tokens, and until when.
@@ -156,12 +166,12 @@ class SlidingWindowAttention(nn.Module):
         before = torch.tensor(lengths, device=k.device)[:, None]
         late = before + torch.arange(-ring, new, device=k.device)  # positions of window and new tokens, in order
         slots = (late[:, :ring] % ring)[:, None, :].expand(-1, k.shape[1], -1)
-        keys = torch.cat([ops.gather_slots(held["keys"], slots), k], 2)
-        values = torch.cat([ops.gather_slots(held["values"], slots), v], 2)
+        keys = torch.cat([held["keys"][:, :, ring:], ops.gather_slots(held["keys"], slots), k], 2)
+        values = torch.cat([held["values"][:, :, ring:], ops.gather_slots(held["values"], slots), v], 2)
         there = late >= 0
         if real is not None:
             there[:, ring:] &= real
-        margins = self._margins(keys, values, late.clamp_min(0), there)
+        margins = self._margins(*(x[:, :, self.buffer :] for x in (keys, values)), late.clamp_min(0), there)
         known = late < torch.tensor(memory.unscored, device=k.device)[:, None]
         old = held["margins"][:, :, :ring].gather(2, slots)
         margins[:, :, :ring] = torch.where(known[:, None, :ring], old, margins[:, :, :ring])
@@ -176,19 +186,14 @@ class SlidingWindowAttention(nn.Module):
         until[:, :, leaving] = (turns.new + 1).clamp_max(new)
         until = until * there[:, None]
         buffered = (turns.kept + 1).clamp_max(new) * (held["positions"] >= 0)
-        whole = real is None
-        return Piece(keys, values, margins, before, there, until, buffered, turns, entered, whole, memory)
+        until, whole = torch.cat([buffered, until], 2), real is None
+        return Piece(keys, values, margins, before, there, until, turns, entered, whole, memory)
 
     def _attend(self, q: Tensor, piece: Piece) -> Tensor:
         """Attention of the last new tokens' queries, ``[B, Hq, n, D]``."""
-        held, ring, new = piece.memory.tensors, piece.memory.ring, piece.new
-        keys = torch.cat([held["keys"][:, :, ring:], piece.keys], 2)
-        values = torch.cat([held["values"][:, :, ring:], piece.values], 2)
-        until = torch.cat([piece.buffered, piece.until], 2)
-        at = torch.arange(new - q.shape[2], new, device=q.device)[:, None]
-        come = torch.cat([torch.full((self.buffer + ring,), -1, device=q.device), torch.arange(new, device=q.device)])
-        mask = (come <= at) & (at < until[:, :, None])
-        return ops.attend(q, keys, values, scaling=self.scaling, mask=mask).out
+        until = piece.until - (piece.new - q.shape[2])
+        how = {"scaling": self.scaling, "window": self.window, "retained": self.buffer}
+        return ops.attend_until(q, piece.keys, piece.values, until, **how).out
 
     def _take_in(self, memory: RetainedMemory, piece: Piece) -> None:
         """Move the window on over new tokens, and what is retained of those that leave it into the buffer."""
@@ -203,15 +208,16 @@ class SlidingWindowAttention(nn.Module):
         last = piece.before + there + torch.arange(-ring, 0, device=order.device)  # in the window from now on
         source = (last - piece.before + ring)[:, None].expand(-1, self.num_kv_heads, -1)
         into = (last % ring)[:, None].expand(-1, self.num_kv_heads, -1)
-        for name in ("keys", "values", "margins"):
-            memories, late = held[name], getattr(piece, name)
-            if name == "margins":
-                buffer = torch.cat([memories[:, :, ring:], late[:, :, leaving]], 2).gather(2, order)
-                memories.scatter_(2, into, late.gather(2, source))
-            else:
-                buffer = ops.gather_slots(torch.cat([memories[:, :, ring:], late[:, :, leaving]], 2), order)
-                memories.scatter_(2, into[..., None].expand(-1, -1, -1, late.shape[3]), ops.gather_slots(late, source))
-            memories[:, :, ring:] = buffer
+        for name in ("keys", "values"):
+            memories, line = held[name], getattr(piece, name)
+            stay = ops.gather_slots(line, order + (order >= self.buffer) * (ring - self.window))
+            latest = ops.gather_slots(line, source + self.buffer)
+            memories.scatter_(2, into[..., None].expand_as(latest), latest)
+            memories[:, :, ring:] = stay
+        margins = held["margins"]
+        stay = torch.cat([margins[:, :, ring:], piece.margins[:, :, leaving]], 2).gather(2, order)
+        margins.scatter_(2, into, piece.margins.gather(2, source))
+        margins[:, :, ring:] = stay
         empty = torch.arange(self.buffer, device=order.device) >= kept[..., None]
         held["positions"], held["kept"] = positions.gather(2, order).masked_fill(empty, -1), kept
         numbers = [new] * memory.batch_size if piece.whole else there[:, 0].tolist()
@@ -219,39 +225,37 @@ class SlidingWindowAttention(nn.Module):
         memory.unscored = [max(old, length - self.reach) for old, length in zip(memory.unscored, memory.lengths)]
 
     def _step(self, q: Tensor | None, k: Tensor, v: Tensor, memory: RetainedMemory) -> Tensor | None:
-        """Take in one token of every row and attend: all that it sees lies in the first slots."""
-        held, ring = memory.tensors, memory.ring
-        at = memory.lengths_on(k.device)
-        slot = (at % ring)[:, None, None, None]
-        held["keys"].scatter_(2, slot.expand(k.shape), k)
-        held["values"].scatter_(2, slot.expand(v.shape), v)
-        memory.lengths = [length + 1 for length in memory.lengths]
+        """Take in one token of every row and attend: all that it sees lies in the first slots.
+
+        But for the scores that now and then are due before it, a step neither waits for the device nor reads from the
+        host what changes from step to step.
+        """
+        if self.buffer and self._scores_due(memory):
+            self._score_late(memory)
+        held, ring, device = memory.tensors, memory.ring, k.device
+        ops.put_token(held["keys"], held["values"], k, v, memory.next_slots(device))
+        memory.advance_step()
         out = None
         if q is not None:
-            used = (at + 1).clamp_max(ring)[:, None] + held["kept"]
+            used = memory.lengths_on(device).clamp_max(ring)[:, None] + held["kept"]
             out = ops.attend(q, held["keys"], held["values"], scaling=self.scaling, lengths=used).out
-        if self.buffer:
-            self._retain_late(memory, at)
+        if self.buffer:  # the token that the next one writes over is offered to the buffer
+            ops.replace_weakest(
+                **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},
+                slots=memory.next_slots(device),
+                tokens=memory.leaving(device),
+                ring=ring,
+            )
         return out
 
-    def _retain_late(self, memory: RetainedMemory, at: Tensor) -> None:
-        """Offer the token of each row that leaves the window after this step to the buffer."""
-        held, ring = memory.tensors, memory.ring
-        self._score_late(memory)
-        leaving = at - self.window
-        ops.replace_weakest(
-            **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},
-            slots=leaving % ring,
-            tokens=leaving.clamp_min(-1),
-            ring=ring,
-        )
+    def _scores_due(self, memory: RetainedMemory) -> bool:
+        """Whether the next step would write over a token that a score needs."""
+        last = self.reach - self.window  # of the tokens that may have no score, counted from the new one
+        return any(first <= length + last for first, length in zip(memory.unscored, memory.lengths))
 
     def _score_late(self, memory: RetainedMemory) -> None:
-        """Score all tokens that can be scored, when the next step would write over one that a score needs."""
-        reach, window = self.reach, self.window
-        if all(first > length - 1 - window + reach for first, length in zip(memory.unscored, memory.lengths)):
-            return
-        held, ring = memory.tensors, memory.ring
+        """Score all tokens that can be scored."""
+        held, ring, reach = memory.tensors, memory.ring, self.reach
         length = memory.lengths_on(held["keys"].device)[:, None]
         late = length + torch.arange(-ring, 0, device=length.device)
         slots = (late % ring)[:, None].expand(-1, self.num_kv_heads, -1)
@@ -265,21 +269,19 @@ class SlidingWindowAttention(nn.Module):
 
 
 class Piece(NamedTuple):
-    """New tokens and the window before them, in order."""
+    """The buffer, the window and new tokens after it, in order."""
 
     keys: Tensor
-    """``[B, Hkv, ring + n, D]``"""
+    """``[B, Hkv, buffer + ring + n, D]``"""
     values: Tensor
     margins: Tensor
-    """fp32 ``[B, Hkv, ring + n]``"""
+    """fp32 ``[B, Hkv, ring + n]``, without the buffer's."""
     before: Tensor
     """int64 ``[B, 1]``: tokens before the new ones."""
     there: Tensor
     """bool ``[B, ring + n]``"""
     until: Tensor
-    """int64 ``[B, Hkv, ring + n]``: the queries of new tokens before this one see the key."""
-    buffered: Tensor
-    """int64 ``[B, Hkv, buffer]``: the same for the buffer's keys."""
+    """int64 ``[B, Hkv, buffer + ring + n]``: the queries of new tokens before this one see the key."""
     turns: ops.Leaving
     entered: Tensor
     """int64 ``[B, n]``: the tokens that leave the window; -1: none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ class BlockMemory(Memory):
         super().__init__()
         self.block = block
         self.capacity = 0
+        self._summarised: list[int] = []
+        """Blocks of each row whose summaries are up to date."""
 
     def append(self, k: Tensor, v: Tensor, packing: Packing | None) -> None:
         """Add tokens ``[B, Hkv, n, D(v)]`` after the last ones of each row."""
@@ -38,6 +42,39 @@ class BlockMemory(Memory):
             for name, x in (("keys", k), ("values", v)):
                 self.tensors[name].scatter_(2, index.expand(x.shape), x)
         self.advance(n, packing)
+
+    def summaries(self, compress: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """A key and a value for each complete block, ``[B, Hkv, capacity // block, D(v)]``; other places hold anything.
+
+        Args:
+            compress: makes them of whole blocks of keys and values ``[B, Hkv, n * block, D(v)]``; asked for new ones.
+        """
+        counts, names = [length // self.block for length in self.lengths], ("block_keys", "block_values")
+        self._summarised = self._summarised or [0] * self.batch_size
+        for name in names:
+            x = self.tensors[name.removeprefix("block_")]
+            if name not in self.tensors or self.tensors[name].shape[2] < self.capacity // self.block:
+                grown = x.new_zeros(*x.shape[:2], self.capacity // self.block, x.shape[3])
+                if name in self.tensors:
+                    grown[:, :, : self.tensors[name].shape[2]] = self.tensors[name]
+                self.tensors[name] = grown
+        if counts != self._summarised:
+            first, last = min(self._summarised), max(counts)
+            span = slice(first * self.block, last * self.block)
+            new = compress(self.tensors["keys"][:, :, span], self.tensors["values"][:, :, span])
+            for name, x in zip(names, new):
+                self.tensors[name][:, :, first:last] = x
+            self._summarised = counts
+        return self.tensors["block_keys"], self.tensors["block_values"]
+
+    def take_rows(self, index: Tensor) -> None:
+        if self._summarised:
+            self._summarised = [self._summarised[b] for b in index.tolist()]
+        super().take_rows(index)
+
+    def crop(self, tokens: int) -> None:
+        super().crop(tokens)
+        self._summarised = [min(some, length // self.block) for some, length in zip(self._summarised, self.lengths)]
 
     def check_crop(self, tokens: int) -> None:
         if tokens > min(self.lengths, default=0):

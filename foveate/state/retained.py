@@ -17,7 +17,8 @@ class RetainedMemory(StagedMemory):
 
     Tensors: ``keys [B, Hkv, S, D]``, ``values [B, Hkv, S, Dv]``, ``margins`` fp32 ``[B, Hkv, S]`` (retention score less
     the threshold; of retained sinks inf), ``positions`` int64 ``[B, Hkv, buffer]`` (-1: empty), ``kept`` int64
-    ``[B, Hkv]``.
+    ``[B, Hkv]``; ``numbers`` int64 ``[B, 2]`` and ``slots`` int64 ``[B]`` for :meth:`lengths_on` and
+    :meth:`next_slots`. A decode step changes all of them in place, so that a CUDA graph can replay it.
 
     Args:
         window: tokens that a query sees before its own.
@@ -29,6 +30,8 @@ class RetainedMemory(StagedMemory):
         self.window, self.buffer = window, buffer
         self.unscored: list[int] = []
         """The first token of each row whose margin is not known."""
+        self._on_device: list[int] = []
+        """The lengths that the tensors hold."""
 
     @property
     def ring(self) -> int:
@@ -47,13 +50,48 @@ class RetainedMemory(StagedMemory):
             "margins": torch.zeros(batch, heads, slots, device=k.device),
             "positions": torch.full((batch, heads, self.buffer), -1, device=k.device),
             "kept": torch.zeros(batch, heads, dtype=torch.int64, device=k.device),
+            "numbers": torch.zeros(batch, 2, dtype=torch.int64, device=k.device),
+            "slots": torch.zeros(batch, dtype=torch.int64, device=k.device),
         }
-        self.lengths, self.unscored = [0] * batch, [0] * batch
+        self.lengths, self.unscored, self._on_device = [0] * batch, [0] * batch, []
+
+    def lengths_on(self, device: torch.device) -> Tensor:
+        """Tokens of each row, int64 ``[B]``: always the same memory, which :meth:`advance_step` changes in place.
+
+        Nothing is copied from the host after steps, nor where all rows have one length.
+        """
+        numbers = self.tensors["numbers"]
+        if self._on_device != self.lengths:
+            if len(set(self.lengths)) == 1:
+                numbers[:, 0] = self.lengths[0]
+            else:
+                numbers[:, 0] = torch.tensor(self.lengths, device=device)
+            torch.sub(numbers[:, 0], self.ring, out=numbers[:, 1])
+            torch.remainder(numbers[:, 0], self.ring, out=self.tensors["slots"])
+            self._on_device = list(self.lengths)
+        return numbers[:, 0]
+
+    def next_slots(self, device: torch.device) -> Tensor:
+        """The slot of each row's next token, int64 ``[B]``, which holds the token that leaves the window for it."""
+        self.lengths_on(device)
+        return self.tensors["slots"]
+
+    def leaving(self, device: torch.device) -> Tensor:
+        """The positions of the tokens in :meth:`next_slots`, int64 ``[B]``; below 0 where there is none yet."""
+        self.lengths_on(device)
+        return self.tensors["numbers"][:, 1]
+
+    def advance_step(self) -> None:
+        """Count one new token of every row, on the device and on the host."""
+        numbers = self.tensors["numbers"]
+        numbers += 1
+        torch.remainder(numbers[:, 0], self.ring, out=self.tensors["slots"])
+        self.lengths, self._on_device = ([number + 1 for number in x] for x in (self.lengths, self._on_device))
 
     def emptied(self) -> RetainedMemory:
         return RetainedMemory(self.window, self.buffer)
 
     def take_rows(self, index: Tensor) -> None:
         if self.batch_size:
-            self.unscored = [self.unscored[b] for b in index.tolist()]
+            self.unscored, self._on_device = [self.unscored[b] for b in index.tolist()], []
         super().take_rows(index)

@@ -13,7 +13,9 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import csa, methods, ops
+from foveate.layers import LearnedEviction, NativeSparseAttention
 from foveate.ops import _dispatch
+from foveate.state import BlockMemory, RetainedMemory
 
 PROMPT, DECODED = 289, 4
 SPECS = (
@@ -63,6 +65,8 @@ def parts() -> dict[str, Callable[[], None]]:
     found = {"selection": select, "lightning indexer": index}
     for dtype in (torch.float16, torch.float32):
         found[f"chosen keys, {dtype}"] = partial(attend_chosen, dtype)
+        found[f"learned eviction, {dtype}"] = partial(evict, dtype)
+        found[f"native sparse attention, {dtype}"] = partial(attend_blocks, dtype)
         for spec in SPECS:
             found[f"{spec}, {dtype}"] = partial(decode, spec, dtype)
         for spec in CAPPED:
@@ -97,6 +101,28 @@ def attend_chosen(dtype: torch.dtype) -> None:
     keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
     chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)
     ops.attend_indices(rows, keys, keys, chosen, scaling=0.25, heads=torch.tensor([1, 0], device="cuda"))
+
+
+def evict(dtype: torch.dtype) -> None:
+    """A prompt of two pieces and some steps."""
+    layer = LearnedEviction(64, 4, 2, 16, window=30, buffer=12).to("cuda", dtype).eval()
+    x, at = (
+        torch.randn(2, PROMPT + DECODED, 64, device="cuda", dtype=dtype),
+        torch.arange(PROMPT + DECODED)[None].cuda(),
+    )
+    memory = RetainedMemory(layer.window, layer.buffer)
+    for first, last in ((0, 200), (200, PROMPT), *((token, token + 1) for token in range(PROMPT, PROMPT + DECODED))):
+        layer(x[:, first:last], at[:, first:last], memory)
+
+
+def attend_blocks(dtype: torch.dtype) -> None:
+    """A prompt and some steps, one of which completes a block."""
+    layer = NativeSparseAttention(64, 4, 2, 16, block=8, blocks=4, window=20).to("cuda", dtype).eval()
+    x, memory = torch.randn(2, PROMPT + 8, 64, device="cuda", dtype=dtype), BlockMemory(layer.block)
+    at = torch.arange(PROMPT + 8, device="cuda")[None]
+    layer(x[:, :PROMPT], at[:, :PROMPT], memory)
+    for token in range(PROMPT, PROMPT + 8):
+        layer(x[:, token : token + 1], at[:, token : token + 1], memory)
 
 
 def select() -> None:

@@ -1,8 +1,8 @@
-"""The decode bench on a GPU, on little data: what is recorded is recorded there."""
+"""The benches of decode and of hybrids on a GPU, on little data: what is recorded is recorded there."""
 
 import pytest
 
-from foveate.bench import cold, decode
+from foveate.bench import cold, decode, hybrids
 
 pytestmark = pytest.mark.gpu
 
@@ -28,3 +28,13 @@ def test_steps_of_all_methods_are_recorded(level, monkeypatch):
     rows = decode.run(plan, say=lambda text: None)
     assert {row["case"]["method"]: row["cuda_graph"] for row in rows if not row["cuda_graph"]} == {}
     assert [row["case"]["method"] for row in rows if row["below_floor"]] == [], "keys are not found in a cache"
+
+
+def test_steps_of_hybrids_are_recorded_and_right(monkeypatch):
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
+    rows = hybrids.run(hybrids.Plan(context=4096, batches=(2,)), say=lambda text: None)
+    waits = {row["case"]["what"] for row in rows if not row["cuda_graph"]}
+    assert waits <= {"lte, scores of a step"}
+    errors = {row["case"]["what"]: row["error"] for row in rows if row["error"] is not None}
+    assert len(errors) == 5
+    assert max(errors.values()) < 1e-2

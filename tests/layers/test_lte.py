@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.layers import LearnedEviction, RetentionScores, rotate
-from foveate.state import RetainedMemory
+from foveate.state import Packing, RetainedMemory
 from tests.layers.mixers import WIDTH, eviction, hidden, run
 
 
@@ -166,6 +167,55 @@ def test_scores_are_batched():
     for token in range(200):
         run(layer, x[:, token : token + 1], at[:, token : token + 1], memory)
     assert len(calls) <= 200 // (layer.window - 2 * layer.scores.reach) + 1
+
+
+@torch.no_grad()
+def test_scores_are_due_in_time_in_the_smallest_window():
+    """Every step has to score then, since the next one writes over what a score needs."""
+    layer = eviction(window=13, buffer=5)
+    memory = RetainedMemory(layer.window, layer.buffer)
+    x, at = hidden(80)
+    steps = [run(layer, x[:, token : token + 1], at[:, token : token + 1], memory) for token in range(80)]
+    torch.testing.assert_close(torch.cat(steps, 1), run(layer, x, at), atol=2e-6, rtol=1e-4)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that PyTorch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[60, 60], [60, 45]])
+def test_a_step_can_be_replayed(lengths):
+    """Between scores nothing waits for the device, comes from the host or moves in memory, whatever rows' lengths."""
+    layer = eviction()
+    memory = RetainedMemory(layer.window, layer.buffer)
+    x, at = hidden(120)
+    mask = torch.arange(60) < torch.tensor(lengths)[:, None]
+    run(layer, x[:, :60], at[:, :60], memory, None if bool(mask.all()) else Packing(mask))
+    run(layer, x[:, 60:61], torch.tensor(lengths)[:, None], memory)
+    addresses = {name: tensor.data_ptr() for name, tensor in memory.tensors.items()}
+    replayed = 0
+    for token in range(61, 120):
+        due = layer._scores_due(memory)
+        q, k, v = (torch.randn(2, heads, 1, 16) for heads in (4, 2, 2))
+        with Operations() as asked:
+            layer._step(q, k, v, memory)
+        waits = {"_local_scalar_dense", "lift_fresh", "_to_copy", "nonzero"} & asked.names
+        assert due or not waits, waits
+        replayed += not due
+        assert memory.lengths == [length + token - 59 for length in lengths]
+        assert memory.tensors["numbers"][:, 0].tolist() == memory._on_device == memory.lengths
+        assert memory.tensors["slots"].tolist() == [length % 31 for length in memory.lengths]
+    assert replayed > 40
+    assert {name: tensor.data_ptr() for name, tensor in memory.tensors.items()} == addresses
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,20 @@ def test_pieces_are_one_sequence(name, pieces):
     assert kept.lengths == [LENGTH, LENGTH]
 
 
+@pytest.mark.parametrize("name", ["swa", "lte", "lte_mlp", "lte_mha"])
+@pytest.mark.parametrize("size", [7, 64, 1000])
+def test_a_prompt_is_read_in_pieces_of_any_size(name, size, monkeypatch):
+    """Small ones on a CPU, and whole prompts where kernels run; single tokens go on from either."""
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    whole = run(mixer, x, at)
+    monkeypatch.setattr("foveate.layers.window.PIECE", size)
+    outs = [run(mixer, x[:, :120], at[:, :120], kept)]
+    outs += [run(mixer, x[:, token : token + 1], at[:, token : token + 1], kept) for token in range(120, LENGTH)]
+    torch.testing.assert_close(torch.cat(outs, 1), whole, atol=2e-6, rtol=1e-4)
+
+
 @every_mixer
 def test_undone_tokens_leave_no_trace(name):
     """Rounds of drafts of which the last ones are refused, as assisted decoding has them."""

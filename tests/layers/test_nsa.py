@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foveate.layers import NativeSparseAttention, rotate
+from foveate.state import BlockMemory
 from tests.layers.mixers import WIDTH, hidden, native_sparse, run
 
 
@@ -93,3 +94,36 @@ def test_gradients_are_finite_differences(compression):
 def test_settings_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
         native_sparse(**changes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compression", ["mean", "mlp"])
+def test_summaries_of_undone_blocks_are_made_anew(compression):
+    """Steps complete a block, its last tokens are undone, and others complete it again; rows are reordered between."""
+    layer = native_sparse(compression=compression)
+    memory = BlockMemory(layer.block)
+    x, at = hidden(90)
+    whole = run(layer, x, at)
+    run(layer, x[:, :50], at[:, :50], memory)
+    for token in range(50, 60):
+        run(layer, torch.randn(2, 1, WIDTH), at[:, token : token + 1], memory)
+    memory.crop(10)
+    memory.take_rows(torch.tensor([1, 0, 1]))
+    x = x[[1, 0, 1]]
+    steps = [run(layer, x[:, 50:60], at[:, 50:60], memory)]
+    steps += [run(layer, x[:, token : token + 1], at[:, token : token + 1], memory) for token in range(60, 90)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole[[1, 0, 1], 50:], atol=2e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_summaries_are_made_once():
+    """A step compresses the block that it completes, and no other."""
+    layer = native_sparse()
+    memory, asked, compress = BlockMemory(layer.block), [], layer._compressed
+    layer._compressed = lambda k, v: asked.append(k.shape[2]) or compress(k, v)
+    x, at = hidden(70)
+    run(layer, x[:, :30], at[:, :30], memory)
+    asked.clear()
+    for token in range(30, 70):
+        run(layer, x[:, token : token + 1], at[:, token : token + 1], memory)
+    assert asked == [24] + [layer.block] * 5

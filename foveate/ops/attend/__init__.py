@@ -1,8 +1,9 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.attend import pooled, reference, selected, summaries, tiles
+from foveate.ops.attend import gated, pooled, reference, selected, summaries, tiles, until
 from foveate.ops.attend.cover import Part, attend_cover, refine
+from foveate.ops.attend.gated import choose_blocks
 from foveate.ops.attend.masses import Sums
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
@@ -20,12 +21,14 @@ from foveate.ops.attend.summaries import Covered, Refinement
 from foveate.ops.attend.tree import Level, Rows, Tree
 
 attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")
+attend_gated = dispatch(gated.attend_gated, "foveate.ops.attend.gated_kernel")
 attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel")
 attend_pages = dispatch(reference.attend_pages, "foveate.ops.attend.decode_kernel")
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel")
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_summaries = dispatch(summaries.attend_summaries, "foveate.ops.attend.summaries_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
+attend_until = dispatch(until.attend_until, "foveate.ops.attend.until_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "attend",
     "attend_causal",
     "attend_cover",
+    "attend_gated",
     "attend_indices",
     "attend_pages",
     "attend_pooled",
@@ -48,7 +52,9 @@ __all__ = [
     "attend_selected",
     "attend_summaries",
     "attend_tiles",
+    "attend_until",
     "attend_window",
+    "choose_blocks",
     "gather_fields",
     "gather_pages",
     "gather_slots",

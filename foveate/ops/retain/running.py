@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LARGEST_BUFFER = 1024
+"""The most tokens of a buffer that the kernels hold in registers."""
+
 
 class Leaving(NamedTuple):
     """Which of the new tokens makes a token leave the buffer; their number for tokens that stay."""
@@ -66,7 +69,7 @@ def replace_weakest(
         positions: int64 ``[B, Hkv, K]``: the tokens that the buffer holds; -1 for none.
         kept: int64 ``[B, Hkv]``: how many it holds, in its first slots.
         slots: int64 ``[B]``: where the tokens that are offered lie in the ring.
-        tokens: int64 ``[B]``: their positions; -1 for a row without one.
+        tokens: int64 ``[B]``: their positions; below 0 for a row without one.
     """
     index = slots[:, None, None].expand(-1, keys.shape[1], 1)
     margin = margins.gather(2, index)

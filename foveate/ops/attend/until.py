@@ -1,0 +1,56 @@
+"""Attention to keys that come and go: each is seen from its own query on, until a certain one."""
+
+import torch
+from torch import Tensor
+
+from foveate.ops._math import block_length
+from foveate.ops.attend.reference import Attended, attend
+
+LARGEST_DIM = 128
+"""The largest head dim that the kernel takes."""
+
+
+def attend_until(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    until: Tensor,
+    *,
+    scaling: float,
+    window: int = 0,
+    retained: int = 0,
+) -> Attended:
+    """Attention of a prompt's queries, each of which sees the keys that have come and have not gone.
+
+    The last ``Lq`` keys are those of the queries' own tokens, and come with them; earlier ones are there from the first
+    query on. No tensor of queries times keys exists.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, Lk, D]``, ``[B, Hkv, Lk, Dv]`` with ``Lk >= Lq``; keys that nothing sees may hold anything
+            finite.
+        until: int ``[B, Hkv, Lk]``: the queries before this one see the key; 0 or less: none does.
+        scaling: factor of the logits.
+        window: nearly all of so many keys before its own are seen by a query.
+        retained: and about so many earlier ones. Both are for speed alone: the output depends on neither.
+    """
+    check(q, k, v, until, window, retained)
+    length, number = q.shape[2], k.shape[2]
+    come = torch.arange(length - number, length, device=q.device)
+    step, outs = block_length(len(q) * q.shape[1] * number, length), []
+    for first in range(0, length, step):
+        some = q[:, :, first : first + step]
+        at = torch.arange(first, first + some.shape[2], device=q.device)[:, None]
+        mask = (come <= at) & (at < until[:, :, None])
+        outs.append(attend(some, k, v, scaling=scaling, mask=mask).out)
+    return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, until: Tensor, window: int, retained: int) -> None:
+    """Raise unless shapes and sizes fit."""
+    fits = k.shape == (*v.shape[:3], q.shape[3]) and len(q) == len(k) and q.shape[2] <= k.shape[2]
+    if not fits or q.shape[1] % k.shape[1] or until.shape != k.shape[:3]:
+        given = {"q": q, "k": k, "v": v, "until": until}
+        raise ValueError("shapes do not fit: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items()))
+    if window < 0 or retained < 0:
+        raise ValueError(f"window and retained must be at least 0, not {window} and {retained}")

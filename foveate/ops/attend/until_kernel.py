@@ -1,0 +1,342 @@
+"""A window and keys retained from before it, of a whole prompt: Triton kernels of :func:`attend_until`."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._tile import Tile
+from foveate.ops.attend import kernel as of_window
+from foveate.ops.attend import until as reference
+from foveate.ops.attend.reference import Attended
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
+_FOREVER = tl.constexpr(0x7FFFFFFF)
+
+_SPAN = 256
+"""Queries that share a list of retained keys: finding them takes one look at all keys before."""
+_SCAN = 1024
+"""Keys that are looked at at once."""
+
+
+def tile_for(dtype: torch.dtype, dim: int) -> Tile:
+    """The tile, whose rows are queries times the heads of a group; ``dim`` is the larger of the head dims."""
+    return Tile(16, 16, num_warps=8, num_stages=1) if dtype == torch.float32 else of_window.tile_for(dtype, dim)
+
+
+class Lists(NamedTuple):
+    """Retained keys that some of a span's queries see, in the order of their positions."""
+
+    slots: Tensor
+    """int32 ``[B, Hkv, spans, room]``"""
+    until: Tensor
+    """The same of the queries that see them."""
+    first_ends: Tensor
+    """int32 ``[B, Hkv, spans, room / block]``: the least of a block of these."""
+    counts: Tensor
+    """int32 ``[B, Hkv, spans]``: how many there are; more than there is room for: the list is not to be used."""
+    least: Tensor
+    """int32 ``[B, Hkv, blocks]``: the first query that does not see all keys of a block."""
+
+
+def attend_until(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    until: Tensor,
+    *,
+    scaling: float,
+    window: int = 0,
+    retained: int = 0,
+) -> Attended:
+    """See :func:`foveate.ops.attend.until.attend_until`. Two launches, and nothing waits for the device.
+
+    A program owns a block of queries of all heads of a group, so that a key is read once for them. It reads the keys
+    from its first query's window to its last query's own, a run of whole blocks without a mask; and before them those
+    retained keys that one of a span's queries sees, which the first launch lists. A key belongs to the run or to the
+    list, by its place. Where a list has no room for all, its queries look at every key before their window instead.
+
+    Repeats are equal bit for bit. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    """
+    reference.check(q, k, v, until, window, retained)
+    batch, num_heads, length, dim = q.shape
+    num_kv_heads, number, value_dim = v.shape[1:]
+    group = num_heads // num_kv_heads
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if max(dim, value_dim) > reference.LARGEST_DIM:
+        raise UnsupportedError(f"head dims above {reference.LARGEST_DIM}")
+    tile = tile_for(q.dtype, max(dim, value_dim))
+    if group > tile.block_m:
+        raise UnsupportedError(f"more than {tile.block_m} query heads to a KV head")
+    out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
+    if not out.numel():
+        return Attended(out)
+    until = until.to(torch.int32).contiguous()
+    lists = list_retained(until, length, window, retained, tile.block_n)
+    each = tile.block_m // group
+    _attend_until[batch * num_kv_heads, triton.cdiv(length, each)](
+        q,
+        k,
+        v,
+        until,
+        *lists,
+        out,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *out.stride()[:3],
+        num_kv_heads,
+        group,
+        length,
+        number,
+        window,
+        lists.slots.shape[2],
+        lists.slots.shape[3],
+        lists.least.shape[2],
+        scaling * _LOG2E.value,
+        SPAN=_SPAN,
+        TAIL=triton.next_power_of_2(_SPAN + tile.block_n),
+        WIDE=triton.next_power_of_2(triton.cdiv(window + each, tile.block_n) + 2),
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        **tile.options,
+    )
+    return Attended(out)
+
+
+def list_retained(until: Tensor, length: int, window: int, retained: int, block: int) -> Lists:
+    """What queries see of the keys before their window, for int32 ``until [B, Hkv, Lk]``, contiguous."""
+    batch, heads, number = until.shape
+    spans, blocks = triton.cdiv(length, _SPAN), triton.cdiv(number, block)
+    room = triton.cdiv(min(retained + _SPAN, number), block) * block  # a span's first query sees retained ones
+    slots, ends = torch.empty(2, batch, heads, spans, room, dtype=torch.int32, device=until.device)
+    first_ends = until.new_empty(batch, heads, spans, room // block)
+    counts, least = until.new_empty(batch, heads, spans), until.new_empty(batch, heads, blocks)
+    _list_retained[spans, batch * heads](
+        until,
+        slots,
+        ends,
+        first_ends,
+        counts,
+        least,
+        length,
+        number,
+        window,
+        room,
+        blocks,
+        triton.cdiv(blocks, spans),
+        SPAN=_SPAN,
+        BLOCK_N=block,
+        SCAN=_SCAN,
+        num_warps=4,
+    )
+    return Lists(slots, ends, first_ends, counts, least)
+
+
+@triton.jit
+def _run_begins(query, length, number, window, BLOCK_N: tl.constexpr):
+    """The block of keys with which the window of a query begins."""
+    return tl.maximum(number - length + query - window, 0) // BLOCK_N
+
+
+@triton.jit(do_not_specialize=["length", "number", "window", "blocks", "blocks_each"])
+def _list_retained(
+    until_ptr,
+    slot_ptr,
+    end_ptr,
+    first_end_ptr,
+    count_ptr,
+    least_ptr,
+    length,
+    number,
+    window,
+    room,
+    blocks,
+    blocks_each,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Writes :class:`Lists`, contiguous. A key is retained that queries see after it has left their window."""
+    span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    spans = tl.num_programs(0)
+    until_ptr += row * number
+    least_ptr += row * blocks
+    slot_ptr += (row * spans + span) * room
+    end_ptr += (row * spans + span) * room
+    first_end_ptr += (row * spans + span) * (room // BLOCK_N)
+    lanes, places = tl.arange(0, SCAN), tl.arange(0, BLOCK_N)
+
+    for block in tl.range(span * blocks_each, tl.minimum((span + 1) * blocks_each, blocks)):
+        key = block * BLOCK_N + places
+        end = tl.load(until_ptr + key, mask=key < number, other=0)
+        tl.store(least_ptr + block, tl.min(end, 0))
+
+    first = span * SPAN
+    last = tl.minimum(first + SPAN, length) - 1
+    before = _run_begins(last, length, number, window, BLOCK_N) * BLOCK_N
+    found = 0
+    for begin in tl.range(0, before, SCAN):
+        key = begin + lanes
+        until = tl.load(until_ptr + key, mask=key < before, other=0)
+        left = key - (number - length) + window + 1  # the first query that has the key before its window
+        seen = (key < before) & (until > tl.maximum(left, first))
+        place = found + tl.cumsum(seen.to(tl.int32), 0) - 1
+        fits = seen & (place < room)
+        tl.store(slot_ptr + place, key, mask=fits)
+        tl.store(end_ptr + place, until, mask=fits)
+        found += tl.sum(seen.to(tl.int32), 0)
+    tl.store(count_ptr + row * spans + span, found)
+    tl.debug_barrier()  # what other threads have written is read
+    for block in tl.range(0, tl.cdiv(tl.minimum(found, room), BLOCK_N)):
+        place = block * BLOCK_N + places
+        tl.store(first_end_ptr + block, tl.min(tl.load(end_ptr + place, mask=place < found, other=_FOREVER), 0))
+
+
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "number", "window", "spans", "blocks"])
+def _attend_until(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    until_ptr,
+    slot_ptr,
+    end_ptr,
+    first_end_ptr,
+    count_ptr,
+    least_ptr,
+    out_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    q_stride_d,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    v_stride_d,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    num_kv_heads,
+    group,
+    length,
+    number,
+    window,
+    spans,
+    room,
+    blocks,
+    scale,
+    SPAN: tl.constexpr,
+    TAIL: tl.constexpr,
+    WIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
+
+    Row r of a tile is the query ``first + r // group`` of the group's head ``r % group``.
+    """
+    each = BLOCK_M // group
+    row, first = tl.program_id(0), tl.program_id(1) * each
+    batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
+    last = tl.minimum(first + each, length) - 1
+    rows, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    queries, heads = first + rows // group, head * group + rows % group
+    exist = queries <= last
+    queries = tl.minimum(queries, last)
+    lead = number - length
+
+    # The run of blocks from the first window to the last query's own key: the middle ones, ``low .. high``, hold keys
+    # that all queries see.
+    begin = _run_begins(first, length, number, window, BLOCK_N)
+    end, high = tl.cdiv(lead + last + 1, BLOCK_N), tl.maximum((lead + first + 1) // BLOCK_N, begin)
+    candidates = begin + tl.arange(0, WIDE)
+    ends = tl.load(least_ptr + row.to(tl.int64) * blocks + candidates, mask=candidates < high, other=_FOREVER)
+    low = tl.minimum(tl.max(tl.where(ends <= last, candidates + 1, begin), 0), high)
+
+    # What is retained before it: the list's keys before the run, or every key where the list had no room.
+    of_span = row.to(tl.int64) * spans + first // SPAN
+    until_ptr += row.to(tl.int64) * number
+    least_ptr += row.to(tl.int64) * blocks
+    slot_ptr += of_span * room
+    end_ptr += of_span * room
+    first_end_ptr += of_span * (room // BLOCK_N)
+    found = tl.load(count_ptr + of_span)
+    listed = found <= room
+    tail = tl.where(listed, found, 0) - 1 - tl.arange(0, TAIL)
+    late = tl.load(slot_ptr + tail, mask=tail >= 0, other=-1) >= begin * BLOCK_N
+    earlier = tl.where(listed, found - tl.sum(late.to(tl.int32), 0), begin * BLOCK_N)
+
+    q_ptr += batch * q_stride_b
+    q_tile = heads[:, None] * q_stride_h + queries.to(tl.int64)[:, None] * q_stride_l + dims[None, :] * q_stride_d
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    k_ptr += batch * k_stride_b + head * k_stride_h
+    v_ptr += batch * v_stride_b + head * v_stride_h
+
+    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    apart = tl.cdiv(earlier, BLOCK_N)
+    masked = apart + low - begin + end - high
+    following = tl.load(slot_ptr + places, mask=(places < earlier) & listed, other=0)
+    for whole in tl.static_range(2):  # first the blocks that may need a mask, then the middle of the run
+        for step in tl.range(0, high - low if whole else masked):
+            if whole:
+                keys = (low + step) * BLOCK_N + places
+                stored = places >= 0
+            else:  # blocks of what is retained, those of the run before its middle, those after it
+                of_run = step - apart
+                block = begin + of_run
+                block = tl.where(of_run < 0, step, tl.where(block < low, block, block - low + high))
+                in_list = listed & (of_run < 0)
+                keys = tl.where(in_list, following, block * BLOCK_N + places)
+                bound = tl.where(of_run < 0, earlier, number)
+                stored = block * BLOCK_N + places < bound
+                least = tl.load(tl.where(in_list, first_end_ptr, least_ptr) + block)
+                # read one block ahead, so that reading keys ahead is left to the compiler
+                place = (step + 1) * BLOCK_N + places
+                following = tl.load(slot_ptr + place, mask=(place < earlier) & listed, other=0)
+            slots = keys.to(tl.int64)
+            k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
+            k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
+            logits = tl.dot(q, k, input_precision="ieee") * scale
+            if not whole:
+                ragged = (least <= last) | (of_run >= 0) | ((block + 1) * BLOCK_N > bound)
+                if ragged:
+                    place = block * BLOCK_N + places
+                    until = tl.load(tl.where(in_list, end_ptr, until_ptr) + place, mask=place < bound, other=0)
+                    come = place - tl.where(of_run < 0, number, lead)  # what is retained has come
+                    seen = (queries[:, None] < until[None, :]) & (come[None, :] <= queries[:, None])
+                    logits = tl.where(seen, logits, float("-inf"))
+            higher = tl.maximum(top, tl.max(logits, 1))
+            p = tl.exp2(logits - higher[:, None])
+            fade = tl.exp2(top - higher)
+            v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
+            v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
+            out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+            weight = weight * fade + tl.sum(p, 1)
+            top = higher
+
+    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    out_ptr += batch * out_stride_b
+    out_tile = heads[:, None] * out_stride_h + queries.to(tl.int64)[:, None] * out_stride_l + value_dims[None, :]
+    out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -1,0 +1,104 @@
+"""The bench of hybrids' attention, on the CPU at a small size."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from foveate.bench import cold, hybrids
+from foveate.bench.rows import FIELDS
+from foveate.cli import app
+from foveate.evaluation.errors import UserError
+
+SMALL = {
+    "context": 200,
+    "batches": (2,),
+    "heads": 4,
+    "kv_heads": 2,
+    "nsa_kv_heads": 1,
+    "head_dim": 16,
+    "window": 40,
+    "buffer": 16,
+    "half": 8,
+    "sliding": 48,
+    "dtype": "float32",
+    "device": "cpu",
+}
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch):
+    monkeypatch.setattr(cold, "_SECONDS", 0.0)
+
+
+def test_a_row_for_each_kind_of_attention():
+    rows = hybrids.run(hybrids.Plan(**SMALL), lambda text: None)
+    assert [(row["case"]["phase"], row["case"]["what"], row["baseline"]) for row in rows] == [
+        ("decode", "swa", "swa"),
+        ("decode", "lte, buffer full", "swa"),
+        ("decode", "lte, buffer half full", "swa"),
+        ("decode", "lte, step with replacement", "swa"),
+        ("decode", "lte, scores of a step", "lte, buffer full"),
+        ("decode", "dense, sdpa", "dense, sdpa"),
+        ("decode", "nsa", "dense of nsa's heads, sdpa"),
+        ("decode", "dense of nsa's heads, sdpa", "dense of nsa's heads, sdpa"),
+        ("prefill", "swa", "swa"),
+        ("prefill", "lte", "swa"),
+        ("prefill", "lte, choice of what is retained", "swa"),
+        ("prefill", "lte, with the choice", "swa"),
+        ("prefill", "dense, sdpa-math", "dense, sdpa-math"),
+    ]
+    assert all(field in row for row in rows for field in FIELDS)
+    checked = [row["error"] for row in rows if row["error"] is not None]
+    assert len(checked) == 6
+    assert max(checked) < 1e-5
+    full, half = (row["gb_per_s"] * row["ms"] for row in rows[1:3])
+    assert full / half == pytest.approx((41 + 16) / (41 + 8))
+
+
+def test_scores_are_shared_by_the_steps_that_need_them():
+    rows = hybrids.run(hybrids.Plan(**SMALL, phases=("decode",)), lambda text: None)
+    assert [row["steps_that_share"] for row in rows if row["steps_that_share"] > 1] == [40 - 2 * 6]
+
+
+@pytest.mark.parametrize("verb", ["attend_until", "attend"])
+def test_a_wrong_result_is_seen(verb, monkeypatch):
+    real = getattr(hybrids.ops, verb)
+
+    def wrong(q, *args, **how):
+        attended = real(q, *args, **how)
+        return attended if q.dtype.itemsize == 8 else attended._replace(out=attended.out * 1.1)
+
+    monkeypatch.setattr(hybrids.ops, verb, wrong)
+    phase = "prefill" if verb == "attend_until" else "decode"
+    rows = hybrids.run(hybrids.Plan(**SMALL, phases=(phase,)), lambda text: None)
+    assert max(row["error"] for row in rows if row["error"] is not None) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 0}, "heads must be at least 1, not 0"),
+        ({"batches": ()}, "batch must be at least 1, not none"),
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads, 3, not 4"),
+        ({"phases": ("train",)}, "phase must be among decode, prefill, not train"),
+        ({"half": 16}, "half must be above 0 and below the buffer's 16, not 16"),
+        ({"context": 50}, "context must be more than"),
+        ({"share": 0.0}, "share must be above 0"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"device": "tpu"}, "device must be cuda or cpu"),
+    ],
+)
+def test_plans_that_cannot_be(change, message):
+    with pytest.raises(UserError, match=message):
+        hybrids.run(hybrids.Plan(**(SMALL | change)))
+
+
+def test_the_command(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    sizes = {name: value for name, value in SMALL.items() if name != "batches"}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    done = CliRunner().invoke(app, ["bench", "hybrids", "--batch=1", "--phase=decode", *options, f"--out={out}"])
+    assert done.exit_code == 0, done.output
+    assert "lte, buffer full" in done.output
+    assert len([json.loads(line) for line in out.read_text().splitlines()]) == 8
