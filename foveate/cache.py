@@ -323,14 +323,15 @@ class SlotCache(RowNumbers, Undoing):
         The tokens of a row then differ in number from head to head: ``live`` is that of the head with the most.
 
         Args:
-            heads: which KV heads of each row evict; of those with the most tokens all or none.
+            heads: which KV heads of each row evict.
             held: tokens that each KV head of a row holds, before.
             scores, before: see :func:`foveate.ops.weakest`; only tokens before a row's position can leave.
         """
-        most = [max(row) for row in held]
-        rows = [any(evicts for evicts, own in zip(*row) if own == top) for *row, top in zip(heads, held, most)]
-        gaps = [any(own < count for own in row) for row, count in zip(held, self.rows["counts"])]
-        if not any(map(any, heads)) and not (any(gaps) and not self.staged):
+        slotted = [  # heads whose next token takes the place of another, or fills a hole
+            [evicts or own < count for evicts, own in zip(*row)]
+            for *row, count in zip(heads, held, self.rows["counts"])
+        ]
+        if not any(map(any, heads if self.staged else slotted)):
             return
         self.own_memory()
         some = self.on_device([int(evicts) for row in heads for evicts in row]).view(len(heads), -1) != 0
@@ -340,11 +341,11 @@ class SlotCache(RowNumbers, Undoing):
         kept = positions.gather(2, slots)
         positions.scatter_(2, slots, kept.masked_fill(some[..., None], -1))
         self.uneven = self.uneven or not all(len(set(row)) == 1 for row in heads)
-        self.rows["live"] = [live - evicted for live, evicted in zip(self.rows["live"], rows)]
+        self.rows["live"] = [max(own - evicts for evicts, own in zip(*row)) for row in zip(heads, held)]
         self.counters.add("tokens_evicted", sum(map(sum, heads)) / len(heads[0]))
         if not self.staged:
             first = torch.where(holes.any(-1), holes.to(torch.uint8).argmax(-1), -1)
-            self.freed = _Freed(torch.where(some, slots[..., 0], first), rows)
+            self.freed = _Freed(torch.where(some, slots[..., 0], first), [all(row) for row in slotted])
 
     def retain(self, keep: Tensor | list[Tensor], uneven: bool = False) -> None:
         """Keep only the given slots, in the order of their positions, and free the memory of the others.
