@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from foveate.bench.commands import app as bench_app
 from foveate.report.commands import announce
 from foveate.report.commands import app as plot_app
+from foveate.training import lte_commands
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
 _FAILED, _INTERRUPTED = 2, 130
@@ -49,6 +50,14 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(plot_app, name="plot")
+train_app = typer.Typer(no_args_is_help=True, help="Train parts of a model.")
+train_app.command("lte")(lte_commands.lte)
+app.add_typer(train_app, name="train")
+
+
+@train_app.callback()
+def _train() -> None:
+    """Keeps `lte` a name of its own while it is the only command."""
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
 Dtype = Annotated[

@@ -1,0 +1,1 @@
+"""Training: text and generated retrieval in shares, a loop that resumes to the same curve, Algorithm 1's feedback."""
