@@ -208,6 +208,13 @@ def compare(
     split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, for tasks that generate.")] = None,
+    question: Annotated[
+        str | None,
+        typer.Option(
+            help="with: read with its context; after: as a second turn, when methods have evicted what they evict.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Items (wikisalad: examples of several questions).")] = 10,
     batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the items and of the bootstrap.")] = 0,
@@ -227,7 +234,7 @@ def compare(
     from foveate.evaluation.tasks.fidelity import Fidelity
 
     notes = _table().console(stderr=True)
-    chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens)
+    chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
     if fidelity:
         chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])

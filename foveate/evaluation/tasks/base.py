@@ -30,7 +30,9 @@ class Sampling:
 class Item:
     """One question put to a model.
 
-    `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. An item with
+    `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. Where
+    `context_tokens` is above 0, the first so many are a turn of their own, which a method finishes, evicting what it
+    evicts, before it reads the question; otherwise all are read at once. An item with
     `target_ids` `[T]` is scored teacher-forced (T decode steps); one without is answered greedily, or by `sampling`, up
     to `max_new_tokens` tokens or the first `stop` string.
     """
@@ -45,6 +47,7 @@ class Item:
     target_ids: tuple[int, ...] = ()
     sampling: Sampling | None = None
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    context_tokens: int = 0
 
     @property
     def positions(self) -> int:
@@ -92,8 +95,10 @@ class Task:
             raise unknown("split", self.split, self.splits, f"task '{self.name}'")
 
     def settings(self) -> dict[str, Any]:
-        """All settings as JSON-able values."""
-        return dataclasses.asdict(self)
+        """All settings as JSON-able values, without those at their default that came later."""
+        later = {field.name: field.default for field in dataclasses.fields(self) if field.metadata.get("later")}
+        values = dataclasses.asdict(self).items()
+        return {name: value for name, value in values if name not in later or value != later[name]}
 
     def arguments(self) -> list[str]:
         """The task as arguments of `foveate compare`."""
@@ -124,11 +129,27 @@ class Task:
         return 100.0
 
 
+QUESTION = ("with", "after")
+
+
+def question_setting() -> Any:
+    """The setting `question` of tasks that ask about a context; `check_question` checks it."""
+    text = "read with the context, or after it as a second turn: methods evict before they see it"
+    return dataclasses.field(default="with", kw_only=True, metadata={"help": text, "later": True})
+
+
+def check_question(task: Task) -> None:
+    """Raises `UserError` for another value of the setting `question` than there is."""
+    if task.question not in QUESTION:  # type: ignore[attr-defined]
+        raise unknown("question", task.question, QUESTION, f"task '{task.name}'")  # type: ignore[attr-defined]
+
+
 def items_digest(items: Sequence[Item]) -> str:
     """A fingerprint of what is asked (16 hex digits)."""
     total = hashlib.sha256()
     for item in items:
         total.update(json.dumps([item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]).encode())
+        total.update(f"{item.context_tokens}".encode() if item.context_tokens else b"")
     return total.hexdigest()[:16]
 
 
