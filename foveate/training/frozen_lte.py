@@ -159,16 +159,22 @@ class _Run:
                 losses.append(self._learn())
                 self._step += 1
                 self._seconds = before + time.monotonic() - self._began
-                ended = self._step == plan.steps or self._late or stop.asked
-                if self._step % plan.every == 0 or ended:
-                    rows.append(self._row(losses))
-                    losses = []
-                    self._keep(rows)
+                if self._step % plan.every == 0:
+                    losses = self._read_off(rows, losses)
                 progress(self._step, plan.steps, rows[-1] if rows else {})
-            if stop.asked:
+            if losses:
+                self._read_off(rows, losses)
+                progress(self._step, plan.steps, rows[-1])
+            if self._step < plan.steps and not self._late:
                 self._say(f"stopped; {plan.partial} holds step {self._step}, and the same command goes on from there")
                 return Outcome(self._step, *self._measured(), finished=False)
         return self._finish()
+
+    def _read_off(self, rows: list[dict[str, Any]], losses: list[float]) -> list[float]:
+        """Adds a row to the log and keeps the run; the losses of the next row, none yet."""
+        rows.append(self._row(losses))
+        self._keep(rows)
+        return []
 
     @property
     def _late(self) -> bool:
