@@ -73,7 +73,9 @@ def main() -> None:
             out = given.out / f"{name}-{place}.jsonl"
             how = {"limit": given.limit, "out": out, "batch_size": given.batch_size}
             for row in runner.run(runner.prepare(runner.Comparison(given.model, task, given.data, chosen, **how))):
-                print(f"{place:5} {name:9} {row['score']:6.1f} {row['keys_read_share']:6.1%}  {row['spec']}", flush=True)
+                print(
+                    f"{place:5} {name:9} {row['score']:6.1f} {row['keys_read_share']:6.1%}  {row['spec']}", flush=True
+                )
 
 
 def _say(step: int, steps: int, row: dict[str, float]) -> None:

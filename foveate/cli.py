@@ -59,6 +59,7 @@ app.add_typer(train_app, name="train")
 def _train() -> None:
     """Keeps `lte` a name of its own while it is the only command."""
 
+
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")

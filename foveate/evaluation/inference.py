@@ -238,9 +238,7 @@ class Prompt:
         raise NotImplementedError
 
 
-def _padded(
-    rows: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of rows padded on the left, and the mask of what is real: both [B, width]."""
     width = max(map(len, rows))
     ids = [[pad] * (width - len(row)) + list(row) for row in rows]

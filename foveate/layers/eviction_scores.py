@@ -89,7 +89,9 @@ class EvictionScores(nn.Module):
             positions: int ``[B, Hkv or 1, L]``.
         """
         k = unrotate(k.float(), positions, self.inv_freq[index], self.rotary_scaling[index])
-        centre, spread = (x[index][:, None].split([self.head_dim, self.value_dim], -1) for x in (self.centre, self.spread))
+        centre, spread = (
+            x[index][:, None].split([self.head_dim, self.value_dim], -1) for x in (self.centre, self.spread)
+        )
         return (k - centre[0]) / spread[0], (v.float() - centre[1]) / spread[1]
 
     def standard(self, index: int, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:

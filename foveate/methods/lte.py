@@ -48,7 +48,8 @@ class LTE(Method):
 
     file: str = setting("", "file of `foveate train lte` for the model; needed with score=learned")
     top_k: int | float = setting(
-        0.25, "tokens kept by a KV head, window and sinks included, on average: a number, or a share of the tokens so far"
+        0.25,
+        "tokens kept by a KV head, window and sinks included, on average: a number, or a share of the tokens so far",
     )
     window: int = setting(64, "recent tokens that are always kept")
     sinks: int = setting(4, "first tokens that are always kept")
@@ -181,9 +182,7 @@ class LTE(Method):
         how = {"scaling": scaling, "need_lse": True}
         own = ops.attend_causal(q, k[:, :, offset:], v[:, :, offset:], **how)
         step = max(1, _LOGITS // (q.shape[0] * q.shape[1] * offset))
-        parts = [
-            ops.attend(part, k[:, :, :offset], v[:, :, :offset], mask=there, **how) for part in q.split(step, 2)
-        ]
+        parts = [ops.attend(part, k[:, :, :offset], v[:, :, :offset], mask=there, **how) for part in q.split(step, 2)]
         held = ops.Attended(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
         return ops.with_sinks(ops.merge([held, own]), cache.sink_logits)
 

@@ -91,7 +91,7 @@ def place(row: Row, rows: Sequence[Row]) -> str:
 
 def split_of(row: Row) -> str:
     """The split of a row's task, and that its question came after the context, if it did."""
-    return row["split"] + (", question after" if row["task_settings"].get("question") == "after" else "")
+    return row["split"] + (", question after" if row.get("task_settings", {}).get("question") == "after" else "")
 
 
 def heading(row: Row) -> str:

@@ -350,7 +350,7 @@ def ranking_loss(predicted: Tensor, target: Tensor, generator: torch.Generator) 
 
 
 def recall(predicted: Tensor, target: Tensor) -> Tensor:
-    """The share of the tenth of the tokens worth most that is in the tenth predicted to be: the mean over heads, ``[]``.
+    """How much of the tenth of the tokens worth most is in the tenth predicted to be: the mean over heads, ``[]``.
 
     Args:
         predicted, target: ``[H, N]``.

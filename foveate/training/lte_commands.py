@@ -43,9 +43,7 @@ def lte(
     from foveate.report import table
     from foveate.training.frozen_lte import Plan, train
 
-    plan = Plan(
-        model, text, out, steps, minutes, length, window, lr, ranking, calibration, every, seed, dtype, device
-    )
+    plan = Plan(model, text, out, steps, minutes, length, window, lr, ranking, calibration, every, seed, dtype, device)
     notes = table.console(stderr=True)
     _quiet()
     with _Progress(notes, steps) as progress:
@@ -53,7 +51,7 @@ def lte(
     if not outcome.finished:
         raise typer.Exit(_INTERRUPTED)
     typer.echo(
-        f"step {outcome.step:,} · held-out loss {outcome.loss:.4f} · {outcome.recall:.1%} of the tokens worth most found"
+        f"step {outcome.step:,} · held-out loss {outcome.loss:.4f} · {outcome.recall:.1%} of the best tokens found"
     )
     typer.echo(f"use it as --method {shlex.quote(get('lte')(file=str(out)).spec)}")
 

@@ -21,7 +21,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 """Rotary positions whose frequencies do not depend on how long the context is."""
 _QUERIES = 256
 _SHIFT = 1021
-_TOLERANCE = 0.3
+_TOLERANCE = 0.5
 _PROJECTIONS = ("o_proj", "out_proj", "dense")
 
 
@@ -119,7 +119,7 @@ class FrozenModel:
                     break
             else:
                 raise UserError(
-                    f"layer {layer}: keys rotated back are not those of other positions; this model rotates its keys in "
+                    f"layer {layer}: keys rotated back differ from position to position; this model rotates keys in "
                     "another way than by halves, and LTE cannot undo it"
                 )
         return torch.stack([row[0].cpu() for row in rows]), torch.tensor([float(row[1]) for row in rows])

@@ -37,7 +37,8 @@ def test_prompts_are_cut_where_the_question_begins(spec, sample, tokenizer):
     task = tasks.parse(spec, question="after")
     for item in task.items(sample, tokenizer, 2, 0):
         context, question = (
-            tokenizer.decode(part) for part in (item.prompt_ids[: item.context_tokens], item.prompt_ids[item.context_tokens :])
+            tokenizer.decode(part)
+            for part in (item.prompt_ids[: item.context_tokens], item.prompt_ids[item.context_tokens :])
         )
         assert question.startswith(TASKS[spec])
         assert question.endswith("<|assistant|>" + item.answer_prefix)
@@ -172,5 +173,5 @@ def test_a_method_that_takes_one_prompt_is_refused(tiny_folder, sample, tmp_path
     methods, _ = runner.parse_methods(["lined_as_published"])
     task = tasks.parse("niah:max_new_tokens=3", length=400, question="after")
     plan = runner.Comparison(tiny_folder, task, sample, methods, 1, tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match="cannot be applied to .*in one piece"):
+    with pytest.raises(UserError, match=r"cannot be applied to .*in one piece"):
         runner.run(runner.prepare(plan))
