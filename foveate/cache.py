@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foveate.layer_state import Channel, Counters, Geometry, Tally, over_rows
 from foveate.moving_rows import MovingRows
-from foveate.ops import first_keys, gather_slots, give_up, put_token
+from foveate.ops import first_keys, gather_slots, give_up, put_token, weakest
 from foveate.row_numbers import Moving, RowNumbers
 from foveate.undoing import Undoing
 
@@ -66,6 +66,7 @@ class SlotCache(RowNumbers, Undoing):
         self.tensors: dict[str, Tensor] = {}
         self.freed: _Freed | None = None
         self.ordered = True  # no token lies before an older one
+        self.uneven = False  # KV heads of a row may hold different numbers of tokens
         self.staged = False
         self.snapshots = {}
         self.borrowed = False  # keys and values are another cache's, see branch
@@ -156,7 +157,7 @@ class SlotCache(RowNumbers, Undoing):
         """
         if self.step is None:
             counts = self.rows["counts"]
-            if counts == self.rows["live"] and min(counts) == max(counts):
+            if counts == self.rows["live"] and min(counts) == max(counts) and not self.uneven:
                 return None, None
         if "positions" in self.tensors:
             return self.positions >= 0, None
@@ -319,11 +320,42 @@ class SlotCache(RowNumbers, Undoing):
         if not self.staged:
             self.freed = _Freed(slots, rows)
 
-    def retain(self, keep: Tensor | list[Tensor]) -> None:
+    def evict_by_head(self, heads: list[list[bool]], held: list[list[int]], scores: Tensor, before: Tensor) -> None:
+        """Give up the weakest slot of some KV heads; the next token takes its place, or that of an earlier hole.
+
+        The tokens of a row then differ in number from head to head: ``live`` is that of the head with the most.
+
+        Args:
+            heads: which KV heads of each row evict.
+            held: tokens that each KV head of a row holds, before.
+            scores, before: see :func:`foveate.ops.weakest`; only tokens before a row's position can leave.
+        """
+        slotted = [  # heads whose next token takes the place of another, or fills a hole
+            [evicts or own < count for evicts, own in zip(*row)]
+            for *row, count in zip(heads, held, self.rows["counts"])
+        ]
+        if not any(map(any, heads if self.staged else slotted)):
+            return
+        self.own_memory()
+        some = self.on_device([int(evicts) for row in heads for evicts in row]).view(len(heads), -1) != 0
+        positions = self.positions
+        holes = (positions < 0) & first_keys(self.row_tensor("counts")[:, None], self.used)
+        slots = weakest(scores, (positions >= 0) & (positions < before[:, None, None]), positions)[..., None]
+        kept = positions.gather(2, slots)
+        positions.scatter_(2, slots, kept.masked_fill(some[..., None], -1))
+        self.uneven = self.uneven or not all(len(set(row)) == 1 for row in heads)
+        self.rows["live"] = [max(own - evicts for evicts, own in zip(*row)) for row in zip(heads, held)]
+        self.counters.add("tokens_evicted", sum(map(sum, heads)) / len(heads[0]))
+        if not self.staged:
+            first = torch.where(holes.any(-1), holes.to(torch.uint8).argmax(-1), -1)
+            self.freed = _Freed(torch.where(some, slots[..., 0], first), [all(row) for row in slotted])
+
+    def retain(self, keep: Tensor | list[Tensor], uneven: bool = False) -> None:
         """Keep only the given slots, in the order of their positions, and free the memory of the others.
 
         Args:
-            keep: int64 ``[B, Hkv, K]``, or one ``[1, Hkv, K_b]`` for each row.
+            keep: int64 ``[B, Hkv, K]``, or one ``[1, Hkv, K_b]`` for each row; -1 marks none.
+            uneven: whether KV heads may keep different numbers of slots, K of them the head that keeps the most.
         """
         kept = [keep.shape[2]] * self.batch_size if isinstance(keep, Tensor) else [one.shape[2] for one in keep]
         if isinstance(keep, list):
@@ -332,8 +364,12 @@ class SlotCache(RowNumbers, Undoing):
         positions = gather_slots(self.positions, keep).masked_fill(keep < 0, -1)
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
         keep = keep.gather(2, order)
-        evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
+        if uneven:
+            evicted = int((self.positions >= 0).sum() - (positions >= 0).sum()) / self.geometry.num_kv_heads
+        else:
+            evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
         self.counters.add("tokens_evicted", evicted)
+        self.uneven = uneven
         packed = {
             name: gather_slots(_movable(self.tensors[name]), keep)
             for name in self._slot_specs()
@@ -355,7 +391,7 @@ class SlotCache(RowNumbers, Undoing):
             return
         positions = self.positions
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
-        self.retain([order[b : b + 1, :, :live] for b, live in enumerate(self.rows["live"])])
+        self.retain([order[b : b + 1, :, :live] for b, live in enumerate(self.rows["live"])], self.uneven)
 
     def own_memory(self) -> None:
         """Copy keys and values that other branches read, before one of them is written over."""

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from foveate.bench.commands import app as bench_app
 from foveate.report.commands import announce
 from foveate.report.commands import app as plot_app
+from foveate.training import lte_commands
 from foveate.training.commands import app as train_app
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
@@ -50,6 +51,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(plot_app, name="plot")
+train_app.command("lte")(lte_commands.lte)
 app.add_typer(train_app, name="train")
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
@@ -214,6 +216,13 @@ def compare(
     split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, for tasks that generate.")] = None,
+    question: Annotated[
+        str | None,
+        typer.Option(
+            help="with: read with its context; after: as a second turn, when methods have evicted what they evict.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Items (wikisalad: examples of several questions).")] = 10,
     batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the items and of the bootstrap.")] = 0,
@@ -233,7 +242,7 @@ def compare(
     from foveate.evaluation.tasks.fidelity import Fidelity
 
     notes = _table().console(stderr=True)
-    chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens)
+    chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
     if fidelity:
         chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])

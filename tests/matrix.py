@@ -8,6 +8,8 @@ so that states can be compared; `tests/integrations` drives them through `genera
 import copy
 import dataclasses
 import itertools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from foveate import methods, ops
 from foveate.cache import Counters
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.cache import Layer, Phase
+from foveate.layers.eviction_scores import LEVELS, EvictionScores
 
 NAMES = methods.names()
 HEADS, KV_HEADS, DIM = 6, 2, 16
@@ -27,6 +30,23 @@ def small(name, layer=0):
     """A registered method as one of three layers gets it, under its small budget."""
     return methods.make(name, **methods.get(name).small_budget).for_layer(layer, 3, [layer])
 
+
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+def lte_file():
+    """Untrained scores of three layers, by which the heads of layer 1 get budgets of their own, some of them small."""
+    torch.manual_seed(0)
+    frequencies = (10000.0 ** -(torch.arange(0, DIM, 2) / DIM)).expand(3, -1)
+    scores = EvictionScores({}, range(3), KV_HEADS, DIM, DIM, frequencies, torch.ones(3), window=16, length=PROMPT)
+    spread = torch.tensor([[1.0, 1.0], [0.3, 1.0], [1.0, 1.4]])[..., None]
+    scores.quantiles.copy_(torch.linspace(-1, 1, LEVELS) * spread)
+    path = Path(_FOLDER.name) / "lte.safetensors"
+    scores.save(path)
+    return str(path)
+
+
+LTE = {"file": lte_file(), "top_k": 0.3, "window": 13, "sinks": 2}
 
 VARIANTS = [
     *((name, small(name)) for name in NAMES),
@@ -53,6 +73,16 @@ VARIANTS = [
     ("streaming/nothing_kept", methods.make("streaming", sinks=0, window=1)),
     ("streaming/little_kept", methods.make("streaming", sinks=0, window=0.1)),
     ("snapkv/max", methods.make("snapkv", top_k=0.2, window=4, kernel_size=5, pooling="max")),
+    *(
+        (f"lte/{name}", methods.make("lte", **LTE | settings).for_layer(1, 3))
+        for name, settings in {
+            "learned": {},
+            "count": {"top_k": 20, "window": 14, "sinks": 0},
+            "layer": {"allocation": "layer"},
+            "global": {"allocation": "global"},
+            "global_count": {"allocation": "global", "top_k": 20, "sinks": 1},
+        }.items()
+    ),
     ("tova/kv_head", methods.make("tova", top_k=15, pool="kv_head")),
     *(
         (
@@ -191,21 +221,21 @@ def assert_same_state(a, b):
         for store in (a, b):
             positions = store.positions[row]
             held = [(positions[head] >= 0).nonzero()[:, 0] for head in range(KV_HEADS)]
-            held = torch.stack([slots[positions[head, slots].argsort()] for head, slots in enumerate(held)])
-            picked = {"positions": positions.gather(1, held)}
+            held = [slots[positions[head, slots].argsort()] for head, slots in enumerate(held)]
+            picked = {"positions": [positions[head, slots] for head, slots in enumerate(held)]}
             for name, spec in store._slot_specs().items():
                 if spec.per == 1:
                     tensor = store.tensors[name][row]
                     tensor = tensor.float() if tensor.dtype == ops.FP8 else tensor
-                    index = held if tensor.dim() == 2 else held[..., None].expand(-1, -1, tensor.shape[-1])
-                    picked[name] = tensor.gather(1, index)
+                    picked[name] = [tensor[head, slots] for head, slots in enumerate(held)]
                 else:
                     coarser = spec.per // min(spec.per for spec in store.specs.values() if spec.per > 1)
-                    picked[name] = store.tensors[name][row, :, : store.rows["pages"][row] // coarser]
+                    picked[name] = [store.tensors[name][row, :, : store.rows["pages"][row] // coarser]]
             ordered.append(picked)
         assert ordered[0].keys() == ordered[1].keys()
         for name in ordered[0]:
-            close(ordered[0][name], ordered[1][name], 1e-4)
+            for one, other in zip(ordered[0][name], ordered[1][name], strict=True):
+                close(one, other, 1e-4)
 
 
 # Budgets
@@ -419,8 +449,9 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     assert counters.keys_available == len(tokens)
 
     poisoned = copy.deepcopy(driver)
+    unread = ~raw & (driver.store.positions[0] >= 0)  # a slot without a token holds an earlier one, or zeros
     for name in ("values",) if declared else ("keys", "values"):
-        poisoned.store.tensors[name][0, :, : driver.store.used][~raw] = float("nan")
+        poisoned.store.tensors[name][0, :, : driver.store.used][unread] = float("nan")
     close(poisoned.feed(tokens[-1:]), base, 1e-6)
     if declared or vectors(driver.store) != ["keys"]:
         assert scored(driver, tokens[-1:]).sum(1).mean().item() == pytest.approx(declared)
@@ -445,6 +476,7 @@ PROMISED = {
     "luka_paper": raw_of_luka,
     "h2o": lambda method, prompt, length: range(length - method.window, length),
     "uniform": lambda method, prompt, length: range(length - method.window, length),
+    "lte": lambda method, prompt, length: {*range(method.sinks), *range(length - method.window, length)},
     "snapkv": lambda method, prompt, length: range(prompt - method.window, length),
     "streaming": seen_by_streaming,
     "lined_as_published": lambda method, prompt, length: range(length + 1 - method.window, length),

@@ -16,7 +16,7 @@ from foveate.calibration.anchors import (
     improved,
     objective,
 )
-from foveate.calibration.artefact import Calibration, load
+from foveate.calibration.artefact import Calibration, check_facts, load
 from foveate.calibration.similarity import Measured, Similarity, least_tokens
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Measured",
     "Similarity",
     "best_anchors",
+    "check_facts",
     "check_number",
     "choose",
     "counterparts",

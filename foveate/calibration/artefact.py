@@ -34,25 +34,11 @@ class Calibration:
             facts: as `model`; the weights of a layer are compared where both have them.
             source: what to call the calibration.
         """
-        for key in ("model_type", "layers", "heads", "kv_heads", "head_dim"):
-            self._check(key, facts.get(key), source)
-        for ours, theirs in zip(self.model.get("weights") or [], facts.get("weights") or []):
-            pairs = zip(ours, theirs) if ours and theirs else ()
-            if not all(math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in pairs):
-                raise ValueError(
-                    f"calibration {source!r} is for another model of the same shape: its weights differ; {_AGAIN}"
-                )
+        check_facts(self.model, facts, f"calibration {source!r}", _AGAIN)
 
     def check_layers(self, layers: int, source: str) -> None:
         """Raises `ValueError` if this was made for a model of another depth."""
-        self._check("layers", layers, source)
-
-    def _check(self, key: str, value: Any, source: str) -> None:
-        if self.model.get(key) != value:
-            raise ValueError(
-                f"calibration {source!r} is for a model with {key} {self.model.get(key)!r}, and this one has "
-                f"{value!r}; {_AGAIN}"
-            )
+        _check_fact(self.model, "layers", layers, f"calibration {source!r}", _AGAIN)
 
     def write(self, path: Path) -> None:
         """Writes the file in one step."""
@@ -68,6 +54,26 @@ class Calibration:
         """The file's content: one line for each number, list or row of a matrix."""
         values = {"kind": KIND, "schema": SCHEMA, "anchors": list(self.anchors), "heads": dict(self.heads)}
         return _pretty({**values, "model": dict(self.model), "found": dict(self.found)}, 0) + "\n"
+
+
+def check_facts(model: Mapping[str, Any], facts: Mapping[str, Any], what: str, again: str) -> None:
+    """Raises `ValueError` if `facts` are of another model than `model`; the weights of a layer where both have them.
+
+    Args:
+        what: the artefact that was made for `model`, in words.
+        again: how to make one for the model that `facts` are of.
+    """
+    for key in ("model_type", "layers", "heads", "kv_heads", "head_dim"):
+        _check_fact(model, key, facts.get(key), what, again)
+    for ours, theirs in zip(model.get("weights") or [], facts.get("weights") or []):
+        pairs = zip(ours, theirs) if ours and theirs else ()
+        if not all(math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in pairs):
+            raise ValueError(f"{what} is for another model of the same shape: its weights differ; {again}")
+
+
+def _check_fact(model: Mapping[str, Any], key: str, value: Any, what: str, again: str) -> None:
+    if model.get(key) != value:
+        raise ValueError(f"{what} is for a model with {key} {model.get(key)!r}, and this one has {value!r}; {again}")
 
 
 def load(path: Path | str) -> Calibration:

@@ -187,7 +187,8 @@ def batches(items: Sequence[Item], size: int) -> list[list[Item]]:
 
 
 def _kind(item: Item) -> tuple[Any, ...]:
-    return (item.max_new_tokens, item.stop, item.sampling is None, bool(item.target_ids), bool(item.options))
+    scored = (bool(item.target_ids), bool(item.options))
+    return (item.max_new_tokens, item.stop, item.sampling is None, item.context_tokens > 0, *scored)
 
 
 class Prompt:
@@ -240,38 +241,67 @@ class Prompt:
         raise NotImplementedError
 
 
+def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of rows padded on the left, and the mask of what is real: both [B, width]."""
+    width = max(map(len, rows))
+    ids = [[pad] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
 class _Questions(Prompt):
-    """Questions of any lengths, padded on the left, answered: `generate`, with a pause after the prompt."""
+    """Questions of any lengths, padded on the left, answered: `generate`, with a pause after the prompt.
+
+    Where items have their context as a turn of its own, the pause is after the context, and the questions are read when
+    a method goes on: on what it has kept of the context.
+    """
 
     timing = GENERATE
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]):
         self._tokenizer, self._items, self._stop = tokenizer, items, items[0].stop
         self._ends = _as_list(model.generation_config.eos_token_id)
-        pad = pad_token(model, tokenizer)
-        self._width = max(len(item.prompt_ids) for item in items)
-        rows = [[pad] * (self._width - len(item.prompt_ids)) + list(item.prompt_ids) for item in items]
-        mask = [[0] * (self._width - len(item.prompt_ids)) + [1] * len(item.prompt_ids) for item in items]
-        stops = [_StopAt(tokenizer, self._stop, self._width)] if self._stop else []
-        ids, attention_mask = (torch.tensor(rows, device=model.device) for rows in (rows, mask))
+        self._pad = pad_token(model, tokenizer)
+        cuts = [item.context_tokens for item in items]
+        contexts = [item.prompt_ids[: cut or None] for item, cut in zip(items, cuts)]
+        ids, mask = _padded(contexts, self._pad, model.device)
+        self._context = ids, mask
+        self._asked: tuple[torch.Tensor, torch.Tensor] | None = None
+        if any(cuts):  # columns of both turns, each padded on its left
+            more = _padded([item.prompt_ids[cut:] for item, cut in zip(items, cuts)], self._pad, model.device)
+            self._asked = torch.cat([ids, more[0]], 1), torch.cat([mask, more[1]], 1)
+        self._width = (self._context if self._asked is None else self._asked)[0].shape[1]
         clock = _Clock(model.device)
         clock.tick()
-        self._paused = model.generate(
-            ids,
-            attention_mask=attention_mask,
-            max_new_tokens=items[0].max_new_tokens,
-            do_sample=False,
-            pad_token_id=pad,
-            stopping_criteria=StoppingCriteriaList(stops),
-            custom_generate=_pause,
-        )
+        self._paused = self._read(model, *self._context)
         clock.tick()
         self.prefill_ms, self.cache = clock.elapsed_ms, self._paused.cache
 
+    def _read(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cache: Any = None) -> _Paused:
+        """Reads a turn, up to the first token of its answer; `cache` holds the turns before it."""
+        stops = [_StopAt(self._tokenizer, self._stop, self._width)] if self._stop else []
+        return model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=self._items[0].max_new_tokens,
+            do_sample=False,
+            pad_token_id=self._pad,
+            stopping_criteria=StoppingCriteriaList(stops),
+            custom_generate=_pause,
+            **({} if cache is None else {releases.CACHE: cache}),
+        )
+
+    def _ask(self, model: PreTrainedModel, cache: Any) -> _Paused:
+        """Before the first token of the answers: a question that comes after the context is read now, on `cache`."""
+        if self._asked is None:
+            return dataclasses.replace(self._paused, cache=cache)
+        return self._read(model, *self._asked, cache)
+
     @torch.inference_mode()
     def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
-        chooser = self._chooser(keep=True)
-        ids = _decode(model, self._paused, self.cache.branch(model) if shared else self.cache, chooser)
+        paused = self._ask(model, self.cache.branch(model) if shared else self.cache)
+        chooser = self._chooser(paused, keep=True)
+        ids = _decode(model, paused, chooser)
         _check_finite(model, self._items, chooser.finite)
         return Trace(ids[:, self._width :], chooser.lengths, chooser.logits)
 
@@ -280,8 +310,9 @@ class _Questions(Prompt):
         steps = trace.tokens.shape[1] - 1  # the first token is the prompt's
         if not steps:
             return trace.lengths.double() * 0.0
-        ids, kwargs = torch.cat([self._paused.ids, trace.tokens[:, :steps]], 1), dict(self._paused.kwargs)
-        out = CausalLMOutputWithPast(logits=self._paused.logits, **{releases.CACHE: self.cache.branch(model)})
+        paused = self._ask(model, self.cache.branch(model))
+        ids, kwargs = torch.cat([paused.ids, trace.tokens[:, :steps]], 1), dict(paused.kwargs)
+        out = CausalLMOutputWithPast(logits=paused.logits, **{releases.CACHE: paused.cache})
         kwargs = model._update_model_kwargs_for_generation(out, kwargs, num_new_tokens=steps) | {
             "logits_to_keep": steps
         }
@@ -293,15 +324,16 @@ class _Questions(Prompt):
         return divergence.masked_fill(outside, 0.0).sum(1) / trace.lengths
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
-        chooser = self._chooser()
-        rows = _decode(model, self._paused, cache, chooser, clock)[:, self._width :].tolist()
+        paused = self._ask(model, cache)
+        chooser = self._chooser(paused)
+        rows = _decode(model, paused, chooser, clock)[:, self._width :].tolist()
         _check_finite(model, self._items, chooser.finite)
         outputs = [Output(text=self._text(row), tokens=n) for row, n in zip(rows, chooser.lengths.tolist())]
         return outputs, len(rows[0]) - 1
 
     def _compare(self, model: PreTrainedModel, cache: Any, trace: Trace) -> list[Output]:
         along = _Along(trace)
-        _decode(model, self._paused, cache, along)
+        _decode(model, self._ask(model, cache), along)
         _check_finite(model, self._items, along.divergence.isfinite())
         columns = (trace.tokens, trace.lengths, along.divergence, along.agreed)
         return [
@@ -309,10 +341,10 @@ class _Questions(Prompt):
             for row, length, divergence, agreed in zip(*(column.tolist() for column in columns))
         ]
 
-    def _chooser(self, keep: bool = False) -> _Greedy:
+    def _chooser(self, paused: _Paused, keep: bool = False) -> _Greedy:
         if self._items[0].sampling is None:
-            return _Greedy(self._paused, keep)
-        return _Sampled(self._paused, self._items, keep)
+            return _Greedy(paused, keep)
+        return _Sampled(paused, self._items, keep)
 
     def _text(self, row: list[int]) -> str:
         return _text(self._tokenizer, row, self._ends, self._stop)
@@ -444,11 +476,11 @@ def _kl(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(
-    model: PreTrainedModel, paused: _Paused, cache: Any, chooser: _Greedy | _Along, clock: _Clock | None = None
+    model: PreTrainedModel, paused: _Paused, chooser: _Greedy | _Along, clock: _Clock | None = None
 ) -> torch.Tensor:
     """Ids [B, prompt and answer]: `generate`'s decoding loop, step for step, from a cache that holds the prompt."""
     ids, kwargs = paused.ids, dict(paused.kwargs)
-    out = CausalLMOutputWithPast(logits=paused.logits, **{releases.CACHE: cache})
+    out = CausalLMOutputWithPast(logits=paused.logits, **{releases.CACHE: paused.cache})
     with model._optimize_model_for_decode():
         while True:
             if clock is not None:

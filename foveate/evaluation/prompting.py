@@ -49,6 +49,31 @@ def encode_continued(tokenizer: Any, text: str, continuation: str) -> tuple[list
     return prompt, target
 
 
+def encode_turns(tokenizer: Any, prompt: Prompt, question: str, answer_prefix: str = "") -> tuple[list[int], int]:
+    """As :func:`encode`, in two turns: ids of the prompt, and how many of them come before the question.
+
+    The text is cut where the question begins, and both parts are tokenised on their own.
+
+    Args:
+        question: the end of the prompt's last message.
+    """
+    if not isinstance(prompt, str) and tokenizer.chat_template:
+        text, first = _chat(tokenizer, prompt), []
+    else:
+        text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+        first, answer_prefix = leading_ids(tokenizer), f" {answer_prefix}" if answer_prefix else ""
+    context, found, rest = text.rpartition(question)
+    if not question or not found or not context.strip():
+        raise ValueError(f"the prompt has no context before the question {question!r}")
+    ids = first + tokenizer.encode(context, add_special_tokens=False)
+    return ids + tokenizer.encode(found + rest + answer_prefix, add_special_tokens=False), len(ids)
+
+
+def question_of(template: str, **values: Any) -> str:
+    """What a template asks after its context, filled in: the end of the message."""
+    return template.rpartition("{context}")[2].strip().format(**values)
+
+
 def leading_ids(tokenizer: Any) -> list[int]:
     """The beginning-of-text token, as a list of one, if this tokenizer puts one before a text, else an empty list."""
     bos = tokenizer.bos_token_id

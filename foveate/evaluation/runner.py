@@ -221,9 +221,12 @@ class _Examiner:
         self._memory = accounting.PeakMemory(plan.device)
         self._commit = accounting.commit()
         item = prepared.items[0]
+        context = min(item.context_tokens, _WARM_UP)
+        question = item.prompt_ids[item.context_tokens :][: _WARM_UP if context else 0]
         cut = dataclasses.replace(
             item,
-            prompt_ids=item.prompt_ids[:_WARM_UP],
+            prompt_ids=item.prompt_ids[:_WARM_UP] if not context else (*item.prompt_ids[:context], *question),
+            context_tokens=context,
             target_ids=item.target_ids[:2],
             options=tuple(Option(one.prompt_ids[:_WARM_UP], one.target_ids[:2]) for one in item.options),
             max_new_tokens=min(2, item.max_new_tokens),

@@ -79,6 +79,10 @@ class RetentionScores(nn.Module):
             v: ``[B, Hkv, L, Dv]``.
             real: bool ``[B, L]``: where there is a token; what is before the first one is zero in every layer.
         """
+        return self.logits(k, v, real).sigmoid()
+
+    def logits(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
+        """Scores before the sigmoid, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`."""
         x = torch.cat([k, v], -1).to(self.head.weight.dtype).transpose(2, 3).flatten(1, 2)
         mask = None if real is None else real[:, None].to(x.dtype)
         x = x if mask is None else x * mask
@@ -89,7 +93,7 @@ class RetentionScores(nn.Module):
             x = F.silu(x if mask is None else x * mask)
             if self.dropout_at == "output":
                 x = F.dropout(x, self.dropout, self.training)
-        return self.head(x).float().sigmoid()
+        return self.head(x).float()
 
 
 class LearnedEviction(SlidingWindowAttention):

@@ -72,8 +72,16 @@ class Method:
     small_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which a context of some sixty tokens is already sparse."""
 
+    uneven: ClassVar[bool] = False
+    """Whether the KV heads of a layer may hold different numbers of tokens."""
+
     artefact: ClassVar[Any] = None
-    """A :class:`~foveate.calibration.Calibration` that the setting `calibration` names; it is checked for the model."""
+    """What was made for one model, with ``check_model(facts, source)``, which :func:`foveate.attach` calls."""
+
+    @property
+    def artefact_file(self) -> str:
+        """The file that :attr:`artefact` was read from."""
+        return getattr(self, "calibration", "")
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -81,7 +81,7 @@ def place(row: Row, rows: Sequence[Row]) -> str:
     """The items of a row in words; on a second line model, dtype and number, where the rows differ in these."""
     length, scored = row["length"], row["task_settings"].get("continuation")
     if scored is None:
-        items = f"{row['task']} / {row['split']}, {length:,} tokens"
+        items = f"{row['task']} / {split_of(row)}, {length:,} tokens"
     else:
         items = f"{row['task']} of {scored:,} tokens after a prompt of {length:,}"
     parts = {"model": f"{row['model']}", "dtype": f"{row['dtype']}", "n": f"n = {row['n']}"}
@@ -89,10 +89,15 @@ def place(row: Row, rows: Sequence[Row]) -> str:
     return "\n".join([items, ", ".join(differing)] if differing else [items])
 
 
+def split_of(row: Row) -> str:
+    """The split of a row's task, and that its question came after the context, if it did."""
+    return row["split"] + (", question after" if row.get("task_settings", {}).get("question") == "after" else "")
+
+
 def heading(row: Row) -> str:
     """The words for the items of a row: task, split and, if it is asked for, the length."""
     length = row["task_settings"].get("length")
-    return " ".join((row["task"], row["split"], *([f"{round(length / 1024)}K"] if length else [])))
+    return " ".join((row["task"], split_of(row), *([f"{round(length / 1024)}K"] if length else [])))
 
 
 def circumstances(rows: Sequence[Row]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from foveate.report import page_scores
+from foveate.report.lines import split_of
 from foveate.report.ratio import perplexity_ratio
 
 Row = Mapping[str, Any]
@@ -54,7 +55,7 @@ def _what(row: Row) -> str:
     if scored := row["task_settings"].get("continuation"):
         length = f", {scored:,} tokens after a prompt of {row['length']:,}"
     task = " on ".join(filter(None, (row["task"], row["task_settings"].get("of"))))
-    return f"{task} ({row['split']}), {row['model']}{length}, n = {row['n']}, {row['dtype']}"
+    return f"{task} ({split_of(row)}), {row['model']}{length}, n = {row['n']}, {row['dtype']}"
 
 
 def _comparison(rows: Sequence[Row]) -> str:

@@ -11,6 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from foveate.report.lines import split_of
+
 WIDTH = 100
 _NONE = "–"
 _DIM = "dim"
@@ -119,7 +121,7 @@ def facts(entries: Mapping[str, Any]) -> Table:
 
 
 def _title(row: Row) -> str:
-    parts = [f"{row['task']} / {row['split']}", f"{row['length']:,} tokens", f"{row['n']} items", row["model"]]
+    parts = [f"{row['task']} / {split_of(row)}", f"{row['length']:,} tokens", f"{row['n']} items", row["model"]]
     parts += [row["dtype"], row["run"]["device"]]
     return " · ".join(parts + ([f"batch {row['batch_size']}"] if row["batch_size"] > 1 else []))
 

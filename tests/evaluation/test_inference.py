@@ -78,7 +78,7 @@ def test_answers_are_those_of_generate(model, tokenizer, monkeypatch, method, en
         clock = inference._Clock(model.device)
         with torch.inference_mode():
             greedy = inference._Greedy(prompt._paused)
-            assert torch.equal(inference._decode(model, prompt._paused, prompt.cache, greedy, clock), made)
+            assert torch.equal(inference._decode(model, prompt._paused, greedy, clock), made)
         assert steps is None or foveate.stats(model).to_dict() == steps
     assert len(clock._ticks) == made.shape[1] - width
 

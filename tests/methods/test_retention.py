@@ -119,6 +119,17 @@ def uniform(sequence: Sequence, top_k: int, window: int):
         yield [kept] * KV_HEADS
 
 
+def key_norm(sequence: Sequence, top_k: int, window: int, sinks: int):
+    kept = [list(range(PROMPT)) for _ in range(KV_HEADS)]
+    for length in range(PROMPT, PROMPT + STEPS + 1):
+        for kv in range(KV_HEADS):
+            always = [p for p in kept[kv] if p < sinks or p >= length - window]
+            short = {p: -float(sequence.k[kv, p].norm()) for p in kept[kv] if p not in always}
+            kept[kv] = sorted([*always, *best(short, top_k - len(always))])
+        yield kept
+        kept = [[*own, length] for own in kept]
+
+
 RULES = {
     "streaming:sinks=3,window=9": (streaming, 3, 9),
     "streaming:sinks=0,window=5": (streaming, 0, 5),
@@ -129,6 +140,7 @@ RULES = {
     "snapkv:top_k=8,window=5,kernel_size=3": (snapkv, 8, 5, 3, "avg"),
     "snapkv:top_k=8,window=5,kernel_size=5,pooling=max": (snapkv, 8, 5, 5, "max"),
     "uniform:top_k=6,window=5": (uniform, 6, 5),
+    "lte:score=key_norm,top_k=17,window=7,sinks=2": (key_norm, 17, 7, 2),
 }
 
 

@@ -38,9 +38,11 @@ class Option:
 class Item:
     """One question put to a model.
 
-    `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. An item with
-    `target_ids` `[T]` is scored teacher-forced (T decode steps), and so is each of its `options`, if it has them; one
-    with neither is answered greedily, or by `sampling`, up to `max_new_tokens` tokens or the first `stop` string.
+    `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. Where
+    `context_tokens` is above 0, the first so many are a turn of their own, which a method finishes, evicting what it
+    evicts, before it reads the question; otherwise all are read at once. An item with `target_ids` `[T]` is scored
+    teacher-forced (T decode steps), and so is each of its `options`, if it has them; one with neither is answered
+    greedily, or by `sampling`, up to `max_new_tokens` tokens or the first `stop` string.
     """
 
     id: str
@@ -54,6 +56,7 @@ class Item:
     options: tuple[Option, ...] = ()
     sampling: Sampling | None = None
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    context_tokens: int = 0
 
     @property
     def texts(self) -> tuple[Option, ...]:
@@ -112,8 +115,10 @@ class Task:
             raise unknown("split", self.split, self.splits, f"task '{self.name}'")
 
     def settings(self) -> dict[str, Any]:
-        """All settings as JSON-able values."""
-        return dataclasses.asdict(self)
+        """All settings as JSON-able values, without those at their default that came later."""
+        later = {field.name: field.default for field in dataclasses.fields(self) if field.metadata.get("later")}
+        values = dataclasses.asdict(self).items()
+        return {name: value for name, value in values if name not in later or value != later[name]}
 
     def arguments(self) -> list[str]:
         """The task as arguments of `foveate compare`."""
@@ -144,6 +149,21 @@ class Task:
         return 100.0
 
 
+QUESTION = ("with", "after")
+
+
+def question_setting() -> Any:
+    """The setting `question` of tasks that ask about a context; `check_question` checks it."""
+    text = "read with the context, or after it as a second turn: methods evict before they see it"
+    return dataclasses.field(default="with", kw_only=True, metadata={"help": text, "later": True})
+
+
+def check_question(task: Task) -> None:
+    """Raises `UserError` for another value of the setting `question` than there is."""
+    if task.question not in QUESTION:  # type: ignore[attr-defined]
+        raise unknown("question", task.question, QUESTION, f"task '{task.name}'")  # type: ignore[attr-defined]
+
+
 def items_digest(items: Sequence[Item]) -> str:
     """A fingerprint of what is asked (16 hex digits)."""
     total = hashlib.sha256()
@@ -151,6 +171,7 @@ def items_digest(items: Sequence[Item]) -> str:
         asked = [item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]
         options = [[option.prompt_ids, option.target_ids] for option in item.options]
         total.update(json.dumps([*asked, options] if options else asked).encode())
+        total.update(f"{item.context_tokens}".encode() if item.context_tokens else b"")
     return total.hexdigest()[:16]
 
 

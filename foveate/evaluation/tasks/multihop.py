@@ -18,7 +18,7 @@ from foveate.evaluation import data as reading
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import normalize
 from foveate.evaluation.multihop import Record, read_records
-from foveate.evaluation.prompting import Message, encode
+from foveate.evaluation.prompting import Message, question_of
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, at_least
 from foveate.evaluation.tasks.wikisalad import ContextQuestions
@@ -90,10 +90,12 @@ class MultiHop(ContextQuestions):
         prompt = messages(texts, record.question)
         given = f" {normalize(' '.join([*texts, record.question]))} "
         evidence = any(gold in ("yes", "no") or f" {gold} " in given for gold in map(normalize, record.answers))
+        ids, before = self.encoded(tokenizer, prompt, question_of(TEMPLATE, question=record.question))
         return Item(
             id=record.id,
             prompt=prompt,
-            prompt_ids=tuple(encode(tokenizer, prompt)),
+            prompt_ids=tuple(ids),
+            context_tokens=before,
             answers=record.answers,
             max_new_tokens=self.max_new_tokens,
             meta={"evidence": evidence, "question": record.question, "passages": len(texts)},
@@ -108,7 +110,8 @@ class MultiHop(ContextQuestions):
         more = [text for text in rest if text not in gold]
 
         def tokens(texts: Sequence[str]) -> int:
-            return len(encode(tokenizer, messages(texts, record.question)))
+            prompt, asked = messages(texts, record.question), question_of(TEMPLATE, question=record.question)
+            return len(self.encoded(tokenizer, prompt, asked)[0])
 
         least = tokens(gold)
         if least > self.length:

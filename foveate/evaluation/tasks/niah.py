@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from foveate.evaluation import data as reading
 from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Aggregate, mean, string_match
-from foveate.evaluation.prompting import Message, encode
+from foveate.evaluation.prompting import Message, encode, encode_turns, question_of
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.evaluation.words import ADJECTIVES, NOUNS
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
@@ -56,9 +56,11 @@ class NeedleInAHaystack(Task):
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
     max_new_tokens: int = dataclasses.field(default=16, metadata={"help": "longest answer (RULER: 128)"})
+    question: str = question_setting()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_question(self)
         at_least(self, "length", _SHORTEST * (2 if self.split == "multi" else 1))
         at_least(self, "max_new_tokens", 1)
 
@@ -89,7 +91,14 @@ class NeedleInAHaystack(Task):
             context = insert(window[:chars], needles, places)
             return ({"role": "user", "content": TEMPLATE.format(kind="number", context=context, key=keys[0])},)
 
-        chars, ids = fit(window, self.length, lambda chars: encode(tokenizer, messages(chars), prefix))
+        asked = question_of(TEMPLATE, kind="number", key=keys[0])
+
+        def encoded(chars: int) -> tuple[list[int], int]:
+            if self.question == "with":
+                return encode(tokenizer, messages(chars), prefix), 0
+            return encode_turns(tokenizer, messages(chars), asked, prefix)
+
+        chars, ids = fit(window, self.length, lambda chars: encoded(chars)[0])
         if len(ids) < 0.99 * self.length:
             raise UserError(
                 f"the novels give a prompt of {len(ids):,} tokens at most; a length of {self.length:,} needs more text"
@@ -103,6 +112,7 @@ class NeedleInAHaystack(Task):
             max_new_tokens=self.max_new_tokens,
             stop="\n",
             meta={"key": keys[0], "depth": depth},
+            context_tokens=encoded(chars)[1],
         )
 
 

@@ -16,11 +16,12 @@ from typing import Any, ClassVar
 from foveate.evaluation import data as reading
 from foveate.evaluation.errors import DataError
 from foveate.evaluation.metrics import Aggregate, contains_match, exact_match, f1, mean
-from foveate.evaluation.prompting import Message, encode
+from foveate.evaluation.prompting import Message, encode, encode_turns, question_of
 from foveate.evaluation.salad import SETS
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 
+TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 SYSTEM = (
     "You are a helpful assistant that answers questions based on the given context. "
     "Answer in a few words or a short phrase. Do not include explanations."
@@ -35,9 +36,11 @@ class ContextQuestions(Task):
     main: ClassVar[str] = "em_paper"
 
     max_new_tokens: int = dataclasses.field(default=32, metadata={"help": "longest answer (the paper: 100)"})
+    question: str = question_setting()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_question(self)
         at_least(self, "max_new_tokens", 1)
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
@@ -54,14 +57,22 @@ class ContextQuestions(Task):
     def ask(self, tokenizer: Any, name: str, context: str, question: str, answers: Sequence[str], **meta: Any) -> Item:
         """The item that asks a question on a context; its `meta` tells whether the context holds an answer."""
         prompt = messages(context, question)
+        ids, before = self.encoded(tokenizer, prompt, question_of(TEMPLATE, question=question))
         return Item(
             id=name,
             prompt=prompt,
-            prompt_ids=tuple(encode(tokenizer, prompt)),
+            prompt_ids=tuple(ids),
+            context_tokens=before,
             answers=tuple(answers),
             max_new_tokens=self.max_new_tokens,
             meta={"evidence": any(answer in context for answer in answers), "question": question.strip(), **meta},
         )
+
+    def encoded(self, tokenizer: Any, prompt: Sequence[Message], question: str) -> tuple[list[int], int]:
+        """Ids of a prompt that ends with this question, and how many are a turn before it (0: none)."""
+        if self.question == "with":
+            return encode(tokenizer, prompt), 0
+        return encode_turns(tokenizer, prompt, question)
 
 
 @register
@@ -94,7 +105,7 @@ def messages(context: str, question: str) -> tuple[Message, ...]:
     """The prompt of that evaluation."""
     return (
         {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": f"{context}\n\nQuestion: {question}\nAnswer:"},
+        {"role": "user", "content": TEMPLATE.format(context=context, question=question)},
     )
 
 

@@ -18,7 +18,7 @@ from foveate.cache import Counters
 from foveate.integrations.transformers import attention, dsa, releases
 from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
-from foveate.integrations.transformers.facts import kv_heads, model_facts
+from foveate.integrations.transformers.facts import kv_heads, model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import GetDecodeCall, Graphs, TakesDecodeCall
 from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, Prefill, PrepareCache
 from foveate.integrations.transformers.stats import LayerStats, Stats
@@ -303,11 +303,10 @@ def _auto(policies: dict[int, Policy]) -> Auto | None:
 def _check_artefacts(
     policies: dict[int, Policy], config: transformers.PreTrainedConfig, modules: dict[int, nn.Module]
 ) -> None:
-    """Refuse calibrations of other models."""
-    artefacts = {
-        policy.method.calibration: policy.method.artefact for policy in policies.values() if policy.method.artefact
-    }
-    facts = model_facts(config, modules) if artefacts else {}
+    """Refuse calibrations, and files of learned scores, of other models."""
+    chosen = [policy.method for policy in policies.values()]
+    artefacts = {method.artefact_file: method.artefact for method in chosen if method.artefact is not None}
+    facts = model_facts(config, modules) | {"rope": rotary_facts(config)} if artefacts else {}
     for source, artefact in artefacts.items():
         artefact.check_model(facts, source)
 

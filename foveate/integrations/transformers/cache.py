@@ -227,7 +227,7 @@ class Layer(CacheLayerMixin):
             keep = [every if one is None else one for one, every in zip(kept, everything)]
             keep = keep if any(one is not None for one in kept) else None
         if keep is not None:
-            store.retain(keep)
+            store.retain(keep, self.method.uneven)
         store.rows["prompt"], store.rows["observed"] = list(store.lengths), [0] * store.batch_size
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:

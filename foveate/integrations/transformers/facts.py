@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,12 @@ def model_facts(config: transformers.PreTrainedConfig, modules: Mapping[int, nn.
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "weights": [_sampled(module) for _, module in sorted(modules.items())],
     }
+
+
+def rotary_facts(config: transformers.PreTrainedConfig) -> dict[str, Any] | None:
+    """The settings of a decoder's rotary positions as JSON values; None where it has none."""
+    settings = getattr(config, "rope_parameters", None)
+    return None if settings is None else json.loads(json.dumps(settings))
 
 
 def _sampled(module: nn.Module) -> list[float] | None:

@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 
 from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import Aggregate, mean, string_match, string_match_part
-from foveate.evaluation.prompting import Message, encode
+from foveate.evaluation.prompting import Message, encode, encode_turns
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.evaluation.tasks.niah import longest
 from foveate.evaluation.tasks.ruler.counting import CommonWords, FrequentWords
 from foveate.evaluation.tasks.ruler.draft import Draft, Kind
@@ -67,9 +67,11 @@ class Ruler(Task):
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
     max_new_tokens: int = dataclasses.field(default=0, metadata={"help": "longest answer; 0: RULER's of the split"})
+    question: str = question_setting()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_question(self)
         at_least(self, "length", _SHORTEST)
         at_least(self, "max_new_tokens", 0)
 
@@ -94,11 +96,16 @@ class Ruler(Task):
         def messages(size: int) -> tuple[Message, ...]:
             return ({"role": "user", "content": draft.text(size)},)
 
+        def encoded(size: int) -> tuple[list[int], int]:
+            if self.question == "with":
+                return encode(tokenizer, messages(size), draft.answer_prefix), 0
+            return encode_turns(tokenizer, messages(size), draft.question, draft.answer_prefix)
+
         spare = max(int(draft.step), self.length // 800)
         size, ids = longest(
             draft.sizes,
             self.length,
-            lambda size: encode(tokenizer, messages(size), draft.answer_prefix),
+            lambda size: encoded(size)[0],
             draft.step,
             spare,
             draft.least,
@@ -115,4 +122,5 @@ class Ruler(Task):
             answer_prefix=draft.answer_prefix,
             max_new_tokens=self.max_new_tokens or _KINDS[self.split].new_tokens,
             meta=draft.meta,
+            context_tokens=encoded(size)[1],
         )

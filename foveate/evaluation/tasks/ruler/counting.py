@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation.errors import UserError
+from foveate.evaluation.prompting import question_of
 from foveate.evaluation.tasks.ruler import wordlists
 from foveate.evaluation.tasks.ruler.draft import Draft, distinct
 
@@ -85,6 +86,7 @@ class CommonWords:
                 step=6 * counts.other,
                 answer_prefix=COMMON_ANSWER_PREFIX,
                 answers=tuple(drawn[:_COMMON]),
+                question=question_of(COMMON_TEMPLATE),
                 least="example, question and common words",
                 source=lists,
             )
@@ -119,6 +121,7 @@ class FrequentWords:
                 step=2.5,
                 answer_prefix=FREQUENT_ANSWER_PREFIX,
                 answers=tuple(coded[:3]),
+                question=question_of(FREQUENT_TEMPLATE),
                 least="question and the shortest text",
             )
 

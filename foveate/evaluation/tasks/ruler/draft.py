@@ -19,7 +19,8 @@ class Draft:
     """An item before it is fitted: `text(size)` is the user's message with that much haystack, the same at every call.
 
     `sizes` are the allowed ones, rising; one more of the size adds about `step` tokens to the prompt. `least` is what
-    stands in a prompt of the smallest size, in words, and `source` what bounds the largest, if anything does.
+    stands in a prompt of the smallest size, in words, and `source` what bounds the largest, if anything does. The
+    message ends with the `question`.
     """
 
     text: Callable[[int], str]
@@ -27,6 +28,7 @@ class Draft:
     step: float
     answer_prefix: str
     answers: tuple[str, ...]
+    question: str
     least: str = "question and needles"
     source: str = ""
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)

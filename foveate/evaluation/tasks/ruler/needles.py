@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
 from foveate.evaluation.errors import UserError
+from foveate.evaluation.prompting import question_of
 from foveate.evaluation.tasks.niah import (
     ANSWER_PREFIX,
     CHARS_PER_TOKEN,
@@ -107,6 +108,7 @@ class Needles:
             step=hay.step,
             answer_prefix=prefix.format(kind=self.value_kind, key=query),
             answers=answers,
+            question=question_of(template, kind=self.value_kind, key=query),
             source=hay.source,
             meta={"keys": list(asked)},
         )

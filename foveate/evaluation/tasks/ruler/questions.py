@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from foveate.evaluation import data as reading
 from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.multihop import read_records
-from foveate.evaluation.prompting import encode
+from foveate.evaluation.prompting import encode, question_of
 from foveate.evaluation.squad import find_squad, read_squad
 from foveate.evaluation.tasks.ruler.draft import Draft
 
@@ -94,6 +94,7 @@ class Questions:
                 step=1.0,  # the size is the number of tokens, roughly
                 answer_prefix=ANSWER_PREFIX,
                 answers=question.answers,
+                question=question_of(TEMPLATE, question=question.text),
                 least=f"the question '{question.text}' and its documents",
             )
 

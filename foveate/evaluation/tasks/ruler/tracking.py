@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from foveate.evaluation.prompting import question_of
 from foveate.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, at_random, distinct
 
 TEMPLATE = (
@@ -60,6 +61,7 @@ class VariableTracking:
                 step=per_line,
                 answer_prefix=ANSWER_PREFIX.format(count=len(names), value=value),
                 answers=tuple(names),
+                question=question_of(TEMPLATE, value=value),
                 least="example, question and chain",
                 meta={"value": value},
             )
