@@ -69,6 +69,11 @@ class LTE(Method):
         self._check_choice("allocation", "uniform", "layer", "global")
         if self.score == "key_norm":
             self._check("allocation", self.allocation == "uniform", "uniform with score=key_norm")
+            return
+        try:
+            eviction_scores.read(self.file)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
 
     @property
     def artefact_file(self) -> str:
@@ -77,10 +82,7 @@ class LTE(Method):
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> LTE:
         if self.score != "learned":
             return self
-        try:
-            scores = eviction_scores.read(self.file)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from None
+        scores = eviction_scores.read(self.file)
         among = range(num_layers) if among is None else among
         missing = [one for one in among if one not in scores.layers]
         if missing:
