@@ -235,7 +235,8 @@ def _evicting(plan: Plan, batch: int, draw: Callable[..., Tensor]) -> tuple[Lear
     layer = LearnedEviction(64, plan.heads, plan.kv_heads, plan.head_dim, plan.window, plan.buffer)
     layer = layer.to(plan.device, getattr(torch, plan.dtype)).eval()
     memory = RetainedMemory(plan.window, plan.buffer)
-    memory.start(*(draw(batch, plan.kv_heads, 1, plan.head_dim) for _ in range(2)))
+    first = torch.zeros(1, 1, dtype=torch.int64, device=plan.device)
+    memory.start(*(draw(batch, plan.kv_heads, 1, plan.head_dim) for _ in range(2)), first)
     held = memory.tensors
     for name in ("keys", "values"):
         held[name].copy_(draw(*held[name].shape))

@@ -156,16 +156,19 @@ class LearnedEviction(SlidingWindowAttention):
 
         return attend_masked(rotate(q, angles), rotate(k, angles), v, sees, scaling=self.scaling), scores
 
+    def _scores(self, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        return self.scores(k, v, real)
+
     @torch.no_grad()
-    def _margins(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor) -> Tensor:
-        """Scores less the threshold, fp32 ``[B, Hkv, L]``, of rotated keys; sinks are beyond any other."""
-        margins = self.scores(rotate(k, self.rotary.angles(positions), inverse=True), v, real) - THRESHOLD
-        return margins.masked_fill((positions < self.sinks)[:, None], float("inf"))
+    def _margins(self, k: Tensor, v: Tensor, tokens: Tensor, real: Tensor, first: Tensor) -> Tensor:
+        """Scores less the threshold; sinks are beyond any other."""
+        plain = rotate(k, self.rotary.angles(tokens + first[:, None]), inverse=True)
+        margins = self.scores(plain, v, real) - THRESHOLD
+        return margins.masked_fill((tokens < self.sinks)[:, None], float("inf"))
 
     def _remember(self, q: Tensor, k: Tensor, v: Tensor, memory: RetainedMemory, packing: Packing | None) -> Tensor:
         if not self.whole_prompt or any(memory.lengths) or q.shape[2] == 1:
             return super()._remember(q, k, v, memory, packing)
-        memory.start(k, v)
         return self._published(q, k, v, memory, packing)
 
     def _published(self, q: Tensor, k: Tensor, v: Tensor, memory: RetainedMemory, packing: Packing | None) -> Tensor:
@@ -174,7 +177,7 @@ class LearnedEviction(SlidingWindowAttention):
         at = torch.arange(length, device=k.device)
         real = torch.ones(k.shape[0], length, dtype=torch.bool, device=k.device) if packing is None else packing.real
         counts = real.sum(1, keepdim=True)
-        margins = self._margins(k, v, at.expand(k.shape[0], -1), real)
+        margins = self._margins(k, v, at.expand(k.shape[0], -1), real, held["first"])
         left = (at < counts - self.window)[:, None] & (margins > 0)  # tokens that the window has left at the end
         best = margins.masked_fill(~left, float("-inf")).argsort(dim=2, descending=True, stable=True)[
             :, :, : self.buffer
@@ -202,7 +205,8 @@ class LearnedEviction(SlidingWindowAttention):
             held[name][:, :, ring:] = far
         held["margins"].scatter_(2, into, margins.gather(2, source))
         held["margins"][:, :, ring:] = margins.gather(2, index)
-        held["positions"], held["kept"] = positions.masked_fill(positions == length, -1), kept
+        held["positions"].copy_(positions.masked_fill(positions == length, -1))
+        held["kept"].copy_(kept)
         memory.advance(length, packing)
         memory.unscored = [max(0, number - self.reach) for number in memory.lengths]
         return torch.cat(outs, 2)

@@ -64,24 +64,32 @@ class SlidingWindowAttention(nn.Module):
         positions: Tensor,
         memory: RetainedMemory | None = None,
         packing: Packing | None = None,
+        output_scores: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """``[B, L, hidden_size]`` to the same, after what the memory holds.
 
         Args:
-            positions: int64 ``[B or 1, L]``, of the new tokens.
+            positions: int64 ``[B or 1, L]``, of the new tokens, one after another in each row.
             packing: of a padded batch, whose ``hidden`` it has packed.
+            output_scores: return retention scores outside of training, too.
 
         Returns:
-            The output, and in training retention scores, fp32 ``[B, Hkv, L]``, of a layer that has such.
+            The output, and retention scores, fp32 ``[B, Hkv, L]``, of a layer that has such.
         """
         q, k, v = (self._heads(proj(hidden)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         angles = self.rotary.angles(positions)
-        scores = None
+        real, scores = None if packing is None else packing.real, None
         if self.training and memory is None:
-            out, scores = self._train(q, k, v, angles, None if packing is None else packing.real)
+            out, scores = self._train(q, k, v, angles, real)
         else:
-            memory = RetainedMemory(self.window, self.buffer) if memory is None else memory
-            out = self._remember(rotate(q, angles), rotate(k, angles), v, memory, packing)
+            scores = self._scores(k, v, real) if output_scores else None
+            q, k = rotate(q, angles), rotate(k, angles)
+            if memory is None and torch.is_grad_enabled() and k.requires_grad:
+                out = self._differentiable(q, k, v, positions, real)
+            else:
+                memory = RetainedMemory(self.window, self.buffer) if memory is None else memory
+                memory.start(k, v, positions)
+                out = self._remember(q, k, v, memory, packing)
         return self.o_proj(out.transpose(1, 2).flatten(2)), scores
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -99,26 +107,50 @@ class SlidingWindowAttention(nn.Module):
         q, k = rotate(q, angles), rotate(k, angles)
         return attend_masked(q, k, v, sees, scaling=self.scaling, reach=window + 1), None
 
-    def _margins(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor) -> Tensor:
+    def _scores(self, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor | None:
+        """Retention scores of keys before rotation and values, fp32 ``[B, Hkv, L]``; None in a layer without."""
+        return None
+
+    def _margins(self, k: Tensor, v: Tensor, tokens: Tensor, real: Tensor, first: Tensor) -> Tensor:
         """By how much a token deserves to be retained, fp32 ``[B, Hkv, L]``; not at all where it is at most 0.
 
         Args:
             k: ``[B, Hkv, L, D]``, rotated.
             v: ``[B, Hkv, L, D]``.
-            positions: int64 ``[B, L]``.
+            tokens: int64 ``[B, L]``: their numbers, from 0 on in each row.
             real: bool ``[B, L]``: where there is a token.
+            first: int64 ``[B]``: the position by which token 0 of a row was rotated.
         """
         return k.new_full(k.shape[:3], -1.0, dtype=torch.float32)
+
+    def _differentiable(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
+        """Attention of whole sequences as inference has it, with gradients of queries, keys and values."""
+        batch, heads, length = k.shape[:3]
+        with torch.no_grad():
+            tokens = torch.arange(length, device=k.device).expand(batch, -1)
+            there = tokens >= 0 if real is None else real
+            margins = self._margins(k, v, tokens, there, positions[:, 0].expand(batch))
+            empty = margins.new_zeros(batch, heads, self.buffer)
+            none = torch.full(empty.shape, -1, device=k.device)
+            turns = ops.running_best(empty, none, margins, torch.where(there, tokens, -1))
+            until = turns.new + self.window + 1  # token x leaves the window after the query of token x + window
+        group = self.num_heads // self.num_kv_heads
+
+        def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return i < until[b, h // group, j]
+
+        return attend_masked(q, k, v, sees, scaling=self.scaling)
 
     # Inference
 
     def _remember(self, q: Tensor, k: Tensor, v: Tensor, memory: RetainedMemory, packing: Packing | None) -> Tensor:
-        memory.start(k, v)
         length = k.shape[2]
         if staged := memory.settled():
-            count = staged["k"].shape[1]
+            left = memory.staged["k"].shape[1] if memory.staged else 0
+            count = staged["k"].shape[1] + left
             memory.lengths = [held - count for held in memory.lengths]
             self._read(None, staged["k"].transpose(1, 2), staged["v"].transpose(1, 2), memory, None)
+            memory.lengths = [held + left for held in memory.lengths]
         final = memory.final_part(length, packing)
         outs = []
         if final:
@@ -171,7 +203,9 @@ class SlidingWindowAttention(nn.Module):
         there = late >= 0
         if real is not None:
             there[:, ring:] &= real
-        margins = self._margins(*(x[:, :, self.buffer :] for x in (keys, values)), late.clamp_min(0), there)
+        margins = self._margins(
+            *(x[:, :, self.buffer :] for x in (keys, values)), late.clamp_min(0), there, held["first"]
+        )
         known = late < torch.tensor(memory.unscored, device=k.device)[:, None]
         old = held["margins"][:, :, :ring].gather(2, slots)
         margins[:, :, :ring] = torch.where(known[:, None, :ring], old, margins[:, :, :ring])
@@ -219,7 +253,8 @@ class SlidingWindowAttention(nn.Module):
         margins.scatter_(2, into, piece.margins.gather(2, source))
         margins[:, :, ring:] = stay
         empty = torch.arange(self.buffer, device=order.device) >= kept[..., None]
-        held["positions"], held["kept"] = positions.gather(2, order).masked_fill(empty, -1), kept
+        held["positions"].copy_(positions.gather(2, order).masked_fill(empty, -1))
+        held["kept"].copy_(kept)
         numbers = [new] * memory.batch_size if piece.whole else there[:, 0].tolist()
         memory.lengths = [length + number for length, number in zip(memory.lengths, numbers)]
         memory.unscored = [max(old, length - self.reach) for old, length in zip(memory.unscored, memory.lengths)]
@@ -260,7 +295,7 @@ class SlidingWindowAttention(nn.Module):
         late = length + torch.arange(-ring, 0, device=length.device)
         slots = (late % ring)[:, None].expand(-1, self.num_kv_heads, -1)
         keys, values = ops.gather_slots(held["keys"], slots), ops.gather_slots(held["values"], slots)
-        margins = self._margins(keys, values, late.clamp_min(0), late >= 0)
+        margins = self._margins(keys, values, late.clamp_min(0), late >= 0, held["first"])
         first = torch.tensor(memory.unscored, device=length.device)[:, None]
         fresh = ((late >= first) & (late < length - reach))[:, None]
         margins = torch.where(fresh, margins, held["margins"][:, :, :ring].gather(2, slots))

@@ -76,7 +76,9 @@ class MemoryLayer(CacheLayerMixin):
         self.memory.check_crop(-int(tokens_to_remove))
 
     def reset(self) -> None:
+        recording = self.memory.recording
         self.memory, self.seen = self.memory.emptied(), 0
+        self.memory.recording = recording
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.memory.take_rows(beam_idx)

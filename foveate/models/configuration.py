@@ -82,6 +82,13 @@ class HybridConfig(PreTrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ):
+        pairs = {
+            "num_attention_heads": (num_attention_heads, num_key_value_heads),
+            "nsa_heads": (nsa_heads, nsa_kv_heads),
+        }
+        for name, (heads, kv_heads) in pairs.items():
+            if heads % kv_heads:
+                raise ValueError(f"{name} must be a multiple of its {kv_heads} KV heads, not {heads}")
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
         self.num_hidden_layers = num_hidden_layers
         self.mixers = _pattern(mixers, num_hidden_layers)
@@ -112,6 +119,8 @@ class HybridConfig(PreTrainedConfig):
 
 def _pattern(mixers: Sequence[str], layers: int) -> list[str]:
     """The mixer of each layer."""
+    if isinstance(mixers, str):
+        raise ValueError(f"mixers must be a list of {', '.join(MIXERS)}, not the string {mixers!r}")
     mixers = list(mixers)
     unknown = [mixer for mixer in mixers if mixer not in MIXERS]
     if unknown or not mixers:

@@ -114,7 +114,7 @@ class HybridLayer(GradientCheckpointingLayer):
         self.mlp = HybridMLP(config)
 
     def forward(self, hidden: Tensor, inputs: _Inputs, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
-        """The hidden states after the layer, and an lte layer's retention scores in training."""
+        """The hidden states after the layer, and an lte layer's retention scores in training or when asked for."""
         x, retention = self.mixer_norm(hidden).to(hidden.dtype), None
         if self.kind == "attn":
             x = self.mixer(x, inputs.angles, inputs.mask, cache, **inputs.kwargs)
@@ -127,7 +127,7 @@ class HybridLayer(GradientCheckpointingLayer):
             elif self.kind == "nsa":
                 x = self.mixer(x, inputs.packed, memory, packing)
             else:
-                x, retention = self.mixer(x, inputs.packed, memory, packing)
+                x, retention = self.mixer(x, inputs.packed, memory, packing, inputs.output_retention)
             x = x if packing is None else packing.unpack(x)
             if cache is not None:
                 cache.layers[self.layer_idx].seen += hidden.shape[1]
@@ -144,6 +144,7 @@ class _Inputs:
     packing: Packing | None
     packed: Tensor
     """Positions of the tokens, int64 ``[B or 1, L]``, packed where the batch is."""
+    output_retention: bool
     kwargs: dict[str, Any]
 
 
@@ -217,10 +218,13 @@ class HybridModel(HybridPreTrainedModel):
         Args:
             attention_mask: ``[B, columns so far]``, 0 where there is padding.
             cache, past_key_values: a :class:`~foveate.models.HybridCache`; the two names are one argument.
-            output_retention: return the retention scores of lte layers, which training needs.
+            position_ids: ``[B or 1, L]``, one after another in each row.
+            output_retention: return the retention scores of lte layers, which training needs; of a padded batch
+                they are packed, a row's tokens first.
 
         Raises:
-            ValueError: for neither or both of ids and embeddings, a cache of another kind, or a mask that is not 2-D.
+            ValueError: for neither or both of ids and embeddings, a cache of another kind, a mask that is not 2-D,
+                positions that do not follow one another where a layer counts on that, or attention weights asked for.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -229,14 +233,23 @@ class HybridModel(HybridPreTrainedModel):
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and cache is None:
             cache = HybridCache(self.config)
+        if kwargs.pop("output_attentions", None):
+            raise ValueError(
+                "output_attentions=True is not possible: most layers of a hybrid hold no attention weights"
+            )
+        states = [hidden] if kwargs.pop("output_hidden_states", self.config.output_hidden_states) else None
         self._check(cache, attention_mask, hidden.shape[1])
-        inputs = self._inputs(hidden, attention_mask, position_ids, cache, kwargs)
+        inputs = self._inputs(hidden, attention_mask, position_ids, cache, output_retention, kwargs)
         retention = []
         for layer in self.layers:
             hidden, scores = layer(hidden, inputs, cache)
+            if states is not None:
+                states.append(hidden)
             if scores is not None:
                 retention.append(scores)
-        out = BaseModelOutputWithPast(last_hidden_state=self.norm(hidden).to(hidden.dtype), **{_CACHE: cache})
+        hidden = self.norm(hidden).to(hidden.dtype)
+        states = None if states is None else (*states[:-1], hidden)
+        out = BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=states, **{_CACHE: cache})
         if output_retention:
             out["retention"] = tuple(retention)
         return out
@@ -269,9 +282,11 @@ class HybridModel(HybridPreTrainedModel):
         mask: Tensor | None,
         positions: Tensor | None,
         cache: Cache | None,
+        output_retention: bool,
         kwargs: dict[str, Any],
     ) -> _Inputs:
         columns, seen = hidden.shape[1], 0 if cache is None else cache.get_seq_length()
+        given = positions is not None
         if positions is None and mask is not None:
             positions = (mask.long().cumsum(1) - 1).clamp_min(0)[:, -columns:]
         elif positions is None:
@@ -284,7 +299,13 @@ class HybridModel(HybridPreTrainedModel):
         if set(self.config.mixers) != {"attn"}:
             packing = Packing.of(mask, columns)
         packed = positions if packing is None else packing.pack(positions.expand(hidden.shape[0], -1))
-        return _Inputs(angles, causal, packing, packed, kwargs)
+        if given and "lte" in self.config.mixers and columns > 1:
+            follows = packed[:, 1:] == packed[:, :-1] + 1
+            if not bool((follows if packing is None else follows | ~packing.real[:, 1:]).all()):
+                raise ValueError(
+                    "position_ids must follow one another in each row: lte layers undo the rotation of keys"
+                )
+        return _Inputs(angles, causal, packing, packed, output_retention, kwargs)
 
 
 def _next_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -333,7 +354,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
         A compiled model in training returns the loss alone, and never holds its logits in fp32.
         """
-        kwargs.pop("return_dict", None)
+        kwargs = {name: value for name, value in kwargs.items() if name != "return_dict" and value is not None}
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -346,7 +367,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         )
         hidden = outputs.last_hidden_state
         loss = logits = None
-        if labels is not None and self._compiled_loss is not None and self.training:
+        if labels is not None and self._compiled_loss is not None and self.training and not kwargs:
             loss = self._compiled_loss(hidden, self.lm_head.weight, labels)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -354,7 +375,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if labels is not None and loss is None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         retention, cache = outputs.get("retention"), outputs.get(_CACHE)
-        return HybridOutput(loss=loss, logits=logits, retention=retention, **{_CACHE: cache})
+        states = outputs.hidden_states
+        return HybridOutput(loss=loss, logits=logits, hidden_states=states, retention=retention, **{_CACHE: cache})
 
     def _prepare_cache_for_generation(
         self,

@@ -22,7 +22,7 @@ class Packing:
     def __init__(self, mask: Tensor):
         self.counts = mask.sum(1)
         self.numbers: list[int] = self.counts.tolist()
-        self.order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(self.numbers)]
+        self.order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, *self.numbers)]
         self.real = torch.arange(self.order.shape[1], device=mask.device) < self.counts[:, None]
         self._columns = mask.shape[1]
 
@@ -68,7 +68,10 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._held())
+
+    def _held(self) -> list[Tensor]:
+        return list(self.tensors.values())
 
     def lengths_on(self, device: torch.device) -> Tensor:
         """Tokens of each row, int64 ``[B]``."""
@@ -85,7 +88,9 @@ class Memory:
         """Rows of the batch anew: ``index`` int64 ``[B']`` (beam search, repeats, selection)."""
         if not self.batch_size:
             return
-        self.tensors = {name: x.index_select(0, index.to(x.device)) for name, x in self.tensors.items()}
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be changed later
+            index = index.clone()
+            self.tensors = {name: x.index_select(0, index.to(x.device)) for name, x in self.tensors.items()}
         self.lengths = [self.lengths[b] for b in index.tolist()]
 
     def emptied(self) -> Memory:
@@ -120,11 +125,16 @@ class StagedMemory(Memory):
         self._final = True
 
     def settled(self) -> dict[str, Tensor]:
-        """Staged tokens that have become final, to be taken in now; empty when there are none."""
-        if not self._staged or (self.recording and not self._final):
+        """Staged tokens to be taken in now: those that have become final, and of many the first ones."""
+        if not self._staged:
             return {}
-        staged, self._staged = self._staged, {}
-        return staged
+        keep = 0
+        if self.recording and not self._final:
+            count = self._count
+            keep = UNDONE if count > 2 * UNDONE else count
+        staged = {name: x[:, : x.shape[1] - keep] for name, x in self._staged.items()}
+        self._staged = {name: x[:, x.shape[1] - keep :] for name, x in self._staged.items()} if keep else {}
+        return staged if next(iter(staged.values())).shape[1] else {}
 
     @property
     def staged(self) -> dict[str, Tensor]:
@@ -167,5 +177,12 @@ class StagedMemory(Memory):
         self._final = True
 
     @property
+    def _count(self) -> int:
+        return next(iter(self._staged.values())).shape[1] if self._staged else 0
+
+    @property
     def _undoable(self) -> int:
-        return next(iter(self._staged.values())).shape[1] if self._staged and not self._final else 0
+        return 0 if self._final else self._count
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._staged.values()]

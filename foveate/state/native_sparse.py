@@ -54,7 +54,8 @@ class BlockMemory(Memory):
         for name in names:
             x = self.tensors[name.removeprefix("block_")]
             if name not in self.tensors or self.tensors[name].shape[2] < self.capacity // self.block:
-                grown = x.new_zeros(*x.shape[:2], self.capacity // self.block, x.shape[3])
+                with torch.inference_mode(False):  # a tensor made in inference mode could not be changed later
+                    grown = x.new_zeros(*x.shape[:2], self.capacity // self.block, x.shape[3])
                 if name in self.tensors:
                     grown[:, :, : self.tensors[name].shape[2]] = self.tensors[name]
                 self.tensors[name] = grown
@@ -89,7 +90,8 @@ class BlockMemory(Memory):
         unit = max(_ALIGN, self.block)
         capacity = -(-max(tokens, self.capacity * 9 // 8) // unit) * unit
         for name, x in (("keys", k), ("values", v)):
-            grown = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
+            with torch.inference_mode(False):  # a tensor made in inference mode could not be changed later
+                grown = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
             if name in self.tensors:
                 grown[:, :, : self.capacity] = self.tensors[name]
             self.tensors[name] = grown

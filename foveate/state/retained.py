@@ -17,8 +17,9 @@ class RetainedMemory(StagedMemory):
 
     Tensors: ``keys [B, Hkv, S, D]``, ``values [B, Hkv, S, Dv]``, ``margins`` fp32 ``[B, Hkv, S]`` (retention score less
     the threshold; of retained sinks inf), ``positions`` int64 ``[B, Hkv, buffer]`` (-1: empty), ``kept`` int64
-    ``[B, Hkv]``; ``numbers`` int64 ``[B, 2]`` and ``slots`` int64 ``[B]`` for :meth:`lengths_on` and
-    :meth:`next_slots`. A decode step changes all of them in place, so that a CUDA graph can replay it.
+    ``[B, Hkv]``, ``first`` int64 ``[B]`` (the position by which a row's first token was rotated); ``numbers`` int64
+    ``[B, 2]`` and ``slots`` int64 ``[B]`` for :meth:`lengths_on` and :meth:`next_slots`. A decode step changes all of
+    them in place, so that a CUDA graph can replay it.
 
     Args:
         window: tokens that a query sees before its own.
@@ -38,13 +39,23 @@ class RetainedMemory(StagedMemory):
         """Slots of the window."""
         return self.window + 1
 
-    def start(self, k: Tensor, v: Tensor) -> None:
-        """Allocate for such keys and values ``[B, Hkv, n, D(v)]``, once."""
+    def start(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Allocate for such keys and values ``[B, Hkv, n, D(v)]``, once.
+
+        Args:
+            positions: int64 ``[B or 1, n]``: that of the first token, from which a row counts on.
+        """
         if self.tensors:
             return
+        with torch.inference_mode(False):  # tensors made in inference mode could not be changed later
+            self._allocate(k, v)
+        self.tensors["first"].copy_(positions[:, 0])
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
         batch, heads = k.shape[:2]
         slots = self.ring + self.buffer
         self.tensors = {
+            "first": torch.zeros(batch, dtype=torch.int64, device=k.device),
             "keys": k.new_zeros(batch, heads, slots, k.shape[3]),
             "values": v.new_zeros(batch, heads, slots, v.shape[3]),
             "margins": torch.zeros(batch, heads, slots, device=k.device),

@@ -175,3 +175,83 @@ def test_bf16_stays_near_fp32(name):
     assert out.dtype == torch.bfloat16
     error = (out.float() - exact).abs()
     assert float(error.median()) < 0.02 * float(exact.abs().max())
+
+
+@every_mixer
+def test_gradients_outside_of_training(name):
+    """A mixer in eval mode goes backward, and its output is that without gradients."""
+    make, _ = MIXERS[name]
+    mixer = make()
+    x, at = hidden(LENGTH)
+    expected = run(mixer, x, at)
+    with torch.enable_grad():
+        x.requires_grad_()
+        out = run(mixer, x, at)
+        torch.testing.assert_close(out.detach(), expected, atol=2e-6, rtol=1e-4)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    assert gradient.isfinite().all()
+    assert (gradient[:, :-1].abs().sum(-1) > 0).all()
+
+
+@every_mixer
+def test_inference_mode_and_no_grad_can_follow_each_other(name):
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    whole, outs = run(mixer, x, at), []
+    for first, last in ((0, 60), (60, 61), (61, 62), (62, 100), (100, 101), (101, LENGTH)):
+        with torch.inference_mode(first % 2 == 0):
+            outs.append(run(mixer, x[:, first:last], at[:, first:last], kept).clone())
+            kept.take_rows(torch.arange(2))
+    torch.testing.assert_close(torch.cat(outs, 1), whole, atol=2e-6, rtol=1e-4)
+
+
+@every_mixer
+def test_recording_stays_small_without_crops(name):
+    """An assistant that is never cropped: old tokens become final, and the last ones can still be undone."""
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(300)
+    whole = run(mixer, x, at)
+    kept.recording = True
+    outs = [run(mixer, x[:, :20], at[:, :20], kept)]
+    for token in range(20, 290):
+        outs.append(run(mixer, x[:, token : token + 1], at[:, token : token + 1], kept))
+    assert getattr(kept, "_count", 0) <= 129
+    run(mixer, torch.randn(2, 10, WIDTH), at[:, 290:], kept)
+    kept.crop(10)
+    outs.append(run(mixer, x[:, 290:], at[:, 290:], kept))
+    torch.testing.assert_close(torch.cat(outs, 1), whole, atol=2e-6, rtol=1e-4)
+
+
+@every_mixer
+def test_a_piece_of_padding_alone(name):
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    whole, outs = run(mixer, x, at), []
+    mask = torch.ones(2, LENGTH + 8, dtype=torch.bool)
+    mask[:, 40:48] = False
+    columns = torch.full((2, LENGTH + 8, WIDTH), 7.0)
+    columns[:, mask[0]] = x
+    positions = (mask.long().cumsum(1) - 1).clamp_min(0)
+    for first, last in ((0, 40), (40, 48), (48, LENGTH + 8)):
+        packing = Packing.of(mask[:, :last], last - first)
+        some, where = columns[:, first:last], positions[:, first:last]
+        if packing is None:
+            outs.append(run(mixer, some, where, kept))
+        else:
+            outs.append(packing.unpack(run(mixer, packing.pack(some), packing.pack(where), kept, packing)))
+    torch.testing.assert_close(torch.cat(outs, 1)[:, mask[0]], whole, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["swa", "lte"])
+def test_positions_that_begin_elsewhere(name):
+    """Only distances count, for attention and for scores."""
+    make, memory = MIXERS[name]
+    mixer, kept = make(), memory()
+    x, at = hidden(LENGTH)
+    whole = run(mixer, x, at)
+    outs = [run(mixer, x[:, :70], at[:, :70] + 33, kept)]
+    outs += [run(mixer, x[:, token : token + 1], at[:, token : token + 1] + 33, kept) for token in range(70, LENGTH)]
+    torch.testing.assert_close(torch.cat(outs, 1), whole, atol=1e-5, rtol=1e-4)

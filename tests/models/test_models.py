@@ -248,6 +248,8 @@ def test_a_pattern_of_its_own():
         (lambda: HybridConfig(mixers=["gdn", "lte", "nsa"], num_hidden_layers=4), "3 entries"),
         (lambda: HybridConfig(mixers=["gdn", "ssm"]), "mixers must be of gdn, attn"),
         (lambda: HybridConfig(mixers=[]), "mixers must be of gdn, attn"),
+        (lambda: HybridConfig(mixers="gdn"), "not the string 'gdn'"),
+        (lambda: make_config("gdn_attn", "tiny", num_key_value_heads=3), "num_attention_heads must be a multiple"),
     ],
 )
 def test_configurations_that_cannot_be(call, message):
@@ -274,3 +276,23 @@ def test_masks_that_do_not_fit():
 def test_caches_that_cannot_be():
     with pytest.raises(ValueError, match="cache_implementation='static'"):
         generate(model_of("lalte"), prompt(), cache_implementation="static")
+
+
+def test_hidden_states_and_retention_can_be_asked_for():
+    model = model_of("lalte")
+    with torch.no_grad():
+        out = model(prompt(), output_hidden_states=True, output_retention=True)
+    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+    assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
+    assert [scores.shape for scores in out.retention] == [(2, 2, 90)] * 2
+    with pytest.raises(ValueError, match="output_attentions=True is not possible"):
+        model(prompt(), output_attentions=True)
+
+
+def test_positions_must_follow_one_another():
+    model, positions = model_of("lalte"), torch.arange(90)[None]
+    with torch.no_grad():
+        shifted = model(prompt(), position_ids=positions + 100).logits
+        torch.testing.assert_close(shifted, model(prompt()).logits, atol=1e-4, rtol=1e-3)
+    with pytest.raises(ValueError, match="position_ids must follow one another"):
+        model(prompt(), position_ids=positions * 2)

@@ -19,8 +19,11 @@ def gated_delta_rule(
     exponent is at most 0, so no decay overflows.
     """
     check(q, k, v, log_decay, beta, state)
-    if state is None:
-        state = start(k, v)
+    with torch.autocast(q.device.type, enabled=False):  # the state is fp32, and so is all that is added to it
+        return _in_chunks(q, k, v, log_decay, beta, start(k, v) if state is None else state)
+
+
+def _in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Recurred:
     length = q.shape[2]
     q, k = normalized(q) * q.shape[-1] ** -0.5, normalized(k)
     beta = beta.float()[..., None]

@@ -61,7 +61,7 @@ def _proved(device: int, dim: int, value_dim: int, dtype: torch.dtype) -> str:
     refuses = getattr(guarded, _GUARD, True)
     setattr(guarded, _GUARD, True)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
             worst = max(_error(length, torch.device("cuda", device), dim, value_dim, dtype) for length in (192, 77))
         reason = "" if worst < _TOLERANCE else f"it differs from fp32 by {worst:.2g} of the largest number"
     except Exception as error:

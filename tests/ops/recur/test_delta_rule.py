@@ -122,3 +122,12 @@ def test_a_state_that_does_not_fit():
 
 def test_the_path_is_named():
     assert rule_in_use(torch.device("cpu"), 64, 64, torch.bfloat16) == "torch (they run on GPUs)"
+
+
+def test_autocast_does_not_reach_the_state():
+    inputs, state = problem()
+    expected = chunked.gated_delta_rule(*inputs, state=state)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = chunked.gated_delta_rule(*inputs, state=state)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.state, expected.state)
