@@ -279,6 +279,8 @@ def test_capped_logits_are_those_of_other_keys(method):
     means = method.name.startswith("luka") or getattr(method, "rest", "none") != "none"
     if means or getattr(method, "score_keys", "exact") != "exact":
         return  # the mean of moved keys, or a copy of them in few bits, is another
+    if getattr(method, "artefact", None) is not None and method.name == "lte":
+        return  # learned scores read the keys themselves, not their logits
     softcap, tokens = 0.7, Tokens.random(2, PROMPT + DECODED)
     axis = torch.zeros(DIM).index_fill(0, torch.tensor(3), 1.0)
     tokens.q = 2.0 * axis.expand(tokens.q.shape)

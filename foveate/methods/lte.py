@@ -181,7 +181,7 @@ class LTE(Method):
         if not (cache.uneven and offset):
             return super().prompt(cache, q, scaling)
         k, v, there = cache.keys, cache.values, cache.positions[:, :, None, :offset] >= 0
-        how = {"scaling": scaling, "need_lse": True}
+        how = {"scaling": scaling, "need_lse": True, "softcap": cache.softcap}
         own = ops.attend_causal(q, k[:, :, offset:], v[:, :, offset:], **how)
         step = max(1, _LOGITS // (q.shape[0] * q.shape[1] * offset))
         parts = [ops.attend(part, k[:, :, :offset], v[:, :, :offset], mask=there, **how) for part in q.split(step, 2)]

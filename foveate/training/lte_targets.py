@@ -50,7 +50,7 @@ class Reader(Method):
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         k, v = cache.keys, cache.values
-        worth = largest_share(q, k, attended.lse, scaling, self.window)
+        worth = largest_share(q, k, attended.lse, scaling, self.window, cache.softcap)
         worth = worth + log_length(v, self.grams[self.layer]).flatten(1, 2)
         self.found[self.layer] = Seen(k, v, worth.unflatten(1, (k.shape[1], -1)).amax(2))
 
@@ -125,7 +125,9 @@ class FrozenModel:
         return torch.stack([row[0].cpu() for row in rows]), torch.tensor([float(row[1]) for row in rows])
 
 
-def largest_share(q: Tensor, k: Tensor, lse: Tensor, scaling: float, window: int) -> Tensor:
+def largest_share(
+    q: Tensor, k: Tensor, lse: Tensor, scaling: float, window: int, softcap: float | None = None
+) -> Tensor:
     """Logarithm of the largest probability that a query gives to each key before its window: fp32 ``[B, Hq, L]``.
 
     Queries are taken in blocks, so that no ``L x L`` tensor exists. -inf for keys without a later query.
@@ -135,6 +137,7 @@ def largest_share(q: Tensor, k: Tensor, lse: Tensor, scaling: float, window: int
         k: ``[B, Hkv, L, D]``.
         lse: fp32 ``[B, Hq, L]``: log-sum-exp of each query's scaled logits.
         window: query i counts for key j where ``i - j >= window``.
+        softcap: the cap of the logits, as :func:`foveate.ops.attend` has it.
     """
     length, group = q.shape[2], q.shape[1] // k.shape[1]
     keys = k.float().transpose(-1, -2)
@@ -144,6 +147,7 @@ def largest_share(q: Tensor, k: Tensor, lse: Tensor, scaling: float, window: int
         seen, sure = last - window, first - window + 1  # keys that some query, and that every query counts for
         rows = q[:, :, first:last].float().mul(scaling).unflatten(1, (-1, group)).flatten(2, 3)
         logits = (rows @ keys[..., :seen]).unflatten(2, (group, -1)).flatten(1, 2)
+        logits = logits if softcap is None else softcap * (logits / softcap).tanh()
         logits -= lse[:, :, first:last, None]
         late = torch.arange(sure, seen, device=q.device) > torch.arange(first, last, device=q.device)[:, None] - window
         logits[..., sure:].masked_fill_(late, float("-inf"))
