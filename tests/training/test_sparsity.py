@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.training.sparsity import SparsityFeedback, SparsitySettings
+from foveate.training.sparsity import SPARED, SparsityFeedback, SparsitySettings
 
 HEADS = 3
 
@@ -25,7 +25,7 @@ def written_out(rounds, s):
     for number, retention in enumerate(rounds, start=1):
         for layer in range(layers):
             for head in range(HEADS):
-                rows = retention[layer][:, head, : -s.spared].tolist()
+                rows = retention[layer][:, head, :-SPARED].tolist()
                 count = sum(sum(score > 0.5 for score in row) for row in rows) / len(rows)
                 old = average[layer][head]
                 keep = a if s.variant == "paper" else 1 - a
