@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from foveate.evaluation.errors import UserError, unknown
-from foveate.layers.lte import THRESHOLD
 
 VARIANTS = ("code", "paper")
 SPARED = 6
@@ -101,6 +100,9 @@ class SparsityFeedback:
     def __init__(self, settings: SparsitySettings):
         if settings.budget is None:
             raise UserError("sparsity.budget is none; a feedback needs a number of tokens")
+        from foveate.layers.lte import THRESHOLD  # here, as reading a configuration need not load the layers
+
+        self._threshold = THRESHOLD
         self.settings = settings
         self.steps = 0
         self.weights: Tensor | None = None
@@ -117,7 +119,7 @@ class SparsityFeedback:
             retention: scores in (0, 1) of each LTE layer, before the threshold, fp32 `[B, Hkv, L]`.
         """
         scores = _stacked(retention)
-        excess = (scores - THRESHOLD).relu()
+        excess = (scores - self._threshold).relu()
         weights = self._weights_for(scores)[:, None, :, None]
         if self.settings.variant == "paper":
             return (weights * excess).sum() / scores.shape[1]
@@ -131,7 +133,7 @@ class SparsityFeedback:
         if scores.shape[-1] <= SPARED:
             raise ValueError(f"sequences of {scores.shape[-1]} tokens, of which the last {SPARED} are not counted")
         counted = scores[..., : scores.shape[-1] - SPARED]
-        counts = (counted > THRESHOLD).sum(-1, dtype=torch.float32).mean(1)
+        counts = (counted > self._threshold).sum(-1, dtype=torch.float32).mean(1)
         self._counts = counts if self._counts is None else self._counts + counts
         self._observed += 1
 

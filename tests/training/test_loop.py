@@ -6,6 +6,8 @@ import math
 import os
 import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -210,6 +212,27 @@ def test_other_micro_batches_are_said_when_a_run_goes_on(make, tmp_path):
     said.clear()
     train(make({"batch.device_tokens": 256}), tmp_path / "run", resume=True, say=said.append)
     assert not any("dropout" in line for line in said)
+
+
+def test_one_process_copies_the_weights_and_after_the_writing_before(make, tmp_path, monkeypatch):
+    run = loop._Run(make({"log.held_out": 0}), tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    real, begun = run.parallel.weights, []
+
+    def copied():
+        begun.append(run.writing is None or run.writing.done())
+        return real()
+
+    monkeypatch.setattr(run.parallel, "weights", copied)
+    monkeypatch.setattr(run, "_write", lambda snapshot: time.sleep(0.3))
+    with ThreadPoolExecutor(1) as writer:
+        run._save(None, writer)
+        run._save(None, writer)
+        assert begun == [True, True]
+        run.place = loop.Place(1, 1, torch.device("cpu"))
+        run._save(None, writer)
+        run._export()
+    assert begun == [True, True]
+    assert not (tmp_path / "model").exists()
 
 
 def test_the_held_out_loss_is_measured_uncompiled(make, tmp_path, monkeypatch):
