@@ -33,15 +33,18 @@ def configuration(settings: ModelSettings, **of_text: Any) -> Any:
     """
     if settings.folder is not None:
         return _of_folder(settings.folder, settings.changes)
+    from huggingface_hub.errors import StrictDataclassError
+
     from foveate.models import make_config
 
     try:
         return make_config(settings.preset, settings.size, **(of_text | settings.changes))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"model: {error}") from None
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"model: {_line(error)}") from None
 
 
 def _of_folder(folder: Path, changes: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     import foveate.models  # noqa: F401  (registers the hybrids' configurations)
@@ -60,8 +63,12 @@ def _of_folder(folder: Path, changes: dict[str, Any]) -> Any:
         return config
     try:  # made anew, so that the class checks the changes and derives fields from them
         return type(config).from_dict(config.to_dict() | changes)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"model.changes: {error}") from None
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"model.changes: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def fingerprint(config: Any) -> dict[str, Any]:
