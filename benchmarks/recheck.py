@@ -9,7 +9,8 @@ that difference, how many items changed, and whether the interval leaves out zer
 
 MODEL: the folder of Qwen2.5-Coder-0.5B-Instruct, which the cells are of; DATA: a folder with `ruler/`, `books/`,
 `squad/` and `wikisalad/` (docs/data.md). OUT gets the new rows, one file a comparison, and `recheck.jsonl`, one line a
-cell. Killed at any moment, the same command goes on where it stopped.
+cell; a run of some cells leaves the lines of the others. Killed at any moment, the same command goes on where it
+stopped.
 """
 
 import dataclasses
@@ -116,8 +117,15 @@ def check(
         for (cell, row), method in zip(together, plan.methods[1:]):
             lines[cell.name] = _line(cell, row, new[method.spec])
     ordered = [lines[cell.name] for cell in cells]
-    (out / "recheck.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in ordered), encoding="utf-8")
+    _write(out / "recheck.jsonl", ordered)
     return ordered
+
+
+def _write(path: Path, lines: Sequence[Row]) -> None:
+    """Writes lines of cells; those of other cells that the file has stay."""
+    texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    merged = {line["cell"]: line for line in (*map(json.loads, texts), *lines)}
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in merged.values()), encoding="utf-8")
 
 
 def _plan(

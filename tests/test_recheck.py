@@ -56,6 +56,15 @@ def test_the_same_code_gives_the_same_scores(model, results, tmp_path):
     assert RECHECK["table"](lines).count("0 of 6 | no |") == 2
 
 
+def test_a_run_of_one_cell_leaves_the_lines_of_the_others(model, results, tmp_path):
+    lines = RECHECK["check"](model, tiny.SAMPLE, tmp_path, cells(STREAMING, H2O), results, "cpu")
+    changed = [{**lines[0], "n": 1}, lines[1]]
+    (tmp_path / "recheck.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in changed), encoding="utf-8")
+    assert RECHECK["check"](model, tiny.SAMPLE, tmp_path, cells(STREAMING), results, "cpu") == lines[:1]
+    written = (tmp_path / "recheck.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in written] == lines
+
+
 def test_a_row_of_another_policy_differs(model, results, tmp_path):
     """As if the method had predicted every token better when its row was measured."""
     rows = [json.loads(line) for line in (results / "rows.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -269,7 +269,7 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for batch in batches:
         stats = batch["stats"]
         steps += stats["decode_steps"]
-        if stats["keys_read_per_step"] is None:  # nobody counted
+        if stats["keys_read_per_step"] is None:  # reads were not counted
             continue
         counted += stats["decode_steps"]
         keys = stats["keys_read_per_step"] * stats["decode_steps"]

@@ -33,7 +33,7 @@ def applied(model: nn.Module, method: Any) -> AbstractContextManager[Any]:
 
 
 def summary(model: nn.Module, method: Any, batch: Batch) -> dict[str, Any]:
-    """What a batch cost, with the field names of result rows. Under :class:`Own` nobody counts what is read."""
+    """What a batch cost, with the field names of result rows. Under :class:`Own` the keys read are not counted."""
     if not isinstance(method, Own):
         return foveate.stats(model).summary()
     return {

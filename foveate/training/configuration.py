@@ -19,7 +19,7 @@ from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.training.mixture import Phase, Shape
 from foveate.training.prepare import Preparation
 from foveate.training.sources import Source
-from foveate.training.sparsity import SparsitySettings
+from foveate.training.sparsity import SPARED, SparsitySettings
 from foveate.training.synthetic import SOURCES
 
 PRECISIONS = ("auto", "bf16", "fp32")
@@ -165,7 +165,7 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Where and how to compute. Nothing here changes what is computed, but for rounding."""
+    """Where and how to compute. Nothing here changes what is computed, but for rounding and the draws of dropout."""
 
     device: str = _setting("auto", "cpu, cuda, or auto: a GPU if there is one")
     precision: str = _setting("auto", "bf16 (weights in fp32), fp32, or auto: bf16 on a GPU")
@@ -202,9 +202,9 @@ class TrainingConfig:
                 raise UserError(f"the configuration lacks [{name}]")
         _require(self.steps >= 1, "steps", "at least 1", self.steps)
         _require(self.seed >= 0, "seed", "at least 0", self.seed)
-        if self.sparsity.budget is not None and self.sparsity.spared >= self.batch.length:
-            raise UserError(
-                f"sparsity.spared must be less than batch.length ({self.batch.length}), got {self.sparsity.spared}"
+        if self.sparsity.budget is not None:  # which counts all tokens of a row but the last ones
+            _require(
+                self.batch.length > SPARED, "batch.length", f"above {SPARED} with a sparsity.budget", self.batch.length
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,7 +212,11 @@ class TrainingConfig:
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the curve depends on, name by name. Paths are not among them, where data lies does not matter."""
+        """What the curve depends on, name by name. Paths are not among them: where data lies does not matter.
+
+        Neither are `batch.device_tokens` and the number of processes, which change rounding. The draws of dropout
+        depend on both: each micro-batch of each rank has its own.
+        """
         whole = self.to_dict()
         kept = {name: whole[name] for name in ("steps", "seed", "batch", "optim", "sparsity", "mixture")}
         kept["batch"].pop("device_tokens")

@@ -7,6 +7,7 @@ checkpoint of two GPUs goes on with one, and the other way round.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,13 +64,15 @@ def joined(device: str) -> Iterator[Place]:
         yield place
         return
     own = {"device_id": place.device} if device == "cuda" else {}
-    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", **own)
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_PATIENCE, **own)
     try:
         yield place
     finally:
         torch.distributed.destroy_process_group()
 
 
+_PATIENCE = datetime.timedelta(hours=2)
+"""How long processes wait for one another: the first one tokenises the text while the others wait."""
 _VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
 

@@ -79,11 +79,14 @@ def train(
     Raises `UserError` for bad input, `DivergedError` if the loss is not finite.
     """
     out = Path(out)
+    note = _check_sparsity(config)
     with joined(config.run.device) as place:
         quiet = say if place.first else (lambda text: None)
         if place.first:
             _check_out(out, resume)
         place.wait()
+        if note:
+            quiet(note)
         _prepare(config, place, quiet)
         run = _Run(config, out, place, quiet, progress if place.first else None)
         return run.go(resume, minutes)
@@ -95,6 +98,22 @@ def _check_out(out: Path, resume: bool) -> None:
         raise UserError(f"{out} holds a run; --resume goes on with it, or choose another --out")
     with outfile.writing(out):
         out.mkdir(parents=True, exist_ok=True)
+
+
+def _check_sparsity(config: TrainingConfig) -> str | None:
+    """A note if layers that evict have no budget. Raises `UserError` for a budget that no layer of a hybrid heeds."""
+    mixers = getattr(network.configuration(config.model), "mixers", None)
+    if mixers is None:  # not a hybrid
+        return None
+    budget = config.sparsity.budget
+    if budget is not None and "lte" not in mixers:
+        raise UserError(
+            f"sparsity.budget is {budget:,}, and no layer of the model evicts by learned scores: its mixers are "
+            f"{', '.join(dict.fromkeys(mixers))}; set sparsity.budget to none, or train a model with lte layers"
+        )
+    if budget is None and "lte" in mixers:
+        return "sparsity.budget is none: nothing keeps the tokens few that the lte layers retain"
+    return None
 
 
 def _prepare(config: TrainingConfig, place: Place, say: Say) -> None:
@@ -147,6 +166,8 @@ class _Run:
             self._resume()
         if self.step >= self.config.steps:
             self.say(f"{self.out} is complete; nothing to train")
+            if self._agreed(self.place.first and not (self.out / MODEL).is_dir()):  # killed before it was written
+                self._export()
             return self._outcome()
         stop = Stop(minutes)
         with contextlib.ExitStack() as stack:
@@ -272,16 +293,23 @@ class _Run:
                 self._diverged(self.step, f"the held-out loss is {self.last_held_out}")
             if log:
                 log.add({"step": self.step, "held_out": self.last_held_out})
+        if not (self.place.first or self.parallel.sharded):
+            return
+        if self.writing:
+            self.writing.result()  # so that the host holds one snapshot at a time
         weights, tensors = self.parallel.weights(), self.parallel.moments(self.optimizer)
         if self.feedback:
             state = self.feedback.state_dict()
             tensors |= {f"{_FEEDBACK}{name}": value.detach().cpu().clone() for name, value in state.items()}
         if not self.place.first:
             return
-        if self.writing:
-            self.writing.result()
         snapshot = checkpoints.Snapshot(
-            self.step, weights, tensors, self._fingerprint(), self.last_held_out, {"loss": self.loss}
+            self.step,
+            weights,
+            tensors,
+            self._fingerprint(),
+            self.last_held_out,
+            {"loss": self.loss, "shared": self._shared()},
         )
         self.writing = writer.submit(self._write, snapshot)
 
@@ -318,16 +346,32 @@ class _Run:
         self.step, self.good = state["step"], folder
         self.loss, self.last_held_out = state["extra"].get("loss"), state["held_out"]
         self.say(f"going on from {folder.name}")
+        theirs, ours = state["extra"].get("shared", {}), self._shared()
+        if parts := [
+            f"{name} was {theirs[name]:,}, is {ours[name]:,}" for name in theirs if theirs[name] != ours[name]
+        ]:
+            self.say(f"{'; '.join(parts)}: rounding and the draws of dropout differ from the run so far")
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What the curve depends on: settings, text and precision."""
+        """What the curve depends on: settings, the model's configuration, text and precision."""
         shards = {part: [shard["sha256"][:16] for shard in found] for part, found in self.store.meta["parts"].items()}
-        return {**self.config.fingerprint(), "text": shards["train"], "bf16": self.half}
+        return {
+            **self.config.fingerprint(),
+            **network.fingerprint(self.parallel.network.config),
+            "text": shards["train"],
+            "bf16": self.half,
+        }
+
+    def _shared(self) -> dict[str, int]:
+        """How a step is cut up: it changes rounding and the draws of dropout, and is no part of the fingerprint."""
+        return {"batch.device_tokens": self.config.batch.device_tokens, "processes": self.place.world}
 
     def _export(self) -> None:
         """Writes the finished model, without what only training needs, in one step."""
         from huggingface_hub import save_torch_state_dict
 
+        if not (self.place.first or self.parallel.sharded):
+            return
         weights = self.parallel.weights()
         if not self.place.first:
             return
@@ -366,12 +410,13 @@ class _Run:
         """The loss on the held-out text. Every process measures all of it: their forward passes must match."""
         self.parallel.network.eval()
         total, rows = torch.zeros((), device=self.place.device), 0
-        for part in self.held_out:
-            on_device = {name: value.to(self.place.device) for name, value in part.items()}
-            with self._autocast():
-                made = self.parallel.network(**on_device, use_cache=False)
-            total += made.loss.float() * len(part["input_ids"])
-            rows += len(part["input_ids"])
+        with torch.compiler.set_stance("force_eager"):  # compiling the layers for inference takes minutes
+            for part in self.held_out:
+                on_device = {name: value.to(self.place.device) for name, value in part.items()}
+                with self._autocast():
+                    made = self.parallel.network(**on_device, use_cache=False)
+                total += made.loss.float() * len(part["input_ids"])
+                rows += len(part["input_ids"])
         self.parallel.network.train()
         return (total / rows).item()
 

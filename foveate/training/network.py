@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +22,74 @@ _PEAKS = (  # dense bf16 FLOP/s by what the device's name contains
 )
 
 
+def configuration(settings: ModelSettings, **of_text: Any) -> Any:
+    """The configuration of the model, with `model.changes`.
+
+    Args:
+        settings: folder or preset, and changes.
+        of_text: fields that the text decides, for a preset; changes go over them.
+
+    Raises `UserError` for a folder without a model, and for an unknown preset, size or field.
+    """
+    if settings.folder is not None:
+        return _of_folder(settings.folder, settings.changes)
+    from huggingface_hub.errors import StrictDataclassError
+
+    from foveate.models import make_config
+
+    try:
+        return make_config(settings.preset, settings.size, **(of_text | settings.changes))
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"model: {_line(error)}") from None
+
+
+def _of_folder(folder: Path, changes: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    import foveate.models  # noqa: F401  (registers the hybrids' configurations)
+
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.folder {folder}: no config.json there")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
+    for name in changes:
+        if not hasattr(config, name) or callable(getattr(config, name)):
+            raise UserError(f"model.changes.{name}: a configuration of type {config.model_type} has no such field")
+    if not changes:
+        return config
+    try:  # made anew, so that the class checks the changes and derives fields from them
+        return type(config).from_dict(config.to_dict() | changes)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"model.changes: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def fingerprint(config: Any) -> dict[str, Any]:
+    """A model's configuration field by field, as JSON values; without what depends on place and version."""
+    fields = json.loads(config.to_json_string(use_diff=False))
+    left_out = ("transformers_version", "_name_or_path", "architectures", "dtype")
+    return {f"model.config.{name}": value for name, value in fields.items() if name not in left_out}
+
+
 def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed: int) -> Any:
     """A causal language model in fp32 on the host; its weights are the folder's, or drawn by the seed.
 
+    A preset's vocabulary and end token are the text's, and its positions the longest row's.
+
     Raises `UserError` for a folder without a model, a vocabulary that is too small, or rows longer than its positions.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if importlib.util.find_spec("foveate.models"):
-        import foveate.models  # noqa: F401  (registers the hybrids' configurations)
     weights = settings.folder is not None and any(Path(settings.folder).glob("*.safetensors"))
-    if settings.folder is None:
-        from foveate.models.presets import make_config
-
-        config = make_config(settings.preset, settings.size, vocab_size=vocab_size)
-        config.eos_token_id = end
-    else:
-        if not (settings.folder / "config.json").is_file():
-            raise UserError(f"model.folder {settings.folder}: no config.json there")
-        try:
-            config = AutoConfig.from_pretrained(settings.folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"{settings.folder / 'config.json'}: not the configuration of a known model ({reason})"
-            ) from None
-    for name, value in settings.changes.items():
-        if not hasattr(config, name):
-            raise UserError(f"model.changes.{name}: a configuration of type {config.model_type} has no such field")
-        setattr(config, name, value)
+    of_text = {"vocab_size": vocab_size, "eos_token_id": end, "max_position_embeddings": longest}
+    config = configuration(settings, **of_text)
     if config.vocab_size < vocab_size:
         raise UserError(f"the model has {config.vocab_size:,} tokens, the text {vocab_size:,}; use its tokenizer")
     limit = getattr(config, "max_position_embeddings", None)

@@ -127,9 +127,9 @@ def _write(plan: Preparation, source: dict[str, Any], folder: Path, say: Say) ->
         tokenizer = of_tokenizer.train(sample, plan.vocab_size)
     else:
         tokenizer = of_tokenizer.load(plan.tokenizer)
+    raw, end = tokens.unlimited(tokenizer.backend_tokenizer), tokenizer.eos_token_id
     tokenizer.save_pretrained(folder / tokens.TOKENIZER)
     _write_words(sample, plan, folder)
-    raw, end = tokenizer.backend_tokenizer, tokenizer.eos_token_id
     vocab_size = max(len(tokenizer), end + 1)
     if plan.questions:
         from safetensors.numpy import save_file

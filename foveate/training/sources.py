@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from foveate.evaluation.errors import UserError, unknown
+from foveate.evaluation.tasks.mqar import halved
 from foveate.training.tokens import TokenStore
 
 DRAWN, TEXT, ANSWER = 0, 1, 2
@@ -71,9 +72,8 @@ class Vocabulary:
 
     @functools.cached_property
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two disjoint halves of the ids: keys and values of associative recall."""
-        mixed = np.random.default_rng(0).permutation(self.plain)
-        return mixed[: len(mixed) // 2], mixed[len(mixed) // 2 :]
+        """Two disjoint halves of the ids: keys and values of associative recall, the same as in evaluation."""
+        return halved(self.plain)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.raw.encode(text, add_special_tokens=False).ids, np.int64)

@@ -1,8 +1,8 @@
 """The sparsity feedback of learned eviction (laLTE, section 3.1.2, equation 7 and Algorithm 1).
 
 Each head of each LTE layer has a weight λ. The penalty λ·ReLU(r − 0.5) pulls its retention scores r below the
-threshold. Every `interval` steps, λ rises where the head retains more than `budget` tokens and falls where it retains
-fewer than `floor`·budget. Paper and published code differ; `variant` names whose rules are followed:
+layers' threshold. Every `interval` steps, λ rises where the head retains more than `budget` tokens and falls where it
+retains fewer than `floor`·budget. Paper and published code differ; `variant` names whose rules are followed:
 
 | | `code` (default) | `paper` |
 |---|---|---|
@@ -29,6 +29,8 @@ from torch import Tensor
 from foveate.evaluation.errors import UserError, unknown
 
 VARIANTS = ("code", "paper")
+SPARED = 6
+"""Last tokens of a sequence that are not counted: LTE's scores read six tokens ahead, which these tokens lack."""
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -51,8 +53,6 @@ class SparsitySettings:
     floor: float = _setting(0.95, "share of the budget below which λ falls")
     least: float = _setting(1e-9, "a smaller λ becomes 0, and a re-enabled one begins with it")
     most: float = _setting(1.0, "largest λ")
-    threshold: float = _setting(0.5, "a score above it is retained")
-    spared: int = _setting(6, "last tokens of a sequence that are not counted (half of LTE's receptive field)")
     ema: float | None = _setting(None, "weight a of the moving average; none: 2 / (1 + interval / 2)")
     variant: str = _setting("code", "code or paper: whose rules where they differ")
 
@@ -63,13 +63,10 @@ class SparsitySettings:
         for name in positive:
             if getattr(self, name) < 1:
                 raise UserError(f"sparsity.{name} must be at least 1, got {getattr(self, name)}")
-        if self.spared < 0:
-            raise UserError(f"sparsity.spared must be at least 0, got {self.spared}")
         bounds = {
             "up": self.up > 1,
             "down": 0 < self.down < 1,
             "floor": 0 < self.floor <= 1,
-            "threshold": 0 < self.threshold < 1,
             "least": 0 < self.least <= self.most,
             "start": 0 <= self.start <= self.most,
             "ema": self.ema is None or 0 < self.ema <= 1,
@@ -78,7 +75,6 @@ class SparsitySettings:
             "up": "above 1",
             "down": "between 0 and 1",
             "floor": "in (0, 1]",
-            "threshold": "between 0 and 1",
             "least": f"above 0 and at most {self.most:g}",
             "start": f"from 0 to {self.most:g}",
             "ema": "in (0, 1]",
@@ -97,13 +93,16 @@ class SparsityFeedback:
     """λ `[layers, heads]`, its penalty and its updates. Nothing is read back to the host.
 
     A step of training calls `penalty` and `observe` once for each micro-batch, then `step` once. Every rank calls
-    `step`: each `interval` of them averages the counts over the ranks with one all-reduce, so that λ stays the same
-    everywhere.
+    `step`, which averages the counts over the ranks with one small all-reduce: λ and the moving average are the same on
+    every rank after each step, so that one rank's state is that of all.
     """
 
     def __init__(self, settings: SparsitySettings):
         if settings.budget is None:
             raise UserError("sparsity.budget is none; a feedback needs a number of tokens")
+        from foveate.layers.lte import THRESHOLD  # here, as reading a configuration need not load the layers
+
+        self._threshold = THRESHOLD
         self.settings = settings
         self.steps = 0
         self.weights: Tensor | None = None
@@ -120,7 +119,7 @@ class SparsityFeedback:
             retention: scores in (0, 1) of each LTE layer, before the threshold, fp32 `[B, Hkv, L]`.
         """
         scores = _stacked(retention)
-        excess = (scores - self.settings.threshold).relu()
+        excess = (scores - self._threshold).relu()
         weights = self._weights_for(scores)[:, None, :, None]
         if self.settings.variant == "paper":
             return (weights * excess).sum() / scores.shape[1]
@@ -131,12 +130,10 @@ class SparsityFeedback:
         """Counts the retained tokens of a micro-batch, mean over its sequences."""
         scores = _stacked(retention)
         self._weights_for(scores)
-        if scores.shape[-1] <= self.settings.spared:
-            raise ValueError(
-                f"sequences of {scores.shape[-1]} tokens, of which the last {self.settings.spared} are not counted"
-            )
-        counted = scores[..., : scores.shape[-1] - self.settings.spared]
-        counts = (counted > self.settings.threshold).sum(-1, dtype=torch.float32).mean(1)
+        if scores.shape[-1] <= SPARED:
+            raise ValueError(f"sequences of {scores.shape[-1]} tokens, of which the last {SPARED} are not counted")
+        counted = scores[..., : scores.shape[-1] - SPARED]
+        counts = (counted > self._threshold).sum(-1, dtype=torch.float32).mean(1)
         self._counts = counts if self._counts is None else self._counts + counts
         self._observed += 1
 
@@ -145,7 +142,7 @@ class SparsityFeedback:
         """Ends a step of training: folds its counts into the average, and updates λ if it is the interval's last."""
         if self._counts is None:
             raise RuntimeError("step() without observe(): no scores were counted in this step")
-        counts, self._counts = self._counts / self._observed, None
+        counts, self._counts = _over_ranks(self._counts / self._observed), None
         self._observed = 0
         a = self.settings.weight
         kept = a if self.settings.variant == "paper" else 1 - a
@@ -181,22 +178,13 @@ class SparsityFeedback:
         }
 
     def _update(self) -> None:
-        s, average = self.settings, self._synchronised()
+        s, average = self.settings, self.average
         above, below = average > s.budget, average < s.floor * s.budget
         weights = torch.where(above, self.weights * s.up, torch.where(below, self.weights * s.down, self.weights))
         weights = weights.clamp(max=s.most)
         vanished, wanted = (average < 1e-9, above) if s.variant == "paper" else (weights < s.least, ~below)
         weights = weights.masked_fill(vanished, 0)
         self.weights = weights.masked_fill((weights == 0) & wanted, s.least)
-
-    def _synchronised(self) -> Tensor:
-        """The average over the ranks, which replaces each one's own."""
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self.average)
-            self.average /= dist.get_world_size()
-        return self.average
 
     def _weights_for(self, scores: Tensor) -> Tensor:
         shape = (scores.shape[0], scores.shape[2])
@@ -208,6 +196,16 @@ class SparsityFeedback:
             self.weights = self.weights.to(scores.device)
             self.average = None if self.average is None else self.average.to(scores.device)
         return self.weights
+
+
+def _over_ranks(counts: Tensor) -> Tensor:
+    """The mean over the ranks."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(counts)
+        counts /= dist.get_world_size()
+    return counts
 
 
 def _stacked(retention: Sequence[Tensor]) -> Tensor:

@@ -31,6 +31,13 @@ def dtype_name(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
+def unlimited(raw: Any) -> Any:
+    """A `tokenizers` object without the truncation and the padding that its file may set, which would cut documents."""
+    raw.no_truncation()
+    raw.no_padding()
+    return raw
+
+
 class TokenStream:
     """Shards as one long sequence of token ids."""
 
@@ -87,7 +94,7 @@ class TokenStore:
         """The `tokenizers` object, without padding or truncation."""
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(self.folder / TOKENIZER / "tokenizer.json"))
+        return unlimited(Tokenizer.from_file(str(self.folder / TOKENIZER / "tokenizer.json")))
 
     @functools.cached_property
     def words(self) -> list[str]:

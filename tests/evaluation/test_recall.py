@@ -5,6 +5,7 @@ import pytest
 from foveate.evaluation import tasks
 from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.squad import find_squad, read_squad
+from foveate.evaluation.tasks import recall
 from foveate.evaluation.tasks.base import Output
 
 DROP = {"context": "Passage: In 1512 Brescia fell.\nQuestion: What fell\nAnswer:", "ref_text": "Brescia|the city"}
@@ -166,3 +167,19 @@ def test_missing_data(tmp_path, tokenizer, split):
         DataError, match=rf"{name}: no such file \(nor {name}\.xz\); it should hold .*; source: https://"
     ):
         tasks.parse("recall", split=split).items(tmp_path, tokenizer, 1, 0)
+
+
+@pytest.mark.parametrize("split", ["drop", "nq", "triviaqa"])
+def test_an_empty_question_is_refused(tmp_path, tokenizer, split):
+    empty = {"context": "Passage: In 1512 Brescia fell.\nQuestion: \nAnswer:"} if split == "drop" else {"question": " "}
+    write(tmp_path, split, RECORDS[split][1], RECORDS[split][1] | empty)
+    with pytest.raises(DataError, match=rf"{RECORDS[split][0]}:2: the question is empty"):
+        tasks.parse("recall", split=split).items(tmp_path, tokenizer, 1, 0)
+
+
+def test_an_empty_question_of_squad_is_refused(tmp_path):
+    question = {"id": "q7", "question": "", "answers": [{"text": "Ann", "answer_start": 0}]}
+    squad = {"version": "1.1", "data": [{"title": "T", "paragraphs": [{"context": "Ann won.", "qas": [question]}]}]}
+    (tmp_path / "dev.json").write_text(json.dumps(squad), encoding="utf-8")
+    with pytest.raises(DataError, match=r"dev\.json: question q7: the question is empty"):
+        list(recall._squad(tmp_path / "dev.json"))

@@ -59,7 +59,7 @@ def _toml(key, value):
         ("data.prepare.limit=5", "data.prepare does nothing without data.text"),
         ("data=5", "data: expected settings, got 5"),
         ("sparsity.budget=0", "sparsity.budget must be at least 1, got 0"),
-        ('sparsity={"budget": 5, "spared": 64}', r"sparsity.spared must be less than batch.length \(64\), got 64"),
+        ("sparsity.threshold=0.4", "sparsity: unknown setting 'threshold'"),
         ("steps", "--set steps: expected NAME=VALUE"),
         ("steps.of=3", "--set steps.of=3: steps has no settings of its own"),
     ],

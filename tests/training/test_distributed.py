@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foveate.training import checkpoints, journal
+from foveate.training import checkpoints, distributed, journal
 from foveate.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ def test_two_ranks_train_as_one_does(make, values, evicting_folder, tmp_path):
     changes = {
         "model": {"folder": str(evicting_folder), "changes": {"dropout": 0.0}},
         "batch.device_tokens": 128,
-        "sparsity": {"budget": 20, "interval": 2, "start": 0.1, "spared": 4},
+        "sparsity": {"budget": 20, "interval": 2, "start": 0.1},
         "log.every": 2,
     }
     config = make(changes)
@@ -51,6 +52,45 @@ def test_two_ranks_train_as_one_does(make, values, evicting_folder, tmp_path):
     assert train(config, tmp_path / "two", resume=True, say=said.append).finished
     assert "going on from step-00000008" in said
     _check_same(tmp_path)
+
+
+def test_two_ranks_go_on_exactly_between_two_updates(make, values, evicting_folder, tmp_path):
+    """The checkpoint of step 8 lies between the updates of λ after steps 6 and 9; ranks count different numbers."""
+    make(
+        {
+            "model": {"folder": str(evicting_folder)},
+            "batch.device_tokens": 128,
+            "sparsity": {"budget": 20, "interval": 3, "start": 0.1},
+            "log.every": 2,
+        }
+    )
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    torchrun(tmp_path / "config.json", tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    (checkpoints.folders(tmp_path / "parts")[-1] / "state.json").unlink()
+    torchrun(tmp_path / "config.json", tmp_path / "parts")
+    whole, parts = (
+        [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in journal.read(tmp_path / run)]
+        for run in ("whole", "parts")
+    )
+    assert parts == whole
+    (ours, of_ours), (theirs, of_theirs) = (
+        checkpoints.read_tensors(checkpoints.folders(tmp_path / run)[-1]) for run in ("whole", "parts")
+    )
+    for one, other in ((ours, theirs), (of_ours, of_theirs)):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_processes_wait_for_the_text_to_be_tokenised(monkeypatch):
+    """The default of NCCL's groups, ten minutes, is less than a large text takes."""
+    asked = {}
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: asked.update(options))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    with distributed.joined("cpu") as place:
+        assert place.world == 2
+    assert asked["timeout"].total_seconds() == 7200
 
 
 def _check_same(folder):

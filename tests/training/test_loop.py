@@ -4,10 +4,14 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foveate.evaluation.errors import UserError
@@ -40,7 +44,6 @@ EVICTING = {
     "sparsity.budget": 20,
     "sparsity.interval": 2,
     "sparsity.start": 0.1,
-    "sparsity.spared": 4,
 }
 
 
@@ -174,6 +177,78 @@ def test_a_run_is_never_overwritten_or_continued_otherwise(make, tmp_path):
     said = []
     done = train(make({"optim.lr": 0.01}), tmp_path / "run", resume=True, say=said.append)
     assert (done.finished, said[-1]) == (True, f"{tmp_path / 'run'} is complete; nothing to train")
+
+
+def test_a_run_killed_before_the_model_was_written_writes_it(make, tmp_path):
+    whole = train(make({"steps": 4}), tmp_path / "run", say=quiet)
+    model = tmp_path / "run" / "model"
+    first = load_file(model / "model.safetensors")
+    shutil.rmtree(model)
+    assert train(make({"steps": 4}), tmp_path / "run", resume=True, say=quiet).held_out == whole.held_out
+    again = load_file(model / "model.safetensors")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    stamp = model.stat().st_mtime_ns
+    train(make({"steps": 4}), tmp_path / "run", resume=True, say=quiet)
+    assert model.stat().st_mtime_ns == stamp
+
+
+def test_another_configuration_in_the_models_folder_is_another_run(make, model_folder, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "model")
+    changes = {"model.folder": str(tmp_path / "model"), "steps": 4}
+    train(make(changes), tmp_path / "run", say=quiet)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    with pytest.raises(UserError, match=r"other settings: model.config.rms_norm_eps is 1e-06 there, 0.5 here\."):
+        train(make(changes), tmp_path / "run", resume=True, say=quiet)
+
+
+def test_other_micro_batches_are_said_when_a_run_goes_on(make, tmp_path):
+    train(make({"steps": 4}), tmp_path / "run", say=quiet)
+    said = []
+    train(make({"batch.device_tokens": 128}), tmp_path / "run", resume=True, say=said.append)
+    expected = "batch.device_tokens was 256, is 128: rounding and the draws of dropout differ from the run so far"
+    assert said.count(expected) == 1
+    said.clear()
+    train(make({"batch.device_tokens": 256}), tmp_path / "run", resume=True, say=said.append)
+    assert not any("dropout" in line for line in said)
+
+
+def test_one_process_copies_the_weights_and_after_the_writing_before(make, tmp_path, monkeypatch):
+    run = loop._Run(make({"log.held_out": 0}), tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    real, begun = run.parallel.weights, []
+
+    def copied():
+        begun.append(run.writing is None or run.writing.done())
+        return real()
+
+    monkeypatch.setattr(run.parallel, "weights", copied)
+    monkeypatch.setattr(run, "_write", lambda snapshot: time.sleep(0.3))
+    with ThreadPoolExecutor(1) as writer:
+        run._save(None, writer)
+        run._save(None, writer)
+        assert begun == [True, True]
+        run.place = loop.Place(1, 1, torch.device("cpu"))
+        run._save(None, writer)
+        run._export()
+    assert begun == [True, True]
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_held_out_loss_is_measured_uncompiled(make, tmp_path, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: real(module, backend=backend))
+    run = loop._Run(make({"run.compile": True}), tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    assert math.isfinite(run._measure())
+    assert not graphs
+    run._step(run._batches())
+    assert graphs
 
 
 def test_resume_without_a_checkpoint_begins(make, tmp_path):

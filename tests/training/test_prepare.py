@@ -3,10 +3,12 @@
 import json
 import lzma
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from foveate.evaluation.errors import DataError, UserError
 from foveate.training import tokens
@@ -69,6 +71,22 @@ def test_titles_of_squad_and_of_a_list(tmp_path):
     (tmp_path / "b.txt").write_text("\n")
     with pytest.raises(DataError, match=r"b\.txt: no titles"):
         read_titles([tmp_path / "b.txt"])
+
+
+def test_a_tokenizers_own_truncation_and_padding_cut_no_document(text_folder, store_folder, tmp_path):
+    """A tokenizer.json can set both; here with the tokenizer of the other folder."""
+    shutil.copytree(store_folder / tokens.TOKENIZER, tmp_path / "tokenizer")
+    path = str(tmp_path / "tokenizer" / "tokenizer.json")
+    raw = Tokenizer.from_file(path)
+    raw.enable_truncation(5)
+    raw.enable_padding(length=700)
+    raw.save(path)
+    prepare(Preparation(text_folder, tokenizer=tmp_path / "tokenizer", held_out=0.1), tmp_path / "out", quiet)
+    ours, theirs = TokenStore(tmp_path / "out"), TokenStore(store_folder)
+    assert len(ours.train) == len(theirs.train)
+    assert len(ours.tokenizer.encode("Call me Ishmael. " * 9).ids) > 5
+    raw.save(str(tmp_path / "out" / tokens.TOKENIZER / "tokenizer.json"))  # as a store of before has it
+    assert 5 < len(TokenStore(tmp_path / "out").tokenizer.encode("Call me Ishmael. " * 9).ids) < 700
 
 
 def test_shards_hold_the_documents_once(text_folder, store_folder):

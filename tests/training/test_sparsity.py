@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from foveate.training.sparsity import SparsityFeedback, SparsitySettings
+from foveate.layers import LearnedEviction
+from foveate.models import HybridForCausalLM, make_config
+from foveate.training.sparsity import SPARED, SparsityFeedback, SparsitySettings
 
 HEADS = 3
 
@@ -25,7 +27,7 @@ def written_out(rounds, s):
     for number, retention in enumerate(rounds, start=1):
         for layer in range(layers):
             for head in range(HEADS):
-                rows = retention[layer][:, head, : -s.spared].tolist()
+                rows = retention[layer][:, head, :-SPARED].tolist()
                 count = sum(sum(score > 0.5 for score in row) for row in rows) / len(rows)
                 old = average[layer][head]
                 keep = a if s.variant == "paper" else 1 - a
@@ -139,3 +141,9 @@ def test_bad_input():
     for name, value, allowed in (("up", 1.0, "above 1"), ("floor", 0.0, r"in \(0, 1\]"), ("interval", 0, "at least 1")):
         with pytest.raises(ValueError, match=f"sparsity.{name} must be {allowed}, got {value}"):
             SparsitySettings(budget=6, **{name: value})
+
+
+def test_the_last_tokens_are_those_whose_scores_lack_followers():
+    model = HybridForCausalLM(make_config("lalte", "tiny"))
+    layers = [module for module in model.modules() if isinstance(module, LearnedEviction)]
+    assert {layer.reach for layer in layers} == {SPARED}

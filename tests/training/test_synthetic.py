@@ -5,9 +5,10 @@ import re
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from foveate.evaluation.errors import UserError
-from foveate.evaluation.tasks import niah
+from foveate.evaluation.tasks import mqar, niah
 from foveate.evaluation.tasks.ruler.draft import NOISE
 from foveate.evaluation.words import ADJECTIVES, NOUNS
 from foveate.training import templates
@@ -42,6 +43,13 @@ def runs(roles):
         end = begin + len(list(group))
         yield role, begin, end
         begin = end
+
+
+def test_keys_and_values_are_those_of_the_evaluation(store):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(store.folder / "tokenizer" / "tokenizer.json"))
+    ours, theirs = Vocabulary(store).halves, mqar.halves(tokenizer)
+    assert tuple(half.tolist() for half in ours) == theirs
+    assert not {*theirs[0]} & {*theirs[1]}
 
 
 @pytest.mark.parametrize("kind", SOURCES)

@@ -7,7 +7,8 @@ theirs are fed in decode, in an order of their own, and each value that the mode
 Zoology asks near keys more often than far ones and has no text; here every pair is asked for once.
 
 The mixture `recall` of `foveate.training` makes rows of this form from the same halves. It draws other pairs, and takes
-its text from the training data, so a model has met neither the pairs nor the text of this task.
+its text from the training data. A model has met neither the pairs nor the text of this task unless it was trained on
+the same novels, as the example `benchmarks/hybrids/cpu.toml` is.
 """
 
 from __future__ import annotations
@@ -99,5 +100,11 @@ class AssociativeRecall(Task):
 def halves(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Two disjoint halves of a vocabulary's ordinary tokens: keys and values."""
     plain = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder))
-    mixed = np.random.default_rng(0).permutation(np.array(plain, np.int64)).tolist()
+    keys, values = halved(np.array(plain, np.int64))
+    return keys.tolist(), values.tolist()
+
+
+def halved(plain: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids `[N]`, sorted, as two disjoint halves by a fixed draw: keys and values, in training as in evaluation."""
+    mixed = np.random.default_rng(0).permutation(plain)
     return mixed[: len(mixed) // 2], mixed[len(mixed) // 2 :]

@@ -51,7 +51,8 @@ def _squad(path: Path) -> Iterator[_Record]:
             for question in paragraph.questions:
                 answers = tuple(dict.fromkeys(answer.text for answer in question.answers))
                 if answers:
-                    yield _Record(question.id, paragraph.text, question.text, answers, answers)
+                    asked = _asked(question.text, f"{path}: question {question.id}")
+                    yield _Record(question.id, paragraph.text, asked, answers, answers)
 
 
 def _drop(path: Path) -> Iterator[_Record]:
@@ -63,7 +64,7 @@ def _drop(path: Path) -> Iterator[_Record]:
         passage, question = match.groups()
         answers = _answers(reading.field(value, "ref_text", str, where).split("|"), "ref_text", where)
         if any(re.search(rf"\b{re.escape(answer)}\b", passage, re.IGNORECASE) for answer in answers):
-            yield _Record(f"{line}", passage, question, answers)
+            yield _Record(f"{line}", passage, _asked(question, where), answers)
 
 
 def _nq(path: Path) -> Iterator[_Record]:
@@ -75,7 +76,8 @@ def _nq(path: Path) -> Iterator[_Record]:
             raise DataError(f"{where}: expected a passage with 'isgold' in 'ctxs'")
         answers = _answers(reading.field(value, "answers", list, where), "answers", where)
         text = reading.field(gold[0], "text", str, f"{where}: ctxs")
-        yield _Record(f"{line}", text, reading.field(value, "question", str, where), answers, answers)
+        question = _asked(reading.field(value, "question", str, where), where)
+        yield _Record(f"{line}", text, question, answers, answers)
 
 
 def _triviaqa(path: Path) -> Iterator[_Record]:
@@ -83,7 +85,7 @@ def _triviaqa(path: Path) -> Iterator[_Record]:
         where = f"{path}:{line}"
         passage, question = (reading.field(value, name, str, where) for name in ("context", "question"))
         answers = _answers(reading.field(value, "answers", list, where), "answers", where)
-        yield _Record(f"{line}", _TRIVIAQA_MARKS.sub("", passage), question, answers)
+        yield _Record(f"{line}", _TRIVIAQA_MARKS.sub("", passage), _asked(question, where), answers)
 
 
 def _attributes(path: Path) -> Iterator[_Record]:
@@ -95,6 +97,12 @@ def _attributes(path: Path) -> Iterator[_Record]:
             raise DataError(f"{where}: 'key' is empty")
         passage = text.split(_SUMMARY, 1)[0]
         yield _Record(f"{line}", passage, f"{key[0].upper()}{key[1:]}:", (answer,), (key, answer))
+
+
+def _asked(question: str, where: str) -> str:
+    if not question.strip():
+        raise DataError(f"{where}: the question is empty")
+    return question
 
 
 def _answers(texts: Sequence[Any], name: str, where: str) -> tuple[str, ...]:
