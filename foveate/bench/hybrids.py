@@ -280,7 +280,7 @@ def _nsa_cases(plan: Plan, batch: int, say: Callable[[str], None]) -> list[Case]
 
 
 def _prefill_cases(plan: Plan, say: Callable[[str], None]) -> list[Case]:
-    """The attention of a prompt, and the choice of what is retained."""
+    """The attention of a prompt, and the choice of the tokens to retain."""
     draw, length = _drawer(plan), plan.context
     q = draw(1, plan.heads, length, plan.head_dim)
     k, v = (draw(1, plan.kv_heads, length, plan.head_dim) for _ in range(2))

@@ -242,7 +242,7 @@ class Prompt:
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of rows padded on the left, and the mask of what is real: both [B, width]."""
+    """Ids of rows padded on the left, and the mask of real tokens: both [B, width]."""
     width = max(map(len, rows))
     ids = [[pad] * (width - len(row)) + list(row) for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]

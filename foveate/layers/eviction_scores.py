@@ -73,7 +73,7 @@ class EvictionScores(nn.Module):
             ("quantiles", torch.zeros(*heads, LEVELS)),
         ):
             self.register_buffer(name, value.clone())
-        self._moved: dict[torch.device, EvictionScores] = {}  # copies of what is not trained, where keys are
+        self._moved: dict[torch.device, EvictionScores] = {}  # frozen copies, by the device of the keys
 
     @property
     def reach(self) -> int:

@@ -230,7 +230,7 @@ class SlidingWindowAttention(nn.Module):
         return ops.attend_until(q, piece.keys, piece.values, until, **how).out
 
     def _take_in(self, memory: RetainedMemory, piece: Piece) -> None:
-        """Move the window on over new tokens, and what is retained of those that leave it into the buffer."""
+        """Move the window over new tokens; those that leave it and are retained go into the buffer."""
         held, ring, new = memory.tensors, memory.ring, piece.new
         leaving = slice(ring - self.window, ring - self.window + new)
         entered = piece.entered[:, None].expand(-1, self.num_kv_heads, -1)

@@ -26,7 +26,7 @@ class PageSummariser(nn.Module):
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int):
         super().__init__()
         self.direction = nn.Parameter(torch.zeros(num_layers, num_kv_heads, head_dim))
-        self._moved: dict[torch.device, Tensor] = {}  # copies of what is not trained, where keys are
+        self._moved: dict[torch.device, Tensor] = {}  # frozen copies, by the device of the keys
 
     def forward(self, k: Tensor, layer: int, used: Tensor | None = None) -> Tensor:
         """fp32 ``[B, Hkv, N, S]``, summing to 1 over the used children of each group.

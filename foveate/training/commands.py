@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from foveate.report.commands import announce
+from foveate.training.progress import Progress
 
 app = typer.Typer(help="Train a model on text and generated retrieval.")
 
@@ -51,7 +52,7 @@ def train(
     _quiet()
     notes = _console()
     try:
-        with _Progress(notes, plan.steps) as progress:
+        with _Readings(notes, plan.steps) as progress:
             outcome = loop.train(plan, out, resume, minutes, progress.say, progress)
     except KeyboardInterrupt:
         progress.say("interrupted; --resume goes on from the last checkpoint")
@@ -116,35 +117,14 @@ def settings() -> None:
         typer.echo(f"{name} = {default}  # {text}")
 
 
-class _Progress:
-    """A progress bar on a terminal, else a line for each reading of the loss."""
-
-    def __init__(self, console: Any, total: int):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-        from rich.progress import TimeRemainingColumn as Remaining
-
-        self._console = console
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        self._bar = Progress(
-            *columns, TextColumn("left"), Remaining(), console=console, transient=True, disable=not console.is_terminal
-        )
-        self._task = self._bar.add_task("loading", total=total)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+class _Readings(Progress):
+    """Shows the readings of a run."""
 
     def __call__(self, step: int, steps: int, row: dict[str, float]) -> None:
         line = f"loss {row['loss']:.4f} · {row['tokens_per_s']:,.0f} tokens/s"
-        self._bar.update(self._task, completed=step, description=line)
-        if not self._console.is_terminal:
+        self.show(step, steps, line)
+        if not self.on_terminal:
             self.say(f"step {step:,} of {steps:,} · {line}")
-
-    def say(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def _plot(out: Path, say: Any) -> None:

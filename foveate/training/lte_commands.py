@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from foveate.report.commands import announce
+from foveate.training.progress import Progress
 
 _INTERRUPTED = 130
 
@@ -46,7 +47,7 @@ def lte(
     plan = Plan(model, text, out, steps, minutes, length, window, lr, ranking, calibration, every, seed, dtype, device)
     notes = table.console(stderr=True)
     _quiet()
-    with _Progress(notes, steps) as progress:
+    with _Readings(notes, steps) as progress:
         outcome = train(plan, progress.say, progress)
     if not outcome.finished:
         raise typer.Exit(_INTERRUPTED)
@@ -56,30 +57,14 @@ def lte(
     typer.echo(f"use it as --method {shlex.quote(get('lte')(file=str(out)).spec)}")
 
 
-class _Progress:
-    """A progress bar on a terminal, else a line for each reading of the loss."""
+class _Readings(Progress):
+    """Shows the readings of a run, each once."""
 
-    def __init__(self, console: Any, total: int):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        self._console, self._said = console, 0
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("loading", total=total)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+    _said = 0
 
     def __call__(self, step: int, steps: int, row: dict[str, float]) -> None:
         line = f"loss {row['loss']:.4f} · recall {row['recall']:.1%}" if row else "learning"
-        self._bar.update(self._task, completed=step, total=steps, description=line)
-        if row and not self._console.is_terminal and row["step"] != self._said:
+        self.show(step, steps, line)
+        if row and not self.on_terminal and row["step"] != self._said:
             self._said = row["step"]
             self.say(f"step {step:,} of {steps:,} · {line} · {row['seconds']:,.0f} s")
-
-    def say(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, soft_wrap=True)

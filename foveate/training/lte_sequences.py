@@ -68,7 +68,7 @@ class Sequences:
         folder: plain text, as :func:`foveate.evaluation.data.read_novels` reads it.
         tokenizer: of the model.
         length: most tokens of a sequence.
-        seed: of what is drawn.
+        seed: of the random draws.
 
     Raises:
         UserError: for text that is too short, or a length below 256.

@@ -302,7 +302,7 @@ def _attend_until(
             if whole:
                 keys = (low + step) * BLOCK_N + places
                 stored = places >= 0
-            else:  # blocks of what is retained, those of the run before its middle, those after it
+            else:  # blocks of retained keys: those of the run before its middle, then those after it
                 of_run = step - apart
                 block = begin + of_run
                 block = tl.where(of_run < 0, step, tl.where(block < low, block, block - low + high))
@@ -323,7 +323,7 @@ def _attend_until(
                 if ragged:
                     place = block * BLOCK_N + places
                     until = tl.load(tl.where(in_list, end_ptr, until_ptr) + place, mask=place < bound, other=0)
-                    come = place - tl.where(of_run < 0, number, lead)  # what is retained has come
+                    come = place - tl.where(of_run < 0, number, lead)  # retained keys have come
                     seen = (queries[:, None] < until[None, :]) & (come[None, :] <= queries[:, None])
                     logits = tl.where(seen, logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, 1))
