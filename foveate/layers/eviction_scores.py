@@ -141,9 +141,9 @@ class EvictionScores(nn.Module):
         if self.inv_freq.device == device:
             return self
         if device not in self._moved:
-            moved = copy.deepcopy(self)
-            moved._moved = {}
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # parameters made in inference mode could not be moved
+                moved = copy.deepcopy(self)
+                moved._moved = {}
                 self._moved[device] = moved.to(device)
         return self._moved[device]
 

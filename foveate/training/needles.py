@@ -16,6 +16,8 @@ from foveate.training.templates import NOISE, RULER, TEMPLATES, Template
 from foveate.training.tokens import TokenStore
 
 KINDS = ("number", "word", "uuid")
+_SHORTEST = 512
+"""Fewest tokens of a part of a row."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,14 @@ class Needles(Source):
     noise: float = setting(0.2, "share of the rows whose haystack is RULER's noise")
     distractors: float = setting(0.15, "share of the rows whose haystack is needles with other keys")
     ruler: float = setting(0.05, "share of the rows in RULER's wording; 0.05 is one of twenty")
+    shorter: float = setting(0.5, "share of the rows that are cut into two or four, each with its own needles")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_range("keys")
         self.require_shares("uuid_keys")
         self.require_shares("ruler")
+        self.require_shares("shorter")
         self.require_shares("noise", "distractors")
         if not self.values:
             raise UserError(f"mixture.needles.values must name at least one of {', '.join(KINDS)}")
@@ -56,6 +60,15 @@ class Needles(Source):
 
     def row(self, store: TokenStore, vocabulary: Vocabulary, draw: Draw) -> Row:
         rng, length = draw.rng, draw.length
+        parts = 2 ** int(rng.integers(1, 3)) if rng.random() < self.shorter else 1
+        if length < parts * _SHORTEST:
+            parts = 1
+        lengths = [length // parts] * (parts - 1)
+        rows = [self._problem(store, vocabulary, rng, size) for size in (*lengths, length - sum(lengths))]
+        return Row(*map(np.concatenate, zip(*rows)))
+
+    def _problem(self, store: TokenStore, vocabulary: Vocabulary, rng: np.random.Generator, length: int) -> Row:
+        """One haystack with its needles and questions."""
         template = RULER if rng.random() < self.ruler else TEMPLATES[1 + int(rng.integers(len(TEMPLATES) - 1))]
         kind = self.values[int(rng.integers(len(self.values)))]
         key_kind = "uuid" if rng.random() < self.uuid_keys else "word"

@@ -157,3 +157,30 @@ def test_another_model_is_refused(changed, match):
     with pytest.raises(ValueError, match=match) as error:
         scores.check_model(FACTS | changed, "a.safetensors")
     assert "LTE file 'a.safetensors'" in str(error.value)
+
+
+def test_the_copy_for_another_device_is_made_outside_of_inference_mode(monkeypatch):
+    own, made = drawn(), []
+    copied = eviction_scores.copy.deepcopy
+
+    def noting(one, *memo):
+        made.append(torch.is_inference_mode_enabled())
+        return copied(one, *memo)
+
+    monkeypatch.setattr(eviction_scores.copy, "deepcopy", noting)
+    k, v = (torch.empty(1, own.num_kv_heads, 40, 16, device="meta") for _ in range(2))
+    with torch.inference_mode():
+        for layer in own.layers:
+            assert own.score(layer, k, v, torch.arange(40, device="meta")[None, None]).device.type == "meta"
+    assert made
+    assert not any(made)
+
+
+@pytest.mark.gpu
+def test_scores_on_a_gpu_are_those_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    own, (k, v) = drawn(), tokens(300)
+    at = torch.arange(300)[None, None]
+    with torch.inference_mode():
+        found = own.score(3, k.cuda(), v.cuda(), at.cuda())
+    torch.testing.assert_close(found.cpu(), own.score(3, k, v, at), rtol=1e-4, atol=1e-4)

@@ -143,7 +143,8 @@ def test_needles_are_in_the_context_before_they_are_asked_for(store, rows):
 
 
 def test_what_is_drawn_in_a_needle_counts_only_where_it_can_be_known(store, rows):
-    for row in rows(Needles(values=("uuid",), uuid_keys=1.0, keys=(1, 1), noise=1.0, distractors=0.0), 512, 20):
+    one = Needles(values=("uuid",), uuid_keys=1.0, keys=(1, 1), noise=1.0, distractors=0.0, shorter=0.0)
+    for row in rows(one, 512, 20):
         texts = {
             role: [
                 store.tokenizer.decode(row.ids[begin:end].tolist())
@@ -155,6 +156,22 @@ def test_what_is_drawn_in_a_needle_counts_only_where_it_can_be_known(store, rows
         (answer,) = texts[ANSWER]
         assert answer.strip().removesuffix(".") in "".join(texts[DRAWN])
         assert sum(len(text.strip()) for text in texts[DRAWN]) >= 3 * 36  # key and value of the needle, key asked for
+
+
+def test_a_row_may_hold_several_haystacks_each_with_its_own_needles(store, rows):
+    parts = set()
+    how = {"shorter": 1.0, "keys": (1, 1), "values": ("number",), "noise": 1.0, "distractors": 0.0}
+    for row in rows(Needles(**how), 2048, 20):
+        ends = np.flatnonzero(row.ids == store.end) + 1
+        begins, parts = np.r_[0, ends[:-1]], parts | {len(ends)}
+        assert ends[-1] == 2048
+        assert {end - begin for begin, end in zip(begins, ends)} == {2048 // len(ends)}
+        for begin, end in zip(begins, ends):
+            (answer,) = [span for span in runs(row.roles[begin:end]) if span[0] == ANSWER]
+            value = store.tokenizer.decode(row.ids[begin + answer[1] : begin + answer[2]].tolist()).strip().strip(".")
+            assert value in store.tokenizer.decode(row.ids[begin : begin + answer[1]].tolist())
+    assert parts == {2, 4}
+    assert all((row.ids == store.end).sum() == 1 for row in rows(Needles(**how), 1000, 10)), "too short to cut"
 
 
 def test_keys_of_evaluation_never_occur(store):
