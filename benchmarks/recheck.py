@@ -29,7 +29,7 @@ from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.evaluation.metrics import paired_bootstrap
 from foveate.evaluation.runner import Comparison, Prepared, parse_method, prepare, run
 from foveate.methods import Method, make
-from foveate.report.markdown import markdown_table
+from foveate.report.recheck import table
 from foveate.report.rows import read
 
 RESULTS = Path(__file__).parent / "results"
@@ -188,27 +188,6 @@ def _line(cell: Cell, old: Row, new: Row) -> dict[str, Any]:
         "differs": not change.low <= 0 <= change.high,
         "versions": new["versions"],
     }
-
-
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of the lines."""
-    rows = [
-        ("method", "comparison", "old [95 %]", "new [95 %]", "new - old, paired [95 %]", "items changed", "differs")
-    ]
-    for line in lines:
-        sides = (f"{side['score']:.1f} [{side['low']:.1f}, {side['high']:.1f}]" for side in (line["old"], line["new"]))
-        change = line["change"]
-        rows.append(
-            (
-                f"`{line['spec']}`",
-                f"{line['task']} {line['split']}, {line['length']:,} tokens",
-                *sides,
-                f"{change['value']:+.1f} [{change['low']:+.1f}, {change['high']:+.1f}]",
-                f"{line['items_changed']} of {line['n']}",
-                "yes" if line["differs"] else "no",
-            )
-        )
-    return markdown_table(rows)
 
 
 def main(

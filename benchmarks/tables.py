@@ -1,10 +1,10 @@
 """Write the tables of the documentation from the result files: `python benchmarks/tables.py [--check]`.
 
 A table stands between `<!-- report: FILE... [KIND] [NAME=VALUE]... -->` and `<!-- end -->`. Kinds that make one table
-of several comparisons: `summary`, `differences` and `least-keys`; those of a bench begin with the bench's name (see
-`foveate.report`). Conditions choose rows, or cases of benches, and their order, as `foveate plot --where` does;
-`over-splits` makes one comparison of splits whose names differ in a last number. Files that end in .json are
-calibrations, which go side by side.
+of several comparisons: `summary`, `differences` and `least-keys`; `recheck` has cells measured again; those of
+a bench begin with the bench's name (see `foveate.report`). Conditions choose rows, or cases of benches, and their
+order, as `foveate plot --where` does; `over-splits` makes one comparison of splits whose names differ in a last number.
+Files that end in .json are calibrations, which go side by side.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from foveate.calibration import load
-from foveate.report import calibrations, csa, decode, indexer, indexer_study, pooled
+from foveate.report import calibrations, csa, decode, indexer, indexer_study, pooled, recheck
 from foveate.report.beside_dense import differences, least_keys
 from foveate.report.lines import once
 from foveate.report.markdown import tables
@@ -37,6 +37,7 @@ KINDS = {
     "decode-kascade": decode.kascade,
     "decode-kinds": decode.kinds,
     "dsa-model": csa.model,
+    "recheck": recheck.table,
 }
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -56,6 +57,8 @@ def table(words: list[str]) -> str:
     rest = [word for word in words if word not in (*files, *conditions, "over-splits")]
     if len(rest) > 1 or not set(rest) <= KINDS.keys():
         raise ValueError(f"a mark has one kind at most, of {', '.join(KINDS)}; found {', '.join(rest)}")
+    if rest == ["recheck"]:  # lines about rows, not rows
+        return recheck.table(rows)
     if "bench" in rows[0]:
         rows = of_cases(rows, conditions)
     else:
@@ -74,7 +77,7 @@ def written(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         if text != written(text):
             stale.append(path.name)
