@@ -1,4 +1,4 @@
-"""Dense prompts by libraries: which is used, what it is given, and what happens to one that is wrong or lacks something.
+"""Dense prompts by libraries: which is used, what it is given, and what becomes of one that is wrong or lacks some.
 
 The libraries here compute in fp64. They count their calls, so that no test passes where none is called.
 """

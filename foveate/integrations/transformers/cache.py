@@ -272,6 +272,7 @@ class Layer(CacheLayerMixin):
         self.store.rows["observed"], self.store.forward = list(store.lengths), self.phase.forward
         self.seen, self.is_initialized = read.seen, True
         self.counters.prompt_tokens += sum(store.lengths)
+        self.counters.prompt_heads = read.counters.prompt_heads
         self._finish_prompt(read.scaling)
 
     # Called by generate and the cache

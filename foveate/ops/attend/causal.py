@@ -29,8 +29,8 @@ def attend_causal(
 
     No ``Lq x Lk`` tensor and no mask of that size exists. The fastest library that takes the queries, keys and values
     attends (:mod:`foveate.ops.attend.library`); under a cap that no library takes a kernel of ours does. The reference
-    does everything else, and what autograd records but for the simplest case. Learned sinks take their share of the result by the log-sum-exp. The output is
-    the same to the last bit with and without the log-sum-exp.
+    does everything else, and what autograd records but for the simplest case. Learned sinks take their share of the
+    result by the log-sum-exp. The output is the same to the last bit with and without the log-sum-exp.
 
     Args:
         q: ``[B, Hq, Lq, D]``.

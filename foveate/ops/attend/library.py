@@ -161,9 +161,8 @@ class PyTorch(Library):
             return "it caps no logits"
         if q.device.type == "cuda":
             return _limit(q, k, v)
-        return (
-            "" if q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 else "head dims differ, or are no multiple of 8"
-        )
+        alike = q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+        return "" if alike else "it takes head dims that are alike and multiples of 8"
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float, offset: int, softcap: float | None, need_lse: bool
