@@ -21,8 +21,8 @@ def table(rows: Sequence[Row]) -> str:
 def layers(rows: Sequence[Row]) -> str:
     """A line for each kind of layers of a method: its time, and what that goes to.
 
-    *Learning* and *prompt's end* are what a method adds to attention, and the surcharge is both beside the fastest dense
-    pass. Parts are of attention: kernels that weigh keys, choose some, attend, and PyTorch's others.
+    *Learning* and *prompt's end* are what a method adds to attention, and the surcharge is both of them, as a share of
+    the fastest dense pass. Parts are of attention: kernels that weigh keys, choose some, attend, and PyTorch's others.
     """
     head = (
         "method",

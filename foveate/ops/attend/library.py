@@ -113,8 +113,8 @@ class CuDNN(Library):
 
     name = "cuDNN"
     least_work = 1 << 26
-    """cuDNN makes a plan for each new pair of lengths, which takes some 45 ms. Over the layers of a model it gains more
-    than that from prompts of about 8K tokens on."""
+    """cuDNN makes a plan for each new pair of lengths, which takes tens of milliseconds. The layers of a model together
+    gain about as much from 8K tokens on."""
 
     def missing(self, device: torch.device) -> str:
         if not _on_gpu(device) or torch.version.hip:
