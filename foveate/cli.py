@@ -105,6 +105,7 @@ def doctor(as_json: AsJson = False) -> None:
         "versions": accounting.versions(),
         "commit": accounting.commit(),
         "prompts": _prompt_paths(["cpu", *(["cuda"] if torch.cuda.is_available() else [])]),
+        "dense libraries": _dense_libraries() if torch.cuda.is_available() else "none but PyTorch: no GPU",
         "decode": "references (torch), gathering what they read",
         "kernels": kernel_status(),
         "gated delta rule": _delta_rule(torch.cuda.is_available()),
@@ -130,11 +131,21 @@ def _prompt_paths(devices: list[str]) -> str:
     """Which code attends in prompts, by device and number format."""
     import torch
 
-    from foveate.ops import prompt_path
+    from foveate.ops import PromptHeads, prompt_path
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    paths = [f"{device} {name}: {prompt_path(device, dtype)}" for device in devices for name, dtype in dtypes.items()]
-    return ", ".join(paths)
+    heads = {(one, name): PromptHeads(torch.device(one), dtype) for one in devices for name, dtype in dtypes.items()}
+    return ", ".join(f"{device} {name}: {prompt_path(one)}" for (device, name), one in heads.items())
+
+
+def _dense_libraries() -> str:
+    """Which libraries attend densely to prompts on the first GPU, and why others do not."""
+    import torch
+
+    from foveate.ops import PromptHeads, dense_obstacles
+
+    heads = PromptHeads(torch.device("cuda", 0), torch.bfloat16, 128, 128, 4)
+    return ", ".join(f"{name}: {reason or 'used'}" for name, reason in dense_obstacles(heads).items())
 
 
 @app.command()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from foveate.ops import PromptHeads
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -65,6 +67,8 @@ class Counters:
     indices_reused: int = 0
     dense_steps: int = 0
     selections_capped: int | Tensor = 0
+    prompt_heads: PromptHeads | None = None
+    """What the last prompt was attended to with."""
     bytes_per_key: int = 0
     resident_bytes: int = 0
 

@@ -60,7 +60,8 @@ def test_doctor_tells_devices_and_versions():
     facts = json.loads(call("doctor", "--json").stdout)
     assert facts["devices"][0].startswith("cpu: ")
     assert {"python", "torch", "transformers", "foveate"} <= facts["versions"].keys()
-    assert "cpu float32: fused" in facts["prompts"]
+    assert "cpu float32: PyTorch, cpu bfloat16: PyTorch" in facts["prompts"]
+    assert facts["dense libraries"] == "none but PyTorch: no GPU"
     assert facts["transformers"] == f"tested with {releases.OLDEST} to {releases.NEWEST}"
     assert "references (torch)" in call("doctor").stdout
 

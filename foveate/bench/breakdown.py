@@ -15,16 +15,19 @@ from torch.profiler import ProfilerActivity, profile
 from foveate import ops
 
 PARTS = ("score", "select", "attend", "other")
-"""The packages of :mod:`foveate.ops` whose kernels run in a decode step, and PyTorch's own kernels."""
+"""The packages of :mod:`foveate.ops` whose kernels run in a step, and PyTorch's own kernels; libraries' kernels of
+attention count as ``attend``."""
 _REPEATS = 5
+_ATTENTION = ("flash", "fmha", "sdpa")
+"""What the names of such kernels contain: FlashAttention's, cuDNN's and PyTorch's."""
 
 
-def parts(step: Callable[[], Any], device: str) -> dict[str, float] | None:
+def parts(step: Callable[[], Any], device: str, repeats: int = _REPEATS) -> dict[str, float] | None:
     """Milliseconds of a step's kernels by :data:`PARTS`, without the gaps between them; None on a CPU."""
     if device != "cuda":
         return None
     step()
-    return by_part({kernel: ms / _REPEATS for kernel, ms in _profiled(step, _REPEATS).items()})
+    return by_part({kernel: ms / repeats for kernel, ms in _profiled(step, repeats).items()})
 
 
 def total(step: Callable[[], Any]) -> float:
@@ -63,7 +66,8 @@ def by_part(milliseconds: dict[str, float]) -> dict[str, float]:
     """The same by :data:`PARTS` instead of by kernel."""
     known, found = _kernels(), dict.fromkeys(PARTS, 0.0)
     for kernel, ms in milliseconds.items():
-        found[known.get(kernel, "other")] += ms
+        attends = any(word in kernel.lower() for word in _ATTENTION)
+        found[known.get(kernel, "attend" if attends else "other")] += ms
     return found
 
 

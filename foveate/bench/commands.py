@@ -45,18 +45,62 @@ def cpu_decode(
 
 @app.command("prefill")
 def prefill(
-    model: Model,
-    context: Annotated[list[int] | None, typer.Option(help="Prompt tokens; may be given often.")] = None,
+    level: Annotated[
+        str, typer.Option(help="kernel (attention of a layer) or model (time to the first token).")
+    ] = "kernel",
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Prompt tokens; may be given often.",
+            show_default="8192, 32768 and 131072; at level model 8192, 16384 and 32768",
+        ),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads (kernel).", show_default="32")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads (kernel).", show_default="8")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Dimensions of a head (kernel).", show_default="128")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers, of which each kind is timed once (kernel).", show_default="32")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).", show_default="llama-3.1-8b"
+        ),
+    ] = None,
+    chunk: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens of a prompt that are read at once, 0 for all; may be given often (model).", show_default="0"
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs.")] = 5,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     method: Methods = None,
     out: Out = None,
 ) -> None:
-    """Time and peak memory of a prompt on a GPU."""
-    from foveate.bench import prefill as bench
+    """A prompt: its attention, beside the fastest dense there is, or a model's time to the first token."""
+    of_layers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
+    of_model = {"model": model, "chunks": chunk}
+    _check_level(level, {"kernel": of_layers, "model": of_model})
 
-    contexts = context or (8192, 16384, 32768)
-    _measure(bench.BENCH, out, lambda say: bench.run(model, contexts, method or bench.METHODS, repeats, dtype, say))
+    from foveate.bench import prefill as bench
+    from foveate.bench import prefill_model
+    from foveate.report.prefill import table
+
+    lists = {"methods": method, "contexts": context}
+    options = {**lists, **of_layers, **of_model, "repeats": repeats, "dtype": dtype, "seed": seed, "device": device}
+    given = {name: value for name, value in options.items() if value is not None}
+    if level == "model":
+        of = prefill_model.Plan(**given)
+        _measure(bench.BENCH, out, lambda say: prefill_model.run(of, say, _kept(out)), table)
+    else:
+        plan = bench.Plan(**given)
+        _measure(bench.BENCH, out, lambda say: bench.run(plan, say, _kept(out)), table)
 
 
 @app.command("decode")
@@ -153,7 +197,7 @@ def _check_level(level: str, own: dict[str, dict[str, Any]]) -> None:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{name.replace('_', '-')}" if name != "chunks" else "--chunk"
 
 
 @app.command("indexer")

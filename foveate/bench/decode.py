@@ -25,6 +25,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.bench import breakdown, cold, decode_layer, dense_peers
 from foveate.bench.decode_layer import Layer
+from foveate.bench.layer_kinds import Kind, kinds
 from foveate.cache import Counters, Geometry, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
@@ -95,9 +96,9 @@ class Plan:
         return self.head_dim**-0.5
 
 
-def command(options: Mapping[str, Any]) -> str:
-    """The command line of this bench with some options, each as often as it has values."""
-    parts = [f"foveate bench {BENCH}"]
+def command(options: Mapping[str, Any], bench: str = BENCH) -> str:
+    """The command line of a bench with some options, each as often as it has values."""
+    parts = [f"foveate bench {bench}"]
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else (value,)
         parts += [f"--{name.replace('_', '-')} {shlex.quote(str(one))}" for one in values]
@@ -142,16 +143,6 @@ def run(
     return rows
 
 
-class _Kind(NamedTuple):
-    """Layers of a method that do the same."""
-
-    name: str
-    number: int
-    policy: Method
-    chooser: Method | None
-    """The policy of the layer whose choice these read."""
-
-
 class _Found(NamedTuple):
     ms: float
     bytes: float
@@ -167,11 +158,11 @@ def _of_size(
     plan: Plan, peers: Mapping[str, dense_peers.Attend], batch: int, context: int, say: Callable[[str], None]
 ) -> dict[str, _Found]:
     """What each library and each method takes, by name."""
-    kinds = {
-        method.spec: _kinds(method, plan.layers) for method in map(_parsed, dict.fromkeys(("dense", *plan.methods)))
+    of_methods = {
+        method.spec: kinds(method, plan.layers) for method in map(_parsed, dict.fromkeys(("dense", *plan.methods)))
     }
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
-    choosing = any(kind.chooser is not None for those in kinds.values() for kind in those)
+    choosing = any(kind.chooser is not None for those in of_methods.values() for kind in those)
     # who chooses is timed at level layer alone, where it stores tokens of its own
     caches = [_drawn(plan, batch, context, generator) for _ in range(2 if choosing and plan.level == "layer" else 1)]
     shape = (batch, plan.heads, _OBSERVED, plan.head_dim)
@@ -184,7 +175,7 @@ def _of_size(
             say(f"{name}: left out at {context:,} tokens, {' '.join(str(error).split())[:200]}")
     if not found:
         say(f"no library attends densely to {context:,} tokens in {plan.dtype} here: foveate's own is the baseline")
-    for spec, those in kinds.items():
+    for spec, those in of_methods.items():
         found[spec] = _method(plan, those, caches, queries)
     return found
 
@@ -202,9 +193,9 @@ def _peer(plan: Plan, attend: dense_peers.Attend, cache: SlotCache, q: Tensor) -
     return _Found(timed.ms, tokens * branch.batch_size * branch.counters.bytes_per_key, timed.graph, None)
 
 
-def _method(plan: Plan, kinds: Sequence[_Kind], caches: Sequence[SlotCache], queries: Tensor) -> _Found:
+def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], queries: Tensor) -> _Found:
     layers, graphs, recall = {}, [], None
-    for kind in kinds:
+    for kind in those:
         layer, chooser = _layers(plan, kind, caches, queries)
         if plan.level == "kernel":  # counted before it is recorded
             if chooser is not None:
@@ -239,7 +230,7 @@ def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
     return float((wanted & found).sum() / wanted.sum())
 
 
-def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[Layer, Layer | None]:
+def _layers(plan: Plan, kind: Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[Layer, Layer | None]:
     """The layer that is timed, and the one whose choice it reads: of the same pass, and behind new tokens with keys of
     its own."""
 
@@ -256,7 +247,7 @@ def _layers(plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tenso
 
 
 def _tokens(
-    plan: Plan, kind: _Kind, caches: Sequence[SlotCache], queries: Tensor, layer: Layer, chooser: Layer | None
+    plan: Plan, kind: Kind, caches: Sequence[SlotCache], queries: Tensor, layer: Layer, chooser: Layer | None
 ) -> tuple[cold.Timed, float]:
     """A token of a layer, as in steps that are replayed if all that is done can be recorded, and the bytes it reads."""
     policy, period = kind.policy, _period(kind.policy)
@@ -384,33 +375,6 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
         k, v = (torch.randn(shape, generator=generator, device=plan.device).to(dtype) for _ in range(2))
         cache.append(k, v)
     return cache
-
-
-def _kinds(method: Method, layers: int) -> list[_Kind]:
-    """What the layers of a method do, and how many do the same."""
-    policies = [method.for_layer(layer, layers) for layer in range(layers)]
-    alike: dict[tuple[str, str], list[int]] = {}
-    for layer, policy in enumerate(policies):
-        alike.setdefault((policy.spec, _name(policy)), []).append(layer)
-    kinds = []
-    for same in alike.values():
-        policy = policies[same[-1]]  # of layers that read, one behind all that choose
-        place = getattr(policy, "place", None)
-        reads = place is not None and place.reads_another
-        kinds.append(_Kind(_name(policy), len(same), policy, policies[place.anchor] if reads else None))
-    return kinds
-
-
-def _name(policy: Method) -> str:
-    """What a layer does, in a word."""
-    place = getattr(policy, "place", None)
-    if place is None:
-        return "dense" if policy.name == "dense" or getattr(policy, "dense", False) else policy.name
-    if place.reads_another:
-        return "reading"
-    if place.anchor is None or (place.dense and not place.has_readers):
-        return "dense"
-    return "dense, choosing" if place.dense else "choosing"
 
 
 def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float) -> SlotCache:

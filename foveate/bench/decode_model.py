@@ -176,7 +176,7 @@ def run(
     cold.settle(plan.device)
     rate = cold.memory_rate(plan.device)
     say(f"device memory: {rate:,.1f} GB/s")
-    model = _model(plan)
+    model = load(plan)
     rows: list[dict[str, Any]] = []
     for batch in plan.batches:
         for context in plan.contexts:
@@ -200,7 +200,7 @@ def run(
     return rows
 
 
-def _model(plan: Plan) -> PreTrainedModel:
+def load(plan: Plan) -> PreTrainedModel:
     model = _loaded(plan)
     if plan.liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance

@@ -1,4 +1,4 @@
-"""Dense attention of a decode step by libraries, the fastest of which is what sparse attention is compared with."""
+"""Dense attention by libraries, of decode steps and of prompts: sparse attention is compared with the fastest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Of ``q [B, Hq, 1, D]``, ``k, v [B, Hkv, N, D]`` and the factor of the logits: ``[B, Hq, 1, D]``."""
+"""Of ``q [B, Hq, L, D]``, ``k, v [B, Hkv, N, D]`` and the factor of the logits: ``[B, Hq, L, D]``. In a decode step L
+is 1; of a prompt it is N."""
 
 
 def available(device: str, dtype: str, say: Callable[[str], None] = print) -> dict[str, Attend]:
@@ -22,19 +23,39 @@ def available(device: str, dtype: str, say: Callable[[str], None] = print) -> di
         return found | {"sdpa-math": functools.partial(_folded, backend=SDPBackend.MATH)}
     found["sdpa-cudnn"] = functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
     found["sdpa-flash"] = functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)
+    return found | _with_flash_attention_3(_flash_attention_3, say)
+
+
+def causal(device: str, dtype: str, say: Callable[[str], None] = print) -> dict[str, Attend]:
+    """The libraries that attend causally to a whole prompt without a matrix of its queries and keys, by name."""
+    if device != "cuda":
+        return {"sdpa": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION, causal=True)}
+    if dtype == "float32":
+        say("no library attends to grouped heads in float32 without a matrix")
+        return {}
+    found: dict[str, Attend] = {
+        "sdpa-cudnn": functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION, causal=True),
+        "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION, causal=True),
+    }
+    return found | _with_flash_attention_3(_causal_flash_attention_3, say)
+
+
+def _with_flash_attention_3(make: Callable[[], Attend], say: Callable[[str], None]) -> dict[str, Attend]:
+    """FlashAttention-3 by its name; says how to get it where it is missing."""
     try:
-        found["flash-attention-3"] = _flash_attention_3()
+        return {"flash-attention-3": make()}
     except Exception as error:  # it loads a library, which may not fit the device or torch
         if getattr(error, "name", None) == "flash_attn_interface":
             say("FlashAttention-3 is not here: pip install tokenspeed-fa3==3.0.0.post20260810")
         else:
             say(f"FlashAttention-3 is here and cannot be loaded: {error}")
-    return found
+    return {}
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend, causal: bool = False) -> Tensor:
+    how = {"is_causal": causal, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, **how)
 
 
 def _folded(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend) -> Tensor:
@@ -49,5 +70,16 @@ def _flash_attention_3() -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return flash_attn_with_kvcache(q, k, v, softmax_scale=scaling).transpose(1, 2)  # splits keys as it sees fit
+
+    return attend
+
+
+def _causal_flash_attention_3() -> Attend:
+    from flash_attn_interface import flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scaling, causal=True)
+        out = found[0] if isinstance(found, tuple) else found  # some releases return the log-sum-exp beside it
+        return out.transpose(1, 2)
 
     return attend

@@ -1,130 +1,290 @@
-"""What does a prompt cost, in time and in peak memory, when a method has to learn from it?
+"""What attention takes in a prompt: every kind of layer that a method has, beside the fastest dense library.
 
-A model reads random tokens under every method, on a GPU; peaks include weights, activations and the cache. Methods that
-accumulate importance may not need much more memory than dense attention does.
+Queries, keys and values are drawn, and no model is there: of a method with 32 layers each kind of them reads a causal
+prompt in one piece, and their mean, each as often as it occurs, is the method's time. It counts attention, what the
+method learns from the prompt's queries, and what it does when the prompt ends. A layer that reads what another chose is
+timed after that one. A method runs as an attached model runs it, from its settings' string alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import transformers
+from torch import Tensor
 
-import foveate
-from foveate.evaluation import accounting, inference
+from foveate import ops
+from foveate.bench import breakdown, cold, dense_peers
+from foveate.bench.decode import command
+from foveate.bench.layer_kinds import Kind, in_prompt, kinds
+from foveate.cache import Counters, Geometry, SlotCache
+from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
-from foveate.integrations.transformers import releases
+from foveate.methods import Method, parse
 
 BENCH = "prefill"
-TRANSFORMERS = "transformers-sdpa"
-METHODS = (
-    "dense",
-    "streaming",
-    "kascade",
-    "kascade:rest=mean",
-    "kascade:exact_anchors=true",
-    "tova",
-    "snapkv",
-    "h2o",
-    "luka",
-    "luka:compressor=attention",
-    "mixed",
-)
+METHODS = ("dense", "kascade", "kascade:exact_anchors=true", "streaming", "snapkv", "tova", "h2o", "luka")
+CONTEXTS = (8192, 32768, 131072)
+DTYPES = ("float16", "bfloat16", "float32")
+_PROFILED = 2
+"""How often a layer runs while its kernels are watched."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure; the defaults are a layer of Llama-3.1-8B, as in the papers."""
+
+    methods: Sequence[str] = METHODS
+    contexts: Sequence[int] = CONTEXTS
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    layers: int = 32
+    repeats: int = 5
+    dtype: str = "float16"
+    seed: int = 0
+    device: str = "cuda"
+
+    def check(self) -> None:
+        """Raises UserError naming what cannot be."""
+        for name in ("heads", "kv_heads", "head_dim", "layers", "repeats"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.contexts or min(self.contexts) < 1:
+            raise UserError(f"context must be at least 1, not {min(self.contexts, default='none')}")
+        if self.heads % self.kv_heads:
+            raise UserError(f"heads must be a multiple of kv-heads, {self.kv_heads}, not {self.heads}")
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not '{self.dtype}'")
+        if self.device not in ("cuda", "cpu"):
+            raise UserError(f"device must be cuda or cpu, not '{self.device}'")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("no CUDA device is here; --device cpu measures the references")
+        for spec in self.methods:
+            parsed(spec)
+
+    def command(self) -> str:
+        """The command line that makes the rows."""
+        sizes = {"level": "kernel", "method": self.methods, "context": self.contexts}
+        rest = ("heads", "kv_heads", "head_dim", "layers", "repeats", "dtype", "seed", "device")
+        return command({**sizes, **{name: getattr(self, name) for name in rest}}, BENCH)
+
+    @property
+    def scaling(self) -> float:
+        return self.head_dim**-0.5
+
+
+def parsed(spec: str) -> Method:
+    """The method of a spec. Raises UserError for one that cannot be."""
+    try:
+        return parse(spec)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 @torch.inference_mode()
 def run(
-    folder: Path,
-    contexts: Sequence[int] = (8192, 16384, 32768),
-    methods: Sequence[str] = METHODS,
-    repeats: int = 5,
-    dtype: str = "bfloat16",
+    plan: Plan,
     say: Callable[[str], None] = print,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Measure and return a row for each method and context; the baseline is foveate's own dense.
+    """A row for each library that attends densely and for each method, at every context.
+
+    Dense attention of our own is always among them: it may be what the others are compared with.
 
     Args:
-        folder: a Hugging Face model folder.
-        contexts: prompt tokens.
-        methods: specs; ``dense`` is always among them.
-        repeats: timed runs, after one that warms up.
-        dtype: of weights and cache.
-        say: where progress goes.
+        say: told of each.
+        keep: given the rows of one context as soon as they are there.
 
     Raises:
-        UserError: without a GPU, or for a context beyond the model.
+        UserError: for a plan that cannot be.
     """
-    if not torch.cuda.is_available():
-        raise UserError("bench prefill measures GPU memory, and no CUDA device is here")
-    if repeats < 1:
-        raise UserError(f"repeats must be at least 1, not {repeats}")
-    specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in methods)]))
-    facts = accounting.model_facts(folder)
-    accounting.check_positions(max(contexts), facts, "the longest context needs")
-    model = inference.load_model(folder, dtype, "cuda")
-    flops = 2 * sum(parameter.numel() for parameter in model.parameters())
-    rows = []
-    for context in contexts:
-        ids = torch.randint(0, model.config.vocab_size, (1, context), device="cuda")
-        for spec in [*specs, TRANSFORMERS]:
-            milliseconds, peak, resident = _measure(model, spec, ids, repeats)
-            say(f"{spec} at {context:,}: {milliseconds:.1f} ms, peak {peak / 1e9:.2f} GB")
-            if spec == "dense":
-                dense_ms, dense_peak = milliseconds, peak
-            rows.append(
-                {
-                    "bench": BENCH,
-                    "case": {
-                        "method": spec,
-                        "model": folder.name,
-                        "context": context,
-                        "batch": 1,
-                        "dtype": dtype,
-                        "repeats": repeats,
-                    },
-                    "ms": milliseconds,
-                    "baseline": "dense",
-                    "baseline_ms": dense_ms,
-                    "speedup": dense_ms / milliseconds,
-                    "gb_per_s": None,
-                    "tflop_per_s": flops * context / milliseconds / 1e9,
-                    "tflop_counts": "weights only, attention left out",
-                    "peak_bytes": peak,
-                    "peak_over_dense": peak / dense_peak,
-                    "resident_bytes": resident,
-                    "architecture": facts,
-                    "device": accounting.device_name("cuda"),
-                    "versions": accounting.versions(),
-                    "commit": accounting.commit(),
-                }
-            )
+    plan.check()
+    peers = dense_peers.causal(plan.device, plan.dtype, say)
+    rows: list[dict[str, Any]] = []
+    for context in plan.contexts:
+        keep(fresh := _rows(plan, context, _of_context(plan, peers, context, say), say))
+        rows += fresh
     return rows
 
 
-def _measure(model: torch.nn.Module, spec: str, ids: torch.Tensor, repeats: int) -> tuple[float, int, int]:
-    """Median milliseconds, peak bytes of the prompt, and bytes that the cache holds after it."""
-    if spec != TRANSFORMERS:
-        foveate.attach(model, spec)
-    times, memory = [], accounting.PeakMemory("cuda")
-    for repeat in range(repeats + 1):
-        cache = transformers.DynamicCache(config=model.config) if spec == TRANSFORMERS else foveate.Cache(model)
-        torch.cuda.synchronize()
-        memory.start()
-        taken = accounting.milliseconds(
-            functools.partial(model, ids, **{releases.CACHE: cache}, use_cache=True, logits_to_keep=1), "cuda"
+class _Prompt(NamedTuple):
+    """A layer's prompt."""
+
+    q: Tensor
+    cache: SlotCache
+    """With the keys and values, and room for a token more."""
+
+
+class _Found(NamedTuple):
+    ms: float
+    peak_bytes: int
+    """Above inputs and output on a GPU; of the whole process on a CPU."""
+    layers: dict[str, dict[str, Any]] | None
+    """What each kind of them takes; None for a library."""
+
+
+def _of_context(
+    plan: Plan, peers: Mapping[str, dense_peers.Attend], context: int, say: Callable[[str], None]
+) -> dict[str, _Found]:
+    """What each library and each method takes, by name."""
+    prompt, found = _drawn(plan, context), {}
+    for name, attend in peers.items():
+        keys = prompt.cache.keys, prompt.cache.values
+        step = functools.partial(attend, prompt.q, *keys, plan.scaling)
+        try:
+            found[name] = _Found(_ms(plan, step), _peak(plan, step), None)
+        except RuntimeError as error:
+            say(f"{name}: left out at {context:,} tokens, {' '.join(str(error).split())[:200]}")
+    if not found:
+        say(f"no library attends densely to {context:,} tokens in {plan.dtype} here: foveate's own is the baseline")
+    for method in map(parsed, dict.fromkeys(("dense", *plan.methods))):
+        found[method.spec] = _method(plan, kinds(method, plan.layers, in_prompt), prompt)
+    return found
+
+
+def _drawn(plan: Plan, context: int) -> _Prompt:
+    generator = torch.Generator(plan.device).manual_seed(plan.seed)
+
+    def normal(heads: int) -> Tensor:
+        shape = (1, heads, context, plan.head_dim)
+        return torch.randn(shape, generator=generator, device=plan.device, dtype=getattr(torch, plan.dtype))
+
+    q, geometry = normal(plan.heads), Geometry(plan.heads, plan.kv_heads, plan.head_dim, plan.head_dim)
+    cache = SlotCache(geometry, 1, q.dtype, torch.device(plan.device))
+    cache.append(normal(plan.kv_heads), normal(plan.kv_heads))
+    return _Prompt(q, cache)
+
+
+def _method(plan: Plan, those: Sequence[Kind], prompt: _Prompt) -> _Found:
+    layers = {kind.name: {"layers": kind.number, **_kind(plan, kind, prompt)} for kind in those}
+    ms = sum(one["layers"] * one["ms"] for one in layers.values()) / plan.layers
+    return _Found(ms, max(one["peak_bytes"] for one in layers.values()), layers)
+
+
+def _kind(plan: Plan, kind: Kind, prompt: _Prompt) -> dict[str, Any]:
+    """What a layer of a kind takes: to attend, to learn from the queries, and at the prompt's end."""
+    policy, forward = kind.policy, {}
+    if kind.chooser is not None:
+        _branch(kind.chooser, prompt, forward, of=lambda branch: kind.chooser.prompt(branch, prompt.q, plan.scaling))
+    branch = _branch(policy, prompt, forward)
+
+    def attend() -> ops.Attended:
+        return policy.prompt(branch, prompt.q, plan.scaling)
+
+    attend_ms, learn_ms = _ms(plan, attend), 0.0
+    found = {"attend_ms": attend_ms, "parts_ms": breakdown.parts(attend, plan.device, _PROFILED)}
+    peak = _peak(plan, attend)
+    if policy.observation is not None:
+        attended = attend()
+        learn = functools.partial(policy.observe, branch, prompt.q, attended, plan.scaling)
+        learn_ms, peak = _ms(plan, learn), max(peak, _peak(plan, learn))
+        del attended
+    end_ms = statistics.median(_end(plan, policy, prompt, forward) for _ in range(plan.repeats))
+    return {"ms": attend_ms + learn_ms + end_ms, **found, "learn_ms": learn_ms, "end_ms": end_ms, "peak_bytes": peak}
+
+
+def _branch(
+    policy: Method,
+    prompt: _Prompt,
+    forward: dict[Any, Any],
+    of: Callable[[SlotCache], Any] = lambda branch: None,
+) -> SlotCache:
+    """A layer's cache behind the prompt's keys and values, of which ``of`` makes use."""
+    cache = prompt.cache
+    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters(), {})
+    branch.forward = forward
+    of(branch)
+    return branch
+
+
+def _end(plan: Plan, policy: Method, prompt: _Prompt, forward: dict[Any, Any]) -> float:
+    """Milliseconds of a prompt's end: what is computed of what was learnt, and what is given up."""
+    if type(policy).prompt_end is Method.prompt_end:
+        return 0.0
+    branch = _branch(policy, prompt, forward)
+    if policy.observation is not None:
+        policy.observe(branch, prompt.q, policy.prompt(branch, prompt.q, plan.scaling), plan.scaling)
+    branch.rows["observed"] = list(branch.lengths)
+
+    def end() -> None:
+        keep = policy.prompt_end(branch, plan.scaling)
+        if keep is not None:
+            branch.retain(keep, policy.uneven)
+
+    return _timed(end, plan.device)
+
+
+def _ms(plan: Plan, step: Callable[[], Any]) -> float:
+    """Median of some runs, after one that compiles and plans."""
+    step()
+    return statistics.median(_timed(step, plan.device) for _ in range(plan.repeats))
+
+
+def _timed(step: Callable[[], Any], device: str) -> float:
+    cold.flush(device)
+    return accounting.milliseconds(step, device)
+
+
+def _peak(plan: Plan, step: Callable[[], Any]) -> int:
+    """Bytes above inputs and output on a GPU, where what is kept for other layers counts; else of the process."""
+    memory = accounting.PeakMemory(plan.device)
+    before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
+    memory.start()
+    out = step()
+    out = out.out if isinstance(out, ops.Attended) else out
+    own = out.nbytes if isinstance(out, Tensor) and plan.device == "cuda" else 0
+    return memory.peak() - before - own
+
+
+def _rows(plan: Plan, context: int, found: Mapping[str, _Found], say: Callable[[str], None]) -> list[dict[str, Any]]:
+    dense = {name: one.ms for name, one in found.items() if one.layers is None or name == "dense"}
+    fastest = min(dense, key=dense.__getitem__)
+    flops = 2 * plan.heads * plan.head_dim * context * (context + 1)  # two products of the pairs that are seen
+    sizes = ("heads", "kv_heads", "head_dim", "layers", "dtype", "repeats", "seed")
+    rows = []
+    for name, one in found.items():
+        speedup = dense[fastest] / one.ms
+        say(f"{name} at {context:,}: {one.ms:.3f} ms, {speedup:.2f}× {fastest}, {one.peak_bytes / 1e9:.2f} GB")
+        share = None if one.layers is None else getattr(parsed(name), "top_k", None)
+        case = {"method": name, "context": context, "batch": 1, "share": share if isinstance(share, float) else None}
+        rows.append(
+            {
+                "bench": BENCH,
+                "case": {**case, "level": "kernel", **{size: getattr(plan, size) for size in sizes}},
+                "ms": one.ms,
+                "layers": _surcharged(one.layers, dense[fastest]),
+                "dense_prompts": None if one.layers is None else _library(plan),
+                "baseline": fastest,
+                "baseline_ms": dense[fastest],
+                "speedup": speedup,
+                "gb_per_s": None,
+                "tflop_per_s": flops / one.ms / 1e9 if name in dense else None,
+                "tflop_counts": "both products of every pair of a query and a key that it sees",
+                "peak_bytes": one.peak_bytes,
+                "peak_kind": "above inputs and output" if plan.device == "cuda" else "process",
+                "device": accounting.device_name(plan.device),
+                "versions": accounting.versions(),
+                "commit": accounting.commit(),
+                "command": plan.command(),
+            }
         )
-        if repeat:
-            times.append(taken)
-        if spec == TRANSFORMERS:
-            resident = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        else:
-            resident = cache.resident_bytes
-        peak = memory.peak()
-        del cache
-    foveate.detach(model)
-    return statistics.median(times), peak, resident
+    return rows
+
+
+def _surcharged(layers: Mapping[str, dict[str, Any]] | None, dense_ms: float) -> dict[str, dict[str, Any]] | None:
+    """The kinds of layers, with what learning and the prompt's end add to the fastest dense pass, as a share of it."""
+    if layers is None:
+        return None
+    return {name: {**one, "surcharge": (one["learn_ms"] + one["end_ms"]) / dense_ms} for name, one in layers.items()}
+
+
+def _library(plan: Plan) -> str:
+    """What attends densely in the layers of methods, see :func:`foveate.ops.prompt_path`."""
+    dims = (plan.head_dim, plan.head_dim, plan.heads // plan.kv_heads)
+    device = torch.device(plan.device, 0) if plan.device == "cuda" else torch.device("cpu")
+    return ops.prompt_path(ops.PromptHeads(device, getattr(torch, plan.dtype), *dims))

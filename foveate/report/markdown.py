@@ -50,7 +50,10 @@ def _what(row: Row) -> str:
     if "bench" in row:
         case = row["case"]
         batch = "" if case["batch"] == 1 else f", batch {case['batch']}"
-        return f"{row['bench']}, {case['model']}, {case['context']:,} tokens, {case['dtype']}{batch}"
+        model = case.get("model") or f"a layer of {case['heads']} query and {case['kv_heads']} KV heads"
+        model += " (random weights)" * (case.get("weights") == "random")
+        chunk = f" in chunks of {case['chunk']:,}" if case.get("chunk") else ""
+        return f"{row['bench']}, {model}, {case['context']:,} tokens{chunk}, {case['dtype']}{batch}"
     length = f", {row['length']:,.0f} tokens" if row["length"] else ""
     if scored := row["task_settings"].get("continuation"):
         length = f", {scored:,} tokens after a prompt of {row['length']:,}"

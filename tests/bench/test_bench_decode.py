@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, dense_peers, rows
+from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, dense_peers, layer_kinds, rows
 from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
@@ -273,7 +273,7 @@ def test_a_reading_layer_reads_what_another_with_its_own_keys_chose(monkeypatch,
     monkeypatch.setattr(
         ops, "attend_indices", lambda *args, **more: chosen.append((args[1], args[3])) or attend(*args, **more)
     )
-    (reading,) = (kind for kind in decode._kinds(parse(METHODS[1]), 12) if kind.name == "reading")
+    (reading,) = (kind for kind in layer_kinds.kinds(parse(METHODS[1]), 12) if kind.name == "reading")
     plan = decode.Plan(METHODS[1:2], (400,), **SMALL | {"level": level})
     generator = torch.Generator().manual_seed(0)
     caches = [decode._drawn(plan, 2, 400, generator) for _ in range(2)]
@@ -637,7 +637,7 @@ def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeyp
     plan = decode.Plan((spec,), (400,), **SMALL)
     generator = torch.Generator().manual_seed(0)
     drawn = decode._drawn(plan, 2, 400, generator)
-    kind = decode._kinds(parse(spec), 12)[0]
+    kind = layer_kinds.kinds(parse(spec), 12)[0]
     layer, _ = decode._layers(plan, kind, [drawn], torch.randn(2, 8, 64, 16, generator=generator))
     numbers, expected = {name: list(of) for name, of in layer.cache.rows.items()}, layer.decode(layer.cache)
     object.__setattr__(plan, "device", "cuda")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.bench import cold, decode, decode_layer
+from foveate.bench import cold, decode, decode_layer, layer_kinds
 from foveate.cache import Counters
 from foveate.methods import parse
 
@@ -19,13 +19,13 @@ SPECS = (
     "streaming:window=64",
     "snapkv:top_k=64,window=8",
 )
-KINDS = [(spec, kind.name) for spec in SPECS for kind in decode._kinds(parse(spec), 12)]
+KINDS = [(spec, kind.name) for spec in SPECS for kind in layer_kinds.kinds(parse(spec), 12)]
 
 
 def layers(spec, name):
     """The layer of this kind and the one before it, as freshly made each time; and what the layer attended to."""
     plan = decode.Plan((spec,), (200,), **SMALL)
-    (kind,) = (kind for kind in decode._kinds(parse(spec), 12) if kind.name == name)
+    (kind,) = (kind for kind in layer_kinds.kinds(parse(spec), 12) if kind.name == name)
     generator = torch.Generator().manual_seed(0)
     caches = [decode._drawn(plan, 2, 200, generator) for _ in range(2)]
     queries = torch.randn(2, 8, 64, 16, generator=generator)
@@ -143,7 +143,7 @@ def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
         ("luka:page_size=8,tail=16,segmenter=gaussian", ["one by one"]),
     ):
         plan, queries = decode.Plan((spec,), (200,), **SMALL), torch.randn(2, 8, 64, 16)
-        (kind,) = decode._kinds(parse(spec), 12)
+        (kind,) = layer_kinds.kinds(parse(spec), 12)
         caches = [decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0))]
         layer, chooser = decode._layers(plan, kind, caches, queries)
         how.clear()

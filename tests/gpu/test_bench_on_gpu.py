@@ -1,8 +1,11 @@
-"""The benches of decode and of hybrids on a GPU, on little data: what is recorded is recorded there."""
+"""The benches of decode, of prompts and of hybrids on a GPU, on little data: what is recorded is recorded there."""
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
-from foveate.bench import cold, decode, hybrids
+from foveate import ops
+from foveate.bench import cold, decode, decode_model, hybrids, prefill, prefill_model
 
 pytestmark = pytest.mark.gpu
 
@@ -38,3 +41,36 @@ def test_steps_of_hybrids_are_recorded_and_right(monkeypatch):
     errors = {row["case"]["what"]: row["error"] for row in rows if row["error"] is not None}
     assert len(errors) == 5
     assert max(errors.values()) < 1e-2
+
+
+def test_prompts_of_all_methods():
+    plan = prefill.Plan((*prefill.METHODS, "luka:compressor=attention"), (4096,), repeats=1)
+    rows = {row["case"]["method"]: row for row in prefill.run(plan, say=lambda text: None)}
+    assert {"sdpa-cudnn", "sdpa-flash"} <= set(rows)
+    for name, row in rows.items():
+        assert row["ms"] > 0
+        assert 0 <= row["peak_bytes"] < 1 << 30, name
+        for kind in (row["layers"] or {}).values():
+            assert kind["parts_ms"]["attend"] > 0, name
+    (dense,) = rows["dense"]["layers"].values()
+    assert dense["parts_ms"]["attend"] > 0.9 * sum(dense["parts_ms"].values())
+    for kind in ("dense, choosing", "choosing"):
+        parts = rows["kascade"]["layers"][kind]["parts_ms"]
+        assert parts["score"] > 0
+        assert parts["select"] > 0
+    assert rows["h2o"]["layers"]["dense, learning"]["learn_ms"] > 0
+    assert rows["snapkv"]["layers"]["dense, learning"]["end_ms"] > 0
+
+
+def test_the_first_token_of_a_model(monkeypatch):
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 4}
+    small = LlamaConfig(**config, num_key_value_heads=2, vocab_size=500, max_position_embeddings=8192)
+    monkeypatch.setitem(decode_model.SHAPES, "small", small)
+    plan = prefill_model.Plan("small", ("kascade",), (4096,), (0, 1024), repeats=1)
+    rows = prefill_model.run(plan, say=lambda text: None)
+    assert [(row["case"]["method"], row["case"]["chunk"]) for row in rows] == [
+        (name, chunk) for chunk in (0, 1024) for name in ("dense", "kascade", "transformers-sdpa")
+    ]
+    assert all(row["ms"] > 0 and row["peak_bytes"] > 0 for row in rows)
+    library = ops.prompt_path(ops.PromptHeads(torch.device("cuda", 0), torch.bfloat16, 64, 64, 2))
+    assert {row["dense_prompts"] for row in rows if row["case"]["method"] != "transformers-sdpa"} == {library}

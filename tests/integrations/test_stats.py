@@ -272,3 +272,14 @@ def test_resident_bytes_are_those_of_the_cache_filled_last_also_when_it_is_gone(
         generate(model, tokens(20))
         foveate.Cache(model)  # not filled
         assert foveate.stats(model).resident_bytes == held
+
+
+def test_what_reads_prompts_densely():
+    model = tiny_model("llama")
+    with foveate.attached(model, "h2o"):
+        assert foveate.stats(model).dense_prompts == ""
+        generate(model, new=2, input_ids=tokens(PROMPT))
+        found = foveate.stats(model, reset=True)
+        assert found.dense_prompts == found.to_dict()["dense_prompts"] == "PyTorch"
+        assert "dense prompts by PyTorch" in str(found)
+        assert foveate.stats(model).dense_prompts == ""

@@ -67,13 +67,14 @@ def test_attention_and_its_mass(softcap, with_sinks, sinks):
 @each_cap
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("offset", [0, 20])
-def test_causal_attention_with_gradients(softcap, with_sinks, offset, sinks):
+@pytest.mark.parametrize("one", [ops, reference])
+def test_causal_attention_with_gradients(softcap, with_sinks, offset, one, sinks):
     shape = SHAPE._replace(offset=offset)
     q, k, v = problem(shape, extra=3)
     q.requires_grad_()
     k = k.nan_to_num(0.0).requires_grad_()
     how = {"scaling": SCALING, "offset": offset, "softcap": softcap, "sink_logits": sinks if with_sinks else None}
-    found = reference.attend_causal(q, k, v, need_lse=True, **how)
+    found = one.attend_causal(q, k, v, need_lse=True, **how)
     weights, lse = written_out(q, k[:, :, : shape.keys], softcap, causal(shape), how["sink_logits"])
     expected = output(weights, v[:, :, : shape.keys])
     assert_close(found.out, expected)

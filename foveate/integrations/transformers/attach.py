@@ -25,6 +25,7 @@ from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.methods import Method, make
+from foveate.ops import prompt_path
 
 
 @dataclass
@@ -260,6 +261,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         raise ValueError("the model is not attached: there is nothing to report")
     if isinstance(attachment, dsa.SparseAttachment):
         return attachment.stats(reset)
+    heads = {policy.counters.prompt_heads for policy in attachment.policies.values()} - {None}
+    dense_prompts = ", ".join(sorted({prompt_path(one) for one in heads}))
     cache = attachment._cache() if attachment._cache is not None else None
     layers = [
         LayerStats(layer=index, method="unchanged", note=f"{reason} layers stay as they are")
@@ -292,7 +295,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     graphs.reason = attachment.graphs.obstacle(model, attachment) or graphs.reason
     if reset:
         attachment.graphs.use.reset()
-    return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs)
+    return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs, dense_prompts)
 
 
 def _auto(policies: dict[int, Policy]) -> Auto | None:

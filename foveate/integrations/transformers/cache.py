@@ -17,6 +17,7 @@ from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.attention import without_cache
 from foveate.methods import Method, Together
 from foveate.models import MemoryLayer, cache_layers
+from foveate.ops import PromptHeads
 from foveate.ops._dispatch import runs_kernel
 
 if TYPE_CHECKING:
@@ -186,6 +187,9 @@ class Layer(CacheLayerMixin):
     ) -> Tensor:
         store, n = self.store, k.shape[2]
         self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(map(len, columns))
+        shape = store.geometry
+        dims = (shape.head_dim, shape.value_dim, shape.group)
+        self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, store.softcap)
         store.compact()
         store.reserve(store.used + n)
         if columns is None and store.uniform:
@@ -268,6 +272,7 @@ class Layer(CacheLayerMixin):
         self.store.rows["observed"], self.store.forward = list(store.lengths), self.phase.forward
         self.seen, self.is_initialized = read.seen, True
         self.counters.prompt_tokens += sum(store.lengths)
+        self.counters.prompt_heads = read.counters.prompt_heads
         self._finish_prompt(read.scaling)
 
     # Called by generate and the cache

@@ -40,6 +40,9 @@ class Stats:
     resident_bytes: int
     graphs: Use = field(default_factory=Use)
     """Decode steps that were replayed as CUDA graphs, and why others were not."""
+    dense_prompts: str = ""
+    """What attends to prompts where they are read densely: FlashAttention-3, cuDNN, PyTorch, a kernel or blocks in
+    torch; empty while no prompt has been read."""
 
     def summary(self) -> dict[str, Any]:
         """Totals over the layers that foveate handles, with the field names of result rows."""
@@ -71,7 +74,8 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
         layers = [asdict(layer) for layer in self.layers]
-        return {"layers": layers, "cuda_graphs": asdict(self.graphs), **self.summary()}
+        more = {"cuda_graphs": asdict(self.graphs), "dense_prompts": self.dense_prompts}
+        return {"layers": layers, **more, **self.summary()}
 
     def __str__(self) -> str:
         total = self.summary()
@@ -82,6 +86,8 @@ class Stats:
         ]
         if total["tokens_evicted"] or total["pages_refined"]:
             lines.append(f"{total['tokens_evicted']} tokens evicted, {total['pages_refined']} pages refined")
+        if self.dense_prompts:
+            lines.append(f"dense prompts by {self.dense_prompts}")
         if self.graphs.replayed:
             lines.append(f"{self.graphs.replayed} steps replayed, of {self.graphs.captured} captured CUDA graphs")
         return "\n".join(lines + total["notes"])

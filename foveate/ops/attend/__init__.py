@@ -2,19 +2,19 @@
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import gated, pooled, reference, selected, summaries, tiles, until
+from foveate.ops.attend.causal import attend_causal, prompt_path
 from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.gated import choose_blocks
+from foveate.ops.attend.library import PromptHeads, dense_obstacles
 from foveate.ops.attend.masses import Sums
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
     Attended,
-    attend_causal,
     gather_fields,
     gather_pages,
     gather_slots,
     merge,
     page_slots,
-    prompt_path,
     with_sinks,
 )
 from foveate.ops.attend.summaries import Covered, Refinement
@@ -36,6 +36,7 @@ __all__ = [
     "Covered",
     "Level",
     "Part",
+    "PromptHeads",
     "Refinement",
     "Rows",
     "Sums",
@@ -55,6 +56,7 @@ __all__ = [
     "attend_until",
     "attend_window",
     "choose_blocks",
+    "dense_obstacles",
     "gather_fields",
     "gather_pages",
     "gather_slots",

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foveate.ops._dispatch import dispatch
 from foveate.ops._math import block_length, capped, first_keys, fold_group, matmul_fp32, unfold_group
 
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -71,7 +70,7 @@ def attend(
         mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
         mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
     if not (need_lse or need_mass or sink_logits is not None or softcap is not None):
-        return Attended(unfold_group(_library(rows, k, v, scaling, mask=mask), num_heads))
+        return Attended(unfold_group(scaled_dot_product(rows, k, v, scaling, mask=mask), num_heads))
     logits = (
         matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
         if not rows.requires_grad
@@ -143,42 +142,44 @@ def attend_causal(
 ) -> Attended:
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
 
-    No ``Lq x Lk`` tensor and no mask of that size exists: the fused kernel of the device is used where it gives what is
-    asked for, and otherwise blocks of queries are computed one after another. The output is the same to the last bit
-    with and without the log-sum-exp. No library kernel caps logits: :func:`attend_capped` does.
+    Blocks of queries are computed one after another over all the keys that they may see, so that no ``Lq x Lk`` tensor
+    exists.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
         sink_logits, softcap: see :func:`attend`.
+
+    Raises:
+        ValueError: for fewer keys than that.
     """
-    if sink_logits is not None:
-        how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": True}
-        return with_sinks(attend_causal(q, k, v, **how), sink_logits)
-    end = offset + q.shape[2]
-    if k.shape[2] < end:
-        raise ValueError(f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {end}")
-    k, v = k[:, :, :end], v[:, :, :end]
-    if softcap is not None:
-        return _capped(q, k, v, scaling=scaling, offset=offset, softcap=softcap)
-    fused = _has_fused(q, k, v)
-    if fused and offset == 0 and not need_lse:
-        return Attended(_library(q, k, v, scaling, causal=True))
-    if not fused or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return _attend_causal_blocks(q, k, v, scaling=scaling, offset=offset)
-    own = _fused(q, k[:, :, offset:], v[:, :, offset:], scaling, causal=True)
-    if offset == 0:
-        return own
-    return merge([_fused(q, k[:, :, :offset], v[:, :, :offset], scaling, causal=False), own])
+    batch, num_heads, length = q.shape[:3]
+    check_keys(q, k, offset)
+    step = block_length(4 * batch * num_heads * (offset + length), length)
+    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap, "need_lse": True}
+    parts = []
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        end = offset + last
+        query = torch.arange(offset + first, end, device=q.device)[:, None]
+        mask = torch.arange(end, device=q.device) <= query
+        parts.append(attend(q[:, :, first:last], k[:, :, :end], v[:, :, :end], mask=mask[None, None], **how))
+    lse = torch.cat([part.lse for part in parts], 2) if need_lse else None
+    return Attended(torch.cat([part.out for part in parts], 2), lse)
+
+
+def check_keys(q: Tensor, k: Tensor, offset: int) -> None:
+    """Raise unless every query has its own key behind ``offset`` others."""
+    if k.shape[2] < offset + q.shape[2]:
+        raise ValueError(
+            f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {offset + q.shape[2]}"
+        )
 
 
 def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
-    """:func:`attend_causal` under a cap, with the log-sum-exp: blocks of queries, as no library kernel caps logits."""
-    return _attend_causal_blocks(q, k, v, scaling=scaling, offset=offset, softcap=softcap)
-
-
-_capped = dispatch(attend_capped, "foveate.ops.attend.kernel")
+    """:func:`attend_causal` under a cap, with the log-sum-exp."""
+    return attend_causal(q, k, v, scaling=scaling, offset=offset, softcap=softcap, need_lse=True)
 
 
 def attend_window(
@@ -392,35 +393,13 @@ def page_slots(pages: Tensor, page_size: int, *, complete: bool = False) -> Tens
     return slots if complete else slots.masked_fill(pages[..., None] < 0, -1)
 
 
-def prompt_path(device: str, dtype: torch.dtype, head_dim: int = 64) -> str:
-    """What computes dense prompts with their log-sum-exp there: the device's fused kernel, or blocks of queries."""
-    probe = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
-    return "fused" if _has_fused(probe, probe, probe) else "blocks (torch)"
-
-
 def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:
     """Attention over gathered keys; what lies in unused places, NaN included, has no influence."""
     k, v = (x.masked_fill(~used[..., None], 0) for x in (k, v))
     return attend(q, k, v, mask=used[:, :, None], **how)
 
 
-def _library_is_causal(q: Tensor) -> bool:
-    """Whether PyTorch's causal attention runs here without an ``Lq x Lk`` tensor and with grouped heads."""
-    return q.device.type == "cpu" or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256)
-
-
-def _has_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the library's fused attention takes these heads; its log-sum-exp comes without gradients."""
-    fits = q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and _library_is_causal(q)
-    return fits and (not q.is_cuda or all(_aligned(x) for x in (q, k, v)))
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether vectors begin at multiples of 16 bytes, which the kernel assumes unchecked."""
-    return x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1])
-
-
-def _library(
+def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """PyTorch's attention, ``[B, Hq, Lq, Dv]``."""
@@ -433,38 +412,3 @@ def _library(
         return run()
     with sdpa_kernel(_BACKENDS, set_priority=True):
         return run()
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Attended:
-    """The kernel that :func:`_library` runs, with its log-sum-exp, which the public interface does not return."""
-    if q.is_cuda:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scaling)[:2]
-    else:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
-    return Attended(out, lse.float())
-
-
-def _attend_causal_blocks(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float | None = None
-) -> Attended:
-    """The specification of :func:`attend_causal`: query blocks over all the keys that they may see."""
-    batch, num_heads, length = q.shape[:3]
-    step = block_length(4 * batch * num_heads * k.shape[2], length)
-    parts = []
-    for first in range(0, length, step):
-        last = min(first + step, length)
-        end = offset + last
-        query = torch.arange(offset + first, end, device=q.device)[:, None]
-        mask = torch.arange(end, device=q.device) <= query
-        parts.append(
-            attend(
-                q[:, :, first:last],
-                k[:, :, :end],
-                v[:, :, :end],
-                scaling=scaling,
-                mask=mask[None, None],
-                softcap=softcap,
-                need_lse=True,
-            )
-        )
-    return Attended(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))

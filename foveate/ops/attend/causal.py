@@ -1,0 +1,68 @@
+"""Dense causal attention by the fastest path that is right: a library, a kernel of ours under a cap, or blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foveate.ops._dispatch import dispatch, runs_kernel
+from foveate.ops._math import check_softcap
+from foveate.ops.attend import library, reference
+from foveate.ops.attend.library import PromptHeads
+from foveate.ops.attend.reference import Attended, check_keys, scaled_dot_product, with_sinks
+
+_capped = dispatch(reference.attend_capped, "foveate.ops.attend.kernel")
+
+
+def attend_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    offset: int = 0,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+    need_lse: bool = False,
+) -> Attended:
+    """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
+
+    No ``Lq x Lk`` tensor and no mask of that size exists. The fastest library that takes the queries, keys and values
+    attends (:mod:`foveate.ops.attend.library`); under a cap that no library takes a kernel of ours does. The reference
+    does everything else, and what autograd records but for the simplest case. Learned sinks take their share of the
+    result by the log-sum-exp. The output is the same to the last bit with and without the log-sum-exp.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
+        offset: number of keys before the first query's own.
+        sink_logits, softcap: see :func:`attend`.
+
+    Raises:
+        ValueError: for fewer keys than that, sinks of other heads, or a cap that is not a finite number above 0.
+    """
+    if sink_logits is not None:
+        how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": True}
+        return with_sinks(attend_causal(q, k, v, **how), sink_logits)
+    check_keys(q, k, offset)
+    check_softcap(softcap)
+    k, v = (x[:, :, : offset + q.shape[2]] for x in (k, v))
+    how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": need_lse}
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if offset == 0 and not need_lse and not library.obstacle(library.PYTORCH, q, k, v, softcap=softcap):
+            return Attended(scaled_dot_product(q, k, v, scaling, causal=True))
+        return reference.attend_causal(q, k, v, **how)
+    found = library.attend(q, k, v, **how)
+    if found is not None:
+        return found
+    if softcap is not None:
+        return _capped(q, k, v, scaling=scaling, offset=offset, softcap=softcap)
+    return reference.attend_causal(q, k, v, **how)
+
+
+def prompt_path(heads: PromptHeads) -> str:
+    """What attends densely to prompts there: a library by its name, a kernel under a cap, or blocks in torch."""
+    if found := library.in_use(heads):
+        return found
+    kernel = heads.softcap is not None and heads.device.type == "cuda" and runs_kernel("attend_capped")
+    return "kernel (Triton)" if kernel else "blocks (torch)"
