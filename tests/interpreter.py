@@ -12,7 +12,6 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-
 _BUILTIN = tl.core.builtin(lambda: None).__code__
 """The code of what Triton wraps around its own functions to see that ``_semantic`` is there."""
 
