@@ -1,20 +1,15 @@
-"""What the tests of kernels share: compiling for a GPU that is not there, and running under Triton's interpreter."""
+"""What the tests of kernels share: compiling for a GPU that is not there, and memory that holds NaN."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class Compiled(NamedTuple):
@@ -71,18 +66,6 @@ def assert_compiled_well(compiled: Compiled, capability: int, half: bool, spille
     assert "ex2.approx.ftz.f32" in compiled.ptx
     assert compiled.shared <= 99 << 10
     assert compiled.spilled <= spilled
-
-
-def run_interpreted(name: str) -> None:
-    """Run a test file of this folder under Triton's interpreter.
-
-    It needs a process of its own, because Triton looks at ``TRITON_INTERPRET`` when it is imported. Its name does not
-    begin with ``test_``, so that pytest leaves it alone otherwise.
-    """
-    command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / name)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def noted(monkeypatch: Any, rows_kernel: Any) -> list[torch.Tensor]:

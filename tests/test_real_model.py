@@ -34,69 +34,76 @@ def greedy(model, ids, **options):
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, **options)
 
 
-@pytest.fixture(scope="module")
-def plain(smollm, text):
-    """What the unattached model writes."""
-    return greedy(smollm[0], text)
-
-
-def test_dense_writes_what_the_unattached_model_writes(smollm, text, plain):
-    model, _ = smollm
-    with foveate.attached(model, "dense"):
-        assert torch.equal(greedy(model, text), plain)
-        assert torch.equal(greedy(model, text, prefill_chunk_size=333), plain)
-        assert torch.equal(greedy(model, text, prompt_lookup_num_tokens=5), plain)
-    assert torch.equal(greedy(model, text), plain)
-
-
-def greedy_with_logits(model, text):
-    """What the model writes behind the first half, and the logits of every step."""
-    out = greedy(model, text[:, :400], output_logits=True, return_dict_in_generate=True)
+def greedy_with_logits(model, ids):
+    """What the model writes, and the logits of every step."""
+    out = greedy(model, ids, output_logits=True, return_dict_in_generate=True)
     return out.sequences, torch.cat(out.logits)
 
 
 @pytest.fixture(scope="module")
-def plain_of_half(smollm, text):
-    """Of the unattached model."""
-    return greedy_with_logits(smollm[0], text)
+def half(text):
+    return text[:, :300]
+
+
+@pytest.fixture(scope="module")
+def plain(smollm, half):
+    """What the unattached model writes after that half, and its logits."""
+    return greedy_with_logits(smollm[0], half)
+
+
+def test_dense_writes_what_the_unattached_model_writes(smollm, half, plain):
+    model, _ = smollm
+    with foveate.attached(model, "dense"):
+        assert torch.equal(greedy(model, half), plain[0])
+        assert torch.equal(greedy(model, half, prefill_chunk_size=133), plain[0])
+        assert torch.equal(greedy(model, half, prompt_lookup_num_tokens=5), plain[0])
+    assert torch.equal(greedy(model, half), plain[0])
 
 
 @pytest.mark.parametrize("name", foveate.methods.names())
-def test_a_full_budget_writes_what_dense_writes(smollm, text, plain_of_half, name):
+def test_a_full_budget_writes_what_dense_writes(smollm, half, plain, name):
     model, _ = smollm
     with foveate.attached(model, name, **foveate.methods.get(name).full_budget):
-        sequences, logits = greedy_with_logits(model, text)
-    assert torch.equal(sequences, plain_of_half[0])
-    torch.testing.assert_close(logits, plain_of_half[1], rtol=0, atol=1e-3)  # of logits up to 35
+        sequences, logits = greedy_with_logits(model, half)
+    assert torch.equal(sequences, plain[0])
+    torch.testing.assert_close(logits, plain[1], rtol=0, atol=1e-3)  # of logits up to 35
 
 
-def divergence(model, text, method, prompt=600):
-    """Mean KL divergence of dense attention's next-token distribution from the method's in decode, and keys read."""
+PROMPT = 600
+
+
+@pytest.fixture(scope="module")
+def expected(smollm, text):
+    """Dense attention's logarithms of what comes next, after the prompt."""
     with torch.inference_mode():
-        expected = model(text).logits[0, prompt:].log_softmax(-1)
+        return smollm[0](text, logits_to_keep=text.shape[1] - PROMPT).logits[0].log_softmax(-1)
+
+
+def divergence(model, text, expected, method):
+    """Mean KL divergence of dense attention's next-token distribution from the method's in decode, and keys read."""
     with foveate.attached(model, method), torch.inference_mode():
-        out = model(text[:, :prompt], logits_to_keep=1)
-        logits = model(text[:, prompt:], **cached(returned_cache(out))).logits[0].log_softmax(-1)
+        out = model(text[:, :PROMPT], logits_to_keep=1)
+        logits = model(text[:, PROMPT:], **cached(returned_cache(out))).logits[0].log_softmax(-1)
         share = foveate.stats(model).summary()["keys_read_share"]
     return float((expected.exp() * (expected - logits)).sum(-1).mean()), share
 
 
-def test_sparse_methods_change_little_and_a_bare_window_much(smollm, text):
+def test_sparse_methods_change_little_and_a_bare_window_much(smollm, text, expected):
     model, _ = smollm
-    bare, _ = divergence(model, text, "streaming:sinks=0,window=64")
+    bare, _ = divergence(model, text, expected, "streaming:sinks=0,window=64")
     for spec in ("h2o:top_k=0.25,window=128", "luka:top_k=0.25", "streaming:window=400"):
-        changed, share = divergence(model, text, spec)
+        changed, share = divergence(model, text, expected, spec)
         assert share < 0.65
         assert 0 < changed < 0.5
         assert changed < bare / 3
 
 
-def test_the_shipped_calibration_is_closer_to_dense_than_evenly_spaced_anchors(smollm, text):
+def test_the_shipped_calibration_is_closer_to_dense_than_evenly_spaced_anchors(smollm, text, expected):
     model, _ = smollm
     settings = "pool=layer,pooling=sqrt,decode_only=true,min_k=32"
     calibration = ROOT / "examples" / "calibrations" / "smollm2-135m.json"
-    chosen, share = divergence(model, text, f"kascade:calibration={calibration},{settings}")
-    spaced, same_share = divergence(model, text, f"kascade:anchors=8,{settings}")
+    chosen, share = divergence(model, text, expected, f"kascade:calibration={calibration},{settings}")
+    spaced, same_share = divergence(model, text, expected, f"kascade:anchors=8,{settings}")
     assert share == pytest.approx(same_share)
     assert 0 < chosen < spaced
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from csa import run_sharded
 
 from foveate import csa
 from foveate.csa.sharded import _merge
@@ -14,7 +15,16 @@ from foveate.csa.sharded import _merge
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_one_rank_selects_what_it_would_alone(monkeypatch, capfd):
+    """In this process, which needs no other."""
+    monkeypatch.setattr(csa.sharded, "_TOGETHER", 7)
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 0)):
+        monkeypatch.setenv(name, str(value))
+    run_sharded.main()
+    assert "rank 0 of 1: all equal" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_select_what_one_would(ranks):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

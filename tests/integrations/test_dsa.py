@@ -157,7 +157,7 @@ def test_no_tensor_of_queries_by_keys(model, monkeypatch):
     if "linear_attention" in model.get_decoder().config.layer_types:
         pytest.skip("what linear layers work with is larger at this length")
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
-        monkeypatch.setattr(f"foveate.csa.indexer.{name}", 32)
+        monkeypatch.setattr(f"foveate.csa.indexer.{name}", 96)
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 14)
     foveate.attach(model)
     with LargestTensor() as gauge:

@@ -1,4 +1,4 @@
-"""The kernel of attend_window: what it computes (under the interpreter) and what it compiles to."""
+"""The kernel of attend_window: what it compiles to."""
 
 import importlib
 
@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from tests.combinations import every_pair
-from tests.kernels import assert_compiled_well, compile_for, run_interpreted
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_attend_window.py")
-
+from tests.kernels import assert_compiled_well, compile_for
 
 SHAPES = (
     ("dtype", "dim", "value_dim"),

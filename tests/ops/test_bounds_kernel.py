@@ -1,4 +1,4 @@
-"""The bounds of boxes: what their kernel computes (under the interpreter) and what it compiles to."""
+"""The bounds of boxes: what their kernel compiles to."""
 
 import importlib
 
@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from tests.combinations import every_pair
-from tests.kernels import compile_for, run_interpreted
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_bounds.py")
+from tests.kernels import compile_for
 
 
 @every_pair(

@@ -1,4 +1,4 @@
-"""The kernel of column_mass: what it computes (under the interpreter), what it compiles to, when it is chosen."""
+"""The kernel of column_mass: what it compiles to, when it is chosen."""
 
 import importlib
 import sys
@@ -12,13 +12,7 @@ from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops.score import reference
 from tests.combinations import every_pair
-from tests.kernels import assert_compiled_well, compile_for, run_interpreted
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_column_mass.py")
-
+from tests.kernels import assert_compiled_well, compile_for
 
 # What it compiles to
 

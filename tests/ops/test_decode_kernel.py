@@ -1,4 +1,4 @@
-"""The kernels of decoding: what they compute (under the interpreter) and what they compile to."""
+"""The kernels of decoding: what they compile to."""
 
 import importlib
 
@@ -6,23 +6,13 @@ import pytest
 import torch
 
 from tests.combinations import every_pair
-from tests.kernels import compile_for, run_interpreted
+from tests.kernels import compile_for
 
 SHAPES = (
     ("dtype", "dim", "heads"),
     [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 80, 7), ("bf16", 256, 16), ("fp16", 192, 64), ("fp32", 128, 8)],
 )
 CAPABILITIES = ("capability", [90, 80])
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_decode.py")
-
-
-def test_pages_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_pages.py")
 
 
 def _tile(kernel, dtype, dim, heads, capability, **more):

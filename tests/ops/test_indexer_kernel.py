@@ -1,4 +1,4 @@
-"""The kernels of the lightning indexer: what they compute (under the interpreter) and what they compile to."""
+"""The kernels of the lightning indexer: what they compile to."""
 
 import importlib
 
@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from tests.combinations import every_pair
-from tests.kernels import compile_for, run_interpreted
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_indexer.py")
+from tests.kernels import compile_for
 
 
 @every_pair(

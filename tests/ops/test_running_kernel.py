@@ -1,15 +1,10 @@
-"""The kernels of a buffer of the best tokens: what they compute (under the interpreter) and what they compile to."""
+"""The kernels of a buffer of the best tokens: what they compile to."""
 
 import importlib
 
 import pytest
 
-from tests.kernels import compile_for, run_interpreted
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_running.py")
+from tests.kernels import compile_for
 
 
 @pytest.mark.parametrize("capability", [80, 90])

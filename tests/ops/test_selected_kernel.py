@@ -1,16 +1,11 @@
-"""The kernels of attention over selections: what one computes (under the interpreter) and what they compile to."""
+"""The kernels of attention over selections: what they compile to."""
 
 import importlib
 
 import pytest
 import torch
 
-from tests.kernels import compile_for, run_interpreted
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_selected.py")
+from tests.kernels import compile_for
 
 
 @pytest.mark.parametrize("capability", [80, 90])

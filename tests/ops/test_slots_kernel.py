@@ -1,15 +1,10 @@
-"""The kernels of a step's slots: what they compute (under the interpreter) and what they compile to."""
+"""The kernels of a step's slots: what they compile to."""
 
 import importlib
 
 import pytest
 
-from tests.kernels import compile_for, run_interpreted
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_slots.py")
+from tests.kernels import compile_for
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -1,4 +1,4 @@
-"""The kernels of attention over summaries: what they compute (under the interpreter) and what they compile to."""
+"""The kernels of attention over summaries: what they compile to."""
 
 import importlib
 import re
@@ -7,17 +7,11 @@ import pytest
 import torch
 
 from tests.combinations import every_pair
-from tests.kernels import compile_for, run_interpreted
+from tests.kernels import compile_for
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = (("dtype", "dim", "group"), [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 256, 8), ("fp32", 128, 7)])
 LAST_STRIDES = {"size_stride_n", "entropy_stride_n", "recent_stride_n", "end_stride_n"}
-
-
-@pytest.mark.parametrize("name", ["summaries", "choice"])
-def test_under_the_interpreter(name):
-    pytest.importorskip("triton")
-    run_interpreted(f"ops/interpreted_{name}.py")
 
 
 def _compiled(kernel, vectors, options, **given):

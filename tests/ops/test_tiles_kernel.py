@@ -1,4 +1,4 @@
-"""The kernels of tiles: what they compute (under the interpreter) and what they compile to."""
+"""The kernels of tiles: what they compile to."""
 
 import importlib
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.combinations import every_pair
-from tests.kernels import assert_compiled_well, compile_for, run_interpreted
+from tests.kernels import assert_compiled_well, compile_for
 
 SHAPES = (
     ("dtype", "dim"),
@@ -24,11 +24,6 @@ SHAPES = (
     ],
 )
 CAPABILITIES = ("capability", [90, 80])
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_tiles.py")
 
 
 @every_pair(

@@ -1,16 +1,11 @@
-"""The kernels of attend_until: what they compute (under the interpreter) and what they compile to."""
+"""The kernels of attend_until: what they compile to."""
 
 import importlib
 
 import pytest
 import torch
 
-from tests.kernels import assert_compiled_well, compile_for, run_interpreted
-
-
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted("ops/interpreted_until.py")
+from tests.kernels import assert_compiled_well, compile_for
 
 
 @pytest.mark.parametrize("capability", [80, 90])

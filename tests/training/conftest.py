@@ -49,10 +49,10 @@ def evicting_folder(tmp_path_factory):
     return evicting.write_evicting(tmp_path_factory.mktemp("models") / "evicting")
 
 
-@pytest.fixture
-def values(store_folder, model_folder):
-    """The settings of a quick run, as nested mappings."""
-    made = {
+@pytest.fixture(scope="session")
+def settings(store_folder, model_folder):
+    """The settings of a quick run, as nested mappings. Tests leave them as they are."""
+    return {
         "steps": 12,
         "seed": 3,
         "model": {"folder": str(model_folder)},
@@ -68,7 +68,12 @@ def values(store_folder, model_folder):
         "log": {"every": 1, "held_out": 512},
         "run": {"device": "cpu"},
     }
-    return copy.deepcopy(made)
+
+
+@pytest.fixture
+def values(settings):
+    """A copy of those settings for one test."""
+    return copy.deepcopy(settings)
 
 
 @pytest.fixture

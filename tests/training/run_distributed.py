@@ -1,6 +1,6 @@
 """Run by torchrun on each rank: λ is the same everywhere, and training by two ranks is training by one.
 
-Arguments: a configuration (JSON), the folder of the run.
+Arguments: a folder with a configuration (JSON) for each run; a run's folder is named like its configuration.
 """
 
 import sys
@@ -33,10 +33,10 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     synchronised_weights()
-    config, out = map(Path, sys.argv[1:])
-    outcome = train(load(config), out, resume=True)
+    for config in sorted(Path(sys.argv[1]).glob("*.json")):
+        outcome = train(load(config), config.with_suffix(""), resume=True)
+        print(f"{config.stem} done: {outcome.step}\n", end="", flush=True)
     dist.destroy_process_group()
-    print(f"done: {outcome.step}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

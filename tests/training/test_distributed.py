@@ -1,5 +1,6 @@
 """Two processes under torchrun, on the CPU."""
 
+import copy
 import json
 import os
 import shutil
@@ -10,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from foveate.training import checkpoints, distributed, journal
+from foveate.training import checkpoints, configuration, distributed, journal
 from foveate.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(config, out):
+def torchrun(folder):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, str(ROOT / "tests/training/run_distributed.py"), str(config), str(out)],
+        [*command, str(ROOT / "tests/training/run_distributed.py"), str(folder)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -31,20 +32,40 @@ def torchrun(config, out):
     return done.stdout
 
 
-def test_two_ranks_train_as_one_does(make, values, evicting_folder, tmp_path):
-    """The curves agree to rounding, though ranks count different numbers of tokens; one rank goes on from two.
+@pytest.fixture(scope="module")
+def runs(settings, evicting_folder, tmp_path_factory):
+    """Two runs by two ranks: ``two`` without dropout, whose draws are a rank's own, and ``whole``."""
+    folder = tmp_path_factory.mktemp("distributed")
+    changes = {"batch.device_tokens": 128, "log.every": 2}
+    for name, more in (
+        (
+            "two",
+            {
+                "model": {"folder": str(evicting_folder), "changes": {"dropout": 0.0}},
+                "sparsity": {"budget": 20, "interval": 2, "start": 0.1},
+            },
+        ),
+        (
+            "whole",
+            {
+                "model": {"folder": str(evicting_folder)},
+                "sparsity": {"budget": 20, "interval": 3, "start": 0.1},
+            },
+        ),
+    ):
+        values = copy.deepcopy(settings)
+        for key, value in (changes | more).items():
+            configuration._change(values, f"{key}={json.dumps(value)}")
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    said = torchrun(folder)
+    assert said.count("two done: 12") == said.count("whole done: 12") == 2
+    return folder
 
-    The model has no dropout here: its draws are a rank's own.
-    """
-    changes = {
-        "model": {"folder": str(evicting_folder), "changes": {"dropout": 0.0}},
-        "batch.device_tokens": 128,
-        "sparsity": {"budget": 20, "interval": 2, "start": 0.1},
-        "log.every": 2,
-    }
-    config = make(changes)
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert torchrun(tmp_path / "config.json", tmp_path / "two").count("done: 12") == 2
+
+def test_two_ranks_train_as_one_does(runs, tmp_path):
+    """The curves agree to rounding, though ranks count different numbers of tokens; one rank goes on from two."""
+    config = configuration.load(runs / "two.json")
+    shutil.copytree(runs / "two", tmp_path / "two")
     train(config, tmp_path / "one", say=lambda text: None)
     _check_same(tmp_path)
     (checkpoints.folders(tmp_path / "two")[-1] / "state.json").unlink()
@@ -54,28 +75,19 @@ def test_two_ranks_train_as_one_does(make, values, evicting_folder, tmp_path):
     _check_same(tmp_path)
 
 
-def test_two_ranks_go_on_exactly_between_two_updates(make, values, evicting_folder, tmp_path):
+def test_two_ranks_go_on_exactly_between_two_updates(runs, tmp_path):
     """The checkpoint of step 8 lies between the updates of λ after steps 6 and 9; ranks count different numbers."""
-    make(
-        {
-            "model": {"folder": str(evicting_folder)},
-            "batch.device_tokens": 128,
-            "sparsity": {"budget": 20, "interval": 3, "start": 0.1},
-            "log.every": 2,
-        }
-    )
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    torchrun(tmp_path / "config.json", tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.copytree(runs / "whole", tmp_path / "parts")
+    shutil.copy(runs / "whole.json", tmp_path / "parts.json")
     (checkpoints.folders(tmp_path / "parts")[-1] / "state.json").unlink()
-    torchrun(tmp_path / "config.json", tmp_path / "parts")
+    assert torchrun(tmp_path).count("parts done: 12") == 2
     whole, parts = (
-        [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in journal.read(tmp_path / run)]
-        for run in ("whole", "parts")
+        [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in journal.read(run)]
+        for run in (runs / "whole", tmp_path / "parts")
     )
     assert parts == whole
     (ours, of_ours), (theirs, of_theirs) = (
-        checkpoints.read_tensors(checkpoints.folders(tmp_path / run)[-1]) for run in ("whole", "parts")
+        checkpoints.read_tensors(checkpoints.folders(run)[-1]) for run in (runs / "whole", tmp_path / "parts")
     )
     for one, other in ((ours, theirs), (of_ours, of_theirs)):
         assert all(torch.equal(one[name], other[name]) for name in one)
