@@ -7,6 +7,7 @@ from foveate import methods, ops
 from foveate.cache import SlotCache
 from foveate.ops import _dispatch
 from foveate.ops.attend import tiles as attend_reference
+from foveate.ops.attend import tiles_hopper_kernel, tiles_kernel
 from foveate.ops.score import reference as score_reference
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
@@ -45,6 +46,15 @@ def launches(monkeypatch):
     return names
 
 
+@pytest.fixture(params=[True, False], ids=["hopper", "portable"])
+def hopper(request, monkeypatch):
+    """With and without the kernel for Hopper alone; how often it ran is noted."""
+    monkeypatch.setattr(tiles_kernel, "_HOPPER", request.param)
+    ran, real = [], tiles_hopper_kernel.attend_tiles
+    monkeypatch.setattr(tiles_hopper_kernel, "attend_tiles", lambda *a, **k: ran.append(True) or real(*a, **k))
+    return ran if request.param and torch.cuda.get_device_capability() == (9, 0) else None
+
+
 def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, extra=0):
     """``q, k, v``, the keys and values with ``extra`` NaN behind them."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -58,8 +68,8 @@ def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, 
     return q, k, v
 
 
-def selection(batch, kv_heads, length, offset, tile, number):
-    """Some keys before each tile, ascending, -1 behind them and at one place among them."""
+def selection(batch, kv_heads, length, offset, tile, number, holes=True):
+    """Some keys before each tile, ascending, -1 behind them and, with ``holes``, at some places among them."""
     generator = torch.Generator("cuda").manual_seed(1)
     lead = offset % tile
     count = -(-(lead + length) // tile)
@@ -68,7 +78,12 @@ def selection(batch, kv_heads, length, offset, tile, number):
     chosen = (drawn * before[:, None]).long().sort(-1).values
     chosen[..., 1:][chosen[..., 1:] == chosen[..., :-1]] = -1  # a key is chosen once
     chosen[before[None, None, :, None].expand_as(chosen) == 0] = -1
-    chosen[..., number // 2] = -1
+    if holes:
+        chosen[..., number // 2] = -1
+    else:
+        last = torch.iinfo(torch.int64).max
+        chosen = chosen.masked_fill(chosen < 0, last).sort(-1).values
+        chosen = chosen.masked_fill(chosen == last, -1)
     return chosen.to(torch.int32)
 
 
@@ -99,6 +114,44 @@ def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
 
 
 @every_pair(
+    ("dtype", [torch.bfloat16, torch.float16]),
+    ("dim", [64, 128]),
+    (("heads", "kv_heads", "tile"), [(32, 8, 32), (8, 8, 128), (14, 2, 18), (16, 2, 100), (12, 2, 11), (8, 8, 65)]),
+    (("length", "offset", "number"), [(1, 0, 3), (1, 7000, 900), (63, 65, 7), (333, 0, 64), (1500, 5, 130)]),
+    ("holes", [True, False]),
+)
+def test_hoppers_own_attention(dtype, dim, heads, kv_heads, tile, length, offset, number, holes, hopper):
+    chosen = selection(2, kv_heads, length, offset, tile, number, holes)
+    q, k, v = problem(2, heads, kv_heads, length, offset, dim, dtype, extra=50)
+    check(q, k, v, chosen, tile, offset)
+    assert hopper is None or len(hopper) == 2, "all but the mean of the rest"
+
+
+@every_pair(
+    ("dtype", [torch.bfloat16, torch.float16]),
+    ("dim", [64, 128]),
+    ("number", [0, 95, 96, 97, 127, 128, 129, 256, 1000]),
+)
+def test_more_tiles_than_multiprocessors(dtype, dim, number, hopper):
+    """Programs take several tiles in turn, whose blocks go round the ring; some tiles have no keys but their own."""
+    q, k, v = problem(1, 32, 8, 4000, 300, dim, dtype)
+    chosen = selection(1, 8, 4000, 300, 32, number, holes=False) if number else k.new_empty(1, 8, 126, 0).int()
+    chosen[:, :, ::7], chosen[:, ::3, ::5, number // 3 :] = -1, -1
+    check(q, k, v, chosen, 32, 300)
+    assert hopper is None or len(hopper) == 2
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_large_and_small_logits(dim, hopper):
+    """Maxima that rise from block to block, and ones far below 0."""
+    q, k, v = problem(1, 32, 8, 500, 3000, dim, torch.float16)
+    for low, high in ((-8, 8), (-8, -7), (8, -8)):
+        rising = torch.linspace(low, high, k.shape[2], device="cuda")[:, None]
+        directed = q.abs(), (k.abs() * rising).half()
+        check(*directed, v, selection(1, 8, 500, 3000, 32, 900, holes=False), 32, 3000)
+
+
+@every_pair(
     DTYPES,
     (
         ("dim", "value_dim"),
@@ -116,7 +169,7 @@ def test_heads_of_attention(dtype, heads, kv_heads):
 
 
 @every_pair(DTYPES)
-def test_heads_that_read_the_choice_of_others(dtype):
+def test_heads_that_read_the_choice_of_others(dtype, hopper):
     q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
     chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
     for rest in (False, True):
@@ -127,13 +180,14 @@ def test_heads_that_read_the_choice_of_others(dtype):
 
 @every_pair(DTYPES)
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
-def test_strides_among_nan(dtype, layout):
+@pytest.mark.parametrize("dim", [80, 128])
+def test_strides_among_nan(dtype, layout, dim, hopper):
     chosen = selection(2, 2, 300, 77, 32, 50)
     every_other = torch.stack([chosen, torch.full_like(chosen, 5)], -1)[..., 0]
-    check(*(in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, 80, dtype)), every_other, 32, 77)
+    check(*(in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, dim, dtype)), every_other, 32, 77)
 
 
-@pytest.mark.usefixtures("much_memory")
+@pytest.mark.usefixtures("much_memory", "hopper")
 def test_keys_beyond_the_reach_of_32_bits():
     """Tokens 128 KiB apart, as where many heads share a buffer."""
     q, k, v = problem(1, 2, 2, 400, 35_500, 64, torch.bfloat16)

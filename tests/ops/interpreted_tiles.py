@@ -149,13 +149,17 @@ def test_strided_inputs_of_attention(layout):
     assert torch.equal(check(*(in_buffer(x, layout) for x in (q, k, v)), every_other, 8, 14), expected)
 
 
-def test_places_in_use(monkeypatch):
+@pytest.mark.parametrize("block", [2, 4, 16])
+def test_places_in_use(block, monkeypatch):
+    monkeypatch.setattr(tiles_kernel, "_PLACES", block)
     chosen = torch.tensor([[3, -1, 5, -1], [-1, -1, -1, -1], [-1, -1, -1, 0], [1, 2, 3, 4]], dtype=torch.int32)
     chosen = torch.stack([chosen, chosen.flip(0)])[None]
-    for _ in range(2):
-        assert tiles_kernel.places_used(chosen).tolist() == [[[3, 0, 4, 4], [4, 4, 0, 3]]]
-        monkeypatch.setattr(tiles_kernel, "SCRATCH_BYTES", 1)
-    assert tiles_kernel.places_used(chosen[..., :0]).tolist() == [[[0] * 4] * 2]
+    used, unused = [[[3, 0, 4, 4], [4, 4, 0, 3]]], [[[1, 0, 3, 0], [0, 3, 0, 1]]]
+    assert tiles_kernel.places_used(chosen).tolist() == [used, unused]
+    assert tiles_kernel.places_used(chosen.long().transpose(1, 2)).tolist() == [
+        torch.tensor(x).transpose(1, 2).tolist() for x in (used, unused)
+    ]
+    assert not tiles_kernel.places_used(chosen[..., :0]).any()
 
 
 @pytest.mark.parametrize("heads", [[1, 1, 0], [2, 0, 1]])

@@ -81,6 +81,66 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest, 
     assert_compiled_well(compiled, capability, half, spilled=spilled if rest else 60)
 
 
+@every_pair(
+    ("dtype", ["bf16", "fp16"]), ("dim", [64, 128]), ("sinks", [True, False]), ("mapped", [True, False]), strength=3
+)
+def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
+    keys, stages = kernel._RINGS[dim]
+    compiled = compile_for(
+        90,
+        kernel._attend_tiles,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k", "v", "out")},
+            **{f"{x}_stride_{axis}": "i32:16" for x in ("q", "k", "v", "out") for axis in "bhl"},
+            **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
+            **{f"index_stride_{axis}": "i32" for axis in "bht"},
+            "index_stride_k": 1,
+            "heads_ptr": "*i64:16" if mapped else None,
+            "sink_ptr": f"*{dtype}:16" if sinks else None,
+            "sink_stride": 1 if sinks else "i32",
+            **dict.fromkeys(("items", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"), "i32"),
+            "scale": "fp32",
+            "MAPPED": mapped,
+            "SINKS": sinks,
+            "ROWS": kernel.ROWS,
+            "DIM": dim,
+            "KEYS": keys,
+            "STAGES": stages,
+            "AT_ONCE": kernel._AT_ONCE,
+            "REGISTERS": kernel._REGISTERS,
+        },
+        num_warps=4,
+    )
+    assert compiled.shared <= 227 << 10
+    assert compiled.spilled <= 96  # before and after the loop over keys that every row sees
+    assert "wgmma.mma_async.sync.aligned.m64n128k16" in compiled.ptx
+    assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 4, "values are multiplied behind exponentials"
+    assert "cp.async.cg.shared.global" in compiled.ptx
+    assert "cp.async.mbarrier.arrive.noinc" in compiled.ptx
+    assert "setmaxnreg" in compiled.ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_places_in_use_compile(capability):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend.tiles_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._count_places,
+        {
+            **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
+            **{f"index_stride_{axis}": "i32" for axis in "bht"},
+            "index_stride_k": 1,
+            **dict.fromkeys(("heads", "tiles", "places"), "i32"),
+            "BLOCK": kernel._PLACES,
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
+
+
 @every_pair(CAPABILITIES, SHAPES, ("one", [True, False]), ("softcap", [0.0, 50.0]))
 def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softcap):
     triton = pytest.importorskip("triton")

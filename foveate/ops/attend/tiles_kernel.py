@@ -1,12 +1,13 @@
 """Keys chosen for tiles of queries, read from where they lie: Triton kernel of :func:`attend_tiles`."""
 
+import importlib
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._math import SCRATCH_BYTES
 from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended, check_sinks
@@ -26,6 +27,11 @@ _TILES = {
 _TILE_FP32 = Tile(16, 32, num_warps=8, num_stages=1)
 """For fp32, which is multiplied without tensor cores."""
 
+_PLACES = 1024
+"""Places of a selection that a program looks at at once."""
+_HOPPER = True
+"""Whether Hopper gets the kernel written for it."""
+
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     """The tile for head dims of at most 256, of which ``dim`` is the larger, and so many rows that share keys."""
@@ -37,13 +43,13 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
 
 
 def places_used(indices: Tensor) -> Tensor:
-    """Up to which place each tile's selection, ``[B, Hkv, T, K]``, is in use: int32 ``[B, Hkv, T]``."""
-    tiles, places = indices.shape[2:]
-    used = torch.zeros(indices.shape[:3], dtype=torch.int32, device=indices.device)
-    step = max(1, SCRATCH_BYTES // max(1, indices[:, :, :1].numel() * indices.itemsize))
-    for first in range(0, tiles if places else 0, step):
-        chosen = indices[:, :, first : first + step].flip(-1) >= 0
-        used[:, :, first : first + step] = torch.where(chosen.any(-1), places - chosen.to(torch.uint8).argmax(-1), 0)
+    """What is in use of each tile's selection, ``[B, Hkv, T, K]``: int32 ``[2, B, Hkv, T]``.
+
+    First up to which place, and then how many places before that one are not.
+    """
+    batch, heads, tiles, places = indices.shape
+    used = torch.empty(2, batch, heads, tiles, dtype=torch.int32, device=indices.device)
+    _count_places[tiles, batch * heads](indices, used, *indices.stride(), heads, tiles, places, BLOCK=_PLACES)
     return used
 
 
@@ -84,6 +90,11 @@ def attend_tiles(
     check_sinks(sink_logits, num_heads)
 
     used = places_used(indices)
+    if _HOPPER and not rest and softcap is None and q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0):
+        hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
+        if hopper.fits(q, k, v, tile=tile, scaling=scaling):
+            how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "sink_logits": sink_logits}
+            return hopper.attend_tiles(q, k, v, indices, used, **how)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     sums = [sums_before(x, offset - lead, tile, tiles) for x in (k, v)] if rest else [None, None]
@@ -124,6 +135,34 @@ def attend_tiles(
         **block.options,
     )
     return Attended(out)
+
+
+@triton.jit(do_not_specialize=["heads", "tiles", "places"])
+def _count_places(
+    index_ptr,
+    used_ptr,
+    index_stride_b,
+    index_stride_h,
+    index_stride_t,
+    index_stride_k,
+    heads,
+    tiles,
+    places,
+    BLOCK: tl.constexpr,
+):
+    """Writes ``used [2, B, H, T]``."""
+    t, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    index_ptr += row // heads * index_stride_b + row % heads * index_stride_h + t * index_stride_t
+    last, number = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for first in tl.range(0, places, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        index = tl.load(index_ptr + place.to(tl.int64) * index_stride_k, mask=place < places, other=-1)
+        last = tl.where(index >= 0, place + 1, last)
+        number += (index >= 0).to(tl.int32)
+    used = tl.max(last, 0)
+    used_ptr += row * tiles + t
+    tl.store(used_ptr, used)
+    tl.store(used_ptr + tl.num_programs(1).to(tl.int64) * tiles, used - tl.sum(number, 0))
 
 
 @triton.jit(do_not_specialize=["num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
