@@ -9,6 +9,8 @@ from foveate.ops import _dispatch
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.attend import tiles_hopper_kernel, tiles_kernel
 from foveate.ops.score import reference as score_reference
+from foveate.ops.score import tiles_hopper_kernel as mass_hopper_kernel
+from foveate.ops.score import tiles_kernel as mass_kernel
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
@@ -31,11 +33,8 @@ def kernels_only(monkeypatch):
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels that ran."""
-    from foveate.ops.attend import tiles_kernel as attend_kernel
-    from foveate.ops.score import tiles_kernel as mass_kernel
-
     names = []
-    for module, name in ((attend_kernel, "attend_tiles"), (mass_kernel, "tile_block_mass")):
+    for module, name in ((tiles_kernel, "attend_tiles"), (mass_kernel, "tile_block_mass")):
         kernel = getattr(module, name)
 
         def counted(*args, kernel=kernel, name=name, **more):
@@ -48,10 +47,15 @@ def launches(monkeypatch):
 
 @pytest.fixture(params=[True, False], ids=["hopper", "portable"])
 def hopper(request, monkeypatch):
-    """With and without the kernel for Hopper alone; how often it ran is noted."""
-    monkeypatch.setattr(tiles_kernel, "_HOPPER", request.param)
-    ran, real = [], tiles_hopper_kernel.attend_tiles
-    monkeypatch.setattr(tiles_hopper_kernel, "attend_tiles", lambda *a, **k: ran.append(True) or real(*a, **k))
+    """With and without the kernels for Hopper alone; how often they ran is noted."""
+    ran = []
+    for module, own, name in (
+        (tiles_kernel, tiles_hopper_kernel, "attend_tiles"),
+        (mass_kernel, mass_hopper_kernel, "tile_block_mass"),
+    ):
+        monkeypatch.setattr(module, "_HOPPER", request.param)
+        real = getattr(own, name)
+        monkeypatch.setattr(own, name, lambda *a, real=real, **k: ran.append(True) or real(*a, **k))
     return ran if request.param and torch.cuda.get_device_capability() == (9, 0) else None
 
 
@@ -225,6 +229,42 @@ def test_mass_of_tiles(dtype, tile, length, offset, launches):
     q, k, _ = problem(2, 14, 2, length, offset, 64, dtype)
     check_mass(q, k, tile, offset)
     assert "tile_block_mass" in launches
+
+
+@every_pair(
+    ("dtype", [torch.bfloat16, torch.float16]),
+    ("dim", [64, 128]),
+    (("heads", "kv_heads", "tile"), [(32, 8, 32), (8, 8, 128), (14, 2, 18), (12, 2, 11), (8, 8, 65)]),
+    (("length", "offset"), [(1, 7000), (63, 165), (333, 0), (1500, 5), (5000, 3)]),
+    ("room", [256 << 20, 1 << 20]),
+)
+def test_hoppers_own_mass(dtype, dim, heads, kv_heads, tile, length, offset, room, hopper, monkeypatch):
+    """Tiles that do not fill a program, programs of no keys, and parts of all tiles."""
+    monkeypatch.setattr(score_reference, "GPU_SCORES_BYTES", room)
+    q, k, _ = problem(2, heads, kv_heads, length, offset, dim, dtype)
+    check_mass(q, in_buffer(k, "tokens_first"), tile, offset, dim**-0.5)
+    assert hopper is None or hopper
+
+
+@pytest.mark.parametrize("span", [1, 3, 128])
+def test_masses_of_tiles_in_any_order(span, hopper, monkeypatch):
+    """Keys behind a tile may be anything finite and leave no trace; tiles beyond all keys have masses of all."""
+    monkeypatch.setattr(mass_hopper_kernel, "_SPAN", span)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for tiles, rows, keys in ((1, 128, 64), (5, 126, 1000), (9, 65, 4001)):
+        queries, k = (
+            torch.randn(2, 3, *size, 128, generator=generator, device="cuda").half()
+            for size in ((tiles, rows), (keys,))
+        )
+        lse = torch.randn(2, 3, tiles, rows, generator=generator, device="cuda") + 5
+        lse[:, :, 0, rows // 2 :] = float("inf")
+        begins = torch.randint(0, keys + 100, (tiles,), generator=generator, device="cuda")
+        with poisoned_memory("cuda"):
+            found = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09)
+            assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09))
+        exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=0.09)
+        torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)
+    assert hopper is None or len(hopper) == 6
 
 
 @every_pair(DTYPES, ("dim", [16, 20, 40, 80, 96, 128, 256]))

@@ -168,3 +168,36 @@ def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softca
         **tile.options,
     )
     assert_compiled_well(compiled, capability, half, spilled=60)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hoppers_own_mass_compiles(dtype, dim):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
+    compiled = compile_for(
+        90,
+        kernel._tile_block_mass,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k")},
+            **{f"k_stride_{axis}": "i32:16" for axis in "bhl"},
+            **dict.fromkeys(("heads", "tiles", "rows", "number", "groups", "span"), "i32"),
+            **dict.fromkeys(("lse_ptr", "mass_ptr"), "*fp32:16"),
+            "begin_ptr": "*i64:16",
+            "scale": "fp32",
+            "ROWS": kernel.ROWS,
+            "DIM": dim,
+            "KEYS": kernel._KEYS,
+            "STAGES": kernel._STAGES[dim],
+            "AT_ONCE": kernel._AT_ONCE,
+            "REGISTERS": kernel._REGISTERS,
+        },
+        num_warps=4,
+    )
+    assert compiled.shared <= 227 << 10
+    assert compiled.spilled <= 48  # before the loop
+    assert compiled.ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == 2 * 2 * dim // 16
+    assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "exponentials are taken behind products"
+    assert "cp.async.cg.shared.global" in compiled.ptx
+    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert "setmaxnreg" in compiled.ptx
