@@ -145,6 +145,25 @@ def test_more_tiles_than_multiprocessors(dtype, dim, number, hopper):
     assert hopper is None or len(hopper) == 2
 
 
+@every_pair(DTYPES, ("dim", [64, 128]), ("dense", [True, False]))
+def test_tiles_of_as_many_places_as_they_need(dtype, dim, dense, hopper):
+    """Selections behind one another are read as those of equal length are."""
+    q, k, v = problem(2, 32, 8, 900, 300, dim, dtype)
+    chosen = selection(2, 8, 900, 300, 32, 400, holes=not dense)
+    numbers = torch.arange(chosen.shape[2], device="cuda") * 37 % 401
+    starts = torch.nn.functional.pad(numbers.cumsum(0), (1, 0))
+    within = torch.arange(400, device="cuda") < numbers[:, None]
+    ragged, apart = chosen[:, :, within], chosen.masked_fill(~within, -1)
+    for rest in (False, True):
+        how = {"tile": 32, "scaling": dim**-0.5, "offset": 300, "rest": rest}
+        with poisoned_memory("cuda"):
+            out = ops.attend_tiles(q, k, v, ragged, starts=starts, **how).out
+        assert torch.equal(out, ops.attend_tiles(q, k, v, apart, **how).out)
+        exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), ragged, starts=starts, **how).out
+        torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert hopper is None or len(hopper) == (0 if dtype == torch.float32 else 2)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_large_and_small_logits(dim, hopper):
     """Maxima that rise from block to block, and ones far below 0."""

@@ -58,6 +58,7 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest, 
             **{f"index_stride_{axis}": "i32" for axis in "bht"},
             **dict.fromkeys(("num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"), "i32"),
             **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
+            "start_ptr": "*i64:16" if rest else None,
             "heads_ptr": "*i64:16",
             **dict.fromkeys(("key_sum_ptr", "value_sum_ptr"), "*fp32:16" if rest else None),
             "sink_ptr": f"*{dtype}:16" if dim == 64 else None,
@@ -82,9 +83,14 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest, 
 
 
 @every_pair(
-    ("dtype", ["bf16", "fp16"]), ("dim", [64, 128]), ("sinks", [True, False]), ("mapped", [True, False]), strength=3
+    ("dtype", ["bf16", "fp16"]),
+    ("dim", [64, 128]),
+    ("sinks", [True, False]),
+    ("mapped", [True, False]),
+    ("ragged", [True, False]),
+    strength=3,
 )
-def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
+def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped, ragged):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
     keys, stages = kernel._RINGS[dim]
@@ -98,10 +104,12 @@ def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
             **{f"index_stride_{axis}": "i32" for axis in "bht"},
             "index_stride_k": 1,
             "heads_ptr": "*i64:16" if mapped else None,
+            "start_ptr": "*i64:16" if ragged else None,
             "sink_ptr": f"*{dtype}:16" if sinks else None,
             "sink_stride": 1 if sinks else "i32",
             **dict.fromkeys(("items", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"), "i32"),
             "scale": "fp32",
+            "RAGGED": ragged,
             "MAPPED": mapped,
             "SINKS": sinks,
             "ROWS": kernel.ROWS,
@@ -123,7 +131,8 @@ def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_places_in_use_compile(capability):
+@pytest.mark.parametrize("ragged", [True, False])
+def test_places_in_use_compile(capability, ragged):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.tiles_kernel")
     compiled = compile_for(
@@ -133,6 +142,7 @@ def test_places_in_use_compile(capability):
             **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
             **{f"index_stride_{axis}": "i32" for axis in "bht"},
             "index_stride_k": 1,
+            "start_ptr": "*i64:16" if ragged else None,
             **dict.fromkeys(("heads", "tiles", "places"), "i32"),
             "BLOCK": kernel._PLACES,
         },

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from foveate.ops._tile import multiprocessors
 from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.tiles_kernel import strides_of
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-3.4e38)
@@ -61,6 +62,7 @@ def attend_tiles(
     k: Tensor,
     v: Tensor,
     indices: Tensor,
+    starts: Tensor | None,
     used: Tensor,
     *,
     tile: int,
@@ -76,7 +78,7 @@ def attend_tiles(
     """
     batch, num_heads, length, dim = q.shape
     num_kv_heads = k.shape[1]
-    group, tiles = num_heads // num_kv_heads, indices.shape[2]
+    group, tiles = num_heads // num_kv_heads, used.shape[3]
     out = q.new_empty(batch, length, num_heads, dim).transpose(1, 2)
     parts = triton.cdiv(group * tile, 2 * ROWS)
     items = batch * num_kv_heads * tiles * parts
@@ -86,6 +88,7 @@ def attend_tiles(
         k,
         v,
         indices,
+        starts,
         used,
         heads,
         sink_logits,
@@ -93,7 +96,7 @@ def attend_tiles(
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *indices.stride(),
+        *strides_of(indices, starts),
         *out.stride()[:3],
         0 if sink_logits is None else sink_logits.stride(0),
         items,
@@ -105,6 +108,7 @@ def attend_tiles(
         length,
         offset,
         scaling * _LOG2E.value,
+        RAGGED=starts is not None,
         MAPPED=heads is not None,
         SINKS=sink_logits is not None,
         ROWS=ROWS,
@@ -169,6 +173,7 @@ def _gather(
     k_ptr,
     v_ptr,
     index_ptr,
+    start_ptr,
     used_ptr,
     heads_ptr,
     q_stride_b,
@@ -202,6 +207,7 @@ def _gather(
     k_empty,
     v_full,
     v_empty,
+    RAGGED: gl.constexpr,
     MAPPED: gl.constexpr,
     ROWS: gl.constexpr,
     DIM: gl.constexpr,
@@ -224,6 +230,8 @@ def _gather(
             row, t, used_ptr, heads_ptr, items // (tiles * parts), num_kv_heads, tile, tiles, length, offset, MAPPED
         )
         index_base = index_ptr + batch * index_stride_b + source * index_stride_h + t.to(gl.int64) * index_stride_t
+        if RAGGED:
+            index_base += gl.load(start_ptr + t) * index_stride_k
         q_base = q_ptr + batch * q_stride_b
         k_base = k_ptr + batch * k_stride_b + head * k_stride_h
         v_base = v_ptr + batch * v_stride_b + head * v_stride_h
@@ -326,6 +334,7 @@ def _step(
 @gluon.jit
 def _attend(
     index_ptr,
+    start_ptr,
     used_ptr,
     heads_ptr,
     sink_ptr,
@@ -357,6 +366,7 @@ def _attend(
     v_full,
     v_empty,
     WHICH: gl.constexpr,
+    RAGGED: gl.constexpr,
     MAPPED: gl.constexpr,
     SINKS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -382,6 +392,8 @@ def _attend(
             row, t, used_ptr, heads_ptr, items // (tiles * parts), num_kv_heads, tile, tiles, length, offset, MAPPED
         )
         index_base = index_ptr + batch * index_stride_b + source * index_stride_h + t.to(gl.int64) * index_stride_t
+        if RAGGED:
+            index_base += gl.load(start_ptr + t) * index_stride_k
         blocks = gl.cdiv(used + own, KEYS)
         whole = gl.where(holes > 0, 0, used // KEYS)  # blocks of which every row sees every key
         limits = used + (part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, OF_LOGITS)) % tile
@@ -458,6 +470,7 @@ def _attend_tiles(
     k_ptr,
     v_ptr,
     index_ptr,
+    start_ptr,
     used_ptr,
     heads_ptr,
     sink_ptr,
@@ -488,6 +501,7 @@ def _attend_tiles(
     length,
     offset,
     scale,
+    RAGGED: gl.constexpr,
     MAPPED: gl.constexpr,
     SINKS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -523,18 +537,20 @@ def _attend_tiles(
         mbarrier.init(v_empty.index(stage), count=2)
     # fmt: off
     gl.warp_specialize([
-        (_attend, (index_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h, index_stride_t,
-                   index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
-                   tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty,
-                   k_full, k_empty, v_full, v_empty, 0, MAPPED, SINKS, ROWS, DIM, KEYS, STAGES)),
-        (_attend, (index_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h, index_stride_t,
-                   index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
-                   tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty,
-                   k_full, k_empty, v_full, v_empty, 1, MAPPED, SINKS, ROWS, DIM, KEYS, STAGES)),
-        (_gather, (q_ptr, k_ptr, v_ptr, index_ptr, used_ptr, heads_ptr, q_stride_b, q_stride_h, q_stride_l, k_stride_b,
-                   k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l, index_stride_b, index_stride_h,
-                   index_stride_t, index_stride_k, items, num_kv_heads, group, tile, tiles, parts, length, offset,
-                   lists, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   MAPPED, ROWS, DIM, KEYS, STAGES, AT_ONCE)),
+        (_attend, (index_ptr, start_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h,
+                   index_stride_t, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items,
+                   num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles,
+                   q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   0, RAGGED, MAPPED, SINKS, ROWS, DIM, KEYS, STAGES)),
+        (_attend, (index_ptr, start_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h,
+                   index_stride_t, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items,
+                   num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles,
+                   q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   1, RAGGED, MAPPED, SINKS, ROWS, DIM, KEYS, STAGES)),
+        (_gather, (q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, used_ptr, heads_ptr, q_stride_b, q_stride_h, q_stride_l,
+                   k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l, index_stride_b,
+                   index_stride_h, index_stride_t, index_stride_k, items, num_kv_heads, group, tile, tiles, parts,
+                   length, offset, lists, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                   v_empty, RAGGED, MAPPED, ROWS, DIM, KEYS, STAGES, AT_ONCE)),
     ], [4, 4], [REGISTERS[0], REGISTERS[1]])
     # fmt: on

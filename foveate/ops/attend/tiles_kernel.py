@@ -11,7 +11,7 @@ from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended, check_sinks
-from foveate.ops.attend.tiles import sums_before
+from foveate.ops.attend.tiles import check_selection, sums_before
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -42,15 +42,27 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
 
 
-def places_used(indices: Tensor) -> Tensor:
-    """What is in use of each tile's selection, ``[B, Hkv, T, K]``: int32 ``[2, B, Hkv, T]``.
+def places_used(indices: Tensor, starts: Tensor | None = None, tiles: int | None = None) -> Tensor:
+    """What is in use of each tile's selection, see :func:`attend_tiles`: int32 ``[2, B, Hkv, T]``.
 
-    First up to which place, and then how many places before that one are not.
+    First up to which place, and then how many places before that one are not. ``tiles`` is T, with ``starts``.
     """
-    batch, heads, tiles, places = indices.shape
+    batch, heads = indices.shape[:2]
+    places = 0
+    if starts is None:
+        tiles, places = indices.shape[2:]
     used = torch.empty(2, batch, heads, tiles, dtype=torch.int32, device=indices.device)
-    _count_places[tiles, batch * heads](indices, used, *indices.stride(), heads, tiles, places, BLOCK=_PLACES)
+    _count_places[tiles, batch * heads](
+        indices, starts, used, *strides_of(indices, starts), heads, tiles, places, BLOCK=_PLACES
+    )
     return used
+
+
+def strides_of(indices: Tensor, starts: Tensor | None) -> tuple[int, int, int, int]:
+    """Of batch entries, KV heads, tiles and places."""
+    if starts is None:
+        return indices.stride()
+    return *indices.stride()[:2], 0, indices.stride(2)
 
 
 def attend_tiles(
@@ -62,6 +74,7 @@ def attend_tiles(
     tile: int,
     scaling: float,
     offset: int = 0,
+    starts: Tensor | None = None,
     heads: Tensor | None = None,
     rest: bool = False,
     sink_logits: Tensor | None = None,
@@ -81,20 +94,20 @@ def attend_tiles(
         raise UnsupportedError(f"head dims above {max(_TILES)}")
     lead, group = offset % tile, num_heads // num_kv_heads
     tiles = triton.cdiv(lead + length, tile)
-    if indices.shape[:3] != (batch, num_kv_heads, tiles):
-        raise ValueError(f"indices {tuple(indices.shape)} do not fit {tiles} tiles of {num_kv_heads} KV heads")
+    check_selection(indices, starts, batch, num_kv_heads, tiles)
     if num_keys < offset + length:
         raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
     if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim):
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     check_sinks(sink_logits, num_heads)
 
-    used = places_used(indices)
+    starts = None if starts is None else starts.contiguous()
+    used = places_used(indices, starts, tiles)
     if _HOPPER and not rest and softcap is None and q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
         if hopper.fits(q, k, v, tile=tile, scaling=scaling):
             how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "sink_logits": sink_logits}
-            return hopper.attend_tiles(q, k, v, indices, used, **how)
+            return hopper.attend_tiles(q, k, v, indices, starts, used, **how)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     sums = [sums_before(x, offset - lead, tile, tiles) for x in (k, v)] if rest else [None, None]
@@ -104,6 +117,7 @@ def attend_tiles(
         k,
         v,
         indices,
+        starts,
         used,
         heads,
         *sums,
@@ -112,7 +126,7 @@ def attend_tiles(
         *q.stride(),
         *k.stride(),
         *v.stride(),
-        *indices.stride(),
+        *strides_of(indices, starts),
         *out.stride()[:3],
         0 if sink_logits is None else sink_logits.stride(0),
         num_kv_heads,
@@ -140,6 +154,7 @@ def attend_tiles(
 @triton.jit(do_not_specialize=["heads", "tiles", "places"])
 def _count_places(
     index_ptr,
+    start_ptr,
     used_ptr,
     index_stride_b,
     index_stride_h,
@@ -153,6 +168,10 @@ def _count_places(
     """Writes ``used [2, B, H, T]``."""
     t, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     index_ptr += row // heads * index_stride_b + row % heads * index_stride_h + t * index_stride_t
+    if start_ptr is not None:
+        first_place = tl.load(start_ptr + t)
+        index_ptr += first_place * index_stride_k
+        places = (tl.load(start_ptr + t + 1) - first_place).to(tl.int32)
     last, number = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, places, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -171,6 +190,7 @@ def _attend_tiles(
     k_ptr,
     v_ptr,
     index_ptr,
+    start_ptr,
     used_ptr,
     heads_ptr,
     key_sum_ptr,
@@ -238,6 +258,8 @@ def _attend_tiles(
     v_ptr += batch * v_stride_b + head * v_stride_h
     source = tl.load(heads_ptr + head) if MAPPED else head
     index_ptr += batch * index_stride_b + source * index_stride_h + t.to(tl.int64) * index_stride_t
+    if start_ptr is not None:
+        index_ptr += tl.load(start_ptr + t) * index_stride_k
     used = tl.load(used_ptr + (batch * num_kv_heads + source) * tiles + t)
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
