@@ -119,7 +119,7 @@ def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
 
 @every_pair(
     ("dtype", [torch.bfloat16, torch.float16]),
-    ("dim", [64, 128]),
+    ("dim", [64, 80, 96, 128, 256]),
     (("heads", "kv_heads", "tile"), [(32, 8, 32), (8, 8, 128), (14, 2, 18), (16, 2, 100), (12, 2, 11), (8, 8, 65)]),
     (("length", "offset", "number"), [(1, 0, 3), (1, 7000, 900), (63, 65, 7), (333, 0, 64), (1500, 5, 130)]),
     ("holes", [True, False]),
@@ -133,7 +133,7 @@ def test_hoppers_own_attention(dtype, dim, heads, kv_heads, tile, length, offset
 
 @every_pair(
     ("dtype", [torch.bfloat16, torch.float16]),
-    ("dim", [64, 128]),
+    ("dim", [64, 128, 256]),
     ("number", [0, 95, 96, 97, 127, 128, 129, 256, 1000]),
 )
 def test_more_tiles_than_multiprocessors(dtype, dim, number, hopper):

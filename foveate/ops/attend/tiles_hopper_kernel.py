@@ -29,11 +29,11 @@ _LOWEST = gl.constexpr(-3.4e38)
 
 ROWS = 64
 """Rows of a warpgroup."""
-_RINGS = {64: (128, 5), 128: (128, 3)}
-"""By head dim: keys of a block, and blocks that shared memory holds."""
+_RINGS = {64: (128, 5), 128: (128, 3), 256: (64, 2)}
+"""By head dim, padded: keys of a block, and blocks that shared memory holds."""
 _AT_ONCE = 32
 """Rows that are gathered at a time."""
-_REGISTERS = (216, 72)
+_REGISTERS = {64: (216, 72), 128: (216, 72), 256: (232, 48)}
 """Of a thread that multiplies, and of one that gathers."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -48,7 +48,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor, *, tile: int, scaling: float) -> bool:
     return (
         q.dtype in _DTYPES
         and q.shape[3] == v.shape[3]
-        and q.shape[3] in _RINGS
+        and q.shape[3] % 8 == 0
+        and 32 < q.shape[3] <= max(_RINGS)
         and q.shape[1] // k.shape[1] * tile > ROWS
         and q.numel() > 0
         and scaling > 0
@@ -82,7 +83,8 @@ def attend_tiles(
     out = q.new_empty(batch, length, num_heads, dim).transpose(1, 2)
     parts = triton.cdiv(group * tile, 2 * ROWS)
     items = batch * num_kv_heads * tiles * parts
-    keys, stages = _RINGS[dim]
+    block_d = next(width for width in _RINGS if dim <= width)
+    keys, stages = _RINGS[block_d]
     _attend_tiles[(min(items, multiprocessors(q.device)),)](
         q,
         k,
@@ -113,10 +115,11 @@ def attend_tiles(
         SINKS=sink_logits is not None,
         ROWS=ROWS,
         DIM=dim,
+        BLOCK_D=block_d,
         KEYS=keys,
         STAGES=stages,
         AT_ONCE=_AT_ONCE,
-        REGISTERS=_REGISTERS,
+        REGISTERS=_REGISTERS[block_d],
         num_warps=4,
     )
     return Attended(out)
@@ -154,7 +157,9 @@ def _keys_of(block, places, index_base, index_stride_k, used, start, own, KEYS: 
 
 
 @gluon.jit
-def _copy(keys, base, stride, dims, to, full, COPY: gl.constexpr, KEYS: gl.constexpr, AT_ONCE: gl.constexpr):
+def _copy(
+    keys, base, stride, dims, to, full, COPY: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, AT_ONCE: gl.constexpr
+):
     """Fills ``to [KEYS, D]``, a few rows at a time; zeros for keys of -1."""
     for first in gl.static_range(0, KEYS, AT_ONCE):
         key = keys.slice(first, AT_ONCE, dim=0).load(gl.SliceLayout(1, COPY))
@@ -162,7 +167,7 @@ def _copy(keys, base, stride, dims, to, full, COPY: gl.constexpr, KEYS: gl.const
         async_copy.async_copy_global_to_shared(
             to.slice(first, AT_ONCE, dim=0),
             base + (gl.where(there, key, 0).to(gl.int64) * stride)[:, None] + dims[None, :],
-            mask=there[:, None],
+            mask=there[:, None] & (dims < DIM)[None, :],
         )
     async_copy.mbarrier_arrive(full, increment_count=False)
 
@@ -211,6 +216,7 @@ def _gather(
     MAPPED: gl.constexpr,
     ROWS: gl.constexpr,
     DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     AT_ONCE: gl.constexpr,
@@ -218,11 +224,11 @@ def _gather(
     """Fills ``q_tile [2 * ROWS, D]`` for every item, and ``k_tiles`` and ``v_tiles [STAGES, KEYS, D]`` block by block,
     the last block of a tile's list first; unused keys are 0. The first keys of an item are gathered before its queries,
     for which the last ones must be done with."""
-    LANES: gl.constexpr = DIM // 8
+    LANES: gl.constexpr = BLOCK_D // 8
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     places = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
     rows = gl.arange(0, AT_ONCE, gl.SliceLayout(1, COPY))
-    dims = gl.arange(0, DIM, gl.SliceLayout(0, COPY))
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
     turn, lap = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, t, part = _place(item, tiles, parts)
@@ -243,7 +249,7 @@ def _gather(
             following = _keys_of(blocks - 2 - step, places, index_base, index_stride_k, used, start, own, KEYS)
             stage, phase = turn % STAGES, turn // STAGES & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            _copy(keys, k_base, k_stride_l, dims, k_tiles.index(stage), k_full.index(stage), COPY, KEYS, AT_ONCE)
+            _copy(keys, k_base, k_stride_l, dims, k_tiles.index(stage), k_full.index(stage), COPY, DIM, KEYS, AT_ONCE)
             if step == 0:
                 mbarrier.wait(q_empty, (lap & 1) ^ 1)
                 for first in gl.static_range(0, 2 * ROWS, AT_ONCE):
@@ -255,11 +261,11 @@ def _gather(
                     async_copy.async_copy_global_to_shared(
                         q_tile.slice(first, AT_ONCE, dim=0),
                         q_base + q_rows[:, None] + dims[None, :],
-                        mask=exist[:, None],
+                        mask=exist[:, None] & (dims < DIM)[None, :],
                     )
                 async_copy.mbarrier_arrive(q_full, increment_count=False)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            _copy(keys, v_base, v_stride_l, dims, v_tiles.index(stage), v_full.index(stage), COPY, KEYS, AT_ONCE)
+            _copy(keys, v_base, v_stride_l, dims, v_tiles.index(stage), v_full.index(stage), COPY, DIM, KEYS, AT_ONCE)
             turn += 1
         lap += 1
 
@@ -371,17 +377,18 @@ def _attend(
     SINKS: gl.constexpr,
     ROWS: gl.constexpr,
     DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Attention of half of the rows. Only blocks that hold keys of the tile itself hide some, unless the selection has
     unused places among its keys."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     OF_LOGITS: gl.constexpr = gl.SliceLayout(1, LOGITS)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    STORED: gl.constexpr = _four_together(DIM)
+    STORED: gl.constexpr = _four_together(BLOCK_D)
     FIRST: gl.constexpr = WHICH * ROWS
     q = q_tiles.slice(FIRST, ROWS, dim=0)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
@@ -399,7 +406,7 @@ def _attend(
         limits = used + (part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, OF_LOGITS)) % tile
         top = gl.full([ROWS], _LOWEST, gl.float32, OF_LOGITS)
         weight = gl.zeros([ROWS], gl.float32, OF_LOGITS)
-        out = gl.zeros([ROWS, DIM], gl.float32, OUT)
+        out = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
 
         mbarrier.wait(q_full, lap & 1)
         mbarrier.wait(k_full.index(turn % STAGES), turn // STAGES & 1)
@@ -451,9 +458,9 @@ def _attend(
         exist = (in_tile < group * tile) & (query >= 0) & (query < length)
         member = head * group + in_tile // tile
         out_rows = member * out_stride_h + query.to(gl.int64) * out_stride_l
-        dims = gl.arange(0, DIM, gl.SliceLayout(0, STORED))
+        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORED))
         out_base = out_ptr + batch * out_stride_b
-        gl.store(out_base + out_rows[:, None] + dims[None, :], out, mask=exist[:, None])
+        gl.store(out_base + out_rows[:, None] + dims[None, :], out, mask=exist[:, None] & (dims < DIM)[None, :])
 
 
 @gluon.constexpr_function
@@ -506,6 +513,7 @@ def _attend_tiles(
     SINKS: gl.constexpr,
     ROWS: gl.constexpr,
     DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     AT_ONCE: gl.constexpr,
@@ -518,9 +526,9 @@ def _attend_tiles(
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q_tiles = gl.allocate_shared_memory(dtype, [1, 2 * ROWS, DIM], LAYOUT)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], LAYOUT)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], LAYOUT)
+    q_tiles = gl.allocate_shared_memory(dtype, [1, 2 * ROWS, BLOCK_D], LAYOUT)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, BLOCK_D], LAYOUT)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, BLOCK_D], LAYOUT)
     lists = gl.allocate_shared_memory(gl.int32, [2, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -541,16 +549,16 @@ def _attend_tiles(
                    index_stride_t, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items,
                    num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles,
                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   0, RAGGED, MAPPED, SINKS, ROWS, DIM, KEYS, STAGES)),
+                   0, RAGGED, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
         (_attend, (index_ptr, start_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h,
                    index_stride_t, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items,
                    num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles,
                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   1, RAGGED, MAPPED, SINKS, ROWS, DIM, KEYS, STAGES)),
+                   1, RAGGED, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
         (_gather, (q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, used_ptr, heads_ptr, q_stride_b, q_stride_h, q_stride_l,
                    k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l, index_stride_b,
                    index_stride_h, index_stride_t, index_stride_k, items, num_kv_heads, group, tile, tiles, parts,
                    length, offset, lists, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full,
-                   v_empty, RAGGED, MAPPED, ROWS, DIM, KEYS, STAGES, AT_ONCE)),
+                   v_empty, RAGGED, MAPPED, ROWS, DIM, BLOCK_D, KEYS, STAGES, AT_ONCE)),
     ], [4, 4], [REGISTERS[0], REGISTERS[1]])
     # fmt: on
