@@ -133,19 +133,15 @@ def _place(item, tiles, parts):
 
 
 @gluon.jit
-def _tile_of(row, t, used_ptr, heads_ptr, rows, num_kv_heads, tile, tiles, length, offset, MAPPED: gl.constexpr):
-    """Of a tile: batch entry, KV head, the head whose selection it reads, places in use, whether some among them are
-    not, its first position, and its keys."""
-    batch, head = row // num_kv_heads, row % num_kv_heads
-    source = head
+def _in_use(item, used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED: gl.constexpr):
+    """Of an item, the last one at most: the head whose selection it reads, places in use, and how many among them are
+    not. Loaded while the item before is worked on."""
+    row, t, _ = _place(gl.minimum(item, items - 1), tiles, parts)
+    source = row % num_kv_heads
     if MAPPED:
-        source = gl.load(heads_ptr + head).to(gl.int32)
-    of_tile = (batch * num_kv_heads + source) * tiles + t
-    used = gl.load(used_ptr + of_tile)
-    holes = gl.load(used_ptr + rows * tiles + of_tile)
-    start = (offset // tile + t) * tile
-    own = gl.minimum(tile, offset + length - start)
-    return batch.to(gl.int64), head.to(gl.int64), source.to(gl.int64), used, holes, start, own
+        source = gl.load(heads_ptr + source).to(gl.int32)
+    of_tile = (row // num_kv_heads * num_kv_heads + source) * tiles + t
+    return source, gl.load(used_ptr + of_tile), gl.load(used_ptr + items // parts + of_tile)
 
 
 @gluon.jit
@@ -229,13 +225,18 @@ def _gather(
     places = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
     rows = gl.arange(0, AT_ONCE, gl.SliceLayout(1, COPY))
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
+    in_use = _in_use(gl.program_id(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
     turn, lap = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, t, part = _place(item, tiles, parts)
-        batch, head, source, used, _, start, own = _tile_of(
-            row, t, used_ptr, heads_ptr, items // (tiles * parts), num_kv_heads, tile, tiles, length, offset, MAPPED
+        batch, head = (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64)
+        source, used, _ = in_use
+        in_use = _in_use(item + gl.num_programs(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
+        start = (offset // tile + t) * tile
+        own = gl.minimum(tile, offset + length - start)
+        index_base = (
+            index_ptr + batch * index_stride_b + source.to(gl.int64) * index_stride_h + t.to(gl.int64) * index_stride_t
         )
-        index_base = index_ptr + batch * index_stride_b + source * index_stride_h + t.to(gl.int64) * index_stride_t
         if RAGGED:
             index_base += gl.load(start_ptr + t) * index_stride_k
         q_base = q_ptr + batch * q_stride_b
@@ -392,13 +393,18 @@ def _attend(
     FIRST: gl.constexpr = WHICH * ROWS
     q = q_tiles.slice(FIRST, ROWS, dim=0)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
+    in_use = _in_use(gl.program_id(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
     turn, lap = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, t, part = _place(item, tiles, parts)
-        batch, head, source, used, holes, start, own = _tile_of(
-            row, t, used_ptr, heads_ptr, items // (tiles * parts), num_kv_heads, tile, tiles, length, offset, MAPPED
+        batch, head = (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64)
+        source, used, holes = in_use
+        in_use = _in_use(item + gl.num_programs(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
+        start = (offset // tile + t) * tile
+        own = gl.minimum(tile, offset + length - start)
+        index_base = (
+            index_ptr + batch * index_stride_b + source.to(gl.int64) * index_stride_h + t.to(gl.int64) * index_stride_t
         )
-        index_base = index_ptr + batch * index_stride_b + source * index_stride_h + t.to(gl.int64) * index_stride_t
         if RAGGED:
             index_base += gl.load(start_ptr + t) * index_stride_k
         blocks = gl.cdiv(used + own, KEYS)
