@@ -97,7 +97,7 @@ def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped, ragged):
     keys, stages = kernel._RINGS[block_d]
     compiled = compile_for(
         90,
-        kernel._attend_tiles,
+        kernel._attend_tiles_on_hopper,
         {
             **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k", "v", "out")},
             **{f"{x}_stride_{axis}": "i32:16" for x in ("q", "k", "v", "out") for axis in "bhl"},
@@ -191,7 +191,7 @@ def test_hoppers_own_mass_compiles(dtype, dim):
     kernel = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
     compiled = compile_for(
         90,
-        kernel._tile_block_mass,
+        kernel._tile_block_mass_on_hopper,
         {
             **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k")},
             **{f"k_stride_{axis}": "i32:16" for axis in "bhl"},

@@ -85,7 +85,7 @@ def attend_tiles(
     items = batch * num_kv_heads * tiles * parts
     block_d = next(width for width in _RINGS if dim <= width)
     keys, stages = _RINGS[block_d]
-    _attend_tiles[(min(items, multiprocessors(q.device)),)](
+    _attend_tiles_on_hopper[(min(items, multiprocessors(q.device)),)](
         q,
         k,
         v,
@@ -478,7 +478,7 @@ def _four_together(dim):
 
 
 @gluon.jit(do_not_specialize=["items", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
-def _attend_tiles(
+def _attend_tiles_on_hopper(
     q_ptr,
     k_ptr,
     v_ptr,

@@ -63,7 +63,7 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
     groups, blocks = triton.cdiv(tiles, 4), triton.cdiv(number, _KEYS)
     programs = 4 * torch.cuda.get_device_properties(k.device).multi_processor_count
     span = max(1, min(_SPAN, triton.cdiv(batch * heads * groups * blocks, programs)))
-    _tile_block_mass[groups * triton.cdiv(blocks, span), batch * heads](
+    _tile_block_mass_on_hopper[groups * triton.cdiv(blocks, span), batch * heads](
         queries.contiguous(),
         k,
         lse.contiguous(),
@@ -223,7 +223,7 @@ def _add_up(
 
 
 @gluon.jit(do_not_specialize=["heads", "tiles", "rows", "number", "groups", "span"])
-def _tile_block_mass(
+def _tile_block_mass_on_hopper(
     q_ptr,
     k_ptr,
     lse_ptr,
