@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.combinations import every_pair
-from tests.kernels import assert_compiled_well, compile_for, run_interpreted
+from tests.kernels import assert_compiled_well, assert_products_overlap, compile_for, run_interpreted
 
 SHAPES = (
     ("dtype", "dim"),
@@ -127,6 +127,7 @@ def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped, ragged):
     assert compiled.spilled <= (192 if dim > 128 else 128)  # outside the loop over keys that every row sees
     assert f"wgmma.mma_async.sync.aligned.m64n{keys}k16" in compiled.ptx
     assert f"wgmma.mma_async.sync.aligned.m64n{block_d}k16" in compiled.ptx
+    assert_products_overlap(compiled)
     assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 4, "values are multiplied behind exponentials"
     assert "cp.async.cg.shared.global" in compiled.ptx
     assert "cp.async.ca.shared.global" not in compiled.ptx, "16 bytes at a time"
@@ -211,6 +212,7 @@ def test_hoppers_own_mass_compiles(dtype, dim):
     assert compiled.shared <= 227 << 10
     assert compiled.spilled <= 48  # before the loop
     assert compiled.ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == 2 * 2 * dim // 16
+    assert_products_overlap(compiled)
     assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "exponentials are taken behind products"
     assert "cp.async.cg.shared.global" in compiled.ptx
     assert "ex2.approx.ftz.f32" in compiled.ptx
