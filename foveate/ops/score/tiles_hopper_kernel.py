@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from foveate.ops._tile import multiprocessors
+
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 ROWS = 128
@@ -61,7 +63,7 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
     number = k.shape[2]
     mass = queries.new_empty(batch, heads, tiles, number, dtype=torch.float32)
     groups, blocks = triton.cdiv(tiles, 4), triton.cdiv(number, _KEYS)
-    programs = 4 * torch.cuda.get_device_properties(k.device).multi_processor_count
+    programs = 4 * multiprocessors(k.device)
     span = max(1, min(_SPAN, triton.cdiv(batch * heads * groups * blocks, programs)))
     _tile_block_mass_on_hopper[groups * triton.cdiv(blocks, span), batch * heads](
         queries.contiguous(),
