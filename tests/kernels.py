@@ -58,6 +58,18 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **optio
     return Compiled(compiled.asm["ptx"], compiled.metadata.shared, spilled)
 
 
+def assert_products_overlap(compiled: Compiled) -> None:
+    """Hopper's assembler has not put waits behind matrix products whose registers it could not follow."""
+    import triton
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        file.write(compiled.ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", cubin.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "wgmma" not in said, said
+
+
 def assert_compiled_well(compiled: Compiled, capability: int, half: bool, spilled: int) -> None:
     """Matrix units and loads ahead for half precision, fast exponentials, shared memory that every GPU has."""
     assert ("wgmma.mma_async" in compiled.ptx) == (half and capability == 90)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -47,9 +48,11 @@ class Selection(NamedTuple):
     """The keys that one layer has chosen, for those behind it."""
 
     indices: Tensor
-    """int ``[B, Hkv, ...]``, -1 for none."""
+    """int ``[B, Hkv, K]``, -1 for none; of the tiles of a prompt those of all, one behind the other."""
     read: Tensor | None = None
     """Of a decoded token: how many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
+    starts: Tensor | None = None
+    """Of the tiles of a prompt: where each one's keys begin, see :func:`ops.attend_tiles`."""
 
     def to(self, device: torch.device) -> Selection:
         """The same on another device."""
@@ -105,17 +108,17 @@ class SelectOnce(Method):
             return attend_all(cache, q, scaling).out
         if place.chooses and place.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, indices, self._read(cache, indices))
+            self._hand_on(cache, Selection(indices, self._read(cache, indices)))
             return out
         heads = None
         if place.chooses:
             indices = self.select(cache, q, scaling)
             read = self._read(cache, indices)
-            self._hand_on(cache, indices, read)
+            self._hand_on(cache, Selection(indices, read))
             cache.count_read(read)
             count_scored(self, cache)
         else:
-            (indices, read), heads = self._handed_on(cache)
+            (indices, read, _), heads = self._handed_on(cache)
             cache.counters.indices_reused += cache.batch_size
             cache.count_read(read if heads is None else read.index_select(1, heads))
         how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
@@ -143,11 +146,11 @@ class SelectOnce(Method):
         """How many keys are read, ``[B, Hkv]``."""
         return (indices >= 0).sum(-1)
 
-    def _hand_on(self, cache: SlotCache, indices: Tensor, read: Tensor | None = None) -> None:
-        """For the layers that read them, if any; see :class:`Selection`."""
+    def _hand_on(self, cache: SlotCache, selection: Selection) -> None:
+        """For the layers that read it, if any."""
         if self.place.has_readers:
             own, before = ((self.name, layer) for layer in (self.place.layer, self.place.before))
-            cache.hand_on(own, Selection(indices, read), instead_of=before)
+            cache.hand_on(own, selection, instead_of=before)
 
     def _handed_on(self, cache: SlotCache) -> tuple[Selection, Tensor | None]:
         """The anchor's selection, and which of its heads each of this layer reads; None: its own."""
@@ -312,18 +315,20 @@ class TopKByMass(SelectOnce):
             how = {"offset": offset, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
             attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=True, **how)
             with torch.no_grad():
-                indices = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
-            self._hand_on(cache, indices)
+                selection = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
+            self._hand_on(cache, selection)
             if place.dense or self.exact_anchors:
                 return attended
         else:
-            (indices, *_), heads = self._handed_on(cache)
+            selection, heads = self._handed_on(cache)
         how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_tiles(q, cache.keys, cache.values, indices, **how)
+        how |= {"starts": selection.starts, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        return ops.attend_tiles(q, cache.keys, cache.values, selection.indices, **how)
 
-    def _select_tiles(self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int) -> Tensor:
-        """Keys before each tile of a prompt: int32 ``[B, Hkv, T, K]``, -1 for none."""
+    def _select_tiles(
+        self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
+    ) -> Selection:
+        """Keys before each tile of a prompt; a tile has as many places as it may read keys."""
         how = {"tile": tile, "offset": offset, "softcap": cache.softcap}
         if self.pooling == "pre_softmax":
             blocks = ops.tile_logits(q, cache.keys, scaling=scaling, **how)
@@ -332,13 +337,19 @@ class TopKByMass(SelectOnce):
             how["softcap"] = None if cache.softcap is None else power * cache.softcap
             blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
-        most = self.count(tile * (end - 1))
+        counts = [self.count(tile * t) for t in range(start, end)]
+        ends = tuple(itertools.accumulate(counts, initial=0))
+        starts = on_device(ends, q.device)
         heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads
-        chosen = torch.full((len(q), heads, end - start, most), -1, dtype=torch.int32, device=q.device)
+        chosen = torch.full((len(q), heads, ends[-1]), -1, dtype=torch.int32, device=q.device)
         for first, scores in blocks:
             batch, _, tiles = scores.shape[:3]
-            counts = [self.count(tile * (first + t)) for t in range(tiles)] * batch
-            how = (on_device(tuple(counts), q.device), max(counts), len(set(counts)) == 1)
+            some = slice(first - start, first - start + tiles)
+            own, since, until = counts[some], ends[some.start], ends[some.stop]
+            how = (on_device(tuple(own * batch), q.device), max(own), len(set(own)) == 1)
             best = self._best(scores.transpose(1, 2).flatten(0, 1), *how).unflatten(0, (batch, tiles))
-            chosen[:, :, first - start : first - start + tiles, : best.shape[-1]] = best.transpose(1, 2)
-        return chosen.expand(-1, cache.geometry.num_kv_heads, -1, -1)
+            place = torch.arange(since, until, device=q.device)
+            row = torch.searchsorted(starts[some], place, right=True) - 1
+            source = row * best.shape[-1] + place - starts[some][row]
+            chosen[:, :, since:until] = best.transpose(1, 2).flatten(2).index_select(2, source)
+        return Selection(chosen.expand(-1, cache.geometry.num_kv_heads, -1), starts=starts)

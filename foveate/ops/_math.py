@@ -8,6 +8,9 @@ from torch import Tensor
 SCRATCH_BYTES = 64 << 20
 """Upper bound in bytes of the largest temporary that a blockwise reference makes."""
 
+GPU_SCORES_BYTES = 256 << 20
+"""The same of scores on a GPU from which keys are chosen: enough to keep all multiprocessors busy for long."""
+
 
 def fold_group(q: Tensor, num_kv_heads: int) -> Tensor:
     """Put the query heads of a KV head into rows: ``[B, Hq, Lq, D] -> [B, Hkv, G * Lq, D]`` (a view when Lq is 1).
@@ -73,6 +76,9 @@ def first_keys(lengths: Tensor, number: int) -> Tensor:
     return torch.arange(number, device=lengths.device) < lengths[..., None]
 
 
-def block_length(bytes_per_row: int, total: int) -> int:
-    """Rows per block, so that a block's temporary stays below :data:`SCRATCH_BYTES` (at least 1, at most total)."""
-    return max(1, min(total, SCRATCH_BYTES // max(1, bytes_per_row)))
+def block_length(bytes_per_row: int, total: int, room: int | None = None) -> int:
+    """Rows per block, at least 1 and at most total, so that a block's temporary stays below ``room`` bytes.
+
+    None: below :data:`SCRATCH_BYTES`.
+    """
+    return max(1, min(total, (SCRATCH_BYTES if room is None else room) // max(1, bytes_per_row)))

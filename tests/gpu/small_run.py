@@ -13,6 +13,7 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import csa, methods, ops
+from foveate.cache import SlotCache
 from foveate.layers import LearnedEviction, NativeSparseAttention
 from foveate.ops import _dispatch
 from foveate.state import BlockMemory, RetainedMemory
@@ -62,7 +63,7 @@ def main() -> int:
 
 def parts() -> dict[str, Callable[[], None]]:
     """What runs, by name; each part runs some kernel."""
-    found = {"selection": select, "lightning indexer": index}
+    found = {"selection": select, "lightning indexer": index, "tiles of a prompt": read_tiles}
     for dtype in (torch.float16, torch.float32):
         found[f"chosen keys, {dtype}"] = partial(attend_chosen, dtype)
         found[f"learned eviction, {dtype}"] = partial(evict, dtype)
@@ -101,6 +102,17 @@ def attend_chosen(dtype: torch.dtype) -> None:
     keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
     chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)
     ops.attend_indices(rows, keys, keys, chosen, scaling=0.25, heads=torch.tensor([1, 0], device="cuda"))
+
+
+def read_tiles() -> None:
+    """As real heads are: on Hopper its own kernels."""
+    for dim in (64, 128, 256):
+        q, k, v = (torch.randn(1, n, 700, dim, device="cuda", dtype=torch.float16) for n in (8, 2, 2))
+        for offset in (0, 200):
+            forward, own = {}, (q[:, :, offset:], k, v)
+            for layer in (1, 2):
+                method = methods.parse("kascade:anchors=[0,1],min_k=150").for_layer(layer, 3)
+                method.prompt(SlotCache.of(*own[1:], 8, forward), own[0], 0.1)
 
 
 def evict(dtype: torch.dtype) -> None:

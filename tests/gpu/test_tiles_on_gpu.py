@@ -7,7 +7,10 @@ from foveate import methods, ops
 from foveate.cache import SlotCache
 from foveate.ops import _dispatch
 from foveate.ops.attend import tiles as attend_reference
+from foveate.ops.attend import tiles_hopper_kernel, tiles_kernel
 from foveate.ops.score import reference as score_reference
+from foveate.ops.score import tiles_hopper_kernel as mass_hopper_kernel
+from foveate.ops.score import tiles_kernel as mass_kernel
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
@@ -30,11 +33,8 @@ def kernels_only(monkeypatch):
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels that ran."""
-    from foveate.ops.attend import tiles_kernel as attend_kernel
-    from foveate.ops.score import tiles_kernel as mass_kernel
-
     names = []
-    for module, name in ((attend_kernel, "attend_tiles"), (mass_kernel, "tile_block_mass")):
+    for module, name in ((tiles_kernel, "attend_tiles"), (mass_kernel, "tile_block_mass")):
         kernel = getattr(module, name)
 
         def counted(*args, kernel=kernel, name=name, **more):
@@ -43,6 +43,20 @@ def launches(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
     return names
+
+
+@pytest.fixture(params=[True, False], ids=["hopper", "portable"])
+def hopper(request, monkeypatch):
+    """With and without the kernels for Hopper alone; how often they ran is noted."""
+    ran = []
+    for module, own, name in (
+        (tiles_kernel, tiles_hopper_kernel, "attend_tiles"),
+        (mass_kernel, mass_hopper_kernel, "tile_block_mass"),
+    ):
+        monkeypatch.setattr(module, "_HOPPER", request.param)
+        real = getattr(own, name)
+        monkeypatch.setattr(own, name, lambda *a, real=real, **k: ran.append(True) or real(*a, **k))
+    return ran if request.param and torch.cuda.get_device_capability() == (9, 0) else None
 
 
 def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, extra=0):
@@ -58,8 +72,8 @@ def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, 
     return q, k, v
 
 
-def selection(batch, kv_heads, length, offset, tile, number):
-    """Some keys before each tile, ascending, -1 behind them and at one place among them."""
+def selection(batch, kv_heads, length, offset, tile, number, holes=True):
+    """Some keys before each tile, ascending, -1 behind them and, with ``holes``, at some places among them."""
     generator = torch.Generator("cuda").manual_seed(1)
     lead = offset % tile
     count = -(-(lead + length) // tile)
@@ -68,7 +82,13 @@ def selection(batch, kv_heads, length, offset, tile, number):
     chosen = (drawn * before[:, None]).long().sort(-1).values
     chosen[..., 1:][chosen[..., 1:] == chosen[..., :-1]] = -1  # a key is chosen once
     chosen[before[None, None, :, None].expand_as(chosen) == 0] = -1
-    chosen[..., number // 2] = -1
+    if holes:
+        chosen[..., number // 2] = -1
+        chosen[..., 40::3] = -1
+    else:
+        last = torch.iinfo(torch.int64).max
+        chosen = chosen.masked_fill(chosen < 0, last).sort(-1).values
+        chosen = chosen.masked_fill(chosen == last, -1)
     return chosen.to(torch.int32)
 
 
@@ -99,6 +119,63 @@ def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
 
 
 @every_pair(
+    ("dtype", [torch.bfloat16, torch.float16]),
+    ("dim", [64, 80, 96, 128, 256]),
+    (("heads", "kv_heads", "tile"), [(32, 8, 32), (8, 8, 128), (14, 2, 18), (16, 2, 100), (12, 2, 11), (8, 8, 65)]),
+    (("length", "offset", "number"), [(1, 0, 3), (1, 7000, 900), (63, 65, 7), (333, 0, 64), (1500, 5, 130)]),
+    ("holes", [True, False]),
+)
+def test_hoppers_own_attention(dtype, dim, heads, kv_heads, tile, length, offset, number, holes, hopper):
+    chosen = selection(2, kv_heads, length, offset, tile, number, holes)
+    q, k, v = problem(2, heads, kv_heads, length, offset, dim, dtype, extra=50)
+    check(q, k, v + 2, chosen, tile, offset)  # a weight too many is seen
+    assert hopper is None or len(hopper) == 2, "all but the mean of the rest"
+
+
+@every_pair(
+    ("dtype", [torch.bfloat16, torch.float16]),
+    ("dim", [64, 128, 256]),
+    ("number", [0, 95, 96, 97, 127, 128, 129, 256, 1000]),
+)
+def test_more_tiles_than_multiprocessors(dtype, dim, number, hopper):
+    """Programs take several tiles in turn, whose blocks go round the ring; some tiles have no keys but their own."""
+    q, k, v = problem(1, 32, 8, 4000, 300, dim, dtype)
+    chosen = selection(1, 8, 4000, 300, 32, number, holes=False) if number else k.new_empty(1, 8, 126, 0).int()
+    chosen[:, :, ::7], chosen[:, ::3, ::5, number // 3 :] = -1, -1
+    check(q, k, v, chosen, 32, 300)
+    assert hopper is None or len(hopper) == 2
+
+
+@every_pair(DTYPES, ("dim", [64, 128]), ("dense", [True, False]))
+def test_tiles_of_as_many_places_as_they_need(dtype, dim, dense, hopper):
+    """Selections behind one another are read as those of equal length are."""
+    q, k, v = problem(2, 32, 8, 900, 300, dim, dtype)
+    chosen = selection(2, 8, 900, 300, 32, 400, holes=not dense)
+    numbers = torch.arange(chosen.shape[2], device="cuda") * 37 % 401
+    starts = torch.nn.functional.pad(numbers.cumsum(0), (1, 0))
+    within = torch.arange(400, device="cuda") < numbers[:, None]
+    ragged, apart = chosen[:, :, within], chosen.masked_fill(~within, -1)
+    for rest in (False, True):
+        how = {"tile": 32, "scaling": dim**-0.5, "offset": 300, "rest": rest}
+        with poisoned_memory("cuda"):
+            out = ops.attend_tiles(q, k, v, ragged, starts=starts, **how).out
+        assert torch.equal(out, ops.attend_tiles(q, k, v, apart, **how).out)
+        exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), ragged, starts=starts, **how).out
+        torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert hopper is None or len(hopper) == (0 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_large_and_small_logits(dim, hopper):
+    """Maxima that rise from block to block, and ones far below 0."""
+    q, k, v = problem(1, 32, 8, 500, 3000, dim, torch.float16)
+    for low, high in ((-8, 8), (-8, -7), (8, -8)):
+        rising = torch.linspace(low, high, k.shape[2], device="cuda")[:, None]
+        directed = q.abs(), (k.abs() * rising).half()
+        check(*directed, v, selection(1, 8, 500, 3000, 32, 900, holes=False), 32, 3000)
+
+
+@every_pair(
     DTYPES,
     (
         ("dim", "value_dim"),
@@ -116,7 +193,7 @@ def test_heads_of_attention(dtype, heads, kv_heads):
 
 
 @every_pair(DTYPES)
-def test_heads_that_read_the_choice_of_others(dtype):
+def test_heads_that_read_the_choice_of_others(dtype, hopper):
     q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
     chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
     for rest in (False, True):
@@ -127,13 +204,14 @@ def test_heads_that_read_the_choice_of_others(dtype):
 
 @every_pair(DTYPES)
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
-def test_strides_among_nan(dtype, layout):
+@pytest.mark.parametrize("dim", [80, 128])
+def test_strides_among_nan(dtype, layout, dim, hopper):
     chosen = selection(2, 2, 300, 77, 32, 50)
     every_other = torch.stack([chosen, torch.full_like(chosen, 5)], -1)[..., 0]
-    check(*(in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, 80, dtype)), every_other, 32, 77)
+    check(*(in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, dim, dtype)), every_other, 32, 77)
 
 
-@pytest.mark.usefixtures("much_memory")
+@pytest.mark.usefixtures("much_memory", "hopper")
 def test_keys_beyond_the_reach_of_32_bits():
     """Tokens 128 KiB apart, as where many heads share a buffer."""
     q, k, v = problem(1, 2, 2, 400, 35_500, 64, torch.bfloat16)
@@ -171,6 +249,42 @@ def test_mass_of_tiles(dtype, tile, length, offset, launches):
     q, k, _ = problem(2, 14, 2, length, offset, 64, dtype)
     check_mass(q, k, tile, offset)
     assert "tile_block_mass" in launches
+
+
+@every_pair(
+    ("dtype", [torch.bfloat16, torch.float16]),
+    ("dim", [64, 128]),
+    (("heads", "kv_heads", "tile"), [(32, 8, 32), (8, 8, 128), (14, 2, 18), (12, 2, 11), (8, 8, 65)]),
+    (("length", "offset"), [(1, 7000), (63, 165), (333, 0), (1500, 5), (5000, 3)]),
+    ("room", [256 << 20, 1 << 20]),
+)
+def test_hoppers_own_mass(dtype, dim, heads, kv_heads, tile, length, offset, room, hopper, monkeypatch):
+    """Tiles that do not fill a program, programs of no keys, and parts of all tiles."""
+    monkeypatch.setattr(score_reference, "GPU_SCORES_BYTES", room)
+    q, k, _ = problem(2, heads, kv_heads, length, offset, dim, dtype)
+    check_mass(q, in_buffer(k, "tokens_first"), tile, offset, dim**-0.5)
+    assert hopper is None or hopper
+
+
+@pytest.mark.parametrize("span", [1, 3, 128])
+def test_masses_of_tiles_in_any_order(span, hopper, monkeypatch):
+    """Keys behind a tile may be anything finite and leave no trace; tiles beyond all keys have masses of all."""
+    monkeypatch.setattr(mass_hopper_kernel, "_SPAN", span)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for tiles, rows, keys in ((1, 128, 64), (5, 126, 1000), (9, 65, 4001)):
+        queries, k = (
+            torch.randn(2, 3, *size, 128, generator=generator, device="cuda").half()
+            for size in ((tiles, rows), (keys,))
+        )
+        lse = torch.randn(2, 3, tiles, rows, generator=generator, device="cuda") + 5
+        lse[:, :, 0, rows // 2 :] = float("inf")
+        begins = torch.randint(0, keys + 100, (tiles,), generator=generator, device="cuda")
+        with poisoned_memory("cuda"):
+            found = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09)
+            assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09))
+        exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=0.09)
+        torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)
+    assert hopper is None or len(hopper) == 6
 
 
 @every_pair(DTYPES, ("dim", [16, 20, 40, 80, 96, 128, 256]))

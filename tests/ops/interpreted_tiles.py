@@ -149,13 +149,44 @@ def test_strided_inputs_of_attention(layout):
     assert torch.equal(check(*(in_buffer(x, layout) for x in (q, k, v)), every_other, 8, 14), expected)
 
 
-def test_places_in_use(monkeypatch):
+@pytest.mark.parametrize("block", [2, 4, 16])
+def test_places_in_use(block, monkeypatch):
+    monkeypatch.setattr(tiles_kernel, "_PLACES", block)
     chosen = torch.tensor([[3, -1, 5, -1], [-1, -1, -1, -1], [-1, -1, -1, 0], [1, 2, 3, 4]], dtype=torch.int32)
     chosen = torch.stack([chosen, chosen.flip(0)])[None]
-    for _ in range(2):
-        assert tiles_kernel.places_used(chosen).tolist() == [[[3, 0, 4, 4], [4, 4, 0, 3]]]
-        monkeypatch.setattr(tiles_kernel, "SCRATCH_BYTES", 1)
-    assert tiles_kernel.places_used(chosen[..., :0]).tolist() == [[[0] * 4] * 2]
+    used, unused = [[[3, 0, 4, 4], [4, 4, 0, 3]]], [[[1, 0, 3, 0], [0, 3, 0, 1]]]
+    assert tiles_kernel.places_used(chosen).tolist() == [used, unused]
+    assert tiles_kernel.places_used(chosen.long().transpose(1, 2)).tolist() == [
+        torch.tensor(x).transpose(1, 2).tolist() for x in (used, unused)
+    ]
+    assert not tiles_kernel.places_used(chosen[..., :0]).any()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_tiles_of_as_many_places_as_they_need(mapped, small_blocks):
+    shape = SOME._replace(batch=2, kv_heads=2, queries=60)
+    chosen = selection(shape, 8, 21)
+    starts = torch.tensor([0, 0, 21, 26, 26, 47, 50, 71, 92, 113])
+    numbers, place = starts.diff()[:, None], torch.arange(21)
+    apart = chosen.masked_fill(place >= numbers, -1)
+    ragged = torch.cat([chosen[:, :, t, : numbers[t]] for t in range(9)], 2)
+    assert torch.equal(tiles.side_by_side(ragged, starts), apart)
+    assert torch.equal(tiles_kernel.places_used(ragged, starts, 9), tiles_kernel.places_used(apart))
+    q, k, v = problem(shape, extra=3)
+    heads = torch.tensor([1, 1]) if mapped else None
+    for rest in (False, True):
+        how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest, "heads": heads}
+        out = tiles_kernel.attend_tiles(q, k, v, ragged, starts=starts, **how).out
+        assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, apart, **how).out)
+        assert_close(out, tiles.attend_tiles(q, k, v, ragged, starts=starts, **how).out, q.dtype)
+        assert torch.equal(
+            tiles_kernel.attend_tiles(
+                q, k, v, ragged.long().repeat_interleave(2, 2)[..., ::2], starts=starts, **how
+            ).out,
+            out,
+        )
+    with pytest.raises(ValueError, match=r"with starts \(9,\) do not fit 9 tiles"):
+        tiles_kernel.attend_tiles(q, k, v, ragged, starts=starts[1:], tile=8, scaling=0.3, offset=14)
 
 
 @pytest.mark.parametrize("heads", [[1, 1, 0], [2, 0, 1]])

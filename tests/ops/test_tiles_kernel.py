@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.combinations import every_pair
-from tests.kernels import assert_compiled_well, compile_for
+from tests.kernels import assert_compiled_well, assert_products_overlap, compile_for
 
 SHAPES = (
     ("dtype", "dim"),
@@ -53,6 +53,7 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest, 
             **{f"index_stride_{axis}": "i32" for axis in "bht"},
             **dict.fromkeys(("num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"), "i32"),
             **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
+            "start_ptr": "*i64:16" if rest else None,
             "heads_ptr": "*i64:16",
             **dict.fromkeys(("key_sum_ptr", "value_sum_ptr"), "*fp32:16" if rest else None),
             "sink_ptr": f"*{dtype}:16" if dim == 64 else None,
@@ -74,6 +75,80 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest, 
     # the sums of the values cost Ampere a few registers too many, and fp32, which no one is served in, a lot of them
     spilled = (220 if half else 6000) if softcap else 200 if half else 4000
     assert_compiled_well(compiled, capability, half, spilled=spilled if rest else 60)
+
+
+@every_pair(
+    ("dtype", ["bf16", "fp16"]),
+    ("dim", [64, 80, 128, 256]),
+    ("sinks", [True, False]),
+    ("mapped", [True, False]),
+    ("ragged", [True, False]),
+    strength=3,
+)
+def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped, ragged):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
+    block_d = next(width for width in kernel._RINGS if dim <= width)
+    keys, stages = kernel._RINGS[block_d]
+    compiled = compile_for(
+        90,
+        kernel._attend_tiles_on_hopper,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k", "v", "out")},
+            **{f"{x}_stride_{axis}": "i32:16" for x in ("q", "k", "v", "out") for axis in "bhl"},
+            **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
+            **{f"index_stride_{axis}": "i32" for axis in "bht"},
+            "index_stride_k": 1,
+            "heads_ptr": "*i64:16" if mapped else None,
+            "start_ptr": "*i64:16" if ragged else None,
+            "sink_ptr": f"*{dtype}:16" if sinks else None,
+            "sink_stride": 1 if sinks else "i32",
+            **dict.fromkeys(("items", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"), "i32"),
+            "scale": "fp32",
+            "RAGGED": ragged,
+            "MAPPED": mapped,
+            "SINKS": sinks,
+            "ROWS": kernel.ROWS,
+            "DIM": dim,
+            "BLOCK_D": block_d,
+            "KEYS": keys,
+            "STAGES": stages,
+            "AT_ONCE": kernel._AT_ONCE,
+            "REGISTERS": kernel._REGISTERS[block_d],
+        },
+        num_warps=4,
+    )
+    assert compiled.shared <= 227 << 10
+    assert compiled.spilled <= (192 if dim > 128 else 128)  # outside the loop over keys that every row sees
+    assert f"wgmma.mma_async.sync.aligned.m64n{keys}k16" in compiled.ptx
+    assert f"wgmma.mma_async.sync.aligned.m64n{block_d}k16" in compiled.ptx
+    assert_products_overlap(compiled)
+    assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 4, "values are multiplied behind exponentials"
+    assert "cp.async.cg.shared.global" in compiled.ptx
+    assert "cp.async.ca.shared.global" not in compiled.ptx, "16 bytes at a time"
+    assert "cp.async.mbarrier.arrive.noinc" in compiled.ptx
+    assert "setmaxnreg" in compiled.ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_places_in_use_compile(capability, ragged):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.attend.tiles_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._count_places,
+        {
+            **dict.fromkeys(("index_ptr", "used_ptr"), "*i32:16"),
+            **{f"index_stride_{axis}": "i32" for axis in "bht"},
+            "index_stride_k": 1,
+            "start_ptr": "*i64:16" if ragged else None,
+            **dict.fromkeys(("heads", "tiles", "places"), "i32"),
+            "BLOCK": kernel._PLACES,
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
 
 
 @every_pair(CAPABILITIES, SHAPES, ("one", [True, False]), ("softcap", [0.0, 50.0]))
@@ -103,3 +178,37 @@ def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softca
         **tile.options,
     )
     assert_compiled_well(compiled, capability, half, spilled=60)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hoppers_own_mass_compiles(dtype, dim):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
+    compiled = compile_for(
+        90,
+        kernel._tile_block_mass_on_hopper,
+        {
+            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k")},
+            **{f"k_stride_{axis}": "i32:16" for axis in "bhl"},
+            **dict.fromkeys(("heads", "tiles", "rows", "number", "groups", "span"), "i32"),
+            **dict.fromkeys(("lse_ptr", "mass_ptr"), "*fp32:16"),
+            "begin_ptr": "*i64:16",
+            "scale": "fp32",
+            "ROWS": kernel.ROWS,
+            "DIM": dim,
+            "KEYS": kernel._KEYS,
+            "STAGES": kernel._STAGES[dim],
+            "AT_ONCE": kernel._AT_ONCE,
+            "REGISTERS": kernel._REGISTERS,
+        },
+        num_warps=4,
+    )
+    assert compiled.shared <= 227 << 10
+    assert compiled.spilled <= 48  # before the loop
+    assert compiled.ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == 2 * 2 * dim // 16
+    assert_products_overlap(compiled)
+    assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "exponentials are taken behind products"
+    assert "cp.async.cg.shared.global" in compiled.ptx
+    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert "setmaxnreg" in compiled.ptx

@@ -17,6 +17,7 @@ def attend_tiles(
     tile: int,
     scaling: float,
     offset: int = 0,
+    starts: Tensor | None = None,
     heads: Tensor | None = None,
     rest: bool = False,
     sink_logits: Tensor | None = None,
@@ -31,6 +32,9 @@ def attend_tiles(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
         indices: int ``[B, Hkv, T, K]``: for each tile given, keys before its first position; -1 marks an unused place.
+            With ``starts``: ``[B, Hkv, P]``, those of one tile behind those of another.
+        starts: int64 ``[T + 1]``, ascending from 0 to P: tile t has the places ``starts[t] .. starts[t + 1] - 1``.
+            None: every tile has as many places.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         rest: whether the keys before a tile that are not chosen for it count as one: their mean key, with the logarithm
             of their number added to its logit, capped, and their mean value. A key must not be chosen twice then.
@@ -42,19 +46,21 @@ def attend_tiles(
     batch, num_kv_heads = k.shape[:2]
     rows, lead = tile_rows(q, num_kv_heads, tile, offset)
     tiles, width = rows.shape[2:4]
-    if indices.shape[:3] != (batch, num_kv_heads, tiles):
-        raise ValueError(f"indices {tuple(indices.shape)} do not fit {tiles} tiles of {num_kv_heads} KV heads")
+    check_selection(indices, starts, batch, num_kv_heads, tiles)
     start, end = offset - lead, offset + q.shape[2]
     own_k, own_v = (
         F.pad(x[:, :, start:end], (0, 0, 0, start + tiles * tile - end)).unflatten(2, (tiles, tile)) for x in (k, v)
     )
     sums = [sums_before(x, start, tile, tiles) for x in (k, v)] if rest else []
     future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1).repeat(width // tile, 1)
-    seen = indices.shape[3] + tile
+    seen = tile + (indices.shape[3] if starts is None else int(starts.diff().max()))
     step = block_length(4 * batch * num_kv_heads * seen * (width + k.shape[3] + v.shape[3]), tiles)
     outs = []
     for first in range(0, tiles, step):
-        chosen = indices[:, :, first : first + step]
+        if starts is None:
+            chosen = indices[:, :, first : first + step]
+        else:
+            chosen = side_by_side(indices, starts[first : first + step + 1])
         chosen = chosen if heads is None else chosen.index_select(1, heads)
         keys, values = (x.unflatten(2, chosen.shape[2:]) for x in gather_fields([k, v], chosen.flatten(2, 3)))
         unused = (chosen < 0)[..., None]
@@ -93,6 +99,28 @@ def attend_tiles(
         outs.append((out + of_rest * mean_value[:, :, :, None]).to(q.dtype))
     out = torch.cat(outs, 2).unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return Attended(out[:, :, lead : lead + q.shape[2]])
+
+
+def check_selection(indices: Tensor, starts: Tensor | None, batch: int, heads: int, tiles: int) -> None:
+    """Raise unless every tile has a selection."""
+    fit = indices.shape[:3] == (batch, heads, tiles) and indices.dim() == 4
+    if starts is not None:
+        fit = indices.shape[:2] == (batch, heads) and indices.dim() == 3 and starts.shape == (tiles + 1,)
+    if not fit:
+        apart = "" if starts is None else f" with starts {tuple(starts.shape)}"
+        raise ValueError(f"indices {tuple(indices.shape)}{apart} do not fit {tiles} tiles of {heads} KV heads")
+
+
+def side_by_side(indices: Tensor, starts: Tensor) -> Tensor:
+    """Selections that follow one another, ``[B, Hkv, P]``, of the tiles that ``starts [T + 1]`` bounds.
+
+    Returns:
+        ``[B, Hkv, T, K]``, -1 at the end of those shorter than the longest.
+    """
+    numbers = starts.diff()
+    place = torch.arange(int(numbers.max()), device=indices.device)
+    within = place < numbers[:, None]
+    return indices[:, :, (starts[:-1, None] + place).where(within, 0)].masked_fill(~within, -1)
 
 
 def sums_before(x: Tensor, start: int, tile: int, tiles: int) -> Tensor:

@@ -1,16 +1,17 @@
 """Keys chosen for tiles of queries, read from where they lie: Triton kernel of :func:`attend_tiles`."""
 
+import importlib
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._math import SCRATCH_BYTES
 from foveate.ops._softcap_kernel import capped, constant
 from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended, check_sinks
-from foveate.ops.attend.tiles import sums_before
+from foveate.ops.attend.tiles import check_selection, sums_before
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -26,6 +27,11 @@ _TILES = {
 _TILE_FP32 = Tile(16, 32, num_warps=8, num_stages=1)
 """For fp32, which is multiplied without tensor cores."""
 
+_PLACES = 1024
+"""Places of a selection that a program looks at at once."""
+_HOPPER = False
+"""Whether Hopper gets the kernel written for it: not before its tests have passed on one."""
+
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     """The tile for head dims of at most 256, of which ``dim`` is the larger, and so many rows that share keys."""
@@ -36,15 +42,27 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
 
 
-def places_used(indices: Tensor) -> Tensor:
-    """Up to which place each tile's selection, ``[B, Hkv, T, K]``, is in use: int32 ``[B, Hkv, T]``."""
-    tiles, places = indices.shape[2:]
-    used = torch.zeros(indices.shape[:3], dtype=torch.int32, device=indices.device)
-    step = max(1, SCRATCH_BYTES // max(1, indices[:, :, :1].numel() * indices.itemsize))
-    for first in range(0, tiles if places else 0, step):
-        chosen = indices[:, :, first : first + step].flip(-1) >= 0
-        used[:, :, first : first + step] = torch.where(chosen.any(-1), places - chosen.to(torch.uint8).argmax(-1), 0)
+def places_used(indices: Tensor, starts: Tensor | None = None, tiles: int | None = None) -> Tensor:
+    """What is in use of each tile's selection, see :func:`attend_tiles`: int32 ``[2, B, Hkv, T]``.
+
+    First up to which place, and then how many places before that one are not. ``tiles`` is T, with ``starts``.
+    """
+    batch, heads = indices.shape[:2]
+    places = 0
+    if starts is None:
+        tiles, places = indices.shape[2:]
+    used = torch.empty(2, batch, heads, tiles, dtype=torch.int32, device=indices.device)
+    _count_places[tiles, batch * heads](
+        indices, starts, used, *strides_of(indices, starts), heads, tiles, places, BLOCK=_PLACES
+    )
     return used
+
+
+def strides_of(indices: Tensor, starts: Tensor | None) -> tuple[int, int, int, int]:
+    """Of batch entries, KV heads, tiles and places."""
+    if starts is None:
+        return indices.stride()
+    return *indices.stride()[:2], 0, indices.stride(2)
 
 
 def attend_tiles(
@@ -56,6 +74,7 @@ def attend_tiles(
     tile: int,
     scaling: float,
     offset: int = 0,
+    starts: Tensor | None = None,
     heads: Tensor | None = None,
     rest: bool = False,
     sink_logits: Tensor | None = None,
@@ -75,15 +94,20 @@ def attend_tiles(
         raise UnsupportedError(f"head dims above {max(_TILES)}")
     lead, group = offset % tile, num_heads // num_kv_heads
     tiles = triton.cdiv(lead + length, tile)
-    if indices.shape[:3] != (batch, num_kv_heads, tiles):
-        raise ValueError(f"indices {tuple(indices.shape)} do not fit {tiles} tiles of {num_kv_heads} KV heads")
+    check_selection(indices, starts, batch, num_kv_heads, tiles)
     if num_keys < offset + length:
         raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
     if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim):
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     check_sinks(sink_logits, num_heads)
 
-    used = places_used(indices)
+    starts = None if starts is None else starts.contiguous()
+    used = places_used(indices, starts, tiles)
+    if _HOPPER and not rest and softcap is None and q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0):
+        hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
+        if hopper.fits(q, k, v, tile=tile, scaling=scaling):
+            how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "sink_logits": sink_logits}
+            return hopper.attend_tiles(q, k, v, indices, starts, used, **how)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     sums = [sums_before(x, offset - lead, tile, tiles) for x in (k, v)] if rest else [None, None]
@@ -93,6 +117,7 @@ def attend_tiles(
         k,
         v,
         indices,
+        starts,
         used,
         heads,
         *sums,
@@ -101,7 +126,7 @@ def attend_tiles(
         *q.stride(),
         *k.stride(),
         *v.stride(),
-        *indices.stride(),
+        *strides_of(indices, starts),
         *out.stride()[:3],
         0 if sink_logits is None else sink_logits.stride(0),
         num_kv_heads,
@@ -126,12 +151,46 @@ def attend_tiles(
     return Attended(out)
 
 
+@triton.jit(do_not_specialize=["heads", "tiles", "places"])
+def _count_places(
+    index_ptr,
+    start_ptr,
+    used_ptr,
+    index_stride_b,
+    index_stride_h,
+    index_stride_t,
+    index_stride_k,
+    heads,
+    tiles,
+    places,
+    BLOCK: tl.constexpr,
+):
+    """Writes ``used [2, B, H, T]``."""
+    t, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    index_ptr += row // heads * index_stride_b + row % heads * index_stride_h + t * index_stride_t
+    if start_ptr is not None:
+        first_place = tl.load(start_ptr + t)
+        index_ptr += first_place * index_stride_k
+        places = (tl.load(start_ptr + t + 1) - first_place).to(tl.int32)
+    last, number = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for first in tl.range(0, places, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        index = tl.load(index_ptr + place.to(tl.int64) * index_stride_k, mask=place < places, other=-1)
+        last = tl.where(index >= 0, place + 1, last)
+        number += (index >= 0).to(tl.int32)
+    used = tl.max(last, 0)
+    used_ptr += row * tiles + t
+    tl.store(used_ptr, used)
+    tl.store(used_ptr + tl.num_programs(1).to(tl.int64) * tiles, used - tl.sum(number, 0))
+
+
 @triton.jit(do_not_specialize=["num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
 def _attend_tiles(
     q_ptr,
     k_ptr,
     v_ptr,
     index_ptr,
+    start_ptr,
     used_ptr,
     heads_ptr,
     key_sum_ptr,
@@ -199,6 +258,8 @@ def _attend_tiles(
     v_ptr += batch * v_stride_b + head * v_stride_h
     source = tl.load(heads_ptr + head) if MAPPED else head
     index_ptr += batch * index_stride_b + source * index_stride_h + t.to(tl.int64) * index_stride_t
+    if start_ptr is not None:
+        index_ptr += tl.load(start_ptr + t) * index_stride_k
     used = tl.load(used_ptr + (batch * num_kv_heads + source) * tiles + t)
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)

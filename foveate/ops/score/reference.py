@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops._math import block_length, capped, fold_group, matmul_fp32, tile_rows
+from foveate.ops._math import GPU_SCORES_BYTES, block_length, capped, fold_group, matmul_fp32, tile_rows
 
 
 def column_mass(
@@ -80,18 +80,15 @@ def tile_mass(
         ``(t, mass)``: the tiles ``t .. t + T - 1``, a few at a time, and fp32 ``[B, Hkv, T, n]`` for the n keys before
         the last of them: the mean over the tile's queries and the heads of the group; -inf from its first position on.
     """
-    group = q.shape[1] // k.shape[1]
-    rows, lead = tile_rows(q, k.shape[1], tile, offset)
-    trail = rows.shape[2] * tile - lead - q.shape[2]
-    lse = F.pad(lse.masked_fill(lse.isneginf(), float("inf")), (lead, trail), value=float("inf"))
-    lse = lse.unflatten(2, (-1, tile)).unflatten(1, (-1, group)).transpose(2, 3).flatten(3)
-    number = (lse[0, 0] < float("inf")).sum(1).clamp_min(1)
-    start = offset - lead
-    for first, last, keys in _tile_blocks(rows, start, tile):
-        begins = start + torch.arange(first, last, device=q.device) * tile
-        how = {"scaling": scaling, "softcap": softcap}
-        mass = _block_mass(rows[:, :, first:last], k[:, :, :keys], lse[:, :, first:last], begins, **how)
-        yield start // tile + first, mass.div_(number[first:last, None])
+    group, lead = q.shape[1] // k.shape[1], offset % tile
+    lse = F.pad(lse.masked_fill(lse.isneginf(), float("inf")), (lead, -(lead + q.shape[2]) % tile), value=float("inf"))
+    for first, last, rows, begins in _tile_blocks(q, k.shape[1], tile, offset):
+        of_rows = lse[:, :, first * tile : last * tile].unflatten(2, (-1, tile)).unflatten(1, (-1, group))
+        of_rows = of_rows.transpose(2, 3).flatten(3)
+        number = (of_rows[0, 0] < float("inf")).sum(1).clamp_min(1)
+        of_rows = of_rows + number.log()[:, None]  # so that the sum is the mean
+        keys = k[:, :, : offset - lead + (last - 1) * tile]
+        yield offset // tile + first, _block_mass(rows, keys, of_rows, begins, scaling=scaling, softcap=softcap)
 
 
 def tile_block_mass(
@@ -130,23 +127,26 @@ def tile_logits(
     As :func:`tile_mass`, with scaled and capped logits instead of attention. Queries that a tile is not given count as
     zeros, which leaves the order of the keys as it is.
     """
-    rows, lead = tile_rows(q, k.shape[1], tile, offset)
-    start = offset - lead
-    for first, last, keys in _tile_blocks(rows, start, tile):
-        begins = start + torch.arange(first, last, device=q.device) * tile
-        queries = rows[:, :, first:last].mean(3, dtype=torch.float32).to(rows.dtype)
-        logits = capped(matmul_fp32(queries, k[:, :, :keys].transpose(-1, -2)).mul_(scaling), softcap)
-        yield start // tile + first, logits.masked_fill_(_not_before(keys, begins), float("-inf"))
+    for first, last, rows, begins in _tile_blocks(q, k.shape[1], tile, offset):
+        keys = k[:, :, : offset - offset % tile + (last - 1) * tile]
+        queries = rows.mean(3, dtype=torch.float32).to(rows.dtype)
+        logits = capped(matmul_fp32(queries, keys.transpose(-1, -2)).mul_(scaling), softcap)
+        yield offset // tile + first, logits.masked_fill_(_not_before(keys.shape[2], begins), float("-inf"))
 
 
-def _tile_blocks(rows: Tensor, start: int, tile: int) -> Iterator[tuple[int, int, int]]:
-    """``(first, last, n)``: tiles ``first .. last - 1`` of those given, and the n keys before the last of them."""
-    batch, heads, tiles = rows.shape[:3]
-    first = 0
+def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """``(first, last, rows, begins)``: some of the tiles given, their queries, see :func:`tile_rows`, and their first
+    positions. A score in fp32 for each of them, KV head and key before the last of them has bounded size."""
+    start, end = offset - offset % tile, offset + q.shape[2]
+    tiles, first = -(-(end - start) // tile), 0
+    room = GPU_SCORES_BYTES if q.is_cuda else None
     while first < tiles:
-        some = block_length(4 * batch * heads * (start + (first + 1) * tile), tiles - first)
-        last = first + block_length(4 * batch * heads * (start + (first + some) * tile), some)  # by the last one's keys
-        yield first, last, start + (last - 1) * tile
+        row = 4 * q.shape[0] * heads
+        some = block_length(row * (start + (first + 1) * tile), tiles - first, room)
+        last = first + block_length(row * (start + (first + some) * tile), some, room)  # by the last one's keys
+        since, until = max(offset, start + first * tile), min(end, start + last * tile)
+        rows, _ = tile_rows(q[:, :, since - offset : until - offset], heads, tile, since)
+        yield first, last, rows, start + torch.arange(first, last, device=q.device) * tile
         first = last
 
 

@@ -1,5 +1,7 @@
 """Attention mass of tiles of queries: Triton kernel of :func:`tile_block_mass`."""
 
+import importlib
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,9 @@ memory."""
 
 _TILE_FP32 = Tile(32, 16, num_warps=4, num_stages=1)
 """For fp32, which is multiplied without tensor cores."""
+
+_HOPPER = False
+"""Whether Hopper gets the kernel written for it: not before its tests have passed on one."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
@@ -49,6 +54,11 @@ def tile_block_mass(
     if k.shape != (batch, heads, number, dim) or lse.shape != queries.shape[:4] or begins.shape != (tiles,):
         shapes = {"queries": queries, "k": k, "lse": lse, "begins": begins}
         raise ValueError("shapes do not fit: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items()))
+    cap = constant(softcap)
+    if _HOPPER and not cap and number and k.is_cuda and torch.cuda.get_device_capability(k.device) == (9, 0):
+        hopper = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
+        if hopper.fits(queries, k):
+            return hopper.tile_block_mass(queries, k, lse, begins, scaling=scaling)
     mass = queries.new_empty(batch, heads, tiles, number, dtype=torch.float32)
     if not number:
         return mass
@@ -66,7 +76,7 @@ def tile_block_mass(
         rows,
         number,
         scaling * _LOG2E.value,
-        SOFTCAP=constant(softcap),
+        SOFTCAP=cap,
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,

@@ -1,0 +1,570 @@
+"""Attention of prompt queries in tiles that share their keys, on Hopper: Gluon kernel of :func:`attend_tiles`.
+
+A program owns 128 rows, queries of one tile times heads of a group, so that a gathered key and its value serve all of
+them. Two warpgroups have half of the rows each, in registers; while the matrix units multiply values by the weights of
+one block of keys, the warpgroup takes the exponentials of the next block (FlashAttention-3, Shah et al. 2024,
+arXiv:2407.08608). A third warpgroup gathers keys and values ahead of both, those of the next tile included.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from foveate.ops._tile import multiprocessors
+from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.tiles_kernel import strides_of
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LOWEST = gl.constexpr(-3.4e38)
+"""Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
+
+ROWS = 64
+"""Rows of a warpgroup."""
+_RINGS = {64: (128, 5), 128: (128, 3), 256: (64, 2)}
+"""By head dim, padded: keys of a block, and blocks that shared memory holds."""
+_AT_ONCE = 32
+"""Rows that are gathered at a time."""
+_REGISTERS = {64: (216, 72), 128: (216, 72), 256: (232, 48)}
+"""Of a thread that multiplies, and of one that gathers."""
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, *, tile: int, scaling: float) -> bool:
+    """Whether the kernel does this case: enough rows to fill both warpgroups, and memory that can be read 16 bytes at a
+    time.
+
+    Args:
+        q, k, v, tile, scaling: as for :func:`attend_tiles`.
+    """
+    return (
+        q.dtype in _DTYPES
+        and q.shape[3] == v.shape[3]
+        and q.shape[3] % 8 == 0
+        and 32 < q.shape[3] <= max(_RINGS)
+        and q.shape[1] // k.shape[1] * tile > ROWS
+        and q.numel() > 0
+        and scaling > 0
+        and all(x.stride(3) == 1 and not x.data_ptr() % 16 for x in (q, k, v))
+        and not any(step % 16 for x in (q, k, v) for step in x.stride()[:3])
+    )
+
+
+def attend_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    starts: Tensor | None,
+    used: Tensor,
+    *,
+    tile: int,
+    scaling: float,
+    offset: int = 0,
+    heads: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> Attended:
+    """See :func:`foveate.ops.attend.tiles.attend_tiles`; only where :func:`fits`.
+
+    ``used``: int32 ``[2, B, Hkv, T]``, see :func:`foveate.ops.attend.tiles_kernel.places_used`. Repeats are equal bit
+    for bit. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    """
+    batch, num_heads, length, dim = q.shape
+    num_kv_heads = k.shape[1]
+    group, tiles = num_heads // num_kv_heads, used.shape[3]
+    out = q.new_empty(batch, length, num_heads, dim).transpose(1, 2)
+    parts = triton.cdiv(group * tile, 2 * ROWS)
+    items = batch * num_kv_heads * tiles * parts
+    block_d = next(width for width in _RINGS if dim <= width)
+    keys, stages = _RINGS[block_d]
+    _attend_tiles_on_hopper[(min(items, multiprocessors(q.device)),)](
+        q,
+        k,
+        v,
+        indices,
+        starts,
+        used,
+        heads,
+        sink_logits,
+        out,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *strides_of(indices, starts),
+        *out.stride()[:3],
+        0 if sink_logits is None else sink_logits.stride(0),
+        items,
+        num_kv_heads,
+        group,
+        tile,
+        tiles,
+        parts,
+        length,
+        offset,
+        scaling * _LOG2E.value,
+        RAGGED=starts is not None,
+        MAPPED=heads is not None,
+        SINKS=sink_logits is not None,
+        ROWS=ROWS,
+        DIM=dim,
+        BLOCK_D=block_d,
+        KEYS=keys,
+        STAGES=stages,
+        AT_ONCE=_AT_ONCE,
+        REGISTERS=_REGISTERS[block_d],
+        num_warps=4,
+    )
+    return Attended(out)
+
+
+@gluon.jit
+def _place(item, tiles, parts):
+    """Batch entry and KV head in one number, tile and part of its rows. Neighbouring items read the same head's keys;
+    the last tiles, which have the most keys, come first."""
+    return item // (tiles * parts), tiles - 1 - item // parts % tiles, item % parts
+
+
+@gluon.jit
+def _in_use(item, used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED: gl.constexpr):
+    """Of an item, the last one at most: the head whose selection it reads, places in use, and how many among them are
+    not. Loaded while the item before is worked on."""
+    row, t, _ = _place(gl.minimum(item, items - 1), tiles, parts)
+    source = row % num_kv_heads
+    if MAPPED:
+        source = gl.load(heads_ptr + source).to(gl.int32)
+    of_tile = (row // num_kv_heads * num_kv_heads + source) * tiles + t
+    return source, gl.load(used_ptr + of_tile), gl.load(used_ptr + items // parts + of_tile)
+
+
+@gluon.jit
+def _keys_of(block, places, index_base, index_stride_k, used, start, own, KEYS: gl.constexpr):
+    """The keys in a block of a tile's list, which are those chosen and then its own; -1 for none."""
+    place = block * KEYS + places
+    chosen = gl.load(index_base + place.to(gl.int64) * index_stride_k, mask=(place >= 0) & (place < used), other=-1)
+    return gl.where(place < used, chosen.to(gl.int32), gl.where(place - used < own, start + place - used, -1))
+
+
+@gluon.jit
+def _copy(
+    keys, base, stride, dims, to, full, COPY: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, AT_ONCE: gl.constexpr
+):
+    """Fills ``to [KEYS, D]``, a few rows at a time; zeros for keys of -1."""
+    for first in gl.static_range(0, KEYS, AT_ONCE):
+        key = keys.slice(first, AT_ONCE, dim=0).load(gl.SliceLayout(1, COPY))
+        there = key >= 0
+        async_copy.async_copy_global_to_shared(
+            to.slice(first, AT_ONCE, dim=0),
+            base + (gl.where(there, key, 0).to(gl.int64) * stride)[:, None] + dims[None, :],
+            mask=there[:, None] & (dims < DIM)[None, :],
+        )
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _gather(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    index_ptr,
+    start_ptr,
+    used_ptr,
+    heads_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    index_stride_b,
+    index_stride_h,
+    index_stride_t,
+    index_stride_k,
+    items,
+    num_kv_heads,
+    group,
+    tile,
+    tiles,
+    parts,
+    length,
+    offset,
+    lists,
+    q_tile,
+    k_tiles,
+    v_tiles,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    RAGGED: gl.constexpr,
+    MAPPED: gl.constexpr,
+    ROWS: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):
+    """Fills ``q_tile [2 * ROWS, D]`` for every item, and ``k_tiles`` and ``v_tiles [STAGES, KEYS, D]`` block by block,
+    the last block of a tile's list first; unused keys are 0. The first keys of an item are gathered before its queries,
+    for which the last ones must be done with."""
+    LANES: gl.constexpr = BLOCK_D // 8
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    places = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
+    rows = gl.arange(0, AT_ONCE, gl.SliceLayout(1, COPY))
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
+    in_use = _in_use(gl.program_id(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
+    turn, lap = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, t, part = _place(item, tiles, parts)
+        batch, head = (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64)
+        source, used, _ = in_use
+        in_use = _in_use(item + gl.num_programs(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
+        start = (offset // tile + t) * tile
+        own = gl.minimum(tile, offset + length - start)
+        index_base = (
+            index_ptr + batch * index_stride_b + source.to(gl.int64) * index_stride_h + t.to(gl.int64) * index_stride_t
+        )
+        if RAGGED:
+            index_base += gl.load(start_ptr + t) * index_stride_k
+        q_base = q_ptr + batch * q_stride_b
+        k_base = k_ptr + batch * k_stride_b + head * k_stride_h
+        v_base = v_ptr + batch * v_stride_b + head * v_stride_h
+        blocks = gl.cdiv(used + own, KEYS)
+        following = _keys_of(blocks - 1, places, index_base, index_stride_k, used, start, own, KEYS)
+        for step in range(blocks):
+            keys = lists.index(turn & 1)
+            keys.store(following)
+            following = _keys_of(blocks - 2 - step, places, index_base, index_stride_k, used, start, own, KEYS)
+            stage, phase = turn % STAGES, turn // STAGES & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            _copy(keys, k_base, k_stride_l, dims, k_tiles.index(stage), k_full.index(stage), COPY, DIM, KEYS, AT_ONCE)
+            if step == 0:
+                mbarrier.wait(q_empty, (lap & 1) ^ 1)
+                for first in gl.static_range(0, 2 * ROWS, AT_ONCE):
+                    in_tile = part * (2 * ROWS) + first + rows
+                    query = start - offset + in_tile % tile
+                    exist = (in_tile < group * tile) & (query >= 0) & (query < length)
+                    member = head * group + gl.where(exist, in_tile // tile, 0)
+                    q_rows = member * q_stride_h + gl.where(exist, query, 0).to(gl.int64) * q_stride_l
+                    async_copy.async_copy_global_to_shared(
+                        q_tile.slice(first, AT_ONCE, dim=0),
+                        q_base + q_rows[:, None] + dims[None, :],
+                        mask=exist[:, None] & (dims < DIM)[None, :],
+                    )
+                async_copy.mbarrier_arrive(q_full, increment_count=False)
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            _copy(keys, v_base, v_stride_l, dims, v_tiles.index(stage), v_full.index(stage), COPY, DIM, KEYS, AT_ONCE)
+            turn += 1
+        lap += 1
+
+
+@gluon.jit
+def _hide(products, block, limits, index_base, index_stride_k, used, KEYS: gl.constexpr):
+    """-inf where a row does not see a key: one of no place in use, or behind the row's ``limits``."""
+    LOGITS: gl.constexpr = products.type.layout
+    place = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
+    key = gl.load(index_base + place.to(gl.int64) * index_stride_k, mask=place < used, other=0)
+    seen = (key >= 0)[None, :] & (place[None, :] <= limits[:, None])
+    return gl.where(seen, products, float("-inf"))
+
+
+@gluon.jit
+def _weigh(products, top, weight, scale):
+    """A step of the online softmax: weights, what those before fade by, and the new maximum and sum."""
+    higher = gl.maximum(top, gl.max(products, 1) * scale)
+    p = gl.exp2(products * scale - higher[:, None])
+    fade = gl.exp2(top - higher)
+    return p, fade, higher, weight * fade + gl.sum(p, 1)
+
+
+@gluon.jit
+def _step(
+    turn,
+    block,
+    last,
+    q,
+    k_tiles,
+    v_tiles,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    out,
+    p,
+    top,
+    weight,
+    scale,
+    limits,
+    index_base,
+    index_stride_k,
+    used,
+    nothing,
+    HIDES: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Multiplies the keys of one block, and meanwhile the values of the block before by their weights."""
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+    stage, before = turn % STAGES, (turn - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), turn // STAGES & 1)
+    fence_async_shared()
+    products = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (turn - 1) // STAGES & 1)
+    fence_async_shared()
+    adding = warpgroup_mma(p, v_tiles.index(before), out, is_async=True)
+    products = warpgroup_mma_wait(1, deps=(products,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(q_empty, count=1, pred=last)
+    if HIDES:
+        products = _hide(products, block, limits, index_base, index_stride_k, used, KEYS)
+    weights, fade, top, weight = _weigh(products, top, weight, scale)
+    out, p = warpgroup_mma_wait(0, deps=(adding, p))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    out = out * gl.convert_layout(fade, OF_ROW)[:, None]
+    return out, gl.convert_layout(weights.to(k_tiles.dtype), p.type.layout), top, weight
+
+
+@gluon.jit
+def _attend(
+    index_ptr,
+    start_ptr,
+    used_ptr,
+    heads_ptr,
+    sink_ptr,
+    out_ptr,
+    index_stride_b,
+    index_stride_h,
+    index_stride_t,
+    index_stride_k,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    sink_stride,
+    items,
+    num_kv_heads,
+    group,
+    tile,
+    tiles,
+    parts,
+    length,
+    offset,
+    scale,
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    WHICH: gl.constexpr,
+    RAGGED: gl.constexpr,
+    MAPPED: gl.constexpr,
+    SINKS: gl.constexpr,
+    ROWS: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Attention of half of the rows. Only blocks that hold keys of the tile itself hide some, unless the selection has
+    unused places among its keys."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    OF_LOGITS: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    STORED: gl.constexpr = _four_together(BLOCK_D)
+    FIRST: gl.constexpr = WHICH * ROWS
+    q = q_tiles.slice(FIRST, ROWS, dim=0)
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
+    in_use = _in_use(gl.program_id(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
+    turn, lap = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, t, part = _place(item, tiles, parts)
+        batch, head = (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64)
+        source, used, holes = in_use
+        in_use = _in_use(item + gl.num_programs(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
+        start = (offset // tile + t) * tile
+        own = gl.minimum(tile, offset + length - start)
+        index_base = (
+            index_ptr + batch * index_stride_b + source.to(gl.int64) * index_stride_h + t.to(gl.int64) * index_stride_t
+        )
+        if RAGGED:
+            index_base += gl.load(start_ptr + t) * index_stride_k
+        blocks = gl.cdiv(used + own, KEYS)
+        whole = gl.where(holes > 0, 0, used // KEYS)  # blocks of which every row sees every key
+        limits = used + (part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, OF_LOGITS)) % tile
+        top = gl.full([ROWS], _LOWEST, gl.float32, OF_LOGITS)
+        weight = gl.zeros([ROWS], gl.float32, OF_LOGITS)
+        out = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
+
+        mbarrier.wait(q_full, lap & 1)
+        mbarrier.wait(k_full.index(turn % STAGES), turn // STAGES & 1)
+        fence_async_shared()
+        keys = k_tiles.index(turn % STAGES).permute((1, 0))
+        products = warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(0, deps=(products,))
+        mbarrier.arrive(k_empty.index(turn % STAGES), count=1)
+        mbarrier.arrive(q_empty, count=1, pred=blocks == 1)
+        products = _hide(products, blocks - 1, limits, index_base, index_stride_k, used, KEYS)
+        weights, _, top, weight = _weigh(products, top, weight, scale)
+        p = gl.convert_layout(weights.to(k_tiles.dtype), WEIGHTS)
+        turn += 1
+        # fmt: off
+        for step in range(1, blocks - whole):
+            out, p, top, weight = _step(
+                turn, blocks - 1 - step, step == blocks - 1, q, k_tiles, v_tiles, q_empty, k_full, k_empty, v_full,
+                v_empty, out, p, top, weight, scale, limits, index_base, index_stride_k, used, nothing, True, KEYS,
+                STAGES)
+            turn += 1
+        for step in range(blocks - whole, blocks):
+            out, p, top, weight = _step(
+                turn, blocks - 1 - step, step == blocks - 1, q, k_tiles, v_tiles, q_empty, k_full, k_empty, v_full,
+                v_empty, out, p, top, weight, scale, limits, index_base, index_stride_k, used, nothing, False, KEYS,
+                STAGES)
+            turn += 1
+        # fmt: on
+        before = (turn - 1) % STAGES
+        mbarrier.wait(v_full.index(before), (turn - 1) // STAGES & 1)
+        fence_async_shared()
+        adding = warpgroup_mma(p, v_tiles.index(before), out, is_async=True)
+        out, p = warpgroup_mma_wait(0, deps=(adding, p))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        lap += 1
+
+        if SINKS:
+            in_tile = part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, OF_LOGITS)
+            member = head * group + gl.where(in_tile < group * tile, in_tile // tile, 0)
+            sink = gl.load(sink_ptr + member * sink_stride).to(gl.float32) * _LOG2E
+            higher = gl.maximum(top, sink)
+            fade = gl.exp2(top - higher)
+            share = fade / (weight * fade + gl.exp2(sink - higher))
+        else:
+            share = 1 / weight
+        out = out * gl.convert_layout(share, OF_ROW)[:, None]
+        out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), STORED)
+        in_tile = part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+        query = start - offset + in_tile % tile
+        exist = (in_tile < group * tile) & (query >= 0) & (query < length)
+        member = head * group + in_tile // tile
+        out_rows = member * out_stride_h + query.to(gl.int64) * out_stride_l
+        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORED))
+        out_base = out_ptr + batch * out_stride_b
+        gl.store(out_base + out_rows[:, None] + dims[None, :], out, mask=exist[:, None] & (dims < DIM)[None, :])
+
+
+@gluon.constexpr_function
+def _four_together(dim):
+    """The accumulator's rows and warps, but 8 bytes of a row in one thread: stored without shared memory."""
+    registers = [[0, 1], [0, 2], [8, 0]] + [[0, 16 << i] for i in range((dim // 16).bit_length() - 1)]
+    lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, dim])
+
+
+@gluon.jit(do_not_specialize=["items", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
+def _attend_tiles_on_hopper(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    index_ptr,
+    start_ptr,
+    used_ptr,
+    heads_ptr,
+    sink_ptr,
+    out_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    index_stride_b,
+    index_stride_h,
+    index_stride_t,
+    index_stride_k,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    sink_stride,
+    items,
+    num_kv_heads,
+    group,
+    tile,
+    tiles,
+    parts,
+    length,
+    offset,
+    scale,
+    RAGGED: gl.constexpr,
+    MAPPED: gl.constexpr,
+    SINKS: gl.constexpr,
+    ROWS: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Writes ``out [B, Hq, Lq, D]``, whose last stride is 1; ``scale`` includes log2(e).
+
+    A program takes every so many-th of the items: parts of tiles, of 128 rows. Row r of a tile is query ``r % tile`` of
+    the group's head ``r // tile``.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_tiles = gl.allocate_shared_memory(dtype, [1, 2 * ROWS, BLOCK_D], LAYOUT)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, BLOCK_D], LAYOUT)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, BLOCK_D], LAYOUT)
+    lists = gl.allocate_shared_memory(gl.int32, [2, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=128)  # the threads that gather
+    mbarrier.init(q_empty, count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=128)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=128)
+        mbarrier.init(v_empty.index(stage), count=2)
+    # fmt: off
+    gl.warp_specialize([
+        (_attend, (index_ptr, start_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h,
+                   index_stride_t, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items,
+                   num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles,
+                   q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   0, RAGGED, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
+        (_attend, (index_ptr, start_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h,
+                   index_stride_t, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items,
+                   num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles,
+                   q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   1, RAGGED, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
+        (_gather, (q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, used_ptr, heads_ptr, q_stride_b, q_stride_h, q_stride_l,
+                   k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l, index_stride_b,
+                   index_stride_h, index_stride_t, index_stride_k, items, num_kv_heads, group, tile, tiles, parts,
+                   length, offset, lists, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                   v_empty, RAGGED, MAPPED, ROWS, DIM, BLOCK_D, KEYS, STAGES, AT_ONCE)),
+    ], [4, 4], [REGISTERS[0], REGISTERS[1]])
+    # fmt: on
