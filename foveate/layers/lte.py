@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foveate import ops
 from foveate.layers.masked import attend_masked
 from foveate.layers.rotary import rotate
-from foveate.layers.window import PIECE, SlidingWindowAttention
+from foveate.layers.window import PIECE, SCORED, SlidingWindowAttention
 from foveate.state import Packing, RetainedMemory
 
 THRESHOLD = 0.5
@@ -83,6 +83,8 @@ class RetentionScores(nn.Module):
 
     def logits(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
         """Scores before the sigmoid, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`."""
+        if not self.training and not torch.is_grad_enabled():
+            return self._products(k, v, real)
         x = torch.cat([k, v], -1).to(self.head.weight.dtype).transpose(2, 3).flatten(1, 2)
         mask = None if real is None else real[:, None].to(x.dtype)
         x = x if mask is None else x * mask
@@ -94,6 +96,26 @@ class RetentionScores(nn.Module):
             if self.dropout_at == "output":
                 x = F.dropout(x, self.dropout, self.training)
         return self.head(x).float()
+
+    def _products(self, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """As :meth:`logits`, without gradients: one matrix product per convolution, over its taps and channels.
+
+        cuDNN's grouped convolutions of three taps are several times slower.
+        """
+        batch, heads, length = k.shape[:3]
+        x = torch.cat([k, v], -1).to(self.head.weight.dtype).transpose(0, 1)  # [Hkv, B, L, channels]
+        mask = None if real is None else real[:, :, None].to(x.dtype)
+        x = x if mask is None else x * mask
+        for conv in (*self.convs, self.head):
+            weight = conv.weight.unflatten(0, (heads, -1)).permute(0, 3, 2, 1).flatten(1, 2)  # [Hkv, taps * in, out]
+            if conv.kernel_size[0] > 1:
+                (step,), (edge,) = conv.dilation, conv.padding
+                x = F.pad(x, (0, 0, edge, edge)).unfold(2, 2 * edge + 1, 1)[..., ::step].transpose(3, 4)
+            x = torch.baddbmm(conv.bias.view(heads, 1, -1), x.reshape(heads, batch * length, -1), weight)
+            x = x.view(heads, batch, length, -1)
+            if conv is not self.head:
+                x = F.silu(x if mask is None else x * mask, inplace=True)
+        return x[..., 0].transpose(0, 1).float()
 
 
 class LearnedEviction(SlidingWindowAttention):
@@ -160,11 +182,18 @@ class LearnedEviction(SlidingWindowAttention):
         return self.scores(k, v, real)
 
     @torch.no_grad()
-    def _margins(self, k: Tensor, v: Tensor, tokens: Tensor, real: Tensor, first: Tensor) -> Tensor:
-        """Scores less the threshold; sinks are beyond any other."""
-        plain = rotate(k, self.rotary.angles(tokens + first[:, None]), inverse=True)
-        margins = self.scores(plain, v, real) - THRESHOLD
-        return margins.masked_fill((tokens < self.sinks)[:, None], float("inf"))
+    def _margins(self, k: Tensor, v: Tensor, tokens: Tensor, real: Tensor | None, first: Tensor) -> Tensor:
+        """Scores less the threshold; sinks are beyond any other. A piece at a time, with its neighbours."""
+        length, parts = k.shape[2], []
+        size = max(PIECE, SCORED // len(k))
+        for begin in range(0, length, size):
+            low, high = max(0, begin - self.reach), min(begin + size + self.reach, length)
+            some = tokens[:, low:high]
+            plain = rotate(k[:, :, low:high], self.rotary.angles(some + first[:, None]), inverse=True)
+            margins = self.scores(plain, v[:, :, low:high], None if real is None else real[:, low:high]) - THRESHOLD
+            margins = margins.masked_fill((some < self.sinks)[:, None], float("inf"))
+            parts.append(margins[:, :, begin - low : begin - low + size])
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _remember(self, q: Tensor, k: Tensor, v: Tensor, memory: RetainedMemory, packing: Packing | None) -> Tensor:
         if not self.whole_prompt or any(memory.lengths) or q.shape[2] == 1:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.layers import LearnedEviction, NativeSparseAttention, SlidingWindowAttention
+from foveate.layers import LearnedEviction, NativeSparseAttention, RetentionScores, SlidingWindowAttention
 from foveate.ops import _dispatch
 from foveate.ops.attend import gated, until
 from foveate.state import BlockMemory, Packing, RetainedMemory
@@ -224,6 +224,36 @@ def test_a_step_waits_for_nothing():
         layer(x[:, 305:306], at[:, 305:306], memory)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_scores(dtype, kind):
+    """Matrix products in place of convolutions are as near fp64 as the dtype lets them be."""
+    torch.manual_seed(0)
+    scores = RetentionScores(8, 128, kind=kind).to("cuda", dtype).eval()
+    k, v = problem(3, 8, 8, 1000, 0, 64, dtype)[1:]
+    real = torch.arange(1000, device="cuda") >= torch.tensor([[0], [7], [400]], device="cuda")
+    found = scores(k, v, real)
+    with torch.enable_grad():
+        exact = scores.double()(k, v, real)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.double(), exact.detach().double(), rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+def test_scores_of_a_step_need_little_memory():
+    """Of 64 rows with a window of 768, in pieces."""
+    layer = LearnedEviction(WIDTH, 32, 8, 64, window=768, buffer=512).to("cuda", torch.bfloat16).eval()
+    memory, (x, at) = memory_of(layer), hidden(64, 800, torch.bfloat16)
+    layer(x, at, memory)
+    layer._score_late(memory)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    layer._score_late(memory)
+    assert torch.cuda.max_memory_allocated() - before < 128 << 20
 
 
 def of_blocks(batch, heads, kv_heads, number, block, dim, value_dim, dtype):

@@ -45,7 +45,7 @@ def buffer(batch, heads, size, seed=0):
 
 @every_pair(
     ("size", [1, 31, 128, 512, 1000, 1024]),
-    ("count", [1, 255, 256, 1500]),
+    ("count", [1, 31, 256, 513, 2100]),
     ("kind", ["ties", "different", "rising"]),
     (("batch", "heads"), [(1, 8), (3, 5)]),
 )

@@ -116,6 +116,45 @@ def test_dropout_where_the_paper_and_where_the_code_has_it(at):
     assert dropped == ([half, half, half, none] if at == "input" else [none, half, half, half])
 
 
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_scores_without_gradients_are_those_with(kind, padded):
+    """Matrix products in place of convolutions."""
+    scores = RetentionScores(3, 32, kind=kind).eval()
+    for conv in (*scores.convs, scores.head):
+        torch.nn.init.normal_(conv.bias)
+    k, v = torch.randn(2, 3, 20, 16).transpose(0, 1).contiguous().transpose(0, 1), torch.randn(2, 3, 20, 16)
+    real = torch.arange(20) >= torch.tensor([[0], [7]]) if padded else None
+    expected = scores(k, v, real)
+    with torch.no_grad():
+        found = scores(k, v, real)
+    assert expected.requires_grad
+    assert found.shape == (2, 3, 20)
+    torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-5)
+    alone = scores(k[1:, :, 7:], v[1:, :, 7:]).detach()
+    if padded:
+        torch.testing.assert_close(found[1:, :, 7:], alone, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [50, 120])
+def test_scores_computed_in_pieces(length, monkeypatch):
+    """Pieces of a prompt's tokens, and of a batch's rows in decode, score as all at once."""
+    layer, (x, at) = eviction(), hidden(length + 40)
+    whole, pieces, sizes = RetainedMemory(layer.window, layer.buffer), RetainedMemory(layer.window, layer.buffer), []
+    expected = [run(layer, x[:, :length], at[:, :length], whole)]
+    expected += [run(layer, x[:, i : i + 1], at[:, i : i + 1], whole) for i in range(length, length + 40)]
+    for name, size in (("window.SCORED", 31), ("lte.SCORED", 22), ("lte.PIECE", 11)):
+        monkeypatch.setattr(f"foveate.layers.{name}", size)
+    layer.scores.register_forward_hook(lambda module, given, out: sizes.append(tuple(given[0].shape[:3:2])))
+    found = [run(layer, x[:, :length], at[:, :length], pieces)]
+    found += [run(layer, x[:, i : i + 1], at[:, i : i + 1], pieces) for i in range(length, length + 40)]
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected, 1), atol=2e-6, rtol=1e-4)
+    assert {(2, 23), (1, 31)} & set(sizes) == {(2, 23)}
+    assert max(rows * tokens for rows, tokens in sizes) <= 46
+    assert any(rows == 1 for rows, _ in sizes)
+
+
 def test_everything_is_retained_at_first():
     torch.manual_seed(1)
     scores = RetentionScores(4, 128).eval()(0.1 * torch.randn(2, 4, 50, 64), 0.1 * torch.randn(2, 4, 50, 64))

@@ -43,7 +43,11 @@ def check_best(kept, places, margins, positions):
 @pytest.mark.parametrize("kind", ["few", "all", "rising"])
 @pytest.mark.parametrize(("size", "filled"), [(1, (0, 1)), (7, (3, 7)), (32, (0, 32)), (40, (40, 11))])
 @pytest.mark.parametrize("count", [1, 30, 300])
-def test_when_tokens_leave(kind, size, filled, count):
+@pytest.mark.parametrize("first", [32, 512])
+def test_when_tokens_leave(kind, size, filled, count, first, monkeypatch):
+    """With one floor, and with several, each from blocks of tokens."""
+    monkeypatch.setattr(running_kernel, "_FIRST", first)
+    monkeypatch.setattr(running_kernel, "_SCAN", first)
     kept, places = buffer(2, 2, size, filled)
     positions = 1000 + torch.arange(count).expand(2, -1).clone()
     positions[1, count // 2 :] = -1
@@ -51,7 +55,9 @@ def test_when_tokens_leave(kind, size, filled, count):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_buffer(seed):
+def test_any_buffer(seed, monkeypatch):
+    monkeypatch.setattr(running_kernel, "_FIRST", 32)
+    monkeypatch.setattr(running_kernel, "_OTHERS", 16)
     generator = torch.Generator().manual_seed(seed)
     size, count = (int(torch.randint(1, high, (), generator=generator)) for high in (60, 90))
     filled = torch.randint(0, size + 1, (3,), generator=generator).tolist()
@@ -77,6 +83,26 @@ def test_views_of_a_memory():
     late = torch.full((2, 2, 50), NAN)
     late[:, :, 3:43] = drawn(2, 2, 40)
     check_best(wide[:, :, 21:], places, late[:, :, 3:43], torch.arange(100, 180).view(40, 2).t())
+
+
+def test_few_tokens_are_compared():
+    """Of a long prompt the list holds little more than the buffer for every doubling, whatever the scale of margins."""
+    size, count, found = 16, 2048, []
+    kernel = running_kernel._list_best
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *given, **options: (kernel[grid](*given, **options), found.append(given[3].clone()))
+
+    empty = torch.zeros(1, 2, size), torch.full((1, 2, size), -1)
+    margins = drawn(1, 2, count, kind="all") * torch.tensor([1e-20, 1e20])[:, None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running_kernel, "_FIRST", 32)
+        patch.setattr(running_kernel, "_list_best", Noted())
+        check_best(*empty, margins, torch.arange(count)[None])
+    assert found[0].shape == (2, 7)
+    assert found[0][:, 0].tolist() == [32, 32]
+    assert int(found[0][:, 1:].max()) < 40
 
 
 def test_without_a_buffer_nothing_stays():

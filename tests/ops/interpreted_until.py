@@ -153,6 +153,8 @@ def test_what_is_refused():
             run(q, k, v, gone, scaling=1.0, window=-1)
     with pytest.raises(UnsupportedError, match="keys in"):
         until_kernel.attend_until(q, k.half(), v, gone, scaling=1.0)
+    with pytest.raises(UnsupportedError, match=r"a scaling of -1\.0"):
+        until_kernel.attend_until(q, k, v, gone, scaling=-1.0)
     wide = torch.zeros(1, 17, 3, 16)
     with pytest.raises(UnsupportedError, match="more than 16 query heads"):
         until_kernel.attend_until(wide, wide[:, :1], wide[:, :1], gone[:1, :1, :3], scaling=1.0)

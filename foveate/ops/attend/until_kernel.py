@@ -24,9 +24,15 @@ _SCAN = 1024
 """Keys that are looked at at once."""
 
 
+_TILES: dict[int, Tile] = {}
+"""Tiles in place of those of a window, by the larger of the two head dims, padded."""
+
+
 def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     """The tile, whose rows are queries times the heads of a group; ``dim`` is the larger of the head dims."""
-    return Tile(16, 16, num_warps=8, num_stages=1) if dtype == torch.float32 else of_window.tile_for(dtype, dim)
+    if dtype == torch.float32:
+        return Tile(16, 16, num_warps=8, num_stages=1)
+    return _TILES.get(triton.next_power_of_2(dim)) or of_window.tile_for(dtype, dim)
 
 
 class Lists(NamedTuple):
@@ -71,6 +77,8 @@ def attend_until(
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > reference.LARGEST_DIM:
         raise UnsupportedError(f"head dims above {reference.LARGEST_DIM}")
+    if not scaling > 0:
+        raise UnsupportedError(f"a scaling of {scaling}")
     tile = tile_for(q.dtype, max(dim, value_dim))
     if group > tile.block_m:
         raise UnsupportedError(f"more than {tile.block_m} query heads to a KV head")
@@ -186,7 +194,7 @@ def _list_retained(
     last = tl.minimum(first + SPAN, length) - 1
     before = _run_begins(last, length, number, window, BLOCK_N) * BLOCK_N
     found = 0
-    for begin in tl.range(0, before, SCAN):
+    for begin in tl.range(0, before, SCAN, num_stages=3):
         key = begin + lanes
         until = tl.load(until_ptr + key, mask=key < before, other=0)
         left = key - (number - length) + window + 1  # the first query that has the key before its window
@@ -294,40 +302,43 @@ def _attend_until(
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    apart = tl.cdiv(earlier, BLOCK_N)
-    masked = apart + low - begin + end - high
-    following = tl.load(slot_ptr + places, mask=(places < earlier) & listed, other=0)
-    for whole in tl.static_range(2):  # first the blocks that may need a mask, then the middle of the run
-        for step in tl.range(0, high - low if whole else masked):
-            if whole:
+    apart, edges = tl.cdiv(earlier, BLOCK_N), low - begin + end - high
+    retained_ends = tl.where(listed, end_ptr, until_ptr)
+    retained_least = tl.where(listed, first_end_ptr, least_ptr)
+    # what is retained is read one block ahead, so that no key waits for its place, and no block for its mask
+    following = tl.where(listed, tl.load(slot_ptr + places, mask=(places < earlier) & listed, other=0), places)
+    following_ends = tl.load(retained_ends + places, mask=places < earlier, other=0)
+    following_least = tl.load(retained_least, mask=apart > 0, other=0)
+    for part in tl.static_range(3):  # retained keys, then the run's edges, then its middle, which needs no mask
+        for step in tl.range(0, apart if part == 0 else (edges if part == 1 else high - low)):
+            if part == 0:
+                keys, until, least = following, following_ends, following_least
+                stored = step * BLOCK_N + places < earlier
+                ragged = (least <= last) | ((step + 1) * BLOCK_N > earlier)
+                place = (step + 1) * BLOCK_N + places
+                following = tl.where(listed, tl.load(slot_ptr + place, mask=(place < earlier) & listed, other=0), place)
+                following_ends = tl.load(retained_ends + place, mask=place < earlier, other=0)
+                following_least = tl.load(retained_least + step + 1, mask=step + 1 < apart, other=0)
+            elif part == 1:
+                block = begin + step
+                keys = tl.where(block < low, block, block - low + high) * BLOCK_N + places
+                stored = keys < number
+                until = tl.load(until_ptr + keys, mask=stored, other=0)
+            else:
                 keys = (low + step) * BLOCK_N + places
                 stored = places >= 0
-            else:  # blocks of retained keys: those of the run before its middle, then those after it
-                of_run = step - apart
-                block = begin + of_run
-                block = tl.where(of_run < 0, step, tl.where(block < low, block, block - low + high))
-                in_list = listed & (of_run < 0)
-                keys = tl.where(in_list, following, block * BLOCK_N + places)
-                bound = tl.where(of_run < 0, earlier, number)
-                stored = block * BLOCK_N + places < bound
-                least = tl.load(tl.where(in_list, first_end_ptr, least_ptr) + block)
-                # read one block ahead, so that reading keys ahead is left to the compiler
-                place = (step + 1) * BLOCK_N + places
-                following = tl.load(slot_ptr + place, mask=(place < earlier) & listed, other=0)
             slots = keys.to(tl.int64)
             k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
             k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
-            logits = tl.dot(q, k, input_precision="ieee") * scale
-            if not whole:
-                ragged = (least <= last) | (of_run >= 0) | ((block + 1) * BLOCK_N > bound)
-                if ragged:
-                    place = block * BLOCK_N + places
-                    until = tl.load(tl.where(in_list, end_ptr, until_ptr) + place, mask=place < bound, other=0)
-                    come = place - tl.where(of_run < 0, number, lead)  # retained keys have come
-                    seen = (queries[:, None] < until[None, :]) & (come[None, :] <= queries[:, None])
-                    logits = tl.where(seen, logits, float("-inf"))
-            higher = tl.maximum(top, tl.max(logits, 1))
-            p = tl.exp2(logits - higher[:, None])
+            logits = tl.dot(q, k, input_precision="ieee")
+            if part == 0:
+                if ragged:  # keys before the run have come
+                    logits = tl.where(queries[:, None] < until[None, :], logits, float("-inf"))
+            elif part == 1:
+                seen = (queries[:, None] < until[None, :]) & ((keys - lead)[None, :] <= queries[:, None])
+                logits = tl.where(seen, logits, float("-inf"))
+            higher = tl.maximum(top, tl.max(logits, 1) * scale)
+            p = tl.exp2(logits * scale - higher[:, None])
             fade = tl.exp2(top - higher)
             v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
             v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
