@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from foveate.calibration import load
-from foveate.report import calibrations, csa, decode, indexer, indexer_study, pooled, recheck
+from foveate.report import calibrations, csa, decode, hybrids, indexer, indexer_study, pooled, recheck
 from foveate.report.beside_dense import differences, least_keys
 from foveate.report.lines import once
 from foveate.report.markdown import tables
@@ -37,6 +37,7 @@ KINDS = {
     "decode-kascade": decode.kascade,
     "decode-kinds": decode.kinds,
     "dsa-model": csa.model,
+    "hybrids-speed": hybrids.speed,
     "recheck": recheck.table,
 }
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
