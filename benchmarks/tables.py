@@ -38,6 +38,8 @@ KINDS = {
     "decode-kinds": decode.kinds,
     "dsa-model": csa.model,
     "hybrids-speed": hybrids.speed,
+    "hybrids-memory": hybrids.memory,
+    "hybrids-training": hybrids.training,
     "recheck": recheck.table,
 }
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

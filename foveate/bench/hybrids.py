@@ -117,8 +117,15 @@ class Limits(NamedTuple):
 
 
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(
+    plan: Plan,
+    say: Callable[[str], None] = print,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
     """A row for each kind of attention, in decode for each batch size and for a prompt of one sequence.
+
+    Args:
+        keep: is given the rows when they are complete.
 
     Raises:
         UserError: for a plan that cannot be.
@@ -133,6 +140,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                 rows += _rows(plan, "decode", batch, cases(plan, batch, say), limits, say)
     if "prefill" in plan.phases:
         rows += _rows(plan, "prefill", 1, _prefill_cases(plan, say), limits, say)
+    keep(rows)
     return rows
 
 

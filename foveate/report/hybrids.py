@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foveate.report.markdown import made_with, markdown_table
-from foveate.report.table import time
+from foveate.report.table import size, time
 
 Row = Mapping[str, Any]
 _NONE = "–"
@@ -63,3 +63,68 @@ def _attention(rows: Sequence[Row]) -> str:
 def _is(name: str, kind: str) -> bool:
     """Whether a case is one of a kind: ``swa`` and ``swa, LIBRARY`` are the same attention."""
     return name == kind or name.startswith(f"{kind}, ")
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """A line for each context, and for each preset what its cache holds, its peak and its times."""
+    contexts: dict[int, dict[str, Row]] = {}
+    for row in rows:
+        contexts.setdefault(row["case"]["context"], {})[row["case"]["preset"]] = row
+    presets = list(dict.fromkeys(row["case"]["preset"] for row in rows))
+    parts = ("cache", "peak above the weights", "last chunk", "a generated token")
+    lines = [("tokens", *(f"{preset}: {part}" for preset in presets for part in parts))]
+    for context, found in sorted(contexts.items()):
+        cells = []
+        for preset in presets:
+            row = found.get(preset)
+            cells += (
+                [_NONE] * len(parts)
+                if row is None
+                else [size(row["cache_bytes"]), size(row["peak_bytes"]), *map(time, _times(row))]
+            )
+        lines.append((f"{context:,}", *cells))
+    case = rows[0]["case"]
+    title = f"{case['size']}, random weights, one sequence in chunks of {case['chunk']:,} tokens, {case['dtype']}"
+    return f"{title} ({made_with(rows)}):\n\n{markdown_table(lines)}"
+
+
+def _times(row: Row) -> tuple[float, float]:
+    return row["ms"], row["decode_ms_per_token"]
+
+
+def training(rows: Sequence[Row]) -> str:
+    """A line for each model, its size and number of GPUs: tokens a second, over those of one GPU, of the peak."""
+    lines = [
+        (
+            "model",
+            "GPUs",
+            "tokens a step",
+            "tokens a second",
+            "over one GPU",
+            "over the baseline",
+            "of the peak",
+            "memory",
+        )
+    ]
+    alone = {_model(row): row["tokens_per_s"] for row in rows if row["case"]["processes"] == 1}
+    for row in rows:
+        case, one = row["case"], alone.get(_model(row))
+        lines.append(
+            (
+                _model(row),
+                str(case["gpus"]),
+                f"{case['tokens'] * case['processes']:,}",
+                f"{row['tokens_per_s']:,.0f}",
+                _NONE if one is None else f"{row['tokens_per_s'] / one:.2f}×",
+                f"{row['speedup']:.2f}× `{row['baseline']}`",
+                _NONE if row["peak_share"] is None else f"{100 * row['peak_share']:.1f} %",
+                size(row["peak_bytes"]),
+            )
+        )
+    case = rows[0]["case"]
+    title = f"rows of {case['length']:,} tokens, {case['dtype']}{', compiled' if case['compile'] else ''}"
+    return f"{title} ({made_with(rows)}):\n\n{markdown_table(lines)}"
+
+
+def _model(row: Row) -> str:
+    return f"{row['case']['preset']}-{row['case']['size']}"

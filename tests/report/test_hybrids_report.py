@@ -42,3 +42,27 @@ def test_batches_are_columns_and_phases_are_tables():
     decode, prefill = hybrids.speed(rows).split("prefill, ")
     assert cells(decode)["swa"][:5] == ["1.00 ms", "1.00×", "2.00×", "–", "2.00 ms"]
     assert cells(prefill)["swa"] == ["1.00 ms", "1.00×", "1.00×", "–", "–"]
+
+
+def test_a_preset_that_lacks_a_context_has_empty_cells():
+    def one(preset, context, held):
+        case = {"preset": preset, "context": context, "size": "27M", "chunk": 4096, "dtype": "bfloat16"}
+        times = {"ms": 12.0, "decode_ms_per_token": 0.5}
+        return {"case": case, "cache_bytes": held, "peak_bytes": 2e9, **times, **MADE}
+
+    rows = [one("gdn_attn", 4096, 5e6), one("lalte", 4096, 1e6), one("lalte", 16384, 1e6)]
+    found = cells(hybrids.memory(rows))
+    assert found["4,096"] == ["5.0 MB", "2.0 GB", "12.0 ms", "500 µs", "1.0 MB", "2.0 GB", "12.0 ms", "500 µs"]
+    assert found["16,384"] == ["–"] * 4 + ["1.0 MB", "2.0 GB", "12.0 ms", "500 µs"]
+
+
+def test_two_gpus_are_held_against_one():
+    def one(processes, rate):
+        case = {"preset": "lalte", "size": "27M", "gpus": processes, "processes": processes, "tokens": 65536}
+        case |= {"length": 2048, "dtype": "bfloat16", "compile": True}
+        beside = {"speedup": 0.8, "baseline": "transformer", "peak_share": 0.1, "peak_bytes": 3e10}
+        return {"case": case, "tokens_per_s": rate, **beside, **MADE}
+
+    lines = hybrids.training([one(1, 5e5), one(2, 9.5e5)]).splitlines()
+    assert "| 1 | 65,536 | 500,000 | 1.00× | 0.80× `transformer` | 10.0 % | 30.0 GB |" in lines[-2]
+    assert "| 2 | 131,072 | 950,000 | 1.90× |" in lines[-1]
