@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import foveate
+from foveate.bench.hybrid_training import delta_rule
 from foveate.bench.hybrids import BENCH
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError, unknown
@@ -105,6 +106,7 @@ def _growing(plan: Plan, preset: str) -> Iterator[tuple[int, dict[str, Any]]]:
     memory = accounting.PeakMemory(plan.device)
     with _built(plan, preset) as model:
         vocabulary = model.config.vocab_size
+        rule = delta_rule(model.config, model.device, model.dtype)
         before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
         cache = Cache(model) if "attn" in model.config.mixers else HybridCache(model.config)
         model(_drawn(vocabulary, plan.chunk, generator, plan.device), use_cache=False, logits_to_keep=1)  # compiles
@@ -132,6 +134,7 @@ def _growing(plan: Plan, preset: str) -> Iterator[tuple[int, dict[str, Any]]]:
                     "ms": ms,
                     "ms_counts": f"the last {last.shape[1]:,} tokens of the prompt",
                     "decode_ms_per_token": statistics.median(times),
+                    "gated_delta_rule": rule,
                     "cache_bytes": held,
                     "peak_bytes": memory.peak() - before,
                     "peak_counts": f"{memory.kind}; less the weights" if plan.device == "cuda" else memory.kind,

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from foveate.bench.hybrids import BENCH
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
-from foveate.models import PRESETS, SIZES
+from foveate.models import PRESETS, SIZES, HybridConfig
+from foveate.ops.recur import rule_in_use
 from foveate.training import network
 from foveate.training.configuration import ModelSettings, OptimSettings
 from foveate.training.distributed import Parallel, Place, joined
@@ -107,6 +108,7 @@ def run(
                 f"{name}, {place.world} × {row['case']['tokens']:,} tokens a step: "
                 f"{row['tokens_per_s']:,.0f} tokens/s, {row['ms']:,.1f} ms, "
                 f"peak {row['peak_bytes'] / 1e9:.1f} GB{share}"
+                + (f"; delta rule by {row['gated_delta_rule']}" if row["gated_delta_rule"] else "")
             )
             keep([row])
             rows.append(row)
@@ -161,6 +163,7 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]
         "ms_quartiles": statistics.quantiles(times, n=4) if len(times) > 1 else times * 3,
         "parameters": sum(parameter.numel() for parameter in made.parameters()),
         "multiplied": network.matmul_parameters(made),
+        "gated_delta_rule": delta_rule(made.config, place.device, torch.bfloat16 if cuda else torch.float32),
         "peak_bytes": memory.peak(),
         "peak_counts": memory.kind,
     }
@@ -186,6 +189,13 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     if feedback:
         feedback.step()
+
+
+def delta_rule(config: HybridConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Which path runs a model's Gated DeltaNet; None without such layers."""
+    if "gdn" not in config.mixers:
+        return None
+    return rule_in_use(device, config.gdn_head_dim, config.gdn_value_dim or config.gdn_head_dim, dtype)
 
 
 def _autocast(model: nn.Module) -> contextlib.AbstractContextManager:

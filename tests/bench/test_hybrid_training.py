@@ -29,7 +29,10 @@ def test_a_row_for_each_model_beside_the_transformer():
         assert row["tflop_per_s"] == pytest.approx(6e-12 * row["multiplied"] * row["tokens_per_s"])
         assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"])
         assert (row["baseline"], row["case"]["gpus"], row["peak_share"]) == ("transformer", 0, None)
+    assert rows[0]["gated_delta_rule"] is None
+    assert rows[1]["gated_delta_rule"].startswith("torch (")
     assert len(said) == 2
+    assert "delta rule by torch (" in said[1]
 
 
 def test_a_step_moves_the_weights_and_the_sparsity_feedback(monkeypatch):
