@@ -36,7 +36,7 @@ MODELS = (
 )
 TOKENS = {"tiny": 1024, "27M": 65536, "60M": 65536, "0.4B": 32768, "1.4B": 8192}
 """Tokens of a step of one device, by size: what fits into 80 GB."""
-_WARM_UP = 3
+_WARM_UP = 5
 
 
 @dataclasses.dataclass(frozen=True)
