@@ -15,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from foveate.evaluation import runner, tasks
@@ -94,10 +95,12 @@ def answer(preset: str, size: str, seed: int, given: argparse.Namespace) -> None
 def gather(out: Path, file: Path) -> None:
     """Joins the rows of all models."""
     rows = sorted((out / "rows").glob("*/*.jsonl"))
+    if not rows:
+        raise UserError(f"--gather {file}: {out / 'rows'} has no rows")
     file.write_text("".join(path.read_text(encoding="utf-8") for path in rows), encoding="utf-8")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="folder of tokenised text")
     parser.add_argument("--data", type=Path, help="folder of the tasks' data")
@@ -110,7 +113,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], help="NAME=VALUE over the configuration")
     parser.add_argument("--do", choices=("train", "answer", "both"), default="both")
     parser.add_argument("--gather", type=Path, help="file for the rows of all models")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     for name in ("text", "data"):
         if getattr(given, name) is None and given.do in ("both", {"text": "train", "data": "answer"}[name]):
             parser.error(f"--{name} is needed")

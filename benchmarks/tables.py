@@ -1,9 +1,10 @@
 """Write the tables of the documentation from the result files: `python benchmarks/tables.py [--check]`.
 
 A table stands between `<!-- report: FILE... [KIND] [NAME=VALUE]... -->` and `<!-- end -->`. Kinds that make one table
-of several comparisons: `summary`, `differences` and `least-keys`; `recheck` has cells measured again; those of
-a bench begin with the bench's name (see `foveate.report`). Conditions choose rows, or cases of benches, and their
-order, as `foveate plot --where` does; `over-splits` makes one comparison of splits whose names differ in a last number.
+of several comparisons: `summary`, `differences`, `least-keys` and `hybrid-tasks`; `recheck` has cells measured again;
+those of a bench begin with the bench's name (see `foveate.report`). Conditions choose rows, or cases of benches, and
+their order, as `foveate plot --where` does; `over-splits` makes one comparison of splits whose names differ in a last
+number.
 Files that end in .json are calibrations, which go side by side.
 """
 
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 from foveate.calibration import load
-from foveate.report import calibrations, csa, decode, indexer, indexer_study, pooled, recheck
+from foveate.report import calibrations, csa, decode, hybrid_tasks, hybrids, indexer, indexer_study, pooled, recheck
 from foveate.report.beside_dense import differences, least_keys
 from foveate.report.lines import once
 from foveate.report.markdown import tables
@@ -37,6 +38,10 @@ KINDS = {
     "decode-kascade": decode.kascade,
     "decode-kinds": decode.kinds,
     "dsa-model": csa.model,
+    "hybrid-tasks": hybrid_tasks.table,
+    "hybrids-speed": hybrids.speed,
+    "hybrids-memory": hybrids.memory,
+    "hybrids-training": hybrids.training,
     "recheck": recheck.table,
 }
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -320,49 +320,139 @@ def csa(
 
 @app.command("hybrids")
 def hybrids(
-    context: Annotated[int, typer.Option(help="Tokens of the prompt, and so far where native sparse decodes.")] = 32768,
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Sequences that decode; may be given often.", show_default="32 and 64")
-    ] = None,
     phase: Annotated[
         list[str] | None,
-        typer.Option(help="decode or prefill; may be given often.", show_default="both"),
+        typer.Option(
+            help="decode and prefill (attention of a layer), memory (a growing sequence's cache) or training (steps); "
+            "may be given often.",
+            show_default="decode and prefill",
+        ),
     ] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="KV heads of learned eviction and the sliding window.")] = 8,
-    nsa_kv_heads: Annotated[int, typer.Option(help="KV heads of native sparse attention.")] = 2,
-    head_dim: Annotated[int, typer.Option(help="Dimensions of a head.")] = 64,
-    window: Annotated[int, typer.Option(help="Tokens before its own that a query of learned eviction sees.")] = 768,
-    buffer: Annotated[int, typer.Option(help="Retained tokens per KV head.")] = 512,
-    half: Annotated[int, typer.Option(help="Retained tokens where the buffer is not full.")] = 256,
-    sliding: Annotated[int, typer.Option(help="Tokens of the sliding window.")] = 1024,
-    share: Annotated[float, typer.Option(help="Tokens of a prompt that are offered to the buffer.")] = 0.25,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens of the prompt, and so far where native sparse decodes; may be given often (memory).",
+            show_default="32768; in memory 4096 to 1048576, each four times the last",
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Sequences that decode; may be given often (decode).", show_default="32 and 64"),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads (decode, prefill).", show_default="32")] = None,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(help="KV heads of learned eviction and the window (decode, prefill).", show_default="8"),
+    ] = None,
+    nsa_kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads of native sparse attention (decode).", show_default="2")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Dimensions of a head (decode, prefill).", show_default="64")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens before its own that a query of learned eviction sees (decode, prefill).", show_default="768"
+        ),
+    ] = None,
+    buffer: Annotated[
+        int | None, typer.Option(help="Retained tokens per KV head (decode, prefill).", show_default="512")
+    ] = None,
+    half: Annotated[
+        int | None, typer.Option(help="Retained tokens where the buffer is not full (decode).", show_default="256")
+    ] = None,
+    sliding: Annotated[
+        int | None, typer.Option(help="Tokens of the sliding window (decode, prefill).", show_default="1024")
+    ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(help="Tokens of a prompt that are offered to the buffer (prefill).", show_default="0.25"),
+    ] = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(help="A preset; may be given often (memory).", show_default="gdn_attn and lalte"),
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Size of the presets (memory).", show_default="27M")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Prompt tokens of one forward (memory).", show_default="4096")
+    ] = None,
+    train: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model to train, such as lalte-27M; may be given often (training).",
+            show_default="six presets of 27M, lalte-0.4B and lalte-1.4B",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a step of one device (training).", show_default="by the size")
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a row (training).", show_default="2048")] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Compile the layers (training).", show_default="--compile"),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Generated tokens (memory) or timed steps (training).", show_default="16 and 10"),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float16 or float32 (all but training).", show_default="bfloat16"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of inputs and weights.")] = 0,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     out: Out = None,
 ) -> None:
-    """Attention of hybrids' layers: learned eviction beside a sliding window, native sparse beside dense."""
+    """Hybrids: attention of their layers beside a window and dense, caches over long sequences, training steps."""
+    from foveate.bench import hybrid_memory, hybrid_training
     from foveate.bench import hybrids as bench
+    from foveate.evaluation.errors import UserError, unknown
 
-    plan = bench.Plan(
-        context=context,
-        batches=tuple(batch or (32, 64)),
-        phases=tuple(phase or bench.PHASES),
-        heads=heads,
-        kv_heads=kv_heads,
-        nsa_kv_heads=nsa_kv_heads,
-        head_dim=head_dim,
-        window=window,
-        buffer=buffer,
-        half=half,
-        sliding=sliding,
-        share=share,
-        dtype=dtype,
-        seed=seed,
-        device=device,
-    )
-    _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
+    phases = tuple(phase or bench.PHASES)
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window, "buffer": buffer}
+    shape |= {"sliding": sliding, "context": context, "dtype": dtype}
+    of_memory = {"preset": preset, "size": size, "chunk": chunk, "context": context, "steps": steps, "dtype": dtype}
+    of_training = {"train": train, "tokens": tokens, "length": length, "compile": compiled, "steps": steps}
+    own = {
+        "decode": {**shape, "batch": batch, "nsa_kv_heads": nsa_kv_heads, "half": half},
+        "prefill": {**shape, "share": share},
+        hybrid_memory.PHASE: of_memory,
+        hybrid_training.PHASE: of_training,
+    }
+    for name in phases:
+        if name not in own:
+            raise unknown("phase", name, own)
+    used = {name for phase in phases for name in own[phase]}
+    for name, value in {name: value for options in own.values() for name, value in options.items()}.items():
+        if value is not None and name not in used:
+            raise UserError(f"{_flag(name)} does nothing in phase {' and '.join(phases)}")
+
+    def plan(kind: Any, options: dict[str, Any]) -> Any:
+        plurals = {"preset": "presets", "train": "models", "batch": "batches"}
+        given = {plurals.get(name, name): value for name, value in options.items() if value is not None}
+        return kind(**given, seed=seed, device=device)
+
+    kernels = tuple(name for name in phases if name in bench.PHASES)
+    plans = []
+    if kernels:
+        if len(context or ()) > 1:
+            raise UserError(f"--context may be given often in phase {hybrid_memory.PHASE} alone")
+        of_kernels = {**own["decode"], **own["prefill"], "context": context[0] if context else None, "phases": kernels}
+        plans.append((bench.run, plan(bench.Plan, of_kernels)))
+    if hybrid_memory.PHASE in phases:
+        named = {("contexts" if name == "context" else name): value for name, value in of_memory.items()}
+        plans.append((hybrid_memory.run, plan(hybrid_memory.Plan, named)))
+    if hybrid_training.PHASE in phases:
+        plans.append((hybrid_training.run, plan(hybrid_training.Plan, of_training)))
+    for _, one in plans:
+        one.check()
+    keep = _kept(out)
+
+    def measure(say: Callable[[str], None]) -> list[dict[str, Any]]:
+        return [row for run, one in plans for row in run(one, say, keep)]
+
+    _measure(bench.BENCH, out, measure)
 
 
 @app.command("page-scores")

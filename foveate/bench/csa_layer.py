@@ -85,7 +85,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
         UserError: for a plan that cannot be.
     """
     plan.check()
-    ceiling = bench.matmul_rate(plan.of_indexer())
+    ceiling = bench.matmul_rate(plan.dtype, plan.device)
     rows: list[dict[str, Any]] = []
     for tokens in plan.tokens:
         inputs = _draw(plan, tokens)

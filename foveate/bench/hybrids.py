@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate import ops
 from foveate.bench import cold, dense_peers
+from foveate.bench.indexer import matmul_rate
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 from foveate.layers import LearnedEviction, NativeSparseAttention
@@ -27,6 +28,7 @@ from foveate.state import BlockMemory, RetainedMemory
 BENCH = "hybrids"
 PHASES = ("decode", "prefill")
 _DTYPES = ("bfloat16", "float16", "float32")
+_FLASH = "flash-attention-3"
 _CHECKED = 16
 """Queries at the end of a prompt whose outputs are compared with those in fp64."""
 
@@ -107,29 +109,45 @@ class Case(NamedTuple):
     """Decode steps that share the cost."""
 
 
+class Limits(NamedTuple):
+    """What the device moves and multiplies at most, measured."""
+
+    gb_per_s: float
+    tflop_per_s: float
+
+
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(
+    plan: Plan,
+    say: Callable[[str], None] = print,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
     """A row for each kind of attention, in decode for each batch size and for a prompt of one sequence.
+
+    Args:
+        keep: is given the rows when they are complete.
 
     Raises:
         UserError: for a plan that cannot be.
     """
     plan.check()
     cold.settle(plan.device)
+    limits = Limits(cold.memory_rate(plan.device), matmul_rate(plan.dtype, plan.device))
     rows: list[dict[str, Any]] = []
     if "decode" in plan.phases:
         for batch in plan.batches:
             for cases in (_decode_cases, _nsa_cases):
-                rows += _rows(plan, "decode", batch, cases(plan, batch, say), say)
+                rows += _rows(plan, "decode", batch, cases(plan, batch, say), limits, say)
     if "prefill" in plan.phases:
-        rows += _rows(plan, "prefill", 1, _prefill_cases(plan, say), say)
+        rows += _rows(plan, "prefill", 1, _prefill_cases(plan, say), limits, say)
+    keep(rows)
     return rows
 
 
 def _rows(
-    plan: Plan, phase: str, batch: int, cases: Sequence[Case], say: Callable[[str], None]
+    plan: Plan, phase: str, batch: int, cases: Sequence[Case], limits: Limits, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Time cases of one phase; baselines are among them, and of several dense libraries the fastest is one."""
+    """Time cases of one phase; baselines are among them: of several windows or dense libraries the fastest."""
     memory, found, rows = accounting.PeakMemory(plan.device), {}, []
     for case in cases:
         before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
@@ -138,13 +156,18 @@ def _rows(
         peak = memory.peak() - before
         timed = cold.repeated(case.step, plan.device)
         found[case.what] = timed._replace(ms=timed.ms / case.steps), peak, _error(case)
-    dense = min((name for name in found if name.startswith("dense")), key=lambda name: found[name][0].ms, default="")
+    fastest = {}
+    for kind in ("swa", "dense"):
+        names = [name for name in found if name.startswith(kind)]
+        fastest[kind] = min(names, key=lambda name: found[name][0].ms, default=kind)
     for case in cases:
         timed, peak, error = found[case.what]
-        baseline = dense if case.baseline == "dense" else case.baseline
+        baseline = fastest.get(case.baseline, case.baseline)
         baseline_ms = found[baseline][0].ms
         say(f"{phase}, batch {batch}: {case.what} {1000 * timed.ms:,.1f} µs, {baseline_ms / timed.ms:.2f}× {baseline}")
         sizes = {name: value for name, value in dataclasses.asdict(plan).items() if name not in ("batches", "phases")}
+        gb_per_s = None if case.bytes is None else case.bytes / timed.ms / 1e6
+        tflop_per_s = None if case.flops is None else case.flops / timed.ms / 1e9
         rows.append(
             {
                 "bench": BENCH,
@@ -157,8 +180,12 @@ def _rows(
                 "baseline": baseline,
                 "baseline_ms": baseline_ms,
                 "speedup": baseline_ms / timed.ms,
-                "gb_per_s": None if case.bytes is None else case.bytes / timed.ms / 1e6,
-                "tflop_per_s": None if case.flops is None else case.flops / timed.ms / 1e9,
+                "gb_per_s": gb_per_s,
+                "of_memory": None if gb_per_s is None else gb_per_s / limits.gb_per_s,
+                "memory_gb_per_s": limits.gb_per_s,
+                "tflop_per_s": tflop_per_s,
+                "of_matmul": None if tflop_per_s is None else tflop_per_s / limits.tflop_per_s,
+                "matmul_tflop_per_s": limits.tflop_per_s,
                 "peak_bytes": peak,
                 "device": accounting.device_name(plan.device),
                 "versions": accounting.versions(),
@@ -318,6 +345,10 @@ def _prefill_cases(plan: Plan, say: Callable[[str], None]) -> list[Case]:
     for name, attend in _prompt_libraries(plan).items():
         dense = functools.partial(attend, q, k, v, plan.scaling)
         cases.append(Case(f"dense, {name}", "dense", dense, flops=pair * length * (length + 1) / 2))
+        if name == _FLASH:
+            window = functools.partial(dense, window=plan.sliding)
+            check = functools.partial(exact, window, fixed)
+            cases.append(Case(f"swa, {name}", "swa", window, flops=pair * pairs[0], exact=check))
     return cases
 
 
@@ -339,8 +370,11 @@ def _prompt_libraries(plan: Plan) -> dict[str, dense_peers.Attend]:
     except Exception:  # it loads a library, which may not fit the device or torch; the decode cases have said why
         return found
 
-    def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scaling, causal=True)
+    def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None = None) -> Tensor:
+        how = {"softmax_scale": scaling, "causal": True}
+        if window is not None:
+            how["window_size"] = (window - 1, 0)
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **how)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-    return found | {"flash-attention-3": flash_attention_3}
+    return found | {_FLASH: flash_attention_3}

@@ -80,7 +80,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     if ranks.world > 1 and list(plan.implementations or ()) != ["foveate"]:
         raise UserError("several ranks are for --impl foveate alone")
     plan = dataclasses.replace(plan, device=ranks.device, implementations=_able(plan, say))
-    ceiling = matmul_rate(plan)
+    ceiling = matmul_rate(plan.dtype, plan.device)
     rows = []
     for tokens in plan.tokens:
         inputs = _draw(plan, tokens, ranks)
@@ -370,14 +370,14 @@ def _own_scores(plan: Plan, name: str, inputs: _Inputs) -> Callable[[slice, int]
     return of_kernel
 
 
-def matmul_rate(plan: Plan) -> float:
-    """TFLOP/s of a large product of the same dtype, measured here: what this device can do at most."""
-    size, dtype = 8192 if plan.device.startswith("cuda") else 128, getattr(torch, plan.dtype)
-    a, b = (torch.randn(size, size, device=plan.device).to(dtype) for _ in range(2))
+def matmul_rate(name: str, device: str) -> float:
+    """TFLOP/s of a large product in a number format, measured here: what this device can do at most."""
+    size, dtype = 8192 if device.startswith("cuda") else 128, getattr(torch, name)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     if dtype == torch.float8_e4m3fn:
-        one = torch.ones((), device=plan.device)
+        one = torch.ones((), device=device)
         product = functools.partial(torch._scaled_mm, a, b.T, one, one, out_dtype=torch.bfloat16)
     else:
         product = functools.partial(torch.mm, a, b)
-    times = [accounting.milliseconds(product, plan.device) for _ in range(12)]
+    times = [accounting.milliseconds(product, device) for _ in range(12)]
     return 2 * size**3 / statistics.median(times[2:]) / 1e9

@@ -51,10 +51,10 @@ def comparison(rows: Sequence[Row]) -> Table:
             _interval(row["score"], row["low"], row["high"], f".{digits}f"),
             _NONE if dense else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], f"+.{digits}f"),
             _NONE if row["keys_read_share"] is None else f"{100 * row['keys_read_share']:.1f} %",
-            _size(row["kv_bytes_per_step"]),
-            _size(row["resident_bytes"]),
-            _time(row["prefill_ms"]),
-            _time(row["decode_ms_per_token"] if row["timing"].startswith("generate") else None),
+            size(row["kv_bytes_per_step"]),
+            size(row["resident_bytes"]),
+            time(row["prefill_ms"]),
+            time(row["decode_ms_per_token"] if row["timing"].startswith("generate") else None),
         )
     return table
 
@@ -82,8 +82,8 @@ def reading(summary: Mapping[str, Any]) -> str:
     share = summary["keys_read_share"]
     parts = [f"{summary['decode_steps']} decode steps"]
     if share is not None and summary["decode_steps"]:
-        parts.append(f"{100 * share:.1f} % of the keys read ({_size(summary['kv_bytes_per_step'])} a step)")
-    parts.append(f"{_size(summary['resident_bytes'])} resident")
+        parts.append(f"{100 * share:.1f} % of the keys read ({size(summary['kv_bytes_per_step'])} a step)")
+    parts.append(f"{size(summary['resident_bytes'])} resident")
     for counter in ("tokens_evicted", "pages_refined", "indices_reused"):
         if summary.get(counter):
             parts.append(f"{summary[counter]:,} {counter.replace('_', ' ')}")
@@ -168,7 +168,8 @@ def _interval(value: float, low: float, high: float, form: str) -> Text:
     return Text.assemble((value_text, style), (f"\n[{low_text}, {high_text}]", _DIM))
 
 
-def _size(count: float | None) -> str:
+def size(count: float | None) -> str:
+    """Bytes in B, kB, MB or GB."""
     if count is None:
         return _NONE
     unit = "B"
@@ -179,9 +180,14 @@ def _size(count: float | None) -> str:
     return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
 
 
-def _time(milliseconds: float | None) -> str:
+def time(milliseconds: float | None) -> str:
+    """A time in µs, ms or s, with three digits or more."""
     if milliseconds is None:
         return _NONE
+    if milliseconds < 1:
+        return f"{1000 * milliseconds:#.3g}".rstrip(".") + " µs" if milliseconds < 0.9995 else "1.00 ms"
+    if milliseconds < 10:
+        return f"{milliseconds:.2f} ms"
     return f"{milliseconds:.1f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.2f} s"
 
 

@@ -102,3 +102,32 @@ def test_the_command(tmp_path):
     assert done.exit_code == 0, done.output
     assert "lte, buffer full" in done.output
     assert len([json.loads(line) for line in out.read_text().splitlines()]) == 8
+
+
+def test_the_command_measures_caches_and_training_steps(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    memory = "--phase=memory --size=tiny --context=100 --context=200 --chunk=64 --dtype=float32"
+    training = "--phase=training --train=gdn_swa-tiny --tokens=64 --length=64 --no-compile --steps=2"
+    options = [*memory.split(), *training.split(), "--device=cpu", f"--out={out}"]
+    done = CliRunner().invoke(app, ["bench", "hybrids", *options])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["case"]["what"] for row in rows] == ["cache"] * 4 + ["training step"]
+    assert rows[0]["case"]["steps"] == 2
+    assert "cache" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--phase=memory --heads=4", "--heads does nothing in phase memory"),
+        ("--tokens=64", "--tokens does nothing in phase decode and prefill"),
+        ("--context=64 --context=128", "--context may be given often in phase memory alone"),
+        ("--phase=memori", "unknown phase 'memori'"),
+        ("--phase=memory --phase=training --train=lalt-27M", "model must be PRESET-SIZE"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(options, message):
+    done = CliRunner().invoke(app, ["bench", "hybrids", *options.split(), "--device=cpu"])
+    assert done.exit_code != 0
+    assert message in f"{done.output} {done.exception}"

@@ -126,7 +126,7 @@ def test_small_scores_get_a_digit_more():
     [(None, "–"), (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (5e13, "50000 GB")],
 )
 def test_sizes(count, text):
-    assert table._size(count) == text
+    assert table.size(count) == text
 
 
 def test_reading():
@@ -143,3 +143,20 @@ def test_reading():
         "9 decode steps · 25.0 % of the keys read (2.6 MB a step) · 6.0 MB resident · 1,200 tokens evicted · a note"
     )
     assert "keys" not in table.reading({**summary, "decode_steps": 0})
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "text"),
+    [
+        (None, "–"),
+        (0.0023019682793390182, "2.30 µs"),
+        (0.0307, "30.7 µs"),
+        (0.68992, "690 µs"),
+        (0.99961, "1.00 ms"),
+        (1.446, "1.45 ms"),
+        (14.546, "14.5 ms"),
+        (2500.0, "2.50 s"),
+    ],
+)
+def test_short_times_keep_their_digits(milliseconds, text):
+    assert table.time(milliseconds) == text

@@ -1,0 +1,248 @@
+"""Tokens a second of a training step of hybrids: forward, backward and AdamW, as `foveate train` does them.
+
+The tokens are random, and no data is read. Under torchrun every process has a GPU of its own, and they train together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foveate.bench.hybrids import BENCH
+from foveate.evaluation import accounting
+from foveate.evaluation.errors import UserError
+from foveate.models import PRESETS, SIZES, HybridConfig
+from foveate.ops.recur import rule_in_use
+from foveate.training import network
+from foveate.training.configuration import ModelSettings, OptimSettings
+from foveate.training.distributed import Parallel, Place, joined
+from foveate.training.optim import adamw
+from foveate.training.sparsity import SparsityFeedback, SparsitySettings
+
+PHASE = "training"
+BASELINE = "transformer"
+MODELS = (
+    *(f"{preset}-27M" for preset in (BASELINE, "gdn_attn", "gdn_swa", "lalte", "lansa", "gdn")),
+    "lalte-0.4B",
+    "lalte-1.4B",
+)
+TOKENS = {"tiny": 1024, "27M": 65536, "60M": 65536, "0.4B": 32768, "1.4B": 8192}
+"""Tokens of a step of one device, by size: what fits into 80 GB."""
+_WARM_UP = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure; rows are held against `transformer` of the same size if it is among the models."""
+
+    models: Sequence[str] = MODELS
+    """Preset and size, such as lalte-27M."""
+    tokens: int | None = None
+    """Tokens of a step of one device; none: by the size."""
+    length: int = 2048
+    """Tokens of a row."""
+    steps: int = 10
+    """Timed steps, after some that are not."""
+    compile: bool = True
+    seed: int = 0
+    device: str = "cuda"
+
+    def check(self) -> None:
+        """Raises UserError naming what cannot be."""
+        for name in self.models:
+            preset, _, size = name.partition("-")
+            if preset not in PRESETS or size not in SIZES:
+                raise UserError(
+                    f"model must be PRESET-SIZE, a preset of {', '.join(PRESETS)} and a size of {', '.join(SIZES)}, "
+                    f"not '{name}'"
+                )
+            if self.of(size) < self.length or self.of(size) % self.length:
+                raise UserError(f"tokens must be a multiple of a row's {self.length:,}, not {self.of(size):,}")
+        for name, least in (("length", 16), ("steps", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.device not in ("cuda", "cpu"):
+            raise UserError(f"device must be cuda or cpu, not '{self.device}'")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("no CUDA device is here; --device cpu runs small sizes")
+
+    def of(self, size: str) -> int:
+        """Tokens of a step of one device."""
+        return TOKENS[size] if self.tokens is None else self.tokens
+
+
+def run(
+    plan: Plan,
+    say: Callable[[str], None] = print,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """A row for each model; under torchrun the first process has them, and the others none.
+
+    A model that runs out of memory is tried with half the tokens, down to one row. With several processes it ends the
+    run, since the others would wait.
+
+    Args:
+        keep: is given each row when it is complete.
+
+    Raises:
+        UserError: for a plan that cannot be.
+    """
+    plan.check()
+    rows: list[dict[str, Any]] = []
+    with joined(plan.device) as place:
+        for name in sorted(plan.models, key=lambda name: not name.startswith(f"{BASELINE}-")):
+            measured = _fitting(plan, name, place, say)
+            if not (measured and place.first):
+                continue
+            row = _row(plan, name, place, measured, rows)
+            share = f", {row['peak_share']:.1%} of the peak FLOP/s" if row["peak_share"] else ""
+            say(
+                f"{name}, {place.world} × {row['case']['tokens']:,} tokens a step: "
+                f"{row['tokens_per_s']:,.0f} tokens/s, {row['ms']:,.1f} ms, "
+                f"peak {row['peak_bytes'] / 1e9:.1f} GB{share}"
+                + (f"; delta rule by {row['gated_delta_rule']}" if row["gated_delta_rule"] else "")
+            )
+            keep([row])
+            rows.append(row)
+    return rows
+
+
+def _fitting(plan: Plan, name: str, place: Place, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What was measured with as many tokens as fit; None if not even one row does."""
+    tokens = plan.of(name.partition("-")[2])
+    while tokens >= plan.length:
+        try:
+            return {"tokens": tokens, **_measure(plan, name, tokens, place)}
+        except torch.cuda.OutOfMemoryError:
+            if place.world > 1:
+                raise
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+        say(f"{name}: out of memory with {tokens:,} tokens a step")
+        tokens = tokens // 2 // plan.length * plan.length
+    return None
+
+
+def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]:
+    preset, _, size = name.partition("-")
+    torch.compiler.reset()
+    cuda = place.device.type == "cuda"
+    memory = accounting.PeakMemory(str(place.device))
+    memory.start()
+    settings = ModelSettings(preset=preset, size=size)
+    vocabulary = network.configuration(settings).vocab_size
+    made = network.build(settings, vocabulary, 0, plan.length, plan.seed).to(place.device).train()
+    parallel = Parallel(made, place, "ddp", half=cuda)
+    if plan.compile:
+        made.compile()
+    feedback = (
+        SparsityFeedback(SparsitySettings(budget=made.config.lte_buffer)) if "lte" in made.config.mixers else None
+    )
+    generator = torch.Generator().manual_seed(plan.seed + place.rank)
+    ids = torch.randint(vocabulary, (tokens // plan.length, plan.length), generator=generator).to(place.device)
+    step = functools.partial(_step, parallel, adamw(made, OptimSettings()), feedback, ids)
+    for _ in range(_WARM_UP):
+        step()
+    mark, between = accounting.marks(str(place.device))
+    moments = [mark()]
+    for _ in range(plan.steps):  # the device is not waited for
+        step()
+        moments.append(mark())
+    times = [between(start, end) for start, end in itertools.pairwise(moments)]
+    mean = place.sum(torch.tensor(statistics.median(times), device=place.device)).item() / place.world
+    return {
+        "ms": mean,
+        "ms_quartiles": statistics.quantiles(times, n=4) if len(times) > 1 else times * 3,
+        "parameters": sum(parameter.numel() for parameter in made.parameters()),
+        "multiplied": network.matmul_parameters(made),
+        "gated_delta_rule": delta_rule(made.config, place.device, torch.bfloat16 if cuda else torch.float32),
+        "peak_bytes": memory.peak(),
+        "peak_counts": memory.kind,
+    }
+
+
+def _step(
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer,
+    feedback: SparsityFeedback | None,
+    ids: Tensor,
+) -> None:
+    """A step of the optimiser on one batch of each process; layers that evict have their penalty."""
+    options = {"use_cache": False} | ({"output_retention": True} if feedback else {})
+    with _autocast(parallel.network):
+        made = parallel.model(input_ids=ids, labels=ids, **options)
+    loss = made.loss
+    if feedback:
+        loss = loss + feedback.penalty(made.retention)
+        feedback.observe(made.retention)
+    loss.backward()
+    parallel.clip(OptimSettings().clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if feedback:
+        feedback.step()
+
+
+def delta_rule(config: HybridConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Which path runs a model's Gated DeltaNet; None without such layers."""
+    if "gdn" not in config.mixers:
+        return None
+    return rule_in_use(device, config.gdn_head_dim, config.gdn_value_dim or config.gdn_head_dim, dtype)
+
+
+def _autocast(model: nn.Module) -> contextlib.AbstractContextManager:
+    """bf16 on a GPU, as `foveate train` has it by default."""
+    kind = next(model.parameters()).device.type
+    return torch.autocast(kind, torch.bfloat16) if kind == "cuda" else contextlib.nullcontext()
+
+
+def _row(
+    plan: Plan, name: str, place: Place, measured: dict[str, Any], rows: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    preset, _, size = name.partition("-")
+    ms, tokens = measured["ms"], measured.pop("tokens")
+    together = 1000 * tokens * place.world / ms
+    same = (row for row in rows if (row["case"]["preset"], row["case"]["size"]) == (BASELINE, size))
+    base = next(same, None)
+    base_rate = base["tokens_per_s"] if base else together
+    flops = 6 * measured["multiplied"] * together
+    peak = network.peak_flops(place.device)
+    return {
+        "bench": BENCH,
+        "case": {
+            "what": "training step",
+            "phase": PHASE,
+            "preset": preset,
+            "size": size,
+            "gpus": place.world * (place.device.type == "cuda"),
+            "processes": place.world,
+            "tokens": tokens,
+            "length": plan.length,
+            "batch": tokens // plan.length,
+            "compile": plan.compile,
+            "dtype": "bfloat16" if place.device.type == "cuda" else "float32",
+            "seed": plan.seed,
+            "device": plan.device,
+        },
+        **measured,
+        "tokens_per_s": together,
+        "peak_share": flops / (peak * place.world) if peak else None,
+        "peak_share_counts": "6 FLOP a multiplied weight and token, over the devices' dense bf16 FLOP/s",
+        "baseline": BASELINE if base or preset == BASELINE else preset,
+        "baseline_ms": base["ms"] if base else ms,
+        "speedup": together / base_rate,
+        "speedup_counts": "tokens a second over those of the baseline",
+        "gb_per_s": None,
+        "tflop_per_s": flops / 1e12,
+        "device": accounting.device_name(str(place.device)),
+        "versions": accounting.versions(),
+        "commit": accounting.commit(),
+    }

@@ -1,0 +1,96 @@
+"""Training steps of hybrids, on the CPU at the smallest size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from foveate.bench import hybrid_training
+from foveate.bench.rows import FIELDS
+from foveate.evaluation.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"tokens": 128, "length": 64, "steps": 2, "compile": False, "device": "cpu"}
+
+
+def test_a_row_for_each_model_beside_the_transformer():
+    said, kept = [], []
+    plan = hybrid_training.Plan(models=("lalte-tiny", "transformer-tiny"), **SMALL)
+    rows = hybrid_training.run(plan, said.append, kept.append)
+    assert [row["case"]["preset"] for row in rows] == ["transformer", "lalte"]
+    assert kept == [[row] for row in rows]
+    assert all(field in row for row in rows for field in FIELDS)
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(128_000 / row["ms"])
+        assert row["tflop_per_s"] == pytest.approx(6e-12 * row["multiplied"] * row["tokens_per_s"])
+        assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"])
+        assert (row["baseline"], row["case"]["gpus"], row["peak_share"]) == ("transformer", 0, None)
+    assert rows[0]["gated_delta_rule"] is None
+    assert rows[1]["gated_delta_rule"].startswith("torch (")
+    assert len(said) == 2
+    assert "delta rule by torch (" in said[1]
+
+
+def test_a_step_moves_the_weights_and_the_sparsity_feedback(monkeypatch):
+    seen = {}
+
+    def step(parallel, optimizer, feedback, ids):
+        before = [parameter.detach().clone() for parameter in parallel.network.parameters()]
+        _step(parallel, optimizer, feedback, ids)
+        seen["moved"] = sum(bool((a != b).any()) for a, b in zip(before, parallel.network.parameters())) / len(before)
+        seen["average"] = feedback.average
+
+    _step = hybrid_training._step
+    monkeypatch.setattr(hybrid_training, "_step", step)
+    hybrid_training.run(hybrid_training.Plan(models=("lalte-tiny",), **SMALL), lambda text: None)
+    assert seen["moved"] > 0.9
+    assert seen["average"] is not None
+
+
+def test_what_does_not_fit_is_tried_with_half_the_tokens(monkeypatch):
+    measure = hybrid_training._measure
+
+    def full(plan, name, tokens, place):
+        if tokens > 64 or name.startswith("gdn-"):
+            raise torch.cuda.OutOfMemoryError
+        return measure(plan, name, tokens, place)
+
+    monkeypatch.setattr(hybrid_training, "_measure", full)
+    said = []
+    rows = hybrid_training.run(hybrid_training.Plan(models=("gdn-tiny", "gdn_swa-tiny"), **SMALL), said.append)
+    assert [(row["case"]["preset"], row["case"]["tokens"], row["baseline"]) for row in rows] == [
+        ("gdn_swa", 64, "gdn_swa")
+    ]
+    assert said[:2] == [f"gdn-tiny: out of memory with {tokens} tokens a step" for tokens in (128, 64)]
+
+
+def test_two_processes_train_together_and_the_first_has_the_row(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "foveate.cli", "bench", "hybrids", "--phase=training", "--train=gdn_swa-tiny", "--tokens=128"]
+    command += ["--length=64", "--steps=2", "--no-compile", "--device=cpu", f"--out={out}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert row["case"]["processes"] == 2
+    assert row["tokens_per_s"] == pytest.approx(2 * 128_000 / row["ms"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": ("lalte",)}, "model must be PRESET-SIZE, .* not 'lalte'"),
+        ({"tokens": 100}, "tokens must be a multiple of a row's 64, not 100"),
+        ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"length": 8, "tokens": 8}, "length must be at least 16, not 8"),
+        ({"device": "tpu"}, "device must be cuda or cpu"),
+    ],
+)
+def test_plans_that_cannot_be(change, message):
+    with pytest.raises(UserError, match=message):
+        hybrid_training.run(hybrid_training.Plan(**({"models": ("lalte-tiny",)} | SMALL | change)))
