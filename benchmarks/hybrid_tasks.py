@@ -3,9 +3,10 @@
     python benchmarks/hybrid_tasks.py --text TEXT --data DATA --out OUT
 
 TEXT is a folder of tokenised text (`foveate train prepare`, as `hybrids/27m.toml` says), DATA a data folder
-(docs/data.md) with novels, SQuAD, DROP, NaturalQuestions and the multiple-choice sets. Each preset and seed is trained
-by `hybrids/27m.toml` on the same rows in the same order, and answers the same items. OUT gets `runs/NAME` with the log,
-`models/NAME` and `rows/NAME/`, a file for each comparison; NAME is preset-size-seed. `--gather FILE` joins the rows.
+(docs/data.md) with novels, SQuAD, DROP, NaturalQuestions and the multiple-choice sets. All presets of a seed are
+trained by `hybrids/27m.toml` on the same rows in the same order; all models answer the same items. OUT gets `runs/NAME`
+with the log, `models/NAME` and `rows/NAME/`, a file for each comparison; NAME is preset-size-seed. `--gather FILE`
+joins the rows.
 
 One command trains and answers; `--do train` and `--do answer` are its halves, so that a model can answer while the next
 one trains. Both go on where they were stopped.
@@ -20,16 +21,12 @@ from pathlib import Path
 
 from foveate.evaluation import runner, tasks
 from foveate.evaluation.errors import UserError
-from foveate.models import PRESETS
+from foveate.models import PRESETS, make_config
 
 CONFIG = Path(__file__).parent / "hybrids" / "27m.toml"
 LENGTHS = (1024, 2048, 4032)
 """Tokens of a prompt with a needle; the longest and its answer fit into the 4,096 tokens of the longest rows."""
-SLOTS = {"27M": 384, "60M": 384}
-"""Tokens that a KV head of `lalte` and `gdn_swa` holds, the token itself aside."""
-WINDOW = {"27M": 256, "60M": 256}
-
-
+SIZES = ("27M", "60M")
 RETRIEVAL = ("ruler", "mqar", "recall", "perplexity")
 """Tasks with prompts longer than what the baselines keep."""
 
@@ -55,8 +52,13 @@ def methods(preset: str, size: str) -> list[str]:
     """A model as it is; full attention also under the baselines that keep as many tokens as the others hold."""
     if preset != "gdn_attn":
         return ["own"]
-    slots, window = SLOTS[size], WINDOW[size]
-    return ["dense", f"tova:top_k={slots},pool=kv_head", f"uniform:top_k={slots - window},window={window}"]
+    held = make_config("lalte", size)
+    slots = held.lte_window + held.lte_buffer
+    return [
+        "dense",
+        f"tova:top_k={slots},pool=kv_head",
+        f"uniform:top_k={held.lte_buffer},window={held.lte_window}",
+    ]
 
 
 def train(preset: str, size: str, seed: int, given: argparse.Namespace) -> None:
@@ -106,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder of the tasks' data")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
-    parser.add_argument("--size", choices=SLOTS, default="27M")
+    parser.add_argument("--size", choices=SIZES, default="27M")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--limit", type=int, default=200, help="items of a split of needles")
     parser.add_argument("--batch-size", type=int, default=100)
