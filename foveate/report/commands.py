@@ -107,6 +107,24 @@ def decode(
     _say(out, [])
 
 
+@app.command("hybrid-losses")
+def hybrid_losses(files: Files, out: Out) -> None:
+    """Training and held-out losses of hybrids, from rows of `benchmarks/hybrid_curves.py`."""
+    from foveate.report import hybrid_plots
+
+    hybrid_plots.losses(hybrid_plots.read(files), out)
+    _say(out, [])
+
+
+@app.command("hybrid-retention")
+def hybrid_retention(files: Files, out: Out) -> None:
+    """Share of tokens that each head of each LTE layer retains, from rows of `benchmarks/hybrid_curves.py`."""
+    from foveate.report import hybrid_plots
+
+    hybrid_plots.retention(hybrid_plots.read(files), out)
+    _say(out, [])
+
+
 @app.command()
 def calibration(
     file: Annotated[Path, typer.Argument(help="File of `foveate calibrate`.", show_default=False)], out: Out

@@ -1,0 +1,105 @@
+"""How trained hybrids learned and what they retain: figures 5 and 6 of the laLTE/laNSA paper.
+
+    python benchmarks/hybrid_curves.py --out OUT --text TEXT --write benchmarks/results/hybrids-curves.jsonl
+    foveate plot hybrid-losses benchmarks/results/hybrids-curves.jsonl --out docs/figures/hybrids-losses.png
+    foveate plot hybrid-retention benchmarks/results/hybrids-curves.jsonl --out docs/figures/hybrids-retention.png
+
+OUT is the folder of `hybrid_tasks.py`, TEXT its text. A row for each model has the losses of its log, mean over every
+hundred steps, and those on held-out text. Of models with LTE layers it has the share of tokens that each KV head retains
+(score above 0.5) among those that the window has left, mean over 16 held-out sequences (appendix B).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foveate.evaluation import outfile
+from foveate.evaluation.errors import UserError
+from foveate.layers.lte import THRESHOLD
+from foveate.models import HybridForCausalLM
+from foveate.training import journal
+from foveate.training.mixture import held_out_batches
+from foveate.training.tokens import TokenStore
+
+EVERY = 100
+"""Steps whose mean loss is a point of the curve."""
+
+
+def curve(run: Path) -> dict[str, list[float]]:
+    """Tokens and mean loss of every hundred steps, and the held-out losses with their tokens."""
+    rows = journal.read(run)
+    read = [row for row in rows if "loss" in row]
+    if not read:
+        raise UserError(f"--out: {run} has no log of a training run")
+    by_point: dict[int, list[Mapping[str, Any]]] = {}
+    for row in read:
+        by_point.setdefault(-(-row["step"] // EVERY), []).append(row)
+    tokens = {row["step"]: row["tokens"] for row in read}
+    held_out = [row for row in rows if "held_out" in row and row["step"] in tokens]
+    return {
+        "tokens": [some[-1]["tokens"] for some in by_point.values()],
+        "loss": [statistics.fmean(row["loss"] for row in some) for some in by_point.values()],
+        "held_out_tokens": [tokens[row["step"]] for row in held_out],
+        "held_out": [row["held_out"] for row in held_out],
+        "tokens_per_s": statistics.median([row["tokens_per_s"] for row in read][1:] or [read[0]["tokens_per_s"]]),
+    }
+
+
+@torch.no_grad()
+def retention(model: HybridForCausalLM, store: TokenStore, length: int, sequences: int) -> list[list[float]]:
+    """Share of the tokens behind the window that a KV head retains: a list for each LTE layer."""
+    place = next(model.parameters()).device
+    found = []
+    for batch in held_out_batches(store, length, 4, sequences * length):
+        scores = model(input_ids=batch["input_ids"].to(place), use_cache=False, output_retention=True).retention
+        left = torch.stack(tuple(scores))[..., : length - model.config.lte_window - 1]
+        found.append((left > THRESHOLD).float().mean(-1))  # [layers, B, Hkv]
+    return torch.cat(found, 1).mean(1).tolist()
+
+
+def row(out: Path, name: str, store: TokenStore, given: argparse.Namespace) -> dict[str, Any]:
+    """What one model has to show."""
+    run = out / "runs" / name
+    header = json.loads((run / journal.LOG).read_text(encoding="utf-8").partition("\n")[0])
+    model = HybridForCausalLM.from_pretrained(out / "models" / name).to(given.device)
+    kept = None
+    if "lte" in model.config.mixers:
+        kept = {
+            "length": given.length,
+            "sequences": given.sequences,
+            "window": model.config.lte_window,
+            "layers": [index for index, mixer in enumerate(model.config.mixers) if mixer == "lte"],
+            "share": retention(model, store, given.length, given.sequences),
+        }
+    facts = {name: header[name] for name in ("parameters", "device", "versions", "commit")}
+    return {"kind": "hybrid-curves", "model": name, **curve(run), "retention": kept, **facts}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--write", type=Path, required=True)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args(arguments)
+    names = sorted(path.name for path in (given.out / "models").glob("*") if path.is_dir())
+    if not names:
+        raise UserError(f"--out {given.out}: no trained model in it")
+    store = TokenStore(given.text)
+    rows = [row(given.out, name, store, given) for name in names]
+    outfile.write(given.write, "".join(f"{json.dumps(one)}\n" for one in rows).encode())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
