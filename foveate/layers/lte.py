@@ -169,7 +169,7 @@ class LearnedEviction(SlidingWindowAttention):
     ) -> tuple[Tensor, Tensor]:
         scores = self.scores(k, v, real)
         retained = (scores > THRESHOLD).detach()
-        retained[:, :, : self.sinks] = True
+        retained[:, :, : self.sinks].fill_(True)
         # A value's share in the loss is the gradient of its score (equation 6): the factor is 1, its gradient is not.
         v = v * (1 + scores - scores.detach())[..., None].to(v.dtype)
         window, group = self.window, self.num_heads // self.num_kv_heads
