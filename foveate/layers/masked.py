@@ -34,31 +34,68 @@ def attend_masked(
             up to the query's own are asked for.
         reach: no query reads a key so far before its own, so that tiles of such pairs are left out; None: any may.
     """
-    length, group = q.shape[2], q.shape[1] // k.shape[1]
-    if q.device.type == "cuda":
-        blocks = _causal_blocks(length, reach, q.device)
+    attend = _attend_tiles if q.device.type == "cuda" else _attend_pairs
+    return attend(q, k, v, sees, scaling, reach)
 
-        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (i >= j) & sees(b, h, i, j)
 
-        block_mask = BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=_BLOCK, mask_mod=mask, seq_lengths=(length, length))
-        attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-        return attend(q, k, v, block_mask=block_mask, scale=scaling, enable_gqa=group > 1)
-    rows, heads, columns = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[1], length))
+def _attend_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    scaling: float,
+    reach: int | None,
+) -> Tensor:
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & sees(b, h, i, j)
+
+    length, compiling = q.shape[2], torch.compiler.is_compiling()
+    tables = (_tables if compiling else _kept_tables)(length, reach, q.device)
+    block_mask = BlockMask((length, length), **tables, BLOCK_SIZE=(_BLOCK, _BLOCK), mask_mod=mask)
+    attend = flex_attention if compiling else _compiled()
+    return attend(q, k, v, block_mask=block_mask, scale=scaling, enable_gqa=q.shape[1] > k.shape[1])
+
+
+def _attend_pairs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    scaling: float,
+    reach: int | None,
+) -> Tensor:
+    rows, heads, columns = (torch.arange(n, device=q.device) for n in q.shape[:3])
     b, h = rows[:, None, None, None], heads[:, None, None]
     i, j = columns[:, None], columns
     seen = (i >= j) & sees(b, h, i, j)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=group > 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=q.shape[1] > k.shape[1])
+
+
+def _tables(length: int, reach: int | None, device: torch.device) -> dict[str, Tensor | None]:
+    """Which blocks of keys a block of queries reads, and the inverse: numbers ``[1, 1, N]``, indices ``[1, 1, N, N]``.
+
+    The mask is asked about every block. Both directions follow from arithmetic, so that torch.compile, which makes the
+    tables in every step, makes them without a sort.
+    """
+    at = torch.arange(-(-length // _BLOCK), dtype=torch.int32, device=device)
+    last = len(at) - 1
+    ranges = {"kv": (torch.zeros_like(at), at), "q": (at, torch.full_like(at, last))}
+    if reach is not None:
+        first_read = (at * _BLOCK - reach + 1).div(_BLOCK, rounding_mode="floor").clamp_min(0)
+        last_reader = ((at + 1) * _BLOCK + reach - 2).div(_BLOCK, rounding_mode="floor").clamp_max(last)
+        ranges = {"kv": (first_read, at), "q": (at, last_reader)}
+    tables: dict[str, Tensor | None] = {}
+    for side, (begin, end) in ranges.items():
+        tables[f"{side}_num_blocks"] = (end - begin + 1)[None, None]
+        tables[f"{side}_indices"] = (begin[:, None] + at).clamp_max(last)[None, None]
+        tables[f"full_{side}_num_blocks"] = tables[f"full_{side}_indices"] = None
+    return tables
 
 
 @functools.cache
-def _causal_blocks(length: int, reach: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers of key blocks and their indices for every block of queries, all of which the mask is asked about."""
-    count = -(-length // _BLOCK)
-    last = torch.arange(count, dtype=torch.int32, device=device)
-    first = torch.zeros_like(last) if reach is None else ((last * _BLOCK - reach + 1) // _BLOCK).clamp_min(0)
-    indices = first[:, None] + torch.arange(count, dtype=torch.int32, device=device)
-    return (last - first + 1).to(torch.int32)[None, None], indices.clamp_max(count - 1).to(torch.int32)[None, None]
+@torch.inference_mode(False)  # so that a pass with gradients may save them, whoever makes them
+def _kept_tables(length: int, reach: int | None, device: torch.device) -> dict[str, Tensor | None]:
+    return _tables(length, reach, device)
 
 
 @functools.cache

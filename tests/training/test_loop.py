@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foveate.evaluation.errors import UserError
@@ -335,3 +336,39 @@ def test_vectors_do_not_decay():
     assert [tuple(p.shape) for p in decay["params"]] == [(4, 3)]
     assert [tuple(p.shape) for p in none["params"]] == [(4,), (4,), (4,)]
     assert (decay["weight_decay"], none["weight_decay"]) == (0.3, 0.0)
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations for which the host waits for the device, or sends it numbers it has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select"):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device_tokens", [256, 512])
+def test_a_step_waits_for_nothing(make, tmp_path, monkeypatch, device_tokens):
+    """Nor does an update of λ. The optimiser, whose fused kernel a GPU has, is left out."""
+    config = make(
+        {
+            "model": {"preset": "lalte", "size": "tiny"},
+            "sparsity": {"budget": 20, "interval": 1, "start": 0.1},
+            "batch.device_tokens": device_tokens,
+        }
+    )
+    run = loop._Run(config, tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    monkeypatch.setattr(run.optimizer, "step", lambda: None)
+    source = run._batches()
+    run._step(source)
+    ready = iter([next(source) for _ in range(run.shape.accumulate)])
+    with Waits() as waits:
+        run._step(ready)
+        assert not waits.names
+        run._read()
+    assert "_local_scalar_dense" in waits.names
+    assert run.step == 2
