@@ -9,6 +9,7 @@ import torch
 from foveate import methods
 from foveate.cache import Counters, SlotCache
 from foveate.integrations.transformers import handover
+from foveate.integrations.transformers.attention import without_cache
 from foveate.integrations.transformers.cache import Layer, Phase
 from tests.helpers import assert_close
 
@@ -181,6 +182,27 @@ def test_kascade_written_out(settings, top_k):
         (total - prompt) * (layer not in settings["anchors"] and layer > settings["anchors"][0])
         for layer in range(layers)
     ]
+
+
+@pytest.mark.parametrize("dense_last", [4, 5, 9, 22])
+def test_the_last_tokens_are_those_of_the_last_columns(dense_last):
+    """In pieces as in one, without a cache, and where a row is padded behind its end: of it fewer tokens are dense."""
+    settings = {"anchors": [1], "tile": 12, "top_k": 3, "dense_last": dense_last}
+    method, layers, length, behind = methods.make("kascade", **settings), 3, 41, 4
+    tokens, mask = draw(layers, 2, length), torch.ones(2, length, dtype=torch.bool)
+    mask[0, length - behind :] = False
+    whole = Stack(method, layers, length).feed(tokens, mask)
+    stack, cuts = Stack(method, layers, length), [0, 16, 36, length]
+    pieces = [stack.feed(part(tokens, *cut), mask[:, : cut[1]]) for cut in itertools.pairwise(cuts)]
+    assert_close(torch.cat(pieces, 3), whole)
+    forward = {}
+    for number, (q, k, v) in enumerate(tokens):
+        out = without_cache(method.for_layer(number, layers), q, k, v, mask, SCALING, forward)
+        assert_close(out, whole[number])
+    for row, end in enumerate((length - behind, length)):
+        fewer = methods.make(method, dense_last=max(dense_last - (length - end), 0))
+        alone = Stack(fewer, layers, end).feed([tuple(x[row : row + 1, :, :end] for x in layer) for layer in tokens])
+        assert_close(whole[:, row : row + 1, :, :end], alone)
 
 
 @pytest.mark.parametrize(
