@@ -73,6 +73,7 @@ class SlotCache(RowNumbers, Undoing):
         self.forward: dict[Hashable, Any] = {}  # what the layers of one forward pass share, see hand_on
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
+        self.to_come = 0  # columns of the prompt behind those of the present forward pass
         self._row: int | None = None
         self.tally: Tally | None = None  # where numbers on the device wait for those of other layers
         if evicts and any(spec.per > 1 for spec in self.specs.values()):
@@ -94,6 +95,7 @@ class SlotCache(RowNumbers, Undoing):
         row: int | None = None,
         sink_logits: Tensor | None = None,
         softcap: float | None = None,
+        to_come: int = 0,
     ) -> SlotCache:
         """A cache over given keys and values, which are not copied: for one forward pass without a cache.
 
@@ -102,11 +104,12 @@ class SlotCache(RowNumbers, Undoing):
             row: which row of the batch this is, when it is one of several.
             sink_logits: learned sinks of the query heads, ``[Hq]``; None: there are none.
             softcap: cap of the attention logits, see :func:`foveate.ops.attend`; None: there is none.
+            to_come: columns of padding behind the row's last token.
         """
         geometry = Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3])
         cache = cls(geometry, k.shape[0], k.dtype, k.device)
         cache.forward, cache._row = {} if forward is None else forward, row
-        cache.sink_logits, cache.softcap = sink_logits, softcap
+        cache.sink_logits, cache.softcap, cache.to_come = sink_logits, softcap, to_come
         cache.tensors |= {"keys": k, "values": v}
         cache.capacity = k.shape[2]
         cache._advance(k.shape[2], k.shape[2])

@@ -313,6 +313,9 @@ def calibrate(
     rounds: Annotated[
         int, typer.Option(help="Together: how often each anchor is tried in every other place, at most.")
     ] = 1,
+    prompts: Annotated[
+        str, typer.Option(help="Together: how prompts are read, dense, or sparse by --method as in use.")
+    ] = "dense",
     time_share: Annotated[
         float | None,
         typer.Option(help="Instead of --anchors: share of dense attention's decode time.", show_default=False),
@@ -331,7 +334,7 @@ def calibrate(
     notes = _table().console(stderr=True)
     chosen, *also = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])]
     _quiet()
-    by_what = (by, over, weights, parse_method(method), answer_tokens, batch_size, rounds)
+    by_what = (by, over, weights, parse_method(method), answer_tokens, batch_size, rounds, prompts)
     times = (time_share, time_context, time_batch)
     plan = Plan(
         model, chosen, data, out, tuple(also), anchors, limit, keys, tile, *by_what, *times, seed, dtype, device

@@ -76,6 +76,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         how = {"max_new_tokens": plan.answer_tokens, "stop": "", "sampling": None}  # as far as answers are compared
         items = [dataclasses.replace(item, **how) for item in items]
         about = {"method": plan.method.spec, "answer_tokens": plan.answer_tokens, "batch_size": plan.batch_size}
+        about |= {} if plan.prompts == "dense" else {"prompts": plan.prompts}
         answers = {"answers": about}
     else:
         answers = {}

@@ -15,6 +15,9 @@ KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
 FEWEST_PROMPTS = 2
 _FEWEST_TOKENS, _ANCHORS, _ANSWER_TOKENS, _ROUNDS = 2, 5, 16, 1
+PROMPTS = ("dense", "sparse")
+"""How prompts are read before answers are compared."""
+_OF_PROMPTS = ("tile", "rest", "exact_anchors", "dense_last", "window")
 TIMES = ("time_share", "time_context", "time_batch")
 """The settings of a budget of time."""
 
@@ -29,7 +32,8 @@ class Plan:
     attention's answers of at most `answer_tokens` tokens, `batch_size` prompts at a time, when keys are chosen as by
     `method`: with `divergence` the sum of what each layer loses that alone reads another's choice, with `together` what
     is lost when all layers read theirs, for anchors added one by one (:func:`foveate.calibration.grown`) and then, up
-    to `rounds` times, each tried in every other place (:func:`foveate.calibration.improved`). `time_share`, if given,
+    to `rounds` times, each tried in every other place (:func:`foveate.calibration.improved`). With `together`,
+    `prompts` may be sparse: `method` then reads the prompts as well, and not only decodes. `time_share`, if given,
     stands for `anchors`: as many as keep the attention of a decode step at `time_context` tokens and `time_batch`
     sequences within this share of dense attention's time, by costs measured on the device.
     """
@@ -50,6 +54,7 @@ class Plan:
     answer_tokens: int = _ANSWER_TOKENS
     batch_size: int = 1
     rounds: int = _ROUNDS
+    prompts: str = PROMPTS[0]
     time_share: float | None = None
     time_context: int = 32768
     time_batch: int = 1
@@ -63,7 +68,7 @@ class Plan:
                 raise UserError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
         if self.rounds < 0:
             raise UserError(f"rounds must be at least 0, got {self.rounds}")
-        for name, allowed in (("by", BY), ("over", OVER), ("weights", WEIGHTS)):
+        for name, allowed in (("by", BY), ("over", OVER), ("weights", WEIGHTS), ("prompts", PROMPTS)):
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed)
         if self.time_share is not None and not 0 < self.time_share <= 1:
@@ -82,9 +87,9 @@ class Plan:
         """Refuses settings that would change nothing, and a method whose anchors are chosen already."""
         idle: dict[str, Any] = {"over": OVER[0], "weights": WEIGHTS[0]}
         if self.by != "together":
-            idle["rounds"] = _ROUNDS
+            idle |= {"rounds": _ROUNDS, "prompts": PROMPTS[0]}
         if not self.diverges:
-            idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": 1, "rounds": _ROUNDS}
+            idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": 1, "rounds": _ROUNDS, "prompts": PROMPTS[0]}
             if self.time_share is None:
                 idle["method"] = Kascade()
         for name, default in idle.items():
@@ -100,13 +105,20 @@ class Plan:
             raise UserError(f"method must be kascade with its settings, not {method.spec}")
         if (method.anchors, method.heads, method.calibration) != (Kascade.anchors, None, ""):
             raise UserError(f"method must leave out anchors, heads and calibration, which are chosen: {method.spec}")
-        for name in ("tile", "rest", "exact_anchors"):
+        if self.prompts == "sparse" and method.decode_only:
+            raise UserError(f"method must be sparse in prompts, too, with prompts sparse: {method.spec}")
+        for name in _OF_PROMPTS if self.prompts == "dense" else ():
             if getattr(method, name) != getattr(Kascade, name):
                 raise UserError(
                     f"{name} has no effect: what is measured is decoding behind dense prompts: {method.spec}"
                 )
         if self.by == "divergence" and method.score_keys != "exact":
             raise UserError(f"score_keys has no effect by divergence, of keys that are scored exactly: {method.spec}")
+
+    @property
+    def dense_method(self) -> Kascade:
+        """The method behind dense prompts."""
+        return dataclasses.replace(self.method, decode_only=True)
 
     @property
     def diverges(self) -> bool:
@@ -133,6 +145,7 @@ class Plan:
         if self.diverges:
             how = ("answer_tokens", "batch_size", *(("rounds",) if self.by == "together" else ()))
             parts += [f"--{option(name)} {getattr(self, name)}" for name in how]
+            parts += [] if self.prompts == "dense" else [f"--prompts {self.prompts}"]
         else:
             parts += [f"--over {self.over} --weights {self.weights}"]
         if self.time_share is not None:

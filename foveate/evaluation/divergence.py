@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ class Answered(NamedTuple):
 
     prompt: inference.Prompt
     trace: inference.Trace
+    again: Callable[[], inference.Prompt]
+    """Reads the prompts anew, with the method that is attached."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,13 @@ def measure(
     Raises:
         ValueError: where it is not finite.
     """
-    prompt, trace = answer(model, tokenizer, items)
+    prompt, trace, _ = answer(model, tokenizer, items)
     found = torch.zeros(len(layers), len(layers))
     step()
     for a, b in pairs(layers):
         one = OneReader.of(method, layers[a], layers[b], maps[a, b].tolist())
         with foveate.attached(model, one, dense_below=0):
-            found[a, b] = prompt.divergence(model, trace).mean()
+            found[a, b] = prompt.divergence(model, trace, shared=True).mean()
         if not bool(torch.isfinite(found[a, b])):
             raise ValueError(
                 f"layer {layers[b]}: the predictions of the model are not finite (NaN or infinite) when it reads the "
@@ -105,7 +108,8 @@ def together(
 ) -> Tensor:
     """The divergence from dense attention's predictions with each of some methods, all layers reading what they would.
 
-    As :func:`measure`, behind dense prompts; `step` is called after each method.
+    As :func:`measure`. Prompts are dense for a method with `decode_only`; any other one reads them, too, and the first
+    token of an answer counts then. `step` is called after each method.
 
     Returns:
         fp32 ``[N]``: KL divergence, nats a token, mean over an answer's tokens and over the items.
@@ -113,11 +117,12 @@ def together(
     Raises:
         ValueError: where it is not finite.
     """
-    prompt, trace = answered
+    prompt, trace, again = answered
     found = torch.zeros(len(methods))
     for number, method in enumerate(methods):
-        with foveate.attached(model, dataclasses.replace(method, decode_only=True), dense_below=0):
-            found[number] = prompt.divergence(model, trace).mean()
+        with foveate.attached(model, method, dense_below=0):
+            read = prompt if method.decode_only else again()
+            found[number] = read.divergence(model, trace, shared=method.decode_only).mean()
         if not bool(torch.isfinite(found[number])):
             raise ValueError(f"the predictions of the model are not finite (NaN or infinite) with {method.spec}")
         step()
@@ -130,4 +135,5 @@ def answer(model: Any, tokenizer: Any, items: Sequence[Item]) -> Answered:
     with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
         prompt = inference.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):
-        return Answered(prompt, prompt.trace(model, shared=True))
+        trace = prompt.trace(model, shared=True)
+    return Answered(prompt, trace, functools.partial(inference.read_prompt, model, tokenizer, items))

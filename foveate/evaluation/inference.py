@@ -224,11 +224,10 @@ class Prompt:
         """The model's answers with their distributions; `shared` and errors as above. Raises TypeError for texts."""
         raise TypeError("texts whose continuation is given have no answers to trace")
 
-    def divergence(self, model: PreTrainedModel, trace: Trace) -> torch.Tensor:
+    def divergence(self, model: PreTrainedModel, trace: Trace, shared: bool = False) -> torch.Tensor:
         """How far predictions along a trace are from its own: mean KL divergence, nats a token, float64 [B].
 
-        `methods.Together` has read the prompts. The answers are read in one forward pass. Raises TypeError for scored
-        texts.
+        `shared` as above. The answers are read in one forward pass. Raises TypeError for scored texts.
         """
         raise TypeError("texts whose continuation is given have no answers to go along")
 
@@ -306,11 +305,11 @@ class _Questions(Prompt):
         return Trace(ids[:, self._width :], chooser.lengths, chooser.logits)
 
     @torch.inference_mode()
-    def divergence(self, model: PreTrainedModel, trace: Trace) -> torch.Tensor:
-        steps = trace.tokens.shape[1] - 1  # the first token is the prompt's
+    def divergence(self, model: PreTrainedModel, trace: Trace, shared: bool = False) -> torch.Tensor:
+        paused = self._ask(model, self.cache.branch(model) if shared else self.cache)
+        of_prompt, steps = _kl(trace.logits[0], paused.logits[:, -1]), trace.tokens.shape[1] - 1
         if not steps:
-            return trace.lengths.double() * 0.0
-        paused = self._ask(model, self.cache.branch(model))
+            return of_prompt
         ids, kwargs = torch.cat([paused.ids, trace.tokens[:, :steps]], 1), dict(paused.kwargs)
         out = CausalLMOutputWithPast(logits=paused.logits, **{releases.CACHE: paused.cache})
         kwargs = model._update_model_kwargs_for_generation(out, kwargs, num_new_tokens=steps) | {
@@ -321,7 +320,7 @@ class _Questions(Prompt):
             out = model(**inputs, return_dict=True)
         divergence = torch.stack([_kl(*pair) for pair in zip(trace.logits[1:], out.logits.unbind(1), strict=True)], 1)
         outside = torch.arange(1, steps + 1, device=ids.device) >= trace.lengths[:, None]
-        return divergence.masked_fill(outside, 0.0).sum(1) / trace.lengths
+        return (of_prompt + divergence.masked_fill(outside, 0.0).sum(1)) / trace.lengths
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
         paused = self._ask(model, cache)

@@ -213,6 +213,8 @@ class TopKByMass(SelectOnce):
     rest: str = setting(
         "none", "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are"
     )
+    dense_last: int = setting(0, "last tokens of a prompt, such as its question, that read all keys", later=True)
+    window: int = setting(0, "keys right before a prompt's tile that are chosen first, whatever their mass", later=True)
 
     def __post_init__(self):
         self._check_budget("top_k")
@@ -228,6 +230,10 @@ class TopKByMass(SelectOnce):
         self._check(
             "rest", self.rest == "none" or not self.decode_only, "none with decode_only: prompts are read densely"
         )
+        for name in ("dense_last", "window"):
+            self._check_count(name)
+            dense = self.decode_only and getattr(self, name) > 0
+            self._check(name, not dense, "0 with decode_only: prompts are read densely")
 
     @property
     def causal_granularity(self) -> int:  # type: ignore[override]
@@ -306,24 +312,30 @@ class TopKByMass(SelectOnce):
         return max(1, self.tile // group) if self.sparse_prompt else 1
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
-        place, offset = self.place, cache.used - q.shape[2]
+        place, length = self.place, q.shape[2]
+        offset = cache.used - length
+        sparse = min(max(length + cache.to_come - self.dense_last, 0), length)  # the first of them, in tiles
         idle = (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
-        if self.decode_only or place.anchor is None or idle:
+        if self.decode_only or place.anchor is None or idle or not sparse:
             return super().prompt(cache, q, scaling)
-        tile, heads = self.prompt_tile(cache.geometry.group), None
+        tile, heads, first = self.prompt_tile(cache.geometry.group), None, q[:, :, :sparse]
+        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
         if place.chooses:
-            how = {"offset": offset, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-            attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=True, **how)
+            attended = ops.attend_causal(q, cache.keys, cache.values, offset=offset, need_lse=True, **how)
             with torch.no_grad():
-                selection = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
+                lse = attended.lse[:, :, :sparse]
+                selection = self._select_tiles(cache, first, lse, tile, scaling, offset)
             self._hand_on(cache, selection)
             if place.dense or self.exact_anchors:
                 return attended
+            outs = [attended.out[:, :, sparse:]]
         else:
             selection, heads = self._handed_on(cache)
-        how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
-        how |= {"starts": selection.starts, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_tiles(q, cache.keys, cache.values, selection.indices, **how)
+            last = [q[:, :, sparse:]] if sparse < length else []
+            outs = [ops.attend_causal(x, cache.keys, cache.values, offset=offset + sparse, **how).out for x in last]
+        how |= {"tile": tile, "offset": offset, "heads": heads, "rest": self.rest == "mean", "starts": selection.starts}
+        tiles = ops.attend_tiles(first, cache.keys, cache.values, selection.indices, **how)
+        return ops.Attended(torch.cat([tiles.out, *outs], 2)) if sparse < length else tiles
 
     def _select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
@@ -346,6 +358,12 @@ class TopKByMass(SelectOnce):
             batch, _, tiles = scores.shape[:3]
             some = slice(first - start, first - start + tiles)
             own, since, until = counts[some], ends[some.start], ends[some.stop]
+            if self.window:
+                begins = tile * torch.arange(first, first + tiles, device=q.device)[:, None]
+                near = torch.arange(scores.shape[-1], device=q.device)
+                window = on_device(tuple(min(self.window, count) for count in own), q.device)[:, None]
+                near = (near < begins) & (near >= begins - window)
+                scores = scores.masked_fill(near, float("inf"))
             how = (on_device(tuple(own * batch), q.device), max(own), len(set(own)) == 1)
             best = self._best(scores.transpose(1, 2).flatten(0, 1), *how).unflatten(0, (batch, tiles))
             place = torch.arange(since, until, device=q.device)

@@ -77,7 +77,8 @@ def _way(one: Calibration) -> str:
     by, answers = one.found["chosen_by"], one.found["run"].get("answers")
     if answers:
         together = "together, " if by["by"] == "together" else ""
-        return f"{together}{answers['method']} along {answers['answer_tokens']} tokens"
+        behind = f", {answers['prompts']} prompts" if "prompts" in answers else ""
+        return f"{together}{answers['method']} along {answers['answer_tokens']} tokens{behind}"
     return f"{by['over']}, weights {by['weights']}"
 
 

@@ -496,6 +496,13 @@ class TestBadPlans:
             ({"over": "most"}, "unknown over 'most'. Allowed: least, mean"),
             ({"weights": "xy"}, "unknown weights 'xy'. Allowed: importance, none"),
             ({"rounds": -1}, "rounds must be at least 0, got -1"),
+            ({"prompts": "long"}, "unknown prompts 'long'. Allowed: dense, sparse"),
+            ({"prompts": "sparse"}, "prompts has no effect when anchors are chosen by similarity"),
+            ({"by": "divergence", "prompts": "sparse"}, "prompts has no effect when anchors are chosen by divergence"),
+            (
+                {"by": "together", "prompts": "sparse", "method": Kascade(decode_only=True)},
+                "method must be sparse in prompts, too, with prompts sparse: kascade:decode_only=true",
+            ),
             ({"rounds": 2}, "rounds has no effect when anchors are chosen by similarity"),
             ({"by": "divergence", "rounds": 2}, "rounds has no effect when anchors are chosen by divergence"),
             (
@@ -511,7 +518,7 @@ class TestBadPlans:
                     {"by": "divergence", "method": Kascade(**idle)},
                     f"{next(iter(idle))} has no effect: what is measured is decoding behind dense prompts",
                 )
-                for idle in ({"tile": 9}, {"rest": "mean"})
+                for idle in ({"tile": 9}, {"rest": "mean"}, {"dense_last": 32})
             ),
             ({"by": "divergence", "method": Kascade(top_k=1.0)}, r"all keys of a prompt of 29\d tokens are read under"),
             ({"by": "divergence", "method": Kascade(min_k=299)}, r"all keys of a prompt .* under kascade:min_k=299"),
@@ -710,6 +717,15 @@ class TestTogether:
         of_number = {anchors for anchors in lost if len(anchors) == number}
         assert moved[-1]["divergence"] <= min(lost[anchors] for anchors in of_number) / 0.98
         assert artefact.found["divergence"] is None
+
+    def test_prompts_may_be_sparse(self, plan, monkeypatch):
+        seen, together = [], divergence.together
+        monkeypatch.setattr(divergence, "together", lambda *more: seen.extend(more[2]) or together(*more))
+        method = Kascade(top_k=5, pool="layer", tile=12, dense_last=20)
+        artefact = run(dataclasses.replace(plan, prompts="sparse", method=method))
+        assert {(one.decode_only, one.tile, one.dense_last) for one in seen} == {(False, 12, 20)}
+        assert artefact.found["run"]["answers"]["prompts"] == "sparse"
+        assert "--rounds 1 --prompts sparse" in artefact.found["command"]
 
     def test_goes_on_where_it_was(self, plan, monkeypatch, tmp_path):
         whole = run(dataclasses.replace(plan, out=tmp_path / plan.out.name))

@@ -11,6 +11,7 @@ import foveate
 from foveate.evaluation import divergence, inference
 from foveate.evaluation.tasks.base import Item
 from foveate.methods import Together
+from foveate.methods.kascade import Kascade
 
 LAYERS = 4
 
@@ -140,9 +141,8 @@ def test_is_of_some_layers_under_the_settings_of_the_method(model, tokenizer, sp
 
 
 def test_predictions_that_are_not_finite_name_the_layers(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(
-        inference._Questions, "divergence", lambda self, model, trace: torch.tensor([float("nan")], dtype=torch.float64)
-    )
+    nothing = torch.tensor([float("nan")], dtype=torch.float64)
+    monkeypatch.setattr(inference._Questions, "divergence", lambda self, model, trace, shared: nothing)
     with pytest.raises(ValueError, match=r"layer 1: the predictions of the model are not finite .* choice of layer 0"):
         divergence.measure(model, tokenizer, [item(0, 50)], foveate.methods.parse("kascade"), range(LAYERS), MAPS)
 
@@ -167,7 +167,7 @@ def test_one_forward_pass_sees_what_steps_see(model, tokenizer, spec):
         trace = prompt.trace(model, shared=True)
     with foveate.attached(model, method):
         steps = [output.divergence / output.tokens for output in prompt.go_on(model, True, trace).outputs]
-        at_once = prompt.divergence(model, trace).tolist()
+        at_once = prompt.divergence(model, trace, shared=True).tolist()
     assert trace.lengths.tolist()[1] < trace.tokens.shape[1]
     assert max(steps) > 1e-4
     assert at_once == pytest.approx(steps, rel=1e-3, abs=1e-7)
@@ -177,7 +177,22 @@ def test_an_answer_of_one_token_is_the_prompts(model, tokenizer):
     with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
         prompt = inference.read_prompt(model, tokenizer, [item(0, 50, 1)])
     with foveate.attached(model, "dense"):
-        assert prompt.divergence(model, prompt.trace(model, shared=True)).tolist() == [0.0]
+        assert prompt.divergence(model, prompt.trace(model, shared=True), shared=True).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_sparse_prompts_are_read_by_each_method_and_predict_the_first_token(model, tokenizer, tokens):
+    items = [item(0, 50, tokens), item(1, 38, tokens)]
+    answered, sparse = divergence.answer(model, tokenizer, items), Kascade(anchors=2, top_k=5, tile=12)
+    behind_dense = dataclasses.replace(sparse, decode_only=True)
+    found = divergence.together(model, answered, [sparse, behind_dense, Kascade(anchors=2, top_k=1.0)])
+    with foveate.attached(model, sparse):
+        prompt = inference.read_prompt(model, tokenizer, items)
+        steps = [output.divergence / output.tokens for output in prompt.go_on(model, along=answered.trace).outputs]
+    assert float(found[0]) == pytest.approx(sum(steps) / 2, rel=1e-3)
+    assert (float(found[1]) > 0) == (tokens > 1)
+    assert found[0] > found[1]
+    assert found[2] < 1e-6
 
 
 def test_given_texts_have_no_answers_to_go_along(model, tokenizer):

@@ -9,6 +9,7 @@ import torch
 from foveate import methods
 from foveate.cache import Counters, SlotCache
 from foveate.integrations.transformers import handover
+from foveate.integrations.transformers.attention import without_cache
 from foveate.integrations.transformers.cache import Layer, Phase
 from tests.helpers import assert_close
 
@@ -82,7 +83,7 @@ def best(scores, k):
     return set(scores.topk(k).indices.tolist())
 
 
-def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax", top_p=1.0):
+def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax", top_p=1.0, window=0):
     """The keys before a position that a tile of queries attends to most, by KV head."""
     if pooling == "pre_softmax":
         mean = q[:, list(queries)].double().unflatten(0, (KV_HEADS, GROUP)).mean((1, 2))
@@ -93,6 +94,7 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax",
         scores = mass.unflatten(0, (KV_HEADS, GROUP)).mean(1)
     if pool == "layer":
         scores = scores.mean(0, keepdim=True).expand(KV_HEADS, -1)
+    scores = scores.masked_fill(torch.arange(before) >= before - min(window, k_of(before)), math.inf)
     chosen = []
     for row in scores:
         ordered, order = row.sort(descending=True)
@@ -122,6 +124,11 @@ def in_eight_bits(k, prompt):
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
         {"anchors": [1], "exact_anchors": True},
         {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
+        {"anchors": [0, 2], "dense_last": 9, "heads": {"1": [1, 0]}},
+        {"anchors": [1, 2], "dense_last": 8, "rest": "mean"},
+        {"anchors": [1], "dense_last": 60},
+        {"anchors": [0, 2], "window": 3, "pool": "layer"},
+        {"anchors": [1], "window": 30, "top_p": 0.5, "dense_last": 5},
         {"anchors": [0, 2], "score_keys": "fp8"},
         {"anchors": [1, 3], "score_keys": "fp8", "pool": "layer", "pooling": "sqrt", "decode_only": True},
     ],
@@ -146,21 +153,23 @@ def test_kascade_written_out(settings, top_k):
     for i in range(total):
         decoded = i >= prompt
         begin = i + 1 if decoded else i // tile * tile
-        queries = [i] if decoded else range(begin, min(begin + tile, prompt))
+        last = prompt - settings.get("dense_last", 0)  # the first token that reads all keys
+        queries = [i] if decoded else range(begin, min(begin + tile, max(last, i + 1)))
+        how["window"] = 0 if decoded else settings.get("window", 0)
         selection = None
         for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
             everything = [set(range(i + 1))] * KV_HEADS
             if layer in settings["anchors"]:
                 copied = settings.get("score_keys") == "fp8" and decoded and layer != 0
                 selection = by_mass(q, in_eight_bits(k, prompt) if copied else k, queries, begin, budget, **how)
-                exact = settings.get("exact_anchors") and not decoded
+                exact = not decoded and (settings.get("exact_anchors") or i >= last)
                 chosen = everything if layer == 0 or exact else selection
             elif selection is None:
                 chosen = everything
             else:
                 heads = settings.get("heads", {}).get(str(layer), range(KV_HEADS))
                 chosen = [selection[h] for h in heads]
-            dense = settings.get("decode_only") or selection is None or chosen is everything
+            dense = settings.get("decode_only") or selection is None or chosen is everything or i >= last
             if not decoded:
                 chosen = everything if dense else [one | set(range(begin, i + 1)) for one in chosen]
             mean_of = begin if "rest" in settings and not decoded and not dense else 0
@@ -173,6 +182,27 @@ def test_kascade_written_out(settings, top_k):
         (total - prompt) * (layer not in settings["anchors"] and layer > settings["anchors"][0])
         for layer in range(layers)
     ]
+
+
+@pytest.mark.parametrize("dense_last", [4, 5, 9, 22])
+def test_the_last_tokens_are_those_of_the_last_columns(dense_last):
+    """In pieces as in one, without a cache, and where a row is padded behind its end: of it fewer tokens are dense."""
+    settings = {"anchors": [1], "tile": 12, "top_k": 3, "dense_last": dense_last}
+    method, layers, length, behind = methods.make("kascade", **settings), 3, 41, 4
+    tokens, mask = draw(layers, 2, length), torch.ones(2, length, dtype=torch.bool)
+    mask[0, length - behind :] = False
+    whole = Stack(method, layers, length).feed(tokens, mask)
+    stack, cuts = Stack(method, layers, length), [0, 16, 36, length]
+    pieces = [stack.feed(part(tokens, *cut), mask[:, : cut[1]]) for cut in itertools.pairwise(cuts)]
+    assert_close(torch.cat(pieces, 3), whole)
+    forward = {}
+    for number, (q, k, v) in enumerate(tokens):
+        out = without_cache(method.for_layer(number, layers), q, k, v, mask, SCALING, forward)
+        assert_close(out, whole[number])
+    for row, end in enumerate((length - behind, length)):
+        fewer = methods.make(method, dense_last=max(dense_last - (length - end), 0))
+        alone = Stack(fewer, layers, end).feed([tuple(x[row : row + 1, :, :end] for x in layer) for layer in tokens])
+        assert_close(whole[:, row : row + 1, :, :end], alone)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +367,10 @@ def test_evenly_spaced_anchors_and_depths():
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
         ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
+        ("kascade", {"dense_last": -1}, "dense_last must be an integer of at least 0"),
+        ("kascade", {"dense_last": 0.1}, "dense_last must be an integer of at least 0, not 0.1"),
+        ("kascade", {"dense_last": 8, "decode_only": True}, "dense_last must be 0 with decode_only"),
+        ("oracle_topk", {"window": 8, "decode_only": True}, "window must be 0 with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
         ("kascade", {"exact_anchors": True, "decode_only": True}, "exact_anchors must be false with decode_only"),
         ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, fp8, not 'int8'"),
@@ -435,7 +469,7 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
         assert stack.feed(part(tokens, 39, 40)).isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "value"), [("exact_anchors", True), ("score_keys", "fp8")])
+@pytest.mark.parametrize(("name", "value"), [("exact_anchors", True), ("score_keys", "fp8"), ("dense_last", 9)])
 def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value):
     assert name not in methods.make("kascade").settings()
     method = methods.make("kascade", **{name: value})

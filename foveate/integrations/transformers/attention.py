@@ -179,9 +179,10 @@ def without_cache(
         softcap: the cap of the layer's logits, if there is one.
     """
 
-    def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
+    def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None, behind: int = 0) -> Tensor:
         if method.sparse_prompt:
-            return method.prompt(SlotCache.of(k, v, q.shape[1], forward, row, sink_logits, softcap), q, scaling).out
+            cache = SlotCache.of(k, v, q.shape[1], forward, row, sink_logits, softcap, behind)
+            return method.prompt(cache, q, scaling).out
         return attend_causal(q, k, v, scaling=scaling, sink_logits=sink_logits, softcap=softcap).out
 
     if mask is None or bool(mask.all()):
@@ -190,7 +191,8 @@ def without_cache(
     for b, real in enumerate(row.nonzero()[:, 0] for row in mask.bool()):
         one = q.new_zeros(q.shape[1], q.shape[2], v.shape[3])
         if len(real):
-            one = one.index_copy(1, real, attend_row(*(x[b : b + 1, :, real] for x in (q, k, v)), b)[0])
+            behind = q.shape[2] - 1 - int(real[-1])
+            one = one.index_copy(1, real, attend_row(*(x[b : b + 1, :, real] for x in (q, k, v)), b, behind)[0])
         rows.append(one)
     return torch.stack(rows)
 

@@ -38,6 +38,8 @@ class Phase:
     """`generate` said where the prompt ends; single tokens after it are never padding."""
     assistant: bool = False
     layout: tuple | None = None
+    behind: list[int] = field(default_factory=list)
+    """Columns of padding behind the last real token of each row in the layout; empty when all are real."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
     """What the layers of the present forward pass share."""
 
@@ -62,6 +64,7 @@ class Phase:
             columns = mask[:, first : first + n].bool()
             rows = None if bool(columns.all()) else [row.nonzero()[:, 0] for row in columns]
             self.layout = (mask, first, n, rows)
+            self.behind = [] if rows is None else columns.flip(1).int().argmax(1).tolist()
         return self.layout[3]
 
 
@@ -192,6 +195,7 @@ class Layer(CacheLayerMixin):
         self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, store.softcap)
         store.compact()
         store.reserve(store.used + n)
+        store.to_come = self.phase.prompt_end - first - n
         if columns is None and store.uniform:
             out = self._read(store, q, k, v, scaling)
         else:
@@ -201,6 +205,7 @@ class Layer(CacheLayerMixin):
                 if len(real) == 0:
                     continue
                 row = store.row(b)
+                row.to_come += self.phase.behind[b] if columns is not None else 0
                 out[b, :, real] = self._read(row, *(x[b : b + 1, :, real] for x in (q, k, v)), scaling)[0]
                 store.put_back(b, row)
         if first + n == self.phase.prompt_end or not self.method.needs_prompt_end:
