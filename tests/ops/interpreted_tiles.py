@@ -154,10 +154,10 @@ def test_places_in_use(block, monkeypatch):
     monkeypatch.setattr(tiles_kernel, "_PLACES", block)
     chosen = torch.tensor([[3, -1, 5, -1], [-1, -1, -1, -1], [-1, -1, -1, 0], [1, 2, 3, 4]], dtype=torch.int32)
     chosen = torch.stack([chosen, chosen.flip(0)])[None]
-    used, unused = [[[3, 0, 4, 4], [4, 4, 0, 3]]], [[[1, 0, 3, 0], [0, 3, 0, 1]]]
-    assert tiles_kernel.places_used(chosen).tolist() == [used, unused]
+    used, signed = [[[3, 0, 4, 4], [4, 4, 0, 3]]], [[[-3, 0, -4, 4], [4, -4, 0, -3]]]
+    assert tiles_kernel.places_used(chosen).tolist() == [used, signed]
     assert tiles_kernel.places_used(chosen.long().transpose(1, 2)).tolist() == [
-        torch.tensor(x).transpose(1, 2).tolist() for x in (used, unused)
+        torch.tensor(x).transpose(1, 2).tolist() for x in (used, signed)
     ]
     assert not tiles_kernel.places_used(chosen[..., :0]).any()
 

@@ -23,7 +23,7 @@ def places_used(indices):
     """See :func:`foveate.ops.attend.tiles_kernel.places_used`."""
     place = torch.arange(1, indices.shape[-1] + 1)
     used = torch.where(indices >= 0, place, 0).amax(-1) if len(place) else torch.zeros(indices.shape[:3])
-    return torch.stack([used, used - (indices >= 0).sum(-1)]).int()
+    return torch.stack([used, torch.where((indices >= 0).sum(-1) < used, -used, used)]).int()
 
 
 def attend(seed, changed=()):
@@ -83,7 +83,7 @@ def test_attention(seed):
     [
         ("mbarrier.wait(q_empty, (lap & 1) ^ 1)", "mbarrier.wait(q_empty, 1)"),
         ("place[None, :] <= limits[:, None]", "place[None, :] < limits[:, None]"),
-        ("gl.where(holes > 0, 0, used // KEYS)", "used // KEYS"),
+        ("gl.where(holes, 0, used // KEYS)", "used // KEYS"),
         ("blocks - 2 - step", "blocks - 1 - step"),
     ],
 )

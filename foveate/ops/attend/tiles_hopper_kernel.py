@@ -91,7 +91,7 @@ def attend_tiles(
         v,
         indices,
         starts,
-        used,
+        used[1],
         heads,
         sink_logits,
         out,
@@ -134,14 +134,14 @@ def _place(item, tiles, parts):
 
 @gluon.jit
 def _in_use(item, used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED: gl.constexpr):
-    """Of an item, the last one at most: the head whose selection it reads, places in use, and how many among them are
-    not. Loaded while the item before is worked on."""
+    """Of an item, the last one at most: the head whose selection it reads, and places in use, negative where some among
+    them are not. Loaded while the item before is worked on."""
     row, t, _ = _place(gl.minimum(item, items - 1), tiles, parts)
     source = row % num_kv_heads
     if MAPPED:
         source = gl.load(heads_ptr + source).to(gl.int32)
     of_tile = (row // num_kv_heads * num_kv_heads + source) * tiles + t
-    return source, gl.load(used_ptr + of_tile), gl.load(used_ptr + items // parts + of_tile)
+    return source, gl.load(used_ptr + of_tile)
 
 
 @gluon.jit
@@ -230,7 +230,7 @@ def _gather(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, t, part = _place(item, tiles, parts)
         batch, head = (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64)
-        source, used, _ = in_use
+        source, used = in_use[0], gl.maximum(in_use[1], -in_use[1])
         in_use = _in_use(item + gl.num_programs(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
         start = (offset // tile + t) * tile
         own = gl.minimum(tile, offset + length - start)
@@ -398,7 +398,8 @@ def _attend(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, t, part = _place(item, tiles, parts)
         batch, head = (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64)
-        source, used, holes = in_use
+        source, used = in_use[0], gl.maximum(in_use[1], -in_use[1])
+        holes = in_use[1] < 0
         in_use = _in_use(item + gl.num_programs(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
         start = (offset // tile + t) * tile
         own = gl.minimum(tile, offset + length - start)
@@ -408,7 +409,7 @@ def _attend(
         if RAGGED:
             index_base += gl.load(start_ptr + t) * index_stride_k
         blocks = gl.cdiv(used + own, KEYS)
-        whole = gl.where(holes > 0, 0, used // KEYS)  # blocks of which every row sees every key
+        whole = gl.where(holes, 0, used // KEYS)  # blocks of which every row sees every key
         limits = used + (part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, OF_LOGITS)) % tile
         top = gl.full([ROWS], _LOWEST, gl.float32, OF_LOGITS)
         weight = gl.zeros([ROWS], gl.float32, OF_LOGITS)

@@ -45,7 +45,8 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
 def places_used(indices: Tensor, starts: Tensor | None = None, tiles: int | None = None) -> Tensor:
     """What is in use of each tile's selection, see :func:`attend_tiles`: int32 ``[2, B, Hkv, T]``.
 
-    First up to which place, and then how many places before that one are not. ``tiles`` is T, with ``starts``.
+    First up to which place, and then the same number, negative where some places before that one are not. ``tiles`` is
+    T, with ``starts``.
     """
     batch, heads = indices.shape[:2]
     places = 0
@@ -181,7 +182,7 @@ def _count_places(
     used = tl.max(last, 0)
     used_ptr += row * tiles + t
     tl.store(used_ptr, used)
-    tl.store(used_ptr + tl.num_programs(1).to(tl.int64) * tiles, used - tl.sum(number, 0))
+    tl.store(used_ptr + tl.num_programs(1).to(tl.int64) * tiles, tl.where(used > tl.sum(number, 0), -used, used))
 
 
 @triton.jit(do_not_specialize=["num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
