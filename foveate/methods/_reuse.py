@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,18 +45,16 @@ class Place(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The keys that one layer has chosen, for those behind it."""
+    """The keys that one layer has chosen for a decoded token, for those behind it."""
 
     indices: Tensor
-    """int ``[B, Hkv, K]``, -1 for none; of the tiles of a prompt those of all, one behind the other."""
-    read: Tensor | None = None
-    """Of a decoded token: how many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
-    starts: Tensor | None = None
-    """Of the tiles of a prompt: where each one's keys begin, see :func:`ops.attend_tiles`."""
+    """int ``[B, Hkv, K]``, -1 for none."""
+    read: Tensor
+    """How many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
 
     def to(self, device: torch.device) -> Selection:
         """The same on another device."""
-        return Selection(*(x if x is None else x.to(device) for x in self))
+        return Selection(*(x.to(device) for x in self))
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class SelectOnce(Method):
             cache.count_read(read)
             count_scored(self, cache)
         else:
-            (indices, read, _), heads = self._handed_on(cache)
+            (indices, read), heads = self._handed_on(cache)
             cache.counters.indices_reused += cache.batch_size
             cache.count_read(read if heads is None else read.index_select(1, heads))
         how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
@@ -146,18 +144,18 @@ class SelectOnce(Method):
         """How many keys are read, ``[B, Hkv]``."""
         return (indices >= 0).sum(-1)
 
-    def _hand_on(self, cache: SlotCache, selection: Selection) -> None:
+    def _hand_on(self, cache: SlotCache, selection: Selection | ops.TileKeys) -> None:
         """For the layers that read it, if any."""
         if self.place.has_readers:
             own, before = ((self.name, layer) for layer in (self.place.layer, self.place.before))
             cache.hand_on(own, selection, instead_of=before)
 
-    def _handed_on(self, cache: SlotCache) -> tuple[Selection, Tensor | None]:
+    def _handed_on(self, cache: SlotCache) -> tuple[Any, Tensor | None]:
         """The anchor's selection, and which of its heads each of this layer reads; None: its own."""
         selection, heads = cache.handed_on((self.name, self.place.anchor)).to(cache.device), self.place.heads
         if heads is None:
             return selection, None
-        number = selection.indices.shape[1]
+        number = cache.geometry.num_kv_heads
         if len(heads) != number or not all(head in range(number) for head in heads):
             raise ValueError(
                 f"{self.name}: heads of layer {self.place.layer} must be {number} numbers below {number}, "
@@ -314,21 +312,22 @@ class TopKByMass(SelectOnce):
         if place.chooses:
             how = {"offset": offset, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
             attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=True, **how)
+            lse, attended = attended.lse, attended if place.dense or self.exact_anchors else None
             with torch.no_grad():
-                selection = self._select_tiles(cache, q, attended.lse, tile, scaling, offset)
-            self._hand_on(cache, selection)
-            if place.dense or self.exact_anchors:
+                chosen = self._select_tiles(cache, q, lse, tile, scaling, offset)
+            self._hand_on(cache, chosen)
+            if attended is not None:
                 return attended
         else:
-            selection, heads = self._handed_on(cache)
+            chosen, heads = self._handed_on(cache)
         how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
-        how |= {"starts": selection.starts, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_tiles(q, cache.keys, cache.values, selection.indices, **how)
+        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        return ops.attend_tile_keys(q, cache.keys, cache.values, chosen, **how)
 
     def _select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
-    ) -> Selection:
-        """Keys before each tile of a prompt; a tile has as many places as it may read keys."""
+    ) -> ops.TileKeys:
+        """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""
         how = {"tile": tile, "offset": offset, "softcap": cache.softcap}
         if self.pooling == "pre_softmax":
             blocks = ops.tile_logits(q, cache.keys, scaling=scaling, **how)
@@ -338,18 +337,17 @@ class TopKByMass(SelectOnce):
             blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
-        ends = tuple(itertools.accumulate(counts, initial=0))
-        starts = on_device(ends, q.device)
+        places = tuple(itertools.accumulate(counts, initial=0))
+        ends = tuple(itertools.accumulate((-(-tile * t // ops.WORD_KEYS) for t in range(start, end)), initial=0))
         heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads
-        chosen = torch.full((len(q), heads, ends[-1]), -1, dtype=torch.int32, device=q.device)
+        words = torch.zeros(len(q), heads, ends[-1], dtype=torch.int32, device=q.device)
+        chosen = ops.TileKeys(words, on_device(ends, q.device), on_device(places, q.device), places)
         for first, scores in blocks:
             batch, _, tiles = scores.shape[:3]
-            some = slice(first - start, first - start + tiles)
-            own, since, until = counts[some], ends[some.start], ends[some.stop]
+            own = counts[first - start : first - start + tiles]
             how = (on_device(tuple(own * batch), q.device), max(own), len(set(own)) == 1)
-            best = self._best(scores.transpose(1, 2).flatten(0, 1), *how).unflatten(0, (batch, tiles))
-            place = torch.arange(since, until, device=q.device)
-            row = torch.searchsorted(starts[some], place, right=True) - 1
-            source = row * best.shape[-1] + place - starts[some][row]
-            chosen[:, :, since:until] = best.transpose(1, 2).flatten(2).index_select(2, source)
-        return Selection(chosen.expand(-1, cache.geometry.num_kv_heads, -1), starts=starts)
+            best = self._best(scores.transpose(1, 2).flatten(0, 1), *how)
+            begins = chosen.begins[first - start : first - start + tiles + 1]
+            ops.set_bits(words, best.unflatten(0, (batch, tiles)).transpose(1, 2), begins)
+            del scores, best  # before those of the next tiles are there
+        return chosen
