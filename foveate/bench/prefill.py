@@ -27,7 +27,7 @@ from foveate.evaluation.errors import UserError
 from foveate.methods import Method, parse
 
 BENCH = "prefill"
-METHODS = ("dense", "kascade", "kascade:exact_anchors=true", "streaming", "snapkv", "tova", "h2o", "luka")
+METHODS = ("dense", "kascade", "kascade:exact_anchors=false", "streaming", "snapkv", "tova", "h2o", "luka")
 CONTEXTS = (8192, 32768, 131072)
 DTYPES = ("float16", "bfloat16", "float32")
 _PROFILED = 2

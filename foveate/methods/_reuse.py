@@ -209,7 +209,9 @@ class TopKByMass(SelectOnce):
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
     rest: str = setting(
-        "none", "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are"
+        "none",
+        "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are",
+        before="none",
     )
 
     def __post_init__(self):

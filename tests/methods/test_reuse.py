@@ -120,7 +120,7 @@ def in_eight_bits(k, prompt):
         {"anchors": [0, 2], "top_p": 0.5},
         {"anchors": [0, 2], "top_p": 0.5, "heads": {"1": [1, 1], "3": [0, 0]}},
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
-        {"anchors": [1], "exact_anchors": True},
+        {"anchors": [1], "exact_anchors": True, "tile": 5},
         {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
         {"anchors": [0, 2], "score_keys": "fp8"},
         {"anchors": [1, 3], "score_keys": "fp8", "pool": "layer", "pooling": "sqrt", "decode_only": True},
@@ -130,7 +130,7 @@ def in_eight_bits(k, prompt):
 @pytest.mark.parametrize("top_k", [0.3, 7])
 def test_kascade_written_out(settings, top_k):
     layers, prompt, total = 4, 41, 46
-    settings = {"anchors": [0, 2], "tile": 12, "top_k": top_k, "min_k": 5} | settings
+    settings = {"anchors": [0, 2], "tile": 12, "top_k": top_k, "min_k": 5, "exact_anchors": False} | settings
     method = methods.make("kascade", **settings)
     tokens = draw(layers, 1, total)
     stack = Stack(method, layers, prompt)
@@ -338,7 +338,6 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
-        ("kascade", {"exact_anchors": True, "decode_only": True}, "exact_anchors must be false with decode_only"),
         ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, fp8, not 'int8'"),
         (
             "kascade",
@@ -435,12 +434,26 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
         assert stack.feed(part(tokens, 39, 40)).isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "value"), [("exact_anchors", True), ("score_keys", "fp8")])
-def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value):
-    assert name not in methods.make("kascade").settings()
-    method = methods.make("kascade", **{name: value})
+@pytest.mark.parametrize(("name", "value", "before"), [("exact_anchors", True, False), ("score_keys", "fp8", "exact")])
+def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):
+    old, method = (methods.make("kascade", **{name: x}) for x in (before, value))
+    assert name not in old.settings()
     assert method.settings()[name] == value
-    assert methods.make("kascade", **method.settings()) == method == methods.parse(method.spec)
+    for one in (old, method):
+        assert methods.recorded("kascade", **one.settings()) == one == methods.parse(one.spec)
+
+
+def test_methods_on_record_within_others_are_as_they_were():
+    for exact in (False, True):
+        own = methods.make("per_layer", layers={"0-1": "dense", "rest": f"kascade:exact_anchors={exact}"})
+        assert methods.recorded(own.name, **own.settings()) == own
+
+
+def test_dense_prompts_have_no_anchors_that_could_read_less():
+    method, other = (methods.make("kascade", decode_only=True, exact_anchors=x) for x in (True, False))
+    assert method == other == methods.recorded("kascade", **method.settings())
+    assert method.spec == "kascade:decode_only=true"
+    assert "exact_anchors" not in method.settings()
 
 
 def test_layers_that_choose_what_they_read_keep_a_copy_of_their_keys():
