@@ -64,6 +64,7 @@ VARIANTS = [
             "fp8_decode_only": {"anchors": [1], "score_keys": "fp8", "decode_only": True, "top_k": 0.2, "min_k": 6},
             "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3, "exact_anchors": False},
             "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
+            "score_queries": {"anchors": [1], "score_queries": 0.5, "exact_anchors": False},
         }.items()
     ),
     ("quest/kv_head", methods.make("quest", top_k=0.2, min_k=4, page_size=4, pool="kv_head").for_layer(2, 3)),
