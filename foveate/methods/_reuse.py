@@ -324,7 +324,7 @@ class TopKByMass(SelectOnce):
             attended = ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=True, **how)
             lse, attended = attended.lse, attended if place.dense or self.exact_anchors else None
             with torch.no_grad():
-                chosen = self._select_tiles(cache, q, lse, tile, scaling, offset)
+                chosen = self.select_tiles(cache, q, lse, tile, scaling, offset)
             self._hand_on(cache, chosen)
             if attended is not None:
                 return attended
@@ -334,7 +334,7 @@ class TopKByMass(SelectOnce):
         how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
         return ops.attend_tile_keys(q, cache.keys, cache.values, chosen, **how)
 
-    def _select_tiles(
+    def select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
     ) -> ops.TileKeys:
         """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""

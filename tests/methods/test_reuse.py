@@ -597,8 +597,8 @@ def test_a_share_of_queries_chooses_by_their_attention(share):
 def test_anchors_that_read_all_choose_for_others_alone(monkeypatch, exact, choosing):
     """Nobody reads the choice of layers 0 and 3; the first is dense, and so is the other with `exact_anchors`."""
     kascade, chose = methods.get("kascade"), []
-    real = kascade._select_tiles
-    monkeypatch.setattr(kascade, "_select_tiles", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
+    real = kascade.select_tiles
+    monkeypatch.setattr(kascade, "select_tiles", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
     method = methods.make("kascade", anchors=[0, 1, 3], exact_anchors=exact, top_k=5, tile=12)
     Stack(method, 4, 40).feed(part(draw(4, 1, 40), 40))
     assert chose == choosing
