@@ -354,11 +354,11 @@ class TopKByMass(SelectOnce):
         words = torch.zeros(len(q), heads, ends[-1], dtype=torch.int32, device=q.device)
         chosen = ops.TileKeys(words, on_device(ends, q.device), on_device(places, q.device), places)
         for first, scores in blocks:
-            batch, _, tiles = scores.shape[:3]
-            own = counts[first - start : first - start + tiles]
-            how = (on_device(tuple(own * batch), q.device), max(own), len(set(own)) == 1)
-            best = self._best(scores.transpose(1, 2).flatten(0, 1), *how)
-            begins = chosen.begins[first - start : first - start + tiles + 1]
-            ops.set_bits(words, best.unflatten(0, (batch, tiles)).transpose(1, 2), begins)
+            some = slice(first - start, first - start + scores.shape[2])
+            own, begins = counts[some], chosen.begins[some.start : some.stop + 1]
+            how = (on_device(tuple(own), q.device), max(own), len(set(own)) == 1)
+            for row in range(len(q)):
+                best = self._best(scores[row].transpose(0, 1), *how)
+                ops.set_bits(words[row, None], best.transpose(0, 1)[None], begins)
             del scores, best  # before those of the next tiles are there
         return chosen

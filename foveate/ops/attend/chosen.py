@@ -22,7 +22,7 @@ def attend_tile_keys(
 ) -> Attended:
     """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order and so to the same last bit.
 
-    A few tiles at a time, of which there are lists of keys in bounded memory: 256 MB on a GPU.
+    A few tiles at a time, whose lists of keys and outputs take bounded memory: 256 MB on a GPU.
 
     Args:
         q, k, v, tile, scaling, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``.
@@ -37,7 +37,9 @@ def attend_tile_keys(
     if number != -(-(end - start) // tile):
         raise ValueError(f"keys of {number} tiles do not fit {-(-(end - start) // tile)} tiles of queries")
     out = None
-    for first, last in _pieces(chosen, _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES):
+    row, own = 4 * batch * chosen.words.shape[1], q.element_size() * batch * q.shape[1] * tile * v.shape[3]
+    sizes = [row * places + own * t for t, places in enumerate(chosen.places)]  # of all tiles before each
+    for first, last in _pieces(sizes, _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES):
         begins, starts = (x[first : last + 1] for x in (chosen.begins, chosen.starts))
         indices = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
         indices = indices.expand(-1, heads, -1)
@@ -53,14 +55,15 @@ def attend_tile_keys(
     return Attended(out)
 
 
-def _pieces(chosen: TileKeys, room: int) -> list[tuple[int, int]]:
-    """Tiles ``first .. last - 1`` whose lists take about as many bytes each: no more than ``room``, or one tile."""
-    places, row = chosen.places, 4 * chosen.words.shape[0] * chosen.words.shape[1]
-    tiles, total = len(places) - 1, row * places[-1]
-    each = -(-total // max(1, -(-total // room))) // row
-    pieces, first = [], 0
+def _pieces(sizes: list[int], room: int) -> list[tuple[int, int]]:
+    """Tiles ``first .. last - 1`` of about as many bytes each: no more than ``room``, or one tile.
+
+    ``sizes [T + 1]``: bytes of all tiles before each, ascending from 0.
+    """
+    tiles, first, pieces = len(sizes) - 1, 0, []
+    each = -(-sizes[-1] // max(1, -(-sizes[-1] // room)))
     while first < tiles:
-        last = min(max(first + 1, bisect.bisect_right(places, places[first] + each) - 1), tiles)
+        last = min(max(first + 1, bisect.bisect_right(sizes, sizes[first] + each) - 1), tiles)
         pieces.append((first, last))
         first = last
     return pieces
