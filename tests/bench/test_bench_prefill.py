@@ -59,6 +59,14 @@ def test_every_layer_is_of_the_kind_that_it_is_in_a_prompt(found):
     }
 
 
+@pytest.mark.parametrize(("exact", "expected"), [(True, [2, 1, 1]), (False, [1, 2, 1])])
+def test_anchors_that_choose_for_nobody_are_dense(exact, expected):
+    """Nobody reads the choice of layers 0 and 3."""
+    method = parse(f"kascade:anchors=[0,1,3],exact_anchors={exact}")
+    counts = {kind.name: kind.number for kind in layer_kinds.kinds(method, 4, layer_kinds.in_prompt)}
+    assert [counts.get(name, 0) for name in ("dense", "choosing", "reading")] == expected
+
+
 def test_approximate_choices_tell_what_they_are_worth(found):
     layers = found["kascade:min_k=16,score_queries=0.25"]["layers"]
     for name in ("dense, choosing", "choosing"):
