@@ -100,7 +100,7 @@ class Plan:
             raise UserError(f"method must be kascade with its settings, not {method.spec}")
         if (method.anchors, method.heads, method.calibration) != (Kascade.anchors, None, ""):
             raise UserError(f"method must leave out anchors, heads and calibration, which are chosen: {method.spec}")
-        for name in ("tile", "rest", "exact_anchors"):
+        for name in ("tile", "rest", "exact_anchors", "score_queries"):
             if getattr(method, name) != getattr(Kascade, name):
                 raise UserError(
                     f"{name} has no effect: what is measured is decoding behind dense prompts: {method.spec}"
