@@ -48,24 +48,25 @@ compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
 paper='kascade:calibration="paper.json"'
 heads='kascade:calibration="divergence.json"' # by KV head, as in the paper
 ours="$heads,pool=layer"
-sparse="$ours,rest=mean"
+own=exact_anchors=false # in prompts anchors read their own choice
+sparse="$ours,rest=mean,$own"
 five='kascade:calibration="together-5.json",pool=layer,pooling=sqrt'
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 # At a tenth: the method with dense and with sparse prompts; what else there is; variants of it.
 tenth=(
-  "$five,decode_only=true" "$ten,decode_only=true" "$ten" "$ten,exact_anchors=true" "$ten,exact_anchors=true,rest=mean"
+  "$five,decode_only=true" "$ten,decode_only=true" "$ten,$own" "$ten" "$ten,rest=mean"
   "$ours,decode_only=true" "$paper,decode_only=true"
   oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
 )
 variants=(
-  "$sparse" "$ours" "$paper" "$sparse,tile=32" "$heads,decode_only=true" "$heads,decode_only=true,remap=false"
-  "$ours,decode_only=true,pooling=pre_softmax" "$heads" "$heads,remap=false" "$ours,pooling=pre_softmax"
+  "$sparse" "$ours,$own" "$paper,$own" "$sparse,tile=32" "$heads,decode_only=true" "$heads,decode_only=true,remap=false"
+  "$ours,decode_only=true,pooling=pre_softmax" "$heads,$own" "$heads,remap=false,$own" "$ours,pooling=pre_softmax,$own"
   kascade:pool=layer,decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
 )
 # Other shares for the frontier; a tenth is above.
 shares=() oracle=() choices=() pooled=()
 for share in 0.025 0.05 0.2; do
-  shares+=("$ours,decode_only=true,top_k=$share" "$sparse,top_k=$share" "$ours,top_k=$share")
+  shares+=("$ours,decode_only=true,top_k=$share" "$sparse,top_k=$share" "$ours,top_k=$share,$own")
   shares+=("$paper,decode_only=true,top_k=$share" "$ten,decode_only=true,top_k=$share")
   shares+=("oracle_topk:decode_only=true,top_k=$share")
   shares+=("quest:top_k=$share" "omnikv:top_k=$share" "lessismore:top_k=$share" "streaming:window=$share")
@@ -89,7 +90,7 @@ done
 # Figures 2, 5 and 6 of the paper, with a floor that a share of a few thousand tokens does not reach.
 for share in 0.025 0.05 0.1; do
   oracle+=("oracle_topk:top_k=$share,min_k=16" "oracle_topk:top_k=$share,min_k=16,dense_layers=0")
-  for variant in "" ,pool=layer ,remap=false; do
+  for variant in ",$own" ",pool=layer,$own" ",remap=false,$own"; do
     choices+=("$heads,top_k=$share,min_k=16$variant" "$paper,top_k=$share,min_k=16$variant")
   done
 done

@@ -28,7 +28,7 @@ from foveate.evaluation import accounting, tasks
 from foveate.evaluation.errors import DataError, UserError, unknown
 from foveate.evaluation.metrics import paired_bootstrap
 from foveate.evaluation.runner import Comparison, Prepared, parse_method, prepare, run
-from foveate.methods import Method, make
+from foveate.methods import Method, recorded
 from foveate.report.recheck import table
 from foveate.report.rows import read
 
@@ -148,13 +148,13 @@ def _plan(
 
 
 def _method(row: Row, calibrations: Path) -> Method:
-    """The method of a row; settings that are newer than the row have their defaults."""
+    """The method of a row; settings that are newer than the row are as they were before."""
     settings = dict(row["settings"])
     if settings.get("calibration"):  # which has anchors and heads
         settings["calibration"] = os.path.relpath(calibrations / settings["calibration"])
         for name in ("anchors", "heads"):
             del settings[name]
-    return make(row["method"], **settings)
+    return recorded(row["method"], **settings)
 
 
 def _same_items(prepared: Prepared, first: tuple[Cell, Row]) -> None:

@@ -34,19 +34,19 @@ TASKS = {
     "multikey_1": "ruler:split=niah_multikey_1,max_new_tokens=16",
 }
 BASE = 'kascade:calibration="divergence.json",pool=layer'
-QUESTION = {"exact_anchors": True, "dense_last": 128}
+QUESTION = {"dense_last": 128}
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"decode_only": True},
+    {"exact_anchors": False},
+    {"exact_anchors": False, "dense_last": 128},
     {},
-    {"dense_last": 128},
-    {"exact_anchors": True},
     QUESTION,
     {"oracle": True},
     {"oracle": True, "tile": 1},
     {"oracle": True, "dense_last": 128},
     QUESTION | {"dense_last": 512},
     QUESTION | {"rest": "mean"},
-    {"exact_anchors": True, "rest": "mean"},
+    {"rest": "mean"},
     {"dense_last": 2048},
     {"tile": 1},
     QUESTION | {"tile": 32},
@@ -58,7 +58,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"top_k": 0.2},
     {"oracle": True, "tile": 32},
     {"oracle": True, "rest": "mean"},
-    {"rest": "mean"},
+    {"exact_anchors": False, "rest": "mean"},
     {"tile": 32},
     QUESTION | {"pool": "kv_head"},
     QUESTION | {"rest": "mean", "tile": 32, "window": 64},

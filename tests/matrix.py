@@ -54,18 +54,19 @@ VARIANTS = [
     *(
         (f"kascade/{name}", methods.make("kascade", **({"top_k": 9, "tile": 12} | settings)).for_layer(1, 3))
         for name, settings in {
-            "tiles": {"anchors": [1]},
+            "tiles": {"anchors": [1], "exact_anchors": False},
             "decode_only": {"anchors": [1], "decode_only": True},
-            "pre_softmax": {"anchors": [1], "pooling": "pre_softmax"},
-            "layer": {"anchors": [1], "pool": "layer", "tile": 5},
-            "sqrt": {"anchors": [1], "pooling": "sqrt"},
-            "exact_anchors": {"anchors": [1], "exact_anchors": True},
+            "pre_softmax": {"anchors": [1], "pooling": "pre_softmax", "exact_anchors": False},
+            "layer": {"anchors": [1], "pool": "layer", "tile": 5, "exact_anchors": False},
+            "sqrt": {"anchors": [1], "pooling": "sqrt", "exact_anchors": False},
+            "exact_anchors": {"anchors": [1]},
             "fp8": {"anchors": [1], "score_keys": "fp8", "pooling": "sqrt"},
             "fp8_decode_only": {"anchors": [1], "score_keys": "fp8", "decode_only": True, "top_k": 0.2, "min_k": 6},
-            "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3},
-            "rest": {"anchors": [1], "rest": "mean"},
+            "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3, "exact_anchors": False},
+            "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
+            "score_queries": {"anchors": [1], "score_queries": 0.5, "exact_anchors": False},
             "dense_last": {"anchors": [1], "dense_last": 15},
-            "window": {"anchors": [1], "window": 5, "dense_last": 6, "exact_anchors": True},
+            "window": {"anchors": [1], "window": 5, "dense_last": 6},
         }.items()
     ),
     ("quest/kv_head", methods.make("quest", top_k=0.2, min_k=4, page_size=4, pool="kv_head").for_layer(2, 3)),
@@ -874,6 +875,7 @@ def test_spec_reads_back_as_the_same_method(name):
     for settings in (cls.full_budget, cls.small_budget):
         method = methods.make(name, **settings)
         assert methods.parse(method.spec) == method
-        later = {field.name for field in dataclasses.fields(cls) if field.metadata.get("later")}
+        fields = [field for field in dataclasses.fields(cls) if field.metadata.get("later")]
+        later = {field.name for field in fields if field.default == field.metadata["before"]}
         assert set(method.settings()) == {field.name for field in dataclasses.fields(cls)} - later
         assert all(field.metadata.get("help") for field in dataclasses.fields(cls))

@@ -34,6 +34,9 @@ def in_prompt(policy: Method) -> str:
     """What a layer does with a prompt, in a word."""
     if not policy.sparse_prompt:
         return "dense" if policy.observation is None else "dense, learning"
+    place = getattr(policy, "place", None)
+    if place is not None and place.chooses and not place.has_readers and getattr(policy, "exact_anchors", False):
+        return "dense"  # it would choose for nobody
     return in_decode(policy)
 
 

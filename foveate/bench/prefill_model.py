@@ -30,7 +30,7 @@ METHODS = (
     "streaming",
     "kascade",
     "kascade:rest=mean",
-    "kascade:exact_anchors=true",
+    "kascade:exact_anchors=false",
     "tova",
     "snapkv",
     "h2o",

@@ -16,7 +16,7 @@ from foveate.evaluation import outfile
 from foveate.evaluation.accounting import ROW_FIELDS
 from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.rowcheck import check_record, check_row
-from foveate.methods import Method, make
+from foveate.methods import Method, complete, recorded
 
 _KIND = "partial results of foveate compare"
 Fingerprint = Mapping[str, Any]
@@ -57,10 +57,11 @@ def method_of(row: Mapping[str, Any]) -> Method | None:
     None where the method has other settings by now.
     """
     try:
-        method = make(row["method"], **row["settings"])
+        method = recorded(row["method"], **row["settings"])
     except (KeyError, TypeError, ValueError):
         return None
-    theirs, ours = (json.dumps(settings, sort_keys=True) for settings in (row["settings"], method.settings()))
+    given = (complete(row["method"], settings) for settings in (row["settings"], method.settings()))
+    theirs, ours = (json.dumps(settings, sort_keys=True) for settings in given)
     return method if theirs == ours else None
 
 

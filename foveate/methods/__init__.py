@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from foveate.methods.base import REGISTRY, Method, budget, get, make, names, parse, spelled
+from foveate.methods.base import REGISTRY, Method, budget, complete, get, make, names, parse, recorded, spelled
 from foveate.methods.dense import Dense
 from foveate.methods.h2o import H2O
 from foveate.methods.lined import LinedAsPublished
@@ -31,11 +31,13 @@ __all__ = [
     "Together",
     "Uniform",
     "budget",
+    "complete",
     "get",
     "make",
     "names",
     "parse",
     "per_layer",
+    "recorded",
     "spelled",
 ]
 

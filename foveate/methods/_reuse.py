@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,18 +45,16 @@ class Place(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The keys that one layer has chosen, for those behind it."""
+    """The keys that one layer has chosen for a decoded token, for those behind it."""
 
     indices: Tensor
-    """int ``[B, Hkv, K]``, -1 for none; of the tiles of a prompt those of all, one behind the other."""
-    read: Tensor | None = None
-    """Of a decoded token: how many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
-    starts: Tensor | None = None
-    """Of the tiles of a prompt: where each one's keys begin, see :func:`ops.attend_tiles`."""
+    """int ``[B, Hkv, K]``, -1 for none."""
+    read: Tensor
+    """How many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
 
     def to(self, device: torch.device) -> Selection:
         """The same on another device."""
-        return Selection(*(x if x is None else x.to(device) for x in self))
+        return Selection(*(x.to(device) for x in self))
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class SelectOnce(Method):
             cache.count_read(read)
             count_scored(self, cache)
         else:
-            (indices, read, _), heads = self._handed_on(cache)
+            (indices, read), heads = self._handed_on(cache)
             cache.counters.indices_reused += cache.batch_size
             cache.count_read(read if heads is None else read.index_select(1, heads))
         how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
@@ -146,18 +144,18 @@ class SelectOnce(Method):
         """How many keys are read, ``[B, Hkv]``."""
         return (indices >= 0).sum(-1)
 
-    def _hand_on(self, cache: SlotCache, selection: Selection) -> None:
+    def _hand_on(self, cache: SlotCache, selection: Selection | ops.TileKeys) -> None:
         """For the layers that read it, if any."""
         if self.place.has_readers:
             own, before = ((self.name, layer) for layer in (self.place.layer, self.place.before))
             cache.hand_on(own, selection, instead_of=before)
 
-    def _handed_on(self, cache: SlotCache) -> tuple[Selection, Tensor | None]:
+    def _handed_on(self, cache: SlotCache) -> tuple[Any, Tensor | None]:
         """The anchor's selection, and which of its heads each of this layer reads; None: its own."""
         selection, heads = cache.handed_on((self.name, self.place.anchor)).to(cache.device), self.place.heads
         if heads is None:
             return selection, None
-        number = selection.indices.shape[1]
+        number = cache.geometry.num_kv_heads
         if len(heads) != number or not all(head in range(number) for head in heads):
             raise ValueError(
                 f"{self.name}: heads of layer {self.place.layer} must be {number} numbers below {number}, "
@@ -211,7 +209,12 @@ class TopKByMass(SelectOnce):
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
     rest: str = setting(
-        "none", "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are"
+        "none",
+        "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are",
+        before="none",
+    )
+    score_queries: float = setting(
+        1.0, "share of a tile's queries whose attention is averaged: 1.0, or less (approximate)", later=True
     )
     dense_last: int = setting(0, "last tokens of a prompt, such as its question, that read all keys", later=True)
     window: int = setting(0, "keys right before a prompt's tile that are chosen first, whatever their mass", later=True)
@@ -226,6 +229,11 @@ class TopKByMass(SelectOnce):
         self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", f"1.0 with {self.pooling} pooling")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
+        share = isinstance(self.score_queries, float) and 0 < self.score_queries <= 1
+        self._check("score_queries", share, "a float in (0, 1]")
+        if self.score_queries < 1:
+            dense = self.decode_only or self.pooling == "pre_softmax"
+            self._check("score_queries", not dense, "1.0 with decode_only, and with pre_softmax pooling")
         self._check_choice("rest", "none", "mean")
         self._check(
             "rest", self.rest == "none" or not self.decode_only, "none with decode_only: prompts are read densely"
@@ -322,52 +330,56 @@ class TopKByMass(SelectOnce):
         how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
         if place.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, offset=offset, need_lse=True, **how)
+            lse, exact = attended.lse[:, :, :sparse], place.dense or self.exact_anchors
+            if not exact:  # the dense output is freed before scores are there
+                outs, attended = [attended.out[:, :, sparse:].clone()], None
             with torch.no_grad():
-                lse = attended.lse[:, :, :sparse]
-                selection = self._select_tiles(cache, first, lse, tile, scaling, offset)
-            self._hand_on(cache, selection)
-            if place.dense or self.exact_anchors:
+                chosen = self.select_tiles(cache, first, lse, tile, scaling, offset)
+            self._hand_on(cache, chosen)
+            if exact:
                 return attended
-            outs = [attended.out[:, :, sparse:]]
         else:
-            selection, heads = self._handed_on(cache)
+            chosen, heads = self._handed_on(cache)
             last = [q[:, :, sparse:]] if sparse < length else []
             outs = [ops.attend_causal(x, cache.keys, cache.values, offset=offset + sparse, **how).out for x in last]
-        how |= {"tile": tile, "offset": offset, "heads": heads, "rest": self.rest == "mean", "starts": selection.starts}
-        tiles = ops.attend_tiles(first, cache.keys, cache.values, selection.indices, **how)
+        how |= {"tile": tile, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
+        tiles = ops.attend_tile_keys(first, cache.keys, cache.values, chosen, **how)
         return ops.Attended(torch.cat([tiles.out, *outs], 2)) if sparse < length else tiles
 
-    def _select_tiles(
+    def select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
-    ) -> Selection:
-        """Keys before each tile of a prompt; a tile has as many places as it may read keys."""
+    ) -> ops.TileKeys:
+        """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""
         how = {"tile": tile, "offset": offset, "softcap": cache.softcap}
         if self.pooling == "pre_softmax":
             blocks = ops.tile_logits(q, cache.keys, scaling=scaling, **how)
         else:
             power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
             how["softcap"] = None if cache.softcap is None else power * cache.softcap
+            how["share"] = self.score_queries
             blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
-        ends = tuple(itertools.accumulate(counts, initial=0))
-        starts = on_device(ends, q.device)
+        places = tuple(itertools.accumulate(counts, initial=0))
+        ends = tuple(itertools.accumulate((-(-tile * t // ops.WORD_KEYS) for t in range(start, end)), initial=0))
         heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads
-        chosen = torch.full((len(q), heads, ends[-1]), -1, dtype=torch.int32, device=q.device)
+        words = torch.zeros(len(q), heads, ends[-1], dtype=torch.int32, device=q.device)
+        chosen = ops.TileKeys(words, on_device(ends, q.device), on_device(places, q.device), places)
         for first, scores in blocks:
-            batch, _, tiles = scores.shape[:3]
-            some = slice(first - start, first - start + tiles)
-            own, since, until = counts[some], ends[some.start], ends[some.stop]
+            some = slice(first - start, first - start + scores.shape[2])
+            own, begins = counts[some], chosen.begins[some.start : some.stop + 1]
             if self.window:
-                begins = tile * torch.arange(first, first + tiles, device=q.device)[:, None]
-                near = torch.arange(scores.shape[-1], device=q.device)
-                window = on_device(tuple(min(self.window, count) for count in own), q.device)[:, None]
-                near = (near < begins) & (near >= begins - window)
-                scores = scores.masked_fill(near, float("inf"))
-            how = (on_device(tuple(own * batch), q.device), max(own), len(set(own)) == 1)
-            best = self._best(scores.transpose(1, 2).flatten(0, 1), *how).unflatten(0, (batch, tiles))
-            place = torch.arange(since, until, device=q.device)
-            row = torch.searchsorted(starts[some], place, right=True) - 1
-            source = row * best.shape[-1] + place - starts[some][row]
-            chosen[:, :, since:until] = best.transpose(1, 2).flatten(2).index_select(2, source)
-        return Selection(chosen.expand(-1, cache.geometry.num_kv_heads, -1), starts=starts)
+                scores = self._window_first(scores, first, tile, own)
+            how = (on_device(tuple(own), q.device), max(own), len(set(own)) == 1)
+            for row in range(len(q)):
+                best = self._best(scores[row].transpose(0, 1), *how)
+                ops.set_bits(words[row, None], best.transpose(0, 1)[None], begins)
+            del scores, best  # before those of the next tiles are there
+        return chosen
+
+    def _window_first(self, scores: Tensor, first: int, tile: int, counts: Sequence[int]) -> Tensor:
+        """Scores ``[B, H, T, N]``, infinite for keys right before each tile: no more of them than are chosen."""
+        begins = tile * torch.arange(first, first + len(counts), device=scores.device)[:, None]
+        window = on_device(tuple(min(self.window, count) for count in counts), scores.device)[:, None]
+        key = torch.arange(scores.shape[-1], device=scores.device)
+        return scores.masked_fill((key < begins) & (key >= begins - window), float("inf"))

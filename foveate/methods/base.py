@@ -24,13 +24,15 @@ Number = TypeVar("Number", int, Tensor)
 REGISTRY: dict[str, type[Method]] = {}
 
 
-def setting(default: Any, help: str, later: bool = False) -> Any:
+def setting(default: Any, help: str, later: bool = False, before: Any = None) -> Any:
     """A documented field of a method.
 
-    `later`: it has come since results were recorded, and its default is what the method did before. At its default it
-    is not among :meth:`Method.settings`, so that these results stay the method's own.
+    `before`: it has come since results were recorded, when the method did what it does with this value.
+    `later`: the same, with the default where `before` is None; with that value it is not among
+    :meth:`Method.settings`, so that these results stay the method's own.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "later": later})
+    before = default if later and before is None else before
+    return dataclasses.field(default=default, metadata={"help": help, "later": later, "before": before})
 
 
 @dataclass(frozen=True)
@@ -214,12 +216,12 @@ class Method:
     # Settings
 
     def settings(self) -> dict[str, Any]:
-        """The settings as JSON-able values, without those at their default that came later."""
+        """The settings as JSON-able values, without those that came later and change nothing, see :func:`setting`."""
         values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             field.name: value
             for field, value in values.items()
-            if not (field.metadata.get("later") and value == field.default)
+            if not (field.metadata.get("later") and value == field.metadata["before"])
         }
 
     @functools.cached_property
@@ -305,6 +307,21 @@ def make(method: str | Method, **settings: Any) -> Method:
     cls, given = _read(method)
     _check_known(cls, settings)
     return cls(**(given | settings))
+
+
+def recorded(method: str, **settings: Any) -> Method:
+    """The method of :meth:`Method.settings` on record: what is not among them is as it was before it came.
+
+    Raises:
+        ValueError: as :func:`make`.
+    """
+    return make(method, **complete(method, settings))
+
+
+def complete(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings on record with those that have come since, as the method was before."""
+    since = {field.name: field.metadata.get("before") for field in dataclasses.fields(get(method))}
+    return {name: value for name, value in since.items() if value is not None} | dict(settings)
 
 
 def parse(spec: str) -> Method:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -50,7 +51,10 @@ class Kascade(TopKByMass):
     calibration: str = setting("", "file of `foveate calibrate` with both; or auto: from the first long prompt")
 
     exact_anchors: bool = setting(
-        False, "in prompts anchors read all keys, whose attention they compute in order to choose", later=True
+        True,
+        "in prompts anchors read all keys: a dense pass gives their output with the log-sum-exp that they choose by",
+        later=True,
+        before=False,
     )
     score_keys: str = setting(
         "exact",
@@ -61,11 +65,8 @@ class Kascade(TopKByMass):
     def __post_init__(self):
         super().__post_init__()
         self._check("exact_anchors", isinstance(self.exact_anchors, bool), "true or false")
-        self._check(
-            "exact_anchors",
-            not (self.exact_anchors and self.decode_only),
-            "false with decode_only: all layers read all",
-        )
+        if self.decode_only:  # all layers read all keys of a prompt
+            object.__setattr__(self, "exact_anchors", True)
         self._check_choice("score_keys", "exact", "fp8")
         if self.score_keys != "exact":
             rule = "exact with pre_softmax pooling, which scores by mean queries"
@@ -113,7 +114,12 @@ class Kascade(TopKByMass):
         """A calibration stands for its anchors and heads."""
         if not self._of_file:
             return super().spec
-        return self._spell(self.settings() | {"anchors": _ANCHORS, "heads": None})
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return self._spell(values | {"anchors": _ANCHORS, "heads": None})
+
+    def settings(self) -> dict[str, Any]:
+        """As of any method; with `decode_only` without `exact_anchors`, which changes nothing there."""
+        return {key: x for key, x in super().settings().items() if not (self.decode_only and key == "exact_anchors")}
 
     def changed(self, **settings: Any) -> Method:
         own = {"anchors": _ANCHORS, "heads": None} if self._of_file else {}

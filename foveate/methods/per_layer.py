@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from foveate.methods.base import Method, make, setting
+from foveate.methods.base import Method, make, recorded, setting
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Mixed(Method):
 def _spec(method: str | Method | dict[str, Any]) -> str:
     """The spec of a method, which may be written as :func:`_complete` writes it."""
     if isinstance(method, dict):
-        return make(**method).spec
+        return recorded(**method).spec
     return make(method).spec
 
 

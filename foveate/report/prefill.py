@@ -23,6 +23,8 @@ def layers(rows: Sequence[Row]) -> str:
 
     *Learning* and *prompt's end* are what a method adds to attention, and the surcharge is both of them, as a share of
     the fastest dense pass. Parts are of attention: kernels that weigh keys, choose some, attend, and PyTorch's others.
+    *Recall* and *mass* are of approximate choices: the share of the exact choice that they have, and the attention that
+    they keep relative to what it keeps.
     """
     head = (
         "method",
@@ -34,7 +36,7 @@ def layers(rows: Sequence[Row]) -> str:
         "learning, ms",
         "prompt's end, ms",
     )
-    lines = [(*head, "surcharge", "memory above inputs and output")]
+    lines = [(*head, "surcharge", "memory above inputs and output", "recall", "mass")]
     for row in rows:
         case, above = row["case"], row["peak_kind"] == "above inputs and output"
         for name, kind in row["layers"].items():
@@ -51,6 +53,10 @@ def layers(rows: Sequence[Row]) -> str:
                     f"{kind['end_ms']:.2f}",
                     f"{100 * kind['surcharge']:.0f} %",
                     f"{kind['peak_bytes'] / 1e9:.2f} GB" if above else "–",
+                    *(
+                        f"{100 * kind['choice'][name]:.1f} %" if "choice" in kind else "–"
+                        for name in ("recall", "mass")
+                    ),
                 )
             )
     return markdown_table(lines)

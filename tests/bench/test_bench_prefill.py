@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import breakdown, decode_model, dense_peers, layer_kinds, prefill, prefill_model, rows
+from foveate.bench import breakdown, decode_model, dense_peers, layer_kinds, prefill, prefill_model, prompt_choice, rows
+from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 from foveate.methods import parse
@@ -19,7 +20,14 @@ from foveate.report import markdown
 from foveate.report import prefill as report
 
 SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "repeats": 1, "dtype": "float32", "device": "cpu"}
-METHODS = ("kascade:min_k=16", "kascade:decode_only=true", "h2o", "snapkv", "streaming:window=64")
+METHODS = (
+    "kascade:min_k=16",
+    "kascade:min_k=16,score_queries=0.25",
+    "kascade:decode_only=true",
+    "h2o",
+    "snapkv",
+    "streaming:window=64",
+)
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -43,11 +51,51 @@ def test_every_layer_is_of_the_kind_that_it_is_in_a_prompt(found):
         "sdpa": {},
         "dense": {"dense": 12},
         "kascade:min_k=16": {"dense, choosing": 1, "choosing": 4, "reading": 7},
+        "kascade:min_k=16,score_queries=0.25": {"dense, choosing": 1, "choosing": 4, "reading": 7},
         "kascade:decode_only=true": {"dense": 12},
         "h2o": {"dense, learning": 12},
         "snapkv": {"dense, learning": 12},
         "streaming:window=64": {"streaming": 12},
     }
+
+
+@pytest.mark.parametrize(("exact", "expected"), [(True, [2, 1, 1]), (False, [1, 2, 1])])
+def test_anchors_that_choose_for_nobody_are_dense(exact, expected):
+    """Nobody reads the choice of layers 0 and 3."""
+    method = parse(f"kascade:anchors=[0,1,3],exact_anchors={exact}")
+    counts = {kind.name: kind.number for kind in layer_kinds.kinds(method, 4, layer_kinds.in_prompt)}
+    assert [counts.get(name, 0) for name in ("dense", "choosing", "reading")] == expected
+
+
+def test_approximate_choices_tell_what_they_are_worth(found):
+    layers = found["kascade:min_k=16,score_queries=0.25"]["layers"]
+    for name in ("dense, choosing", "choosing"):
+        choice = layers[name]["choice"]
+        assert 0.2 < choice["recall"] < choice["mass"] < 1
+    assert "choice" not in layers["reading"]
+    assert not any("choice" in kind for kind in found["kascade:min_k=16"]["layers"].values())
+
+
+def test_an_approximate_choice_beside_the_exact_one_written_out():
+    generator = torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 200, 16, generator=generator) for heads in (6, 2, 2))
+    exact = parse("kascade:anchors=[0],top_k=9,tile=24").for_layer(0, 2)
+    policy = exact.changed(score_queries=0.25).for_layer(0, 2)
+    found = prompt_choice.quality(policy, exact, SlotCache.of(k, v, 6), q, 0.3)
+    logits = 0.3 * q.double() @ k.double().repeat_interleave(3, 1).transpose(-1, -2)
+    weights = logits.masked_fill(torch.ones(200, 200).triu(1).bool(), -torch.inf).softmax(-1).unflatten(1, (2, 3))
+    both = total = kept = best = 0.0
+    for begin in range(8, 200, 8):
+        mass, other = (
+            weights[:, :, :, places, :begin].mean((2, 3))
+            for places in (range(begin, begin + 8), [begin + 2, begin + 6])
+        )
+        for h in range(2):
+            its, mine = (set(x[0, h].topk(min(9, begin)).indices.tolist()) for x in (mass, other))
+            both, total = both + len(its & mine), total + len(its)
+            kept, best = kept + float(mass[0, h, list(mine)].sum()), best + float(mass[0, h, list(its)].sum())
+    assert found["recall"] == pytest.approx(both / total)
+    assert found["mass"] == pytest.approx(kept / best, rel=1e-5)
 
 
 def test_a_method_s_time_is_the_mean_of_its_layers_and_all_that_they_do(found):
@@ -74,7 +122,7 @@ def test_rows_are_beside_the_fastest_dense_and_complete(found):
         assert row["dense_prompts"] == (None if name == "sdpa" else "PyTorch")
         case = row["case"]
         assert (case["level"], case["context"], case["batch"], case["heads"]) == ("kernel", 300, 1, 8)
-        shares = {"kascade:min_k=16": 0.1, "kascade:decode_only=true": 0.1, "h2o": 0.125, "snapkv": 0.125}
+        shares = dict.fromkeys(METHODS[:3], 0.1) | {"h2o": 0.125, "snapkv": 0.125}
         assert case["share"] == shares.get(name)
     flops = 4 * 8 * 16 * 300 * 301 / 2
     assert found["dense"]["tflop_per_s"] == pytest.approx(flops / found["dense"]["ms"] / 1e9)

@@ -293,13 +293,37 @@ def test_head_dims_of_mass(dtype, dim):
     check_mass(q, k, 64, 41, dim**-0.5)
 
 
+@every_pair(
+    DTYPES,
+    ("dim", [64, 80, 128, 256]),
+    ("rows", [1, 5, 16, 32, 60, 64]),
+    (("tiles", "keys"), [(1, 64), (7, 1000), (33, 4001)]),
+)
+def test_mass_of_tiles_of_few_queries(dtype, dim, rows, tiles, keys):
+    """Several tiles in a program, in any order."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    queries, k = (
+        torch.randn(2, 3, *size, dim, generator=generator, device="cuda").to(dtype) for size in ((tiles, rows), (keys,))
+    )
+    lse = torch.randn(2, 3, tiles, rows, generator=generator, device="cuda") + 5
+    lse[:, :, 0, rows // 2 :] = float("inf")
+    begins = torch.randint(0, keys + 100, (tiles,), generator=generator, device="cuda")
+    with poisoned_memory("cuda"):
+        found = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=dim**-0.5)
+        assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=dim**-0.5))
+    exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=dim**-0.5)
+    torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)
+
+
 @every_pair(DTYPES, HEADS)
 def test_heads_of_mass(dtype, heads, kv_heads):
     q, k, _ = problem(2, heads, kv_heads, 517, 131, 64, dtype)
     check_mass(q, in_buffer(k, "tokens_first"), max(1, 128 // (heads // kv_heads)), 131)
 
 
-@pytest.mark.parametrize("spec", [f"kascade:anchors=[0,2],{x}" for x in ("min_k=16", "top_p=0.9", "rest=mean")])
+@pytest.mark.parametrize(
+    "spec", [f"kascade:anchors=[0,2],exact_anchors=false,{x}" for x in ("min_k=16", "top_p=0.9", "rest=mean")]
+)
 @pytest.mark.parametrize("layer", [2, 3])
 def test_a_prompt_of_kascade_takes_the_kernels(spec, layer, launches):
     q, k, v = problem(1, 14, 2, 1613, 0, 64, torch.float32)

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
 
-from foveate import methods
+from foveate import methods, ops
 from foveate.cache import Counters, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.attention import without_cache
@@ -122,7 +123,7 @@ def in_eight_bits(k, prompt):
         {"anchors": [0, 2], "top_p": 0.5},
         {"anchors": [0, 2], "top_p": 0.5, "heads": {"1": [1, 1], "3": [0, 0]}},
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
-        {"anchors": [1], "exact_anchors": True},
+        {"anchors": [1], "exact_anchors": True, "tile": 5},
         {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
         {"anchors": [0, 2], "dense_last": 9, "heads": {"1": [1, 0]}},
         {"anchors": [1, 2], "dense_last": 8, "rest": "mean"},
@@ -137,7 +138,7 @@ def in_eight_bits(k, prompt):
 @pytest.mark.parametrize("top_k", [0.3, 7])
 def test_kascade_written_out(settings, top_k):
     layers, prompt, total = 4, 41, 46
-    settings = {"anchors": [0, 2], "tile": 12, "top_k": top_k, "min_k": 5} | settings
+    settings = {"anchors": [0, 2], "tile": 12, "top_k": top_k, "min_k": 5, "exact_anchors": False} | settings
     method = methods.make("kascade", **settings)
     tokens = draw(layers, 1, total)
     stack = Stack(method, layers, prompt)
@@ -372,7 +373,6 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"dense_last": 8, "decode_only": True}, "dense_last must be 0 with decode_only"),
         ("oracle_topk", {"window": 8, "decode_only": True}, "window must be 0 with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
-        ("kascade", {"exact_anchors": True, "decode_only": True}, "exact_anchors must be false with decode_only"),
         ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, fp8, not 'int8'"),
         (
             "kascade",
@@ -384,6 +384,9 @@ def test_evenly_spaced_anchors_and_depths():
             {"score_keys": "fp8", "calibration": "auto"},
             "score_keys must be exact under calibration=auto, which has no anchors yet when the cache is made",
         ),
+        ("kascade", {"score_queries": 1}, r"score_queries must be a float in \(0, 1\], not 1"),
+        ("kascade", {"score_queries": 0.5, "decode_only": True}, "score_queries must be 1.0 with decode_only"),
+        ("kascade", {"score_queries": 0.5, "pooling": "pre_softmax"}, "score_queries must be 1.0 with decode_only"),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
         ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
@@ -469,12 +472,28 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
         assert stack.feed(part(tokens, 39, 40)).isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "value"), [("exact_anchors", True), ("score_keys", "fp8"), ("dense_last", 9)])
-def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value):
-    assert name not in methods.make("kascade").settings()
-    method = methods.make("kascade", **{name: value})
+@pytest.mark.parametrize(
+    ("name", "value", "before"), [("exact_anchors", True, False), ("score_keys", "fp8", "exact"), ("dense_last", 9, 0)]
+)
+def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):
+    old, method = (methods.make("kascade", **{name: x}) for x in (before, value))
+    assert name not in old.settings()
     assert method.settings()[name] == value
-    assert methods.make("kascade", **method.settings()) == method == methods.parse(method.spec)
+    for one in (old, method):
+        assert methods.recorded("kascade", **one.settings()) == one == methods.parse(one.spec)
+
+
+def test_methods_on_record_within_others_are_as_they_were():
+    for exact in (False, True):
+        own = methods.make("per_layer", layers={"0-1": "dense", "rest": f"kascade:exact_anchors={exact}"})
+        assert methods.recorded(own.name, **own.settings()) == own
+
+
+def test_dense_prompts_have_no_anchors_that_could_read_less():
+    method, other = (methods.make("kascade", decode_only=True, exact_anchors=x) for x in (True, False))
+    assert method == other == methods.recorded("kascade", **method.settings())
+    assert method.spec == "kascade:decode_only=true"
+    assert "exact_anchors" not in method.settings()
 
 
 def test_layers_that_choose_what_they_read_keep_a_copy_of_their_keys():
@@ -579,12 +598,43 @@ def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record
     assert recall < 1, "scores are approximate"
 
 
+def test_scores_of_a_prompt_are_there_of_a_few_tiles_at_a_time(monkeypatch):
+    """Those of the tiles before are let go first."""
+    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 12)
+    real, seen = ops.tile_mass, []
+
+    def watched(*args, **more):
+        for first, mass in real(*args, **more):
+            assert all(one() is None for one in seen)
+            seen.append(weakref.ref(mass))
+            yield first, mass
+            del mass
+
+    monkeypatch.setattr(ops, "tile_mass", watched)
+    method = methods.make("kascade", anchors=[0, 1], top_k=9, tile=12)
+    Stack(method, 3, 200).feed(part(draw(3, 1, 200), 200))
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_a_share_of_queries_chooses_by_their_attention(share):
+    """Keys that all queries of a tile agree on are found by any of them; of others some are not."""
+    tokens = draw(2, 1, 96)
+    exact, other = (methods.make("kascade", anchors=[0], top_k=9, tile=24, score_queries=x) for x in (1.0, share))
+    assert "score_queries" not in exact.settings()
+    assert methods.parse(other.spec) == other == methods.recorded("kascade", **other.settings())
+    assert (Stack(exact, 2, 96).feed(tokens) - Stack(other, 2, 96).feed(tokens)).abs().max() > 1e-3
+    # the queries of a tile, 8 positions of a group's heads, are one
+    alike = [(q[:, ::3, ::8].repeat_interleave(8, 2).repeat_interleave(3, 1), k, v) for q, k, v in tokens]
+    assert_close(Stack(other, 2, 96).feed(alike), Stack(exact, 2, 96).feed(alike))
+
+
 @pytest.mark.parametrize(("exact", "choosing"), [(False, [1, 3]), (True, [1])])
 def test_anchors_that_read_all_choose_for_others_alone(monkeypatch, exact, choosing):
     """Nobody reads the choice of layers 0 and 3; the first is dense, and so is the other with `exact_anchors`."""
     kascade, chose = methods.get("kascade"), []
-    real = kascade._select_tiles
-    monkeypatch.setattr(kascade, "_select_tiles", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
+    real = kascade.select_tiles
+    monkeypatch.setattr(kascade, "select_tiles", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
     method = methods.make("kascade", anchors=[0, 1, 3], exact_anchors=exact, top_k=5, tile=12)
     Stack(method, 4, 40).feed(part(draw(4, 1, 40), 40))
     assert chose == choosing

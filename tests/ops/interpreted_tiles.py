@@ -97,7 +97,7 @@ def test_capped_logits(dtype, softcap, rest, beside, small_blocks):
 
 
 @every_pair(
-    ("dtype", [torch.float32, torch.float16]), ("softcap", [0.7, 5.0, 50.0]), ("rows", [7, 40]), ("number", [9, 70])
+    ("dtype", [torch.float32, torch.float16]), ("softcap", [0.7, 5.0, 50.0]), ("rows", [2, 7, 40]), ("number", [9, 70])
 )
 def test_masses_of_capped_logits(dtype, softcap, rows, number, small_blocks):
     """In one block of queries, and in several."""
@@ -252,15 +252,15 @@ def check_mass(queries, k, lse, begins):
     return mass
 
 
-@pytest.mark.parametrize("rows", [1, 12, 16, 40])
+@pytest.mark.parametrize("rows", [1, 3, 8, 12, 16, 40])
 @pytest.mark.parametrize("keys", [0, 1, 15, 70, 300])
 def test_mass_of_tiles(rows, keys, small_blocks):
     check_mass(*mass_problem(rows=rows, keys=keys))
 
 
-@pytest.mark.parametrize("rows", [126, 128, 200])
+@pytest.mark.parametrize("rows", [5, 32, 64, 126, 128, 200])
 def test_mass_in_blocks_of_the_real_size(rows):
-    check_mass(*mass_problem(tiles=3, rows=rows, keys=333, dim=64, batch=1, dtype=torch.float16))
+    check_mass(*mass_problem(tiles=7, rows=rows, keys=333, dim=64, batch=1, dtype=torch.float16))
 
 
 @DTYPES
@@ -300,9 +300,12 @@ def test_the_verb_gives_the_same_with_the_kernel(monkeypatch):
     shape = SOME._replace(batch=2, kv_heads=2, queries=70, offset=13)
     q, k, v = problem(shape)
     lse = ops.attend_causal(q, k, v, scaling=0.3, offset=13, need_lse=True).lse
-    expected = list(ops.tile_mass(q, k, lse, tile=8, scaling=0.3, offset=13))
-    monkeypatch.setattr(reference, "_block_mass", mass_kernel.tile_block_mass)
-    found = list(ops.tile_mass(q, k, lse, tile=8, scaling=0.3, offset=13))
-    for (first, mass), (also_first, also) in zip(expected, found, strict=True):
-        assert first == also_first
-        torch.testing.assert_close(mass, also)
+    for share in (1.0, 0.25):
+        how = {"tile": 8, "scaling": 0.3, "offset": 13, "share": share}
+        with monkeypatch.context() as patch:
+            expected = list(ops.tile_mass(q, k, lse, **how))
+            patch.setattr(reference, "_block_mass", mass_kernel.tile_block_mass)
+            found = list(ops.tile_mass(q, k, lse, **how))
+        for (first, mass), (also_first, also) in zip(expected, found, strict=True):
+            assert first == also_first
+            torch.testing.assert_close(mass, also)

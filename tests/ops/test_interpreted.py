@@ -16,7 +16,7 @@ PROCESSES = [
     ("summaries",),
     ("decode", "choice", "boxes", "slots"),
     ("indexer", "selected", "until"),
-    ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds"),
+    ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "bits"),
 ]
 
 

@@ -3,6 +3,7 @@
 from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import gated, pooled, reference, selected, summaries, tiles, until
 from foveate.ops.attend.causal import attend_causal, prompt_path
+from foveate.ops.attend.chosen import attend_tile_keys
 from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.gated import choose_blocks
 from foveate.ops.attend.library import PromptHeads, dense_obstacles
@@ -52,6 +53,7 @@ __all__ = [
     "attend_recent",
     "attend_selected",
     "attend_summaries",
+    "attend_tile_keys",
     "attend_tiles",
     "attend_until",
     "attend_window",

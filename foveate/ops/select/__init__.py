@@ -1,20 +1,27 @@
 """select: which k of the scored, in bounded memory and in a total order."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.select import blocks, pages, reference
+from foveate.ops.select import bits, blocks, pages, reference
+from foveate.ops.select.bits import WORD_KEYS, TileKeys
 from foveate.ops.select.mass import by_bound, by_mass, first_of
 from foveate.ops.select.reference import StreamingTopK, topk
 
+keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")
 keys_of_pages = dispatch(pages.keys_of_pages, "foveate.ops.select.pages_kernel")
+set_bits = dispatch(bits.set_bits, "foveate.ops.select.bits_kernel")
 topk_of_blocks = dispatch(blocks.topk_of_blocks, "foveate.ops.select.blocks_kernel")
 topk_rows = dispatch(reference.topk_rows, "foveate.ops.select.rows_kernel")
 
 __all__ = [
+    "WORD_KEYS",
     "StreamingTopK",
+    "TileKeys",
     "by_bound",
     "by_mass",
     "first_of",
+    "keys_of_bits",
     "keys_of_pages",
+    "set_bits",
     "topk",
     "topk_of_blocks",
     "topk_rows",

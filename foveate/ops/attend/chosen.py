@@ -1,0 +1,69 @@
+"""Attention of prompt queries in tiles over keys that are kept as bits."""
+
+from __future__ import annotations
+
+import bisect
+
+from torch import Tensor
+
+from foveate.ops import _math
+from foveate.ops._dispatch import dispatch
+from foveate.ops.attend import tiles
+from foveate.ops.attend.reference import Attended
+from foveate.ops.select import bits
+from foveate.ops.select.bits import TileKeys
+
+_attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
+_keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")
+
+
+def attend_tile_keys(
+    q: Tensor, k: Tensor, v: Tensor, chosen: TileKeys, *, tile: int, scaling: float, offset: int = 0, **how
+) -> Attended:
+    """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order and so to the same last bit.
+
+    A few tiles at a time, whose lists of keys and outputs take bounded memory: 256 MB on a GPU.
+
+    Args:
+        q, k, v, tile, scaling, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``.
+        chosen: of ``H`` heads, those of the keys and values, or one for all.
+
+    Raises:
+        ValueError: when there are not as many selections as tiles.
+    """
+    batch, heads, length = len(q), k.shape[1], q.shape[2]
+    start, end = offset - offset % tile, offset + length
+    number = len(chosen.places) - 1
+    if number != -(-(end - start) // tile):
+        raise ValueError(f"keys of {number} tiles do not fit {-(-(end - start) // tile)} tiles of queries")
+    out = None
+    row, own = 4 * batch * chosen.words.shape[1], q.element_size() * batch * q.shape[1] * tile * v.shape[3]
+    sizes = [row * places + own * t for t, places in enumerate(chosen.places)]  # of all tiles before each
+    for first, last in _pieces(sizes, _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES):
+        begins, starts = (x[first : last + 1] for x in (chosen.begins, chosen.starts))
+        indices = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
+        indices = indices.expand(-1, heads, -1)
+        since, until = max(offset, start + first * tile), min(end, start + last * tile)
+        some = {"tile": tile, "scaling": scaling, "offset": since, "starts": starts - starts[0], **how}
+        attended = _attend_tiles(q[:, :, since - offset : until - offset], k, v, indices, **some)
+        if last - first == number:
+            return attended
+        if out is None:
+            out = q.new_empty(batch, length, q.shape[1], v.shape[3]).transpose(1, 2)
+        out[:, :, since - offset : until - offset] = attended.out
+        del indices, attended  # before those of the next tiles are there
+    return Attended(out)
+
+
+def _pieces(sizes: list[int], room: int) -> list[tuple[int, int]]:
+    """Tiles ``first .. last - 1`` of about as many bytes each: no more than ``room``, or one tile.
+
+    ``sizes [T + 1]``: bytes of all tiles before each, ascending from 0.
+    """
+    tiles, first, pieces = len(sizes) - 1, 0, []
+    each = -(-sizes[-1] // max(1, -(-sizes[-1] // room)))
+    while first < tiles:
+        last = min(max(first + 1, bisect.bisect_right(sizes, sizes[first] + each) - 1), tiles)
+        pieces.append((first, last))
+        first = last
+    return pieces

@@ -1,0 +1,112 @@
+"""Keys of tiles to bits and back: Triton kernels of :func:`set_bits` and :func:`keys_of_bits`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops.select.bits import WORD_KEYS, check_bits
+
+_BITS = tl.constexpr(WORD_KEYS)
+_PLACES = 1024
+"""Keys that a program enters."""
+_WORDS = 64
+"""Words that a program reads at once."""
+
+
+def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
+    """See :func:`foveate.ops.select.bits.set_bits`. Bits are entered atomically, in any order."""
+    check_bits(words, indices, begins)
+    batch, heads, tiles, number = indices.shape
+    if indices.numel():
+        _set_bits[triton.cdiv(number, _PLACES) * tiles, batch * heads](
+            words,
+            indices,
+            begins.contiguous(),
+            *words.stride(),
+            *indices.stride(),
+            heads,
+            tiles,
+            number,
+            BLOCK=_PLACES,
+            num_warps=4,
+        )
+
+
+def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> Tensor:
+    """See :func:`foveate.ops.select.bits.keys_of_bits`. A program has one tile's words of a head."""
+    batch, heads = words.shape[:2]
+    found = torch.empty(batch, heads, number, dtype=torch.int32, device=words.device)
+    if found.numel():
+        _keys_of_bits[len(begins) - 1, batch * heads](
+            words,
+            begins.contiguous(),
+            starts.contiguous(),
+            found,
+            *words.stride(),
+            heads,
+            number,
+            WORDS=_WORDS,
+            num_warps=4,
+        )
+    return found
+
+
+@triton.jit(do_not_specialize=["heads", "tiles", "number"])
+def _set_bits(
+    word_ptr,
+    index_ptr,
+    begin_ptr,
+    word_stride_b,
+    word_stride_h,
+    word_stride_p,
+    index_stride_b,
+    index_stride_h,
+    index_stride_t,
+    index_stride_k,
+    heads,
+    tiles,
+    number,
+    BLOCK: tl.constexpr,
+):
+    """Changes ``word [B, H, P]``."""
+    t, row = (tl.program_id(0) % tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
+    index_ptr += row // heads * index_stride_b + row % heads * index_stride_h + t * index_stride_t
+    key = tl.load(index_ptr + place.to(tl.int64) * index_stride_k, mask=place < number, other=-1).to(tl.int32)
+    word_ptr += row // heads * word_stride_b + row % heads * word_stride_h + tl.load(begin_ptr + t) * word_stride_p
+    bit = tl.full([BLOCK], 1, tl.int32) << (key & (_BITS - 1))
+    tl.atomic_or(word_ptr + (key >> 5).to(tl.int64) * word_stride_p, bit, mask=key >= 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["heads", "number"])
+def _keys_of_bits(
+    word_ptr,
+    begin_ptr,
+    start_ptr,
+    found_ptr,
+    word_stride_b,
+    word_stride_h,
+    word_stride_p,
+    heads,
+    number,
+    WORDS: tl.constexpr,
+):
+    """Writes ``found [B, H, number]``."""
+    t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin, start = tl.load(begin_ptr + t), tl.load(start_ptr + t)
+    count, room = (tl.load(begin_ptr + t + 1) - begin).to(tl.int32), (tl.load(start_ptr + t + 1) - start).to(tl.int32)
+    word_ptr += row // heads * word_stride_b + row % heads * word_stride_h + begin * word_stride_p
+    found_ptr += row * number + start - tl.load(start_ptr)
+    places, each = tl.arange(0, WORDS), tl.arange(0, WORDS * _BITS)
+    following = tl.load(word_ptr + places.to(tl.int64) * word_stride_p, mask=places < count, other=0)
+    written = tl.zeros([], tl.int32)
+    for first in tl.range(0, count, WORDS):
+        word, after = following, first + WORDS + places
+        following = tl.load(word_ptr + after.to(tl.int64) * word_stride_p, mask=after < count, other=0)
+        bits = tl.reshape((word[:, None] >> tl.arange(0, _BITS)[None, :]) & 1, [WORDS * _BITS])
+        at = written + tl.cumsum(bits, 0) - 1
+        tl.store(found_ptr + at, each + first * _BITS, mask=(bits != 0) & (at < room))
+        written += tl.sum(bits, 0)
+    for first in tl.range(written, room, WORDS * _BITS):
+        tl.store(found_ptr + first + each, -1, mask=first + each < room)
