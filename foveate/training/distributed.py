@@ -83,7 +83,9 @@ class Parallel:
         self.place, self.network = place, network
         self.sharded = how == "fsdp" and place.world > 1
         if self.sharded:
-            _shard(network, place, half)
+            if place.device.type != "cuda":
+                raise UserError("run.parallel is fsdp, which needs GPUs; use ddp")
+            shard(network, place, half)
         self.model = network
         if place.world > 1 and not self.sharded:
             from torch.nn.parallel import DistributedDataParallel
@@ -163,20 +165,29 @@ class Parallel:
         optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
 
 
-def _shard(network: nn.Module, place: Place, half: bool) -> None:
-    """FSDP2: each layer by itself, then what is left."""
+def shard(network: nn.Module, place: Place, half: bool) -> None:
+    """FSDP2: each layer by itself, then what is left.
+
+    In half precision, weights are cast to bf16 when they are gathered. Those that the network keeps in fp32
+    (`_keep_in_fp32_modules_strict`) are gathered with the other weights of their own module, uncast; the modules within
+    it are a group of their own.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if place.device.type != "cuda":
-        raise UserError("run.parallel is fsdp, which needs GPUs; use ddp")
-    mesh = init_device_mesh("cuda", (place.world,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None
-    options = {"mesh": mesh, **({"mp_policy": policy} if policy else {})}
+    mesh = init_device_mesh(place.device.type, (place.world,))
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else exact
+    kept = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ()) if half else set()
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     for layer in max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[]):
-        fully_shard(layer, **options)
-    fully_shard(network, **options)
+        for module in list(layer.modules()):
+            if kept.intersection(name for name, _ in module.named_parameters(recurse=False)):
+                if within := [child for child in module.children() if any(True for _ in child.parameters())]:
+                    fully_shard(within, mesh=mesh, mp_policy=policy)
+                fully_shard(module, mesh=mesh, mp_policy=exact)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(network, mesh=mesh, mp_policy=policy)
 
 
 def _whole(tensor: Tensor) -> Tensor:
