@@ -24,7 +24,7 @@ _SCAN = 1024
 """Keys that are looked at at once."""
 
 
-_TILES: dict[int, Tile] = {}
+_TILES = {64: Tile(128, 32, num_warps=8, num_stages=3, maxnreg=128)}
 """Tiles in place of those of a window, by the larger of the two head dims, padded."""
 
 

@@ -29,7 +29,7 @@ _TILE_FP32 = Tile(32, 16, num_warps=4, num_stages=1)
 _MOST = 128
 """Queries of a program that has several tiles."""
 
-_HOPPER = False
+_HOPPER = True
 """Whether Hopper gets the kernel written for it: not before its tests have passed on one."""
 
 
