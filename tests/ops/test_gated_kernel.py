@@ -32,14 +32,12 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, wide):
         **sizes,
     }
     options = {"num_warps": 4, "num_stages": 3 if half else 1}
-    common |= {"out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "page_ptr": "*i32:16", "each": "i32"}
-    summaries = {f"summary_{x}_ptr": f"*{dtype}:16" for x in "kv"}
-    summaries |= {f"summary_{x}_stride_{axis}": 1 if axis == "d" else "i32:16" for x in "kv" for axis in "bhld"}
-    choosing = {**{f"{x}_ptr": "*fp32:16" for x in ("logit", "weight", "part")}, "WIDE": wide}
-    choosing |= dict.fromkeys(("padded", "window", "parts_chosen"), "i32")
-    choosing = compile_for(capability, kernel._choose, common | summaries | choosing, **options)
+    choosing = {**{f"{x}_ptr": "*fp32:16" for x in ("logit", "weight", "out")}, "page_ptr": "*i32:16", "padded": "i32"}
+    choosing = compile_for(capability, kernel._choose, common | choosing | {"WIDE": wide}, **options)
     assert choosing.spilled <= (0 if wide == 1024 else 700)
-    reading = compile_for(capability, kernel._attend_chosen, common, **options)
+    more = dict.fromkeys(("batches", "window", "parts_chosen", "each"), "i32")
+    more |= {"out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "page_ptr": "*i32:16"}
+    reading = compile_for(capability, kernel._attend_parts, common | more, **options)
     assert reading.spilled == 0
     for compiled in (choosing, reading):
         assert ("mma.sync" in compiled.ptx) == half

@@ -38,9 +38,9 @@ def attend_gated(
 ) -> Attended:
     """See :func:`foveate.ops.attend.gated.attend_gated`. Keys are read where they lie, once for all heads of a group.
 
-    The first launch attends to the summaries and chooses blocks, a program for a row and a KV head, and beside that
-    attends to the window; the second attends to the keys of the chosen blocks, several programs for each row; the third
-    merges and gates. Nothing waits for the device, and repeats are equal bit for bit.
+    The first launch attends to the summaries and chooses blocks, a program for a row and a KV head; the second attends
+    to the keys of these and of the window, several programs for each; the third merges and gates. Nothing waits for
+    the device, and repeats are equal bit for bit.
     """
     reference.check(q, k, v, block_keys, block_values, gates, lengths, block)
     batch, num_heads, _, dim = q.shape
@@ -76,30 +76,45 @@ def attend_gated(
     weights = q.new_empty(rows, padded, dtype=torch.float32)
     pages = torch.empty(rows, blocks, dtype=torch.int32, device=q.device)
     compressed = q.new_empty(batch, num_heads, value_dim, dtype=torch.float32)
-    of_blocks, of_window = (triton.cdiv(keys, block_n) for keys in (blocks * block, window))
-    resident = _RESIDENT * multiprocessors(q.device)
-    window_each = _blocks_of_a_program(rows * of_window, resident - rows)
-    chosen_each = _blocks_of_a_program(rows * of_blocks, resident)
-    parts_window, parts_chosen = triton.cdiv(of_window, window_each), triton.cdiv(of_blocks, chosen_each)
-    parts = parts_chosen + parts_window
-    found = q.new_empty(parts, batch, num_heads, value_dim, dtype=torch.float32)
-    lses = q.new_empty(parts, batch, num_heads, dtype=torch.float32)
-    _choose[rows, 1 + parts_window](
+    _choose[rows,](
         q,
         block_keys,
         block_values,
-        k,
-        v,
         lengths,
         logits,
         weights,
         pages,
         compressed,
-        found,
-        lses,
         *(q.stride(axis) for axis in (0, 1, 3)),
         *block_keys.stride(),
         *block_values.stride(),
+        lengths.stride(0),
+        num_kv_heads,
+        group,
+        block,
+        blocks,
+        number,
+        padded,
+        scaling * _LOG2E.value,
+        WIDE=triton.next_power_of_2(padded),
+        **sizes,
+    )
+    of_blocks, of_window = (triton.cdiv(keys, block_n) for keys in (blocks * block, window))
+    share = triton.cdiv(rows * (of_blocks + of_window), _RESIDENT * multiprocessors(q.device))
+    each = max(1, min(_LONGEST, share))
+    parts_chosen, parts_window = triton.cdiv(of_blocks, each), triton.cdiv(of_window, each)
+    parts = parts_chosen + parts_window
+    found = q.new_empty(parts, batch, num_heads, value_dim, dtype=torch.float32)
+    lses = q.new_empty(parts, batch, num_heads, dtype=torch.float32)
+    _attend_parts[rows, parts](
+        q,
+        k,
+        v,
+        lengths,
+        pages,
+        found,
+        lses,
+        *(q.stride(axis) for axis in (0, 1, 3)),
         *k.stride(),
         *v.stride(),
         lengths.stride(0),
@@ -110,32 +125,8 @@ def attend_gated(
         blocks,
         window,
         number,
-        padded,
         parts_chosen,
-        window_each,
-        scaling * _LOG2E.value,
-        WIDE=triton.next_power_of_2(padded),
-        **sizes,
-    )
-    _attend_chosen[rows, parts_chosen](
-        q,
-        k,
-        v,
-        lengths,
-        pages,
-        found,
-        lses,
-        *(q.stride(axis) for axis in (0, 1, 3)),
-        *k.stride(),
-        *v.stride(),
-        lengths.stride(0),
-        batch,
-        num_kv_heads,
-        group,
-        block,
-        blocks,
-        number,
-        chosen_each,
+        each,
         scaling * _LOG2E.value,
         **sizes,
     )
@@ -158,11 +149,6 @@ def attend_gated(
     return Attended(out)
 
 
-def _blocks_of_a_program(blocks: int, programs: int) -> int:
-    """How many blocks of keys each of so many programs reads."""
-    return max(1, min(_LONGEST, triton.cdiv(blocks, max(1, programs))))
-
-
 @triton.jit
 def _fold(q, k_ptr, v_ptr, slots, stored, k_strides, v_strides, scale, top, weight, out, sizes: tl.constexpr):
     """One block of keys into a running softmax; ``sizes``: DIM, VALUE_DIM, BLOCK_D, BLOCK_DV."""
@@ -180,58 +166,12 @@ def _fold(q, k_ptr, v_ptr, slots, stored, k_strides, v_strides, scale, top, weig
     return logits, higher, weight * fade + tl.sum(p, 1), out
 
 
-@triton.jit
-def _attend_part(
-    q,
-    k_ptr,
-    v_ptr,
-    page_ptr,
-    first,
-    last,
-    near,
-    length,
-    block,
-    k_strides,
-    v_strides,
-    scale,
-    CHOSEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    sizes: tl.constexpr,
-):
-    """Attention and its log-sum-exp (of base 2) over places ``first .. last - 1`` of the chosen blocks, or of the
-    window, which begins at ``near``."""
-    places = tl.arange(0, BLOCK_N)
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, sizes[3]], tl.float32)
-    if CHOSEN:  # pages are read one block ahead, so that reading keys ahead is left to the compiler
-        following = tl.load(page_ptr + (first + places) // block, mask=first + places < last, other=-1)
-    for begin in tl.range(first, last, BLOCK_N):
-        place = begin + places
-        if CHOSEN:
-            page, ahead = following, place + BLOCK_N
-            following = tl.load(page_ptr + ahead // block, mask=ahead < last, other=-1)
-            slot = tl.maximum(page, 0) * block + place % block
-            stored = (place < last) & (slot < length) & (page >= 0)
-        else:
-            slot = near + place
-            stored = place < last
-        _, top, weight, out = _fold(
-            q, k_ptr, v_ptr, slot.to(tl.int64), stored, k_strides, v_strides, scale, top, weight, out, sizes
-        )
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
-    return out, tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+_OF_STEP = ["length_stride", "num_kv_heads", "group", "blocks", "number"]
 
 
-_OF_STEP = ["length_stride", "batches", "num_kv_heads", "group", "blocks", "number"]
-
-
-@triton.jit(do_not_specialize=[*_OF_STEP, "window", "padded", "parts_chosen", "each"])
+@triton.jit(do_not_specialize=[*_OF_STEP, "padded"])
 def _choose(
     q_ptr,
-    summary_k_ptr,
-    summary_v_ptr,
     k_ptr,
     v_ptr,
     length_ptr,
@@ -239,19 +179,9 @@ def _choose(
     weight_ptr,
     page_ptr,
     out_ptr,
-    part_ptr,
-    lse_ptr,
     q_stride_b,
     q_stride_h,
     q_stride_d,
-    summary_k_stride_b,
-    summary_k_stride_h,
-    summary_k_stride_l,
-    summary_k_stride_d,
-    summary_v_stride_b,
-    summary_v_stride_h,
-    summary_v_stride_l,
-    summary_v_stride_d,
     k_stride_b,
     k_stride_h,
     k_stride_l,
@@ -261,16 +191,12 @@ def _choose(
     v_stride_l,
     v_stride_d,
     length_stride,
-    batches,
     num_kv_heads,
     group,
     block,
     blocks,
-    window,
     number,
     padded,
-    parts_chosen,
-    each,
     scale,
     WIDE: tl.constexpr,
     DIM: tl.constexpr,
@@ -280,8 +206,7 @@ def _choose(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The first program of a row writes ``out [B, Hq, Dv]`` over the summaries of complete blocks, and
-    ``page [B * Hkv, blocks]``, -1 for none; the others write parts of the window, see :func:`_attend_chosen`."""
+    """Writes ``out [B, Hq, Dv]`` over the summaries of complete blocks, and ``page [B * Hkv, blocks]``, -1 for none."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads
     members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -292,34 +217,8 @@ def _choose(
     complete = length // block
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    if tl.program_id(1) > 0:
-        part = tl.program_id(1) - 1
-        first = part * each * BLOCK_N
-        found, lse = _attend_part(
-            q,
-            k_ptr + batch * k_stride_b + head * k_stride_h,
-            v_ptr + batch * v_stride_b + head * v_stride_h,
-            page_ptr,
-            first,
-            tl.minimum(first + each * BLOCK_N, tl.minimum(window, length)),
-            tl.maximum(length - window, 0),
-            length,
-            block,
-            (k_stride_l, k_stride_d),
-            (v_stride_l, v_stride_d),
-            scale,
-            False,
-            BLOCK_M,
-            BLOCK_N,
-            (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
-        )
-        rows = ((parts_chosen + part).to(tl.int64) * batches + batch) * num_kv_heads * group + heads
-        tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
-        tl.store(part_ptr + tile, found, mask=exist[:, None] & (value_dims < VALUE_DIM)[None, :])
-        tl.store(lse_ptr + rows, lse, mask=exist)
-        return
-    summary_k_ptr += batch * summary_k_stride_b + head * summary_k_stride_h
-    summary_v_ptr += batch * summary_v_stride_b + head * summary_v_stride_h
+    k_ptr += batch * k_stride_b + head * k_stride_h
+    v_ptr += batch * v_stride_b + head * v_stride_h
     logit_ptr += row * BLOCK_M * padded
     weight_ptr += row * padded
 
@@ -330,12 +229,12 @@ def _choose(
         slots = (first + places).to(tl.int64)
         logits, top, weight, out = _fold(
             q,
-            summary_k_ptr,
-            summary_v_ptr,
+            k_ptr,
+            v_ptr,
             slots,
             slots < complete,
-            (summary_k_stride_l, summary_k_stride_d),
-            (summary_v_stride_l, summary_v_stride_d),
+            (k_stride_l, k_stride_d),
+            (v_stride_l, v_stride_d),
             scale,
             top,
             weight,
@@ -369,8 +268,8 @@ def _choose(
         order = tl.where(order == best, -1, order)
 
 
-@triton.jit(do_not_specialize=[*_OF_STEP, "each"])
-def _attend_chosen(
+@triton.jit(do_not_specialize=[*_OF_STEP, "batches", "window", "parts_chosen", "each"])
+def _attend_parts(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -395,7 +294,9 @@ def _attend_chosen(
     group,
     block,
     blocks,
+    window,
     number,
+    parts_chosen,
     each,
     scale,
     DIM: tl.constexpr,
@@ -405,38 +306,56 @@ def _attend_chosen(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes the first parts of ``out [parts, B, Hq, Dv]`` and ``lse [parts, B, Hq]`` (of base 2): chosen blocks."""
+    """Writes ``out [parts, B, Hq, Dv]`` and ``lse [parts, B, Hq]`` (of base 2): first parts of chosen blocks, then of
+    the window."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = row // num_kv_heads, row % num_kv_heads
-    members, dims, value_dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     exist = members < group
     heads = head * group + tl.where(exist, members, 0)
     length = tl.minimum(tl.load(length_ptr + batch * length_stride), number).to(tl.int32)
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    first = part * each * BLOCK_N
-    out, lse = _attend_part(
-        q,
-        k_ptr + batch * k_stride_b + head * k_stride_h,
-        v_ptr + batch * v_stride_b + head * v_stride_h,
-        page_ptr + row * blocks,
-        first,
-        tl.minimum(first + each * BLOCK_N, blocks * block),
-        0,
-        length,
-        block,
-        (k_stride_l, k_stride_d),
-        (v_stride_l, v_stride_d),
-        scale,
-        True,
-        BLOCK_M,
-        BLOCK_N,
-        (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
-    )
+    k_ptr += batch * k_stride_b + head * k_stride_h
+    v_ptr += batch * v_stride_b + head * v_stride_h
+    page_ptr += row * blocks
+
+    chooses = part < parts_chosen
+    first = tl.where(chooses, part, part - parts_chosen) * each * BLOCK_N
+    last = tl.where(chooses, blocks * block, tl.minimum(window, length))
+    last = tl.minimum(first + each * BLOCK_N, last)
+    near = tl.maximum(length - window, 0)
+    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # pages are read one block ahead, so that reading keys ahead is left to the compiler
+    following = tl.load(page_ptr + (first + places) // block, mask=chooses & (first + places < last), other=-1)
+    for begin in tl.range(first, last, BLOCK_N):
+        place, page = begin + places, following
+        ahead = place + BLOCK_N
+        following = tl.load(page_ptr + ahead // block, mask=chooses & (ahead < last), other=-1)
+        slot = tl.where(chooses, tl.maximum(page, 0) * block + place % block, near + place)
+        stored = (place < last) & (slot < length) & ((page >= 0) | (part >= parts_chosen))
+        _, top, weight, out = _fold(
+            q,
+            k_ptr,
+            v_ptr,
+            slot.to(tl.int64),
+            stored,
+            (k_stride_l, k_stride_d),
+            (v_stride_l, v_stride_d),
+            scale,
+            top,
+            weight,
+            out,
+            (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
+        )
+    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
     rows = (part.to(tl.int64) * batches + batch) * num_kv_heads * group + heads
     out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
     tl.store(out_ptr + out_tile, out, mask=exist[:, None] & (value_dims < VALUE_DIM)[None, :])
-    tl.store(lse_ptr + rows, lse, mask=exist)
+    tl.store(lse_ptr + rows, tl.where(weight == 0, float("-inf"), top + tl.log2(weight)), mask=exist)
 
 
 @triton.jit(do_not_specialize=["batches", "num_heads", "parts_chosen", "parts"])
