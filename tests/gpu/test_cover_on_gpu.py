@@ -6,7 +6,7 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.ops import _dispatch
-from foveate.ops.attend import _summaries_plan, masses, summaries, summaries_kernel
+from foveate.ops.summaries import launch, masses, plan, reference
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.trees import Problem, long_parts, recent_attention
@@ -33,15 +33,15 @@ def kernels_only(monkeypatch):
 
 @pytest.fixture(params=FEW[1])
 def few(request, monkeypatch):
-    """See the fixture of this name in ``tests/ops/interpreted_summaries.py``."""
+    """See the fixture of this name in ``tests/ops/summaries/interpreted_summaries.py``."""
     if request.param == "few and long parts":
-        monkeypatch.setattr(_summaries_plan, "plan_parts", long_parts(3))
-        monkeypatch.setattr(_summaries_plan, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(_summaries_plan, "_AT_ONCE", 1)
+        monkeypatch.setattr(plan, "plan_parts", long_parts(3))
+        monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
+        monkeypatch.setattr(plan, "_AT_ONCE", 1)
     elif request.param == "chosen before":
-        monkeypatch.setattr(_summaries_plan, "_FEW_OF", -1)
+        monkeypatch.setattr(plan, "_FEW_OF", -1)
     elif request.param == "many":
-        monkeypatch.setattr(_summaries_plan, "_FEW", -1)
+        monkeypatch.setattr(plan, "_FEW", -1)
 
 
 def problem(pages, **more):
@@ -64,7 +64,7 @@ def check(some, how, need_masses=True):
     q, k, v = some.arguments
     given = {"scaling": SCALING, "need_lse": True, "need_masses": need_masses}
     k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
-    expected = summaries.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
+    expected = reference.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
     with poisoned_memory("cuda"):
         found = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
     again = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
@@ -147,7 +147,7 @@ def test_all_ways_to_choose_few_choose_the_same(dtype, prior, first, score, monk
         ways = [("_NO_BOUNDS", 0), ("_FEW_OF", -1), ("_FEW", -1), *[("_NO_BOUNDS", 1 << 15)] * (max(pages) < 4096)]
         for name, number in ways:
             with monkeypatch.context() as patch:
-                patch.setattr(_summaries_plan, name, number)
+                patch.setattr(plan, name, number)
                 found = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
                 chosen.append(found.looked[0].chosen)
         assert all(torch.equal(chosen[0], other) for other in chosen[1:])
@@ -238,7 +238,7 @@ def test_running_sums(pages, sizes, allowed, rule):
 @pytest.mark.parametrize("few", [8, -1])
 def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
     """However programs are scheduled: the last one of a row to be ready merges, or they start while others run."""
-    monkeypatch.setattr(_summaries_plan, "_FEW", few)
+    monkeypatch.setattr(plan, "_FEW", few)
     some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
     tree = some.looked_at(how, False)
     outs = [ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_lse=True)[:2] for _ in range(300)]
@@ -246,8 +246,8 @@ def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
 
 
 def test_methods_run_on_the_kernels(monkeypatch):
-    ran, real = [], summaries_kernel.attend_summaries
-    monkeypatch.setattr(summaries_kernel, "attend_summaries", lambda *a, **k: ran.append(1) or real(*a, **k))
+    ran, real = [], launch.attend_summaries
+    monkeypatch.setattr(launch, "attend_summaries", lambda *a, **k: ran.append(1) or real(*a, **k))
     tokens = Tokens.random(2, 700)
     cuda = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
     for spec in (

@@ -8,7 +8,7 @@ import torch
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
 
-plan = pytest.importorskip("foveate.ops.attend._summaries_plan", exc_type=ImportError)
+plan = pytest.importorskip("foveate.ops.summaries.plan", exc_type=ImportError)
 
 MULTIPROCESSORS = 132
 KV_HEADS = 8

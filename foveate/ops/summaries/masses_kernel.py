@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.attend.masses import Sums
-from foveate.ops.score.summaries_kernel import LOG2E
+from foveate.ops.summaries.masses import Sums
+from foveate.ops.summaries.score_kernel import LOG2E
 
 if TYPE_CHECKING:
-    from foveate.ops.attend.summaries_kernel import Step
+    from foveate.ops.summaries.launch import Step
 
 _POOLED = 512
 """Places of a program."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import capped, fold_group, unfold_group
-from foveate.ops.attend.cover import Part, attend_cover, refine
-from foveate.ops.attend.masses import Sums, note_masses
 from foveate.ops.attend.reference import gather_fields, gather_pages, page_slots
-from foveate.ops.attend.tree import Tree
 from foveate.ops.score.nodes import free_energy, key_logits, largest_logit, logit_deviation, logit_reach
 from foveate.ops.select.mass import by_bound, by_mass, first_of
 from foveate.ops.select.reference import topk, topk_rows
+from foveate.ops.summaries.cover import Part, attend_cover, refine
+from foveate.ops.summaries.masses import Sums, note_masses
+from foveate.ops.summaries.tree import Tree
 
 WEIGHT_SPREAD = 0.6
 """Share of the deviation that enters a summary's own weight under bias=spread. Its value is the mean of the page's,

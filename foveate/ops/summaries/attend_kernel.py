@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from foveate.ops._softcap_kernel import capped
-from foveate.ops.score.summaries_kernel import LOG2E, LOWEST, VARYING, log_sums, online, shared_out, write_part
+from foveate.ops.summaries.score_kernel import LOG2E, LOWEST, VARYING, log_sums, online, shared_out, write_part
 
 
 @triton.jit

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from foveate.ops.attend._nodes_kernel import count_refined, listed, merged, refined_tokens
-from foveate.ops.score.summaries_kernel import LOWEST, VARYING, online, write_part
-from foveate.ops.select.summaries_kernel import all_log_sums, heaviest_few
+from foveate.ops.summaries.attend_kernel import count_refined, listed, merged, refined_tokens
+from foveate.ops.summaries.score_kernel import LOWEST, VARYING, online, write_part
+from foveate.ops.summaries.select_kernel import all_log_sums, heaviest_few
 
 _GONE = tl.constexpr(1024)
 """Nodes that are noted as refined or not at a time."""

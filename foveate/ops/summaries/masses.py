@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from foveate.ops.attend.summaries import Looked
-    from foveate.ops.attend.tree import Tree
+    from foveate.ops.summaries.reference import Looked
+    from foveate.ops.summaries.tree import Tree
 
 
 class Sums(NamedTuple):

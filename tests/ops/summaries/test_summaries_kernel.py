@@ -59,8 +59,8 @@ def assert_compiled_well(compiled, half, spilled, wide=None, programs=2):
 @every_pair(SHAPES, ("how", ["plain", "spread", "children"]), ("attends", [False, True]), ("softcap", [0.0, 50.0]))
 def test_scores_compile_for_hopper(dtype, dim, group, how, attends, softcap):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.score.summaries_kernel").score_nodes
-    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    kernel = importlib.import_module("foveate.ops.summaries.score_kernel").score_nodes
+    host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
     options = host.weighing_options(tile, TYPES[dtype], dim * (1 + (how != "plain") + attends), 9)
     vector, number, children = f"*{dtype}:16", "*fp32:16", how == "children"
@@ -119,8 +119,8 @@ def _attending(dtype, group, width, softcap, keeps=2):
 @every_pair(SHAPES, ("keeps", [1, 2]), ("width", [16, 0]), ("softcap", [0.0, 50.0]), strength=3)
 def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend._nodes_kernel").attend_nodes
-    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    kernel = importlib.import_module("foveate.ops.summaries.attend_kernel").attend_nodes
+    host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
     common = _attending(dtype, group, width, softcap, keeps)
     given = {name: one for name, one in common.items() if name in kernel.arg_names}
@@ -154,10 +154,10 @@ def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap)
 )
 def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs, ranked, branch, softcap):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend._mend_kernel").mend_nodes
-    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    kernel = importlib.import_module("foveate.ops.summaries.replace_kernel").mend_nodes
+    host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
-    plan = importlib.import_module("foveate.ops.attend._summaries_plan")
+    plan = importlib.import_module("foveate.ops.summaries.plan")
     members = 1 << (group - 1).bit_length()
     block_s = plan.slice_dims(dim, programs, tile.block_m, 264)
     options = plan.mending_options(tile, members * blocks, few > 0)
@@ -195,7 +195,7 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
 @pytest.mark.parametrize(("rule", "group"), [(0, 0), (1, 0), (2, 0), (0, 4), (0, 16), (1, 4), (2, 4)])
 def test_choice_compiles_for_hopper(held, warps, rule, group):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.select.summaries_kernel").choose_nodes
+    kernel = importlib.import_module("foveate.ops.summaries.select_kernel").choose_nodes
     compiled = _compiled(
         kernel,
         (),
@@ -212,6 +212,6 @@ def test_choice_compiles_for_hopper(held, warps, rule, group):
         OTHERS=4,
         HELD=held,
         GROUP=group,
-        AT_ONCE=warps * 32 * importlib.import_module("foveate.ops.attend.summaries_kernel")._RANKED,
+        AT_ONCE=warps * 32 * importlib.import_module("foveate.ops.summaries.launch")._RANKED,
     )
     assert compiled.spilled <= 256

@@ -12,9 +12,11 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._softcap_kernel import constant
 from foveate.ops._tile import multiprocessors
-from foveate.ops.attend._mend_kernel import mend_nodes
-from foveate.ops.attend._nodes_kernel import attend_nodes
-from foveate.ops.attend._summaries_plan import (
+from foveate.ops.attend.reference import page_slots
+from foveate.ops.summaries.attend_kernel import attend_nodes
+from foveate.ops.summaries.masses import Sums
+from foveate.ops.summaries.masses_kernel import note, pooled
+from foveate.ops.summaries.plan import (
     FEW_HEADS,
     Stage,
     Work,
@@ -25,13 +27,11 @@ from foveate.ops.attend._summaries_plan import (
     tile_for,
     weighing_options,
 )
-from foveate.ops.attend.masses import Sums
-from foveate.ops.attend.masses_kernel import note, pooled
-from foveate.ops.attend.reference import page_slots
-from foveate.ops.attend.summaries import WEIGHT_SPREAD, Covered, Looked, Refinement
-from foveate.ops.attend.tree import Level, Tree
-from foveate.ops.score.summaries_kernel import score_nodes
-from foveate.ops.select.summaries_kernel import choose_nodes
+from foveate.ops.summaries.reference import WEIGHT_SPREAD, Covered, Looked, Refinement
+from foveate.ops.summaries.replace_kernel import mend_nodes
+from foveate.ops.summaries.score_kernel import score_nodes
+from foveate.ops.summaries.select_kernel import choose_nodes
+from foveate.ops.summaries.tree import Level, Tree
 
 _LARGEST = 256
 """The largest head dim."""
@@ -57,7 +57,7 @@ def attend_summaries(
     need_masses: bool = False,
     sums: Sums | None = None,
 ) -> Covered:
-    """See :func:`foveate.ops.attend.summaries.attend_summaries`.
+    """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
     Two launches for one level of which few pages are refined: the first weighs summaries and attends to them all, to
     sinks and to the tail, each part of them by itself, and leaves bounds of what blocks of them may weigh; in the

@@ -11,7 +11,7 @@ from tests.kernels import compile_for
 @pytest.mark.parametrize("last", [False, True])
 def test_compiles_for_hopper(nodes, last):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.masses_kernel").note_masses
+    kernel = importlib.import_module("foveate.ops.summaries.masses_kernel").note_masses
     number, given = "*fp32:16", {}
     for name in kernel.arg_names:
         axis = name.partition("_stride_")[2]

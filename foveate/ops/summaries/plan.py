@@ -11,8 +11,8 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._tile import Tile, split
-from foveate.ops.attend.summaries import Refinement
-from foveate.ops.attend.tree import Tree
+from foveate.ops.summaries.reference import Refinement
+from foveate.ops.summaries.tree import Tree
 
 _HEADS = 64
 """The most heads of a program."""
