@@ -22,6 +22,11 @@ from foveate.methods._pages import KL_LAG, Pages
 from foveate.methods.base import Method, setting
 from foveate.modules import PageSummariser
 
+WEIGHT_SPREAD = 0.6
+"""Share of the deviation that enters a summary's own weight under bias=spread. A summary's value is the mean of the
+page's, which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm
+(docs/luka.md)."""
+
 
 @dataclass(frozen=True)
 class LuKA(Method):
@@ -340,6 +345,7 @@ class LuKA(Method):
             self.prior,
             self.first,
             self.compressor == "mean" and self.pages.fixed,
+            WEIGHT_SPREAD,
         )
 
     def most_above_epsilon(self, num_heads: int) -> int:

@@ -71,7 +71,7 @@ def check(some, how, need_masses=True):
     for mine, its in zip((found.out, found.lse, *found.masses), (again.out, again.lse, *again.masses), strict=True):
         assert torch.equal(mine, its)
     alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
-    for mine, its in zip(found.looked, expected.looked, strict=True):
+    for mine, its in zip(found.visited, expected.visited, strict=True):
         padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
         same = (mine.chosen == padded).all(-1)
         alike &= same.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -104,7 +104,7 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads,
         some = problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype)
         some.overrate([7, 8, 699], 15.0, SCALING)
         found = check(some, ops.Refinement())
-        assert (found.looked[0].chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
+        assert (found.visited[0].chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
 
 
 @every_pair(DTYPES, DIMS, MASS, FEW, indirect=["few"])
@@ -149,13 +149,13 @@ def test_all_ways_to_choose_few_choose_the_same(dtype, prior, first, score, monk
             with monkeypatch.context() as patch:
                 patch.setattr(plan, name, number)
                 found = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
-                chosen.append(found.looked[0].chosen)
+                chosen.append(found.visited[0].chosen)
         assert all(torch.equal(chosen[0], other) for other in chosen[1:])
 
 
 @pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
 def test_biases(bias):
-    check(problem((500, 33), sizes=(16,), dtype=torch.float16), ops.Refinement(bias=bias))
+    check(problem((500, 33), sizes=(16,), dtype=torch.float16), ops.Refinement(bias=bias, weight_spread=0.6))
 
 
 def test_pages_that_are_not_refined_are_not_read(few):
@@ -165,7 +165,7 @@ def test_pages_that_are_not_refined_are_not_read(few):
     for b in range(2):
         start = int(some.tree.rows.numbers[1, b])
         for head in range(2):
-            pages = found.looked[0].chosen[b, head]
+            pages = found.visited[0].chosen[b, head]
             read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 16, pages[pages >= 0])
             some.k[b, head, ~read], some.v[b, head, ~read] = torch.nan, torch.inf
     again = ops.attend_summaries(
@@ -229,7 +229,7 @@ def test_running_sums(pages, sizes, allowed, rule):
         given = {"sums": kept} if noted_within else {"need_masses": True}
         covered = ops.attend_summaries(*some.arguments, own, how, scaling=SCALING, **given)
         if not noted_within:
-            masses.note_masses(covered.masses, covered.looked, own, 4, kept)
+            masses.note_masses(covered.masses, covered.visited, own, 4, kept)
         made.append([*kept[1:], *recent_attention(own)])
     for mine, its in zip(*made, strict=True):
         torch.testing.assert_close(mine, its)

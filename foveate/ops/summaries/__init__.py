@@ -6,9 +6,8 @@ It scores, selects and attends in one pass, so it has a folder of its own beside
 from foveate.ops._dispatch import dispatch
 from foveate.ops.summaries import reference
 from foveate.ops.summaries.cover import Part, attend_cover, refine
-from foveate.ops.summaries.masses import Sums
-from foveate.ops.summaries.reference import Covered, Refinement
 from foveate.ops.summaries.tree import Level, Rows, Tree
+from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
 
 attend_summaries = dispatch(reference.attend_summaries, "foveate.ops.summaries.launch")
 
@@ -20,6 +19,7 @@ __all__ = [
     "Rows",
     "Sums",
     "Tree",
+    "VisitedLevel",
     "attend_cover",
     "attend_summaries",
     "refine",

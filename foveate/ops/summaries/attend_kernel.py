@@ -306,7 +306,7 @@ def attend_nodes(
     First the values of a level's nodes that are not refined (see :func:`score_nodes` for ``count``, ``list`` and
     ``weight``), then, in the ``LAST`` launch, the keys of refined pages, in ``CHUNKS`` of ``BLOCK_W`` places; and the
     program of a row that is ready last merges all parts. Which nodes are refined say ``chosen [B, sets, most]``,
-    ``page``, ``picked`` and ``gone``, see :func:`choose_nodes`.
+    ``page``, ``picked`` and ``gone``, see :func:`select_nodes`.
 
     ``KEEPS``: and what masses take, ``token [B, Hq, places]``, see :func:`refined_tokens`.
     """

@@ -28,7 +28,7 @@ _STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gon
 
 
 @triton.jit(do_not_specialize=[*VARYING, *_VARYING, "first", *_STRIDES])
-def mend_nodes(
+def replace_refined(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -135,7 +135,7 @@ def mend_nodes(
     out, as of pages whose summaries seem far heavier than their keys are: there (``_LOST``) all is done once more, with
     the parts in which something is refined attended to anew, without that, ``BLOCK_R`` nodes at a time.
 
-    Which nodes are refined say ``chosen [B, sets, most]``, ``page`` and ``picked``, see :func:`choose_nodes`; or
+    Which nodes are refined say ``chosen [B, sets, most]``, ``page`` and ``picked``, see :func:`select_nodes`; or
     (``FEW``) every program finds them out, ``FEW`` or fewer of those in ``BLOCKS`` or fewer blocks, and one writes it
     down; all of them what is ``gone``. ``lse`` all write alike.
 

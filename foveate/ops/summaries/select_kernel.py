@@ -410,7 +410,7 @@ def _enough(mass, x, limit):
 
 
 @triton.jit(do_not_specialize=[*VARYING, "k", "gone_stride", "gone_places", "width"])
-def choose_nodes(
+def select_nodes(
     rank_ptr,
     rank_lse_ptr,
     found_lse_ptr,

@@ -49,8 +49,8 @@ def assert_same(found, expected, number_of_rows):
     tolerance = 3e-3 if half else 2e-5
     torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=2e-3 if half else 1e-4)
-    assert len(found.looked) == len(expected.looked)
-    for mine, its in zip(found.looked, expected.looked):
+    assert len(found.visited) == len(expected.visited)
+    for mine, its in zip(found.visited, expected.visited):
         assert mine.level == its.level
         padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
         assert torch.equal(mine.chosen.long(), padded)
@@ -115,8 +115,8 @@ def test_levels(dtype, mass, sizes, pages, score, splits):
 @pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
 @pytest.mark.parametrize("score", ["summary", "spread", "box"])
 def test_weights_and_scores(bias, score):
-    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score))
-    check(Problem(varied=True), ops.Refinement(bias=bias, score=score))
+    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score, weight_spread=0.6))
+    check(Problem(varied=True), ops.Refinement(bias=bias, score=score, weight_spread=0.6))
 
 
 @every_pair(
@@ -128,11 +128,11 @@ def test_weights_and_scores(bias, score):
 )
 def test_capped_logits(bias, score, softcap, few):
     """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
-    how = ops.Refinement(bias=bias, score=score)
+    how = ops.Refinement(bias=bias, score=score, weight_spread=0.6)
     found = check(Problem(varied=True), how, softcap=softcap)
     without = check(Problem(varied=True), how)
     assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
-    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3)
+    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3, weight_spread=0.6)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap=softcap)
 
 
@@ -168,15 +168,15 @@ def test_head_dims(dim, value_dim):
 @every_pair(("score", ["summary", "spread", "box"]), (("prior", "first"), [(0.0, 0), (0.3, 20), (0.0, 40)]), MASS)
 def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
     """Of the top level, and of nodes that are listed."""
-    mend, bounded = launch.Step._mend, []
+    replace, bounded = launch.SummariesLaunch._replace, []
 
-    def noted(step, stage, above, rank, lse, bounds):
+    def noted(step, visit, rank, lse, bounds):
         bounded.append(bounds is not None)
-        mend(step, stage, above, rank, lse, bounds)
+        replace(step, visit, rank, lse, bounds)
 
     monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
     monkeypatch.setattr(plan, "_AT_ONCE", 1)
-    monkeypatch.setattr(launch.Step, "_mend", noted)
+    monkeypatch.setattr(launch.SummariesLaunch, "_replace", noted)
     how = ops.Refinement(mass=mass, score=score, prior=prior, first=first)
     check(Problem(pages=(90, 33), allowed=(6,)), how)
     check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8)), how)
@@ -189,11 +189,11 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes, few):
     """What is left when they are taken out of everything would be rounding."""
     problem = Problem((90, 9), sizes=(4,), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 15.0, 0.3)
-    assert set(nodes) <= set(check(problem, ops.Refinement()).looked[0].chosen[0, 0].tolist())
+    assert set(nodes) <= set(check(problem, ops.Refinement()).visited[0].chosen[0, 0].tolist())
     problem = Problem((180, 20), sizes=(2, 4), allowed=(5, 40), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 25.0, 0.3)  # so that their children are looked at
     problem.overrate([2 * node + 1 for node in nodes], 15.0, 0.3, level=0)
-    looked = check(problem, ops.Refinement()).looked[1]
+    looked = check(problem, ops.Refinement()).visited[1]
     chosen = looked.index[0, 0][looked.chosen[0, 0][looked.chosen[0, 0] >= 0]]
     assert {2 * node + 1 for node in nodes} <= set(chosen.tolist())
 
@@ -278,7 +278,7 @@ def test_strides_among_nan(layout):
 def test_pages_that_are_not_refined_are_not_read(few):
     problem, how = Problem(), ops.Refinement()
     found = check(problem, how)
-    chosen, slots = found.looked[0].chosen, torch.arange(problem.k.shape[2])
+    chosen, slots = found.visited[0].chosen, torch.arange(problem.k.shape[2])
     for b in range(3):
         start = int(problem.tree.rows.numbers[1, b])
         for head in range(2):
@@ -305,8 +305,8 @@ def test_room_for_more_than_rows_have(few):
     for mine, its in zip((roomy.out, roomy.lse, *roomy.masses), (found.out, found.lse, *found.masses), strict=True):
         torch.testing.assert_close(mine[..., : its.shape[-1]], its, rtol=1e-5, atol=1e-6)
         assert not mine[..., its.shape[-1] :].any()
-    assert torch.equal(roomy.looked[0].chosen[..., : rows.most[0]], found.looked[0].chosen)
-    assert (roomy.looked[0].chosen[..., rows.most[0] :] == -1).all()
+    assert torch.equal(roomy.visited[0].chosen[..., : rows.most[0]], found.visited[0].chosen)
+    assert (roomy.visited[0].chosen[..., rows.most[0] :] == -1).all()
     assert torch.equal(roomy.read, found.read)
 
 
@@ -315,7 +315,7 @@ def test_ties_go_to_the_smaller_index(few):
     problem.tree.levels[0].nodes.k[0, :, 7:31] = problem.tree.levels[0].nodes.k[0, :, 7:8]
     problem.q.zero_()
     found = check(problem, ops.Refinement())
-    assert (found.looked[0].chosen == torch.arange(5)).all()
+    assert (found.visited[0].chosen == torch.arange(5)).all()
 
 
 def test_the_heaviest_lie_behind_more_ties_than_are_chosen(few):
@@ -327,7 +327,7 @@ def test_the_heaviest_lie_behind_more_ties_than_are_chosen(few):
         recent[row, :, places] = 0.5
     found = check(problem, ops.Refinement(prior=0.5))
     expected = torch.tensor([[0, 1, 2, 20, 37], [0, 1, 2, 10, 12]])
-    assert torch.equal(found.looked[0].chosen, expected[:, None].expand_as(found.looked[0].chosen))
+    assert torch.equal(found.visited[0].chosen, expected[:, None].expand_as(found.visited[0].chosen))
 
 
 def test_what_it_refuses():

@@ -62,7 +62,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends, softcap):
     kernel = importlib.import_module("foveate.ops.summaries.score_kernel").score_nodes
     host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
-    options = host.weighing_options(tile, TYPES[dtype], dim * (1 + (how != "plain") + attends), 9)
+    options = host.scoring_options(tile, TYPES[dtype], dim * (1 + (how != "plain") + attends), 9)
     vector, number, children = f"*{dtype}:16", "*fp32:16", how == "children"
     compiled = _compiled(
         kernel,
@@ -152,15 +152,15 @@ def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap)
     ),
     ("softcap", [0.0, 50.0]),
 )
-def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs, ranked, branch, softcap):
+def test_replacing_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs, ranked, branch, softcap):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.summaries.replace_kernel").mend_nodes
+    kernel = importlib.import_module("foveate.ops.summaries.replace_kernel").replace_refined
     host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
     plan = importlib.import_module("foveate.ops.summaries.plan")
     members = 1 << (group - 1).bit_length()
     block_s = plan.slice_dims(dim, programs, tile.block_m, 264)
-    options = plan.mending_options(tile, members * blocks, few > 0)
+    options = plan.replacing_options(tile, members * blocks, few > 0)
     sizes = _sizes(tile, dim)
     del sizes["BLOCK_DV"]
     compiled = _compiled(
@@ -181,7 +181,7 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
         SPLITS=16,
         OTHERS=4,
         BLOCK_S=block_s,
-        BLOCK_R=min(host._ANEW, tile.block_n),
+        BLOCK_R=min(host._REREAD, tile.block_n),
         BLOCK_W=min(16 if width else 32, tile.block_n),
         CHUNKS=1 if width or tile.block_n >= 32 else 2,
         **sizes,
@@ -193,9 +193,9 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
 
 @pytest.mark.parametrize(("held", "warps"), [(1024, 4), (4096, 8), (8192, 16)])
 @pytest.mark.parametrize(("rule", "group"), [(0, 0), (1, 0), (2, 0), (0, 4), (0, 16), (1, 4), (2, 4)])
-def test_choice_compiles_for_hopper(held, warps, rule, group):
+def test_selection_compiles_for_hopper(held, warps, rule, group):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.summaries.select_kernel").choose_nodes
+    kernel = importlib.import_module("foveate.ops.summaries.select_kernel").select_nodes
     compiled = _compiled(
         kernel,
         (),
