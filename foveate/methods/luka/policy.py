@@ -17,9 +17,10 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods._cover import tree_of
-from foveate.methods._pages import KL_LAG, Pages
 from foveate.methods.base import Method, setting
+from foveate.methods.luka.cover import tree_of
+from foveate.methods.luka.pages import Pages
+from foveate.methods.luka.paging import KL_LAG, Budgets, Paging
 from foveate.modules import PageSummariser
 
 WEIGHT_SPREAD = 0.6
@@ -136,8 +137,37 @@ class LuKA(Method):
 
     @functools.cached_property
     def pages(self) -> Pages:
-        """How pages and the levels above them are made."""
-        return Pages(self)
+        """Makes pages and the levels above them."""
+        return Pages(
+            Paging(
+                name=self.name,
+                spec=self.spec,
+                sizes=self.sizes,
+                sinks=self.sinks,
+                tail=self.tail,
+                compress_every=self.compress_every,
+                segmenter=self.segmenter,
+                page_deviation=self.page_deviation,
+                kl_threshold=self.kl_threshold,
+                compressor=self.compressor,
+                temperature=self.temperature,
+                zero_values=self.zero_values,
+                seed=self.seed,
+                window=self.window,
+                summariser=self.summariser,
+                spread=self.uses_spread,
+                bounds=self.uses_bounds,
+                entropy=self.bias == "entropy",
+                mass=self.weighs_mass,
+                recent=self.looks_back,
+                trained=self.__dict__.get("trained"),
+            )
+        )
+
+    @functools.cached_property
+    def budgets(self) -> Budgets:
+        """How many nodes may be refined."""
+        return Budgets(self.refine, self.top_k, self.expand, self.max_refined, self.first, self.epsilon, self.pool)
 
     @property
     def dense_at_full_budget(self) -> bool:  # type: ignore[override]
@@ -318,7 +348,7 @@ class LuKA(Method):
             q,
             cache.keys,
             cache.values,
-            tree_of(self, cache),
+            tree_of(self.pages, self.budgets, cache),
             self.refinement,
             scaling=scaling,
             softcap=cache.softcap,
@@ -347,38 +377,6 @@ class LuKA(Method):
             self.compressor == "mean" and self.pages.fixed,
             WEIGHT_SPREAD,
         )
-
-    def most_above_epsilon(self, num_heads: int) -> int:
-        """The most pages of a KV head, or of a layer of so many heads, whose mass can exceed ``epsilon``."""
-        return math.ceil((1 if self.pool == "kv_head" else num_heads) / self.epsilon)
-
-
-@dataclass(frozen=True)
-class LuKAPaper(LuKA):
-    """Clustered attention as the paper describes and sets it: equation 3, attention-weighted, top-3 of the layer.
-
-    What it sets here stays as it is when the defaults of :class:`LuKA` change.
-    """
-
-    name: ClassVar[str] = "luka_paper"
-    source: ClassVar[str] = "LuKA, Fei et al. 2025, sections 3.2 and 4.2"
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "mass": "exact"}
-
-    page_size: Any = setting(16, "tokens of a page; several, each a multiple of the one before, for several levels")
-    sinks: int = setting(0, "first tokens that stay raw")
-    compressor: str = setting(
-        "attention", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"
-    )
-    top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
-    expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
-    pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
-    score: str = setting(
-        "summary", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
-    )
-    prior: float = setting(0.0, "share of recent attention in the mass by which pages are chosen, below 1")
-    window: int = setting(64, "queries over which recent attention is averaged")
-    mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
-    bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")
 
 
 @functools.lru_cache(maxsize=4)
