@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -97,12 +96,6 @@ class Pages:
     def channel(field: str, level: int) -> str:
         """Name of a field of the nodes of a level."""
         return f"summary_{field}" + (f"_{level}" if level else "")
-
-    def log_size(self, cache: SlotCache, level: int) -> Tensor | float:
-        """Logarithm of the tokens beneath each node: a number, or fp32 ``[B, Hkv, N]``."""
-        if self.fixed:
-            return math.log(self.sizes[level])
-        return cache.channel(self.channel("tokens", level)).clamp_min(1.0).log()
 
     # Making pages
 

@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._softcap_kernel import constant
-from foveate.ops._tile import multiprocessors
 from foveate.ops.attend.reference import page_slots
+from foveate.ops.gpu.softcap import constant
+from foveate.ops.gpu.tiles import multiprocessors
 from foveate.ops.summaries.attend_kernel import attend_nodes
 from foveate.ops.summaries.masses_kernel import note, pooled
 from foveate.ops.summaries.plan import (

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.summaries.score_kernel import LOG2E
+from foveate.ops.gpu.softmax import LOG2E
 from foveate.ops.summaries.tree import Tree
 from foveate.ops.summaries.types import Sums
 from foveate.ops.summaries.workspace import Workspace, strides_by_head

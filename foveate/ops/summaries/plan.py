@@ -9,12 +9,10 @@ import torch
 import triton
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import Tile, split
+from foveate.ops.gpu.tiles import Tile, group_tile, split
 from foveate.ops.summaries.tree import Tree
 from foveate.ops.summaries.types import Refinement
 
-_HEADS = 64
-"""The most query heads of a program."""
 _HEADS_DIMS = 2048
 """The most output values of a program that replaces nodes: query heads times dims."""
 _LONGEST_PART = 16
@@ -45,12 +43,8 @@ quarters of it."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
-    """Heads and nodes of a program for head dims of which ``dim`` is the larger: blocks of 16 KB of half precision."""
-    heads = min(_HEADS, triton.next_power_of_2(group))
-    if dtype == torch.float32:  # multiplied without tensor cores
-        return Tile(min(heads, 16), 16, num_warps=8 if dim > 128 else 4, num_stages=1)
-    nodes = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
-    return Tile(heads, nodes, num_warps=4 if heads < 64 else 8, num_stages=2 if heads == 64 else 3)
+    """Heads and nodes of a program for head dims of which ``dim`` is the larger, see :func:`group_tile`."""
+    return group_tile(dtype, dim, group, capability, least_heads=1, wide_warps=8)
 
 
 def scoring_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: int) -> dict[str, int | None]:

@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from foveate.ops.summaries.attend_kernel import count_refined, listed, merged, refined_tokens
-from foveate.ops.summaries.score_kernel import LOWEST, VARYING, online, write_part
+from foveate.ops.gpu.softmax import LOWEST, online, store_part
+from foveate.ops.summaries.pages_kernel import count_refined, listed, refined_tokens
+from foveate.ops.summaries.parts_kernel import merge_parts
+from foveate.ops.summaries.score_kernel import VARYING
 from foveate.ops.summaries.select_kernel import all_log_sums, heaviest_few
 
 _GONE = tl.constexpr(1024)
@@ -170,7 +172,7 @@ def replace_refined(
     out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     if WAITS:
         gdc_wait()
-    top, weight, out = merged(
+    top, weight, out = merge_parts(
         found_ptr, found_lse_ptr, rows, exist, all_rows, 0, number, none, top, weight, out, AT_ONCE, VALUE_DIM
     )
     if FEW:
@@ -237,7 +239,7 @@ def replace_refined(
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
     anew, again = tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
     while again > 0:
-        top, weight, out = merged(
+        top, weight, out = merge_parts(
             found_ptr,
             found_lse_ptr,
             rows,
@@ -338,7 +340,7 @@ def replace_refined(
             weight = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
         anew = anew + 1
-    write_part(out_ptr + first_dim, lse_ptr, rows, exist, top, weight, out, VALUE_DIM, NATURAL=True)
+    store_part(out_ptr + first_dim, lse_ptr, rows, exist, top, weight, out, VALUE_DIM, NATURAL=True)
     if writes:
         count_refined(
             read_ptr + row,

@@ -4,45 +4,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from foveate.ops._softcap_kernel import capped
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+from foveate.ops.gpu.softcap import capped
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sums, online, store_part
 
 VARYING = ["batches", "num_kv_heads", "parts", "splits", "places"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
-
-
-@triton.jit
-def online(logits, v, top, weight, out):
-    """One more block of ``logits [M, N]``, to the base 2, and of ``v [N, Dv]`` in an online softmax."""
-    higher = tl.maximum(top, tl.max(logits, 1))
-    p = tl.exp2(logits - higher[:, None])
-    fade = tl.exp2(top - higher)
-    out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
-    return higher, weight * fade + tl.sum(p, 1), out
-
-
-@triton.jit
-def write_part(
-    out_ptr, lse_ptr, place, exist, top, weight, out, VALUE_DIM: tl.constexpr, NATURAL: tl.constexpr = False
-):
-    """Stores an online softmax at ``place [M]`` of ``out [.., Dv]`` and ``lse [..]``, which is to the base 2, or
-    ``NATURAL``."""
-    dims = tl.arange(0, out.shape[1])
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
-    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
-    mask = exist[:, None] & (dims < VALUE_DIM)[None, :]
-    tl.store(out_ptr + place[:, None] * VALUE_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + place, lse / LOG2E if NATURAL else lse, mask=exist)
-
-
-@triton.jit
-def log_sums(logits):
-    """Logarithms of sums over the last axis of ``[M, N, S]``, to the base 2; -inf of nothing."""
-    top = tl.maximum(tl.max(logits, 2), LOWEST)
-    return top + tl.log2(tl.sum(tl.exp2(logits - top[:, :, None]), 2))
 
 
 @triton.jit
@@ -253,7 +219,7 @@ def score_nodes(
                     tl.store(kept, logits, mask=exist[:, None] & stored[None, :])
                 top, weight, out = online(logits, v, top, weight, out)
             found = split.to(tl.int64) * (batches * num_kv_heads * group) + rows
-            write_part(found_ptr, found_lse_ptr, found, exist, top, weight, out, VALUE_DIM)
+            store_part(found_ptr, found_lse_ptr, found, exist, top, weight, out, VALUE_DIM)
         if split == 0:
             tl.store(arrived_ptr + tl.program_id(0), 0)
 
@@ -376,7 +342,7 @@ def score_nodes(
                 highest, total, out = online(logits, v, highest, total, out)
                 whole = (block % per == per - 1) | (block == blocks - 1)
                 found = (before + block // per).to(tl.int64) * (batches * num_kv_heads * group) + rows
-                write_part(found_ptr, found_lse_ptr, found, exist & whole, highest, total, out, VALUE_DIM)
+                store_part(found_ptr, found_lse_ptr, found, exist & whole, highest, total, out, VALUE_DIM)
                 highest, total = tl.where(whole, LOWEST, highest), tl.where(whole, 0.0, total)
                 out = tl.where(whole, 0.0, out)
         if RANK_LSE:
