@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(FOLDER.rglob("interpreted_*.py"))}
 PROCESSES = [
     ("summaries",),
-    ("decode", "choice", "boxes", "slots"),
+    ("decode", "select_few", "boxes", "slots"),
     ("indexer", "selected", "until"),
     ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds"),
 ]

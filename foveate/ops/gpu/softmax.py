@@ -15,13 +15,25 @@ LOWEST = tl.constexpr(-3.4e38)
 
 
 @triton.jit
+def exponentials(logits, top):
+    """The first half of :func:`online`: ``(top, p [M, N], fade [M])``, after which values can be loaded."""
+    higher = tl.maximum(top, tl.max(logits, 1))
+    return higher, tl.exp2(logits - higher[:, None]), tl.exp2(top - higher)
+
+
+@triton.jit
+def accumulate(p, v, fade, weight, out):
+    """The second half: ``(weight, out)`` with the values ``v [N, Dv]`` of a block."""
+    out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+    return weight * fade + tl.sum(p, 1), out
+
+
+@triton.jit
 def online(logits, v, top, weight, out):
     """Add a block of ``logits [M, N]``, -inf where no key is, and of values ``v [N, Dv]``."""
-    higher = tl.maximum(top, tl.max(logits, 1))
-    p = tl.exp2(logits - higher[:, None])
-    fade = tl.exp2(top - higher)
-    out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
-    return higher, weight * fade + tl.sum(p, 1), out
+    top, p, fade = exponentials(logits, top)
+    weight, out = accumulate(p, v, fade, weight, out)
+    return top, weight, out
 
 
 @triton.jit
@@ -44,10 +56,10 @@ def merge(parts, lse, top, weight, out):
 @triton.jit
 def log_sum_exp(top, weight, NATURAL: tl.constexpr = False):
     """Log-sum-exp of a running softmax, to the base 2 or ``NATURAL``; -inf of no keys."""
-    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
     if NATURAL:
-        lse = lse / LOG2E
-    return lse
+        return tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / LOG2E)
+    else:
+        return tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
 
 
 @triton.jit

@@ -54,6 +54,11 @@ def group_tile(
     return Tile(heads, keys, num_warps=wide_warps if wide else 4, num_stages=2 if wide else 3)
 
 
+def tile_of_width(tiles: dict[int, Tile], dim: int) -> Tile:
+    """The tile of the smallest width that holds ``dim``, of a table by width, ascending."""
+    return next(tile for width, tile in tiles.items() if dim <= width)
+
+
 @functools.lru_cache(maxsize=1024)
 def split(rows: int, blocks: int, room: int, merging: float = 1 / 64) -> tuple[int, int]:
     """Split the ``blocks`` of each of ``rows`` among programs, of which the GPU runs ``room`` at a time.

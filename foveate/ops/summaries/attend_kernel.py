@@ -34,23 +34,11 @@ def attend_nodes(
     lse_ptr,
     read_ptr,
     refined_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    value_stride_b,
-    value_stride_h,
-    value_stride_n,
-    value_stride_d,
-    count_stride_b,
-    count_stride_h,
+    q_strides,
+    k_strides,
+    v_strides,
+    value_strides,
+    count_strides,
     list_stride_b,
     list_stride_h,
     found_stride_b,
@@ -59,9 +47,7 @@ def attend_nodes(
     picked_stride_h,
     gone_stride_b,
     gone_stride_h,
-    end_stride_b,
-    end_stride_h,
-    end_stride_n,
+    end_strides,
     batches,
     num_kv_heads,
     group,
@@ -88,15 +74,21 @@ def attend_nodes(
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Writes ``found [before + splits, B, Hq, Dv]`` and ``found_lse`` behind the ``before`` parts that are there.
+    """Write ``found [before + splits, B, Hq, Dv]`` and ``found_lse`` after the ``before`` parts that are there.
 
-    First the values of a level's nodes that are not refined (see :func:`score_nodes` for ``count``, ``list`` and
-    ``weight``), then, in the ``LAST`` launch, the keys of refined pages, in ``CHUNKS`` of ``BLOCK_W`` places; and the
-    program of a row that is ready last merges all parts. Which nodes are refined say ``chosen [B, sets, most]``,
-    ``page``, ``picked`` and ``gone``, see :func:`select_nodes`.
+    The parts hold attention to the values of a level's nodes that are not refined (``count``, ``list`` and ``weight``
+    as in :func:`score_nodes`) and, in the ``LAST`` launch, to the keys of refined pages, in ``CHUNKS`` of ``BLOCK_W``
+    places each. The program of a row that finishes last merges all parts. ``chosen [B, sets, most]``, ``page``,
+    ``picked`` and ``gone`` hold the refined nodes, see :class:`Selection`.
 
-    ``KEEPS``: and what masses take, ``token [B, Hq, places]``, see :func:`refined_tokens`.
+    ``KEEPS``: log-weights of tokens are stored in ``token [B, Hq, places]``, see :func:`refined_tokens`.
     """
+    q_stride_b, q_stride_h, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    value_stride_b, value_stride_h, value_stride_n, value_stride_d = value_strides
+    count_stride_b, count_stride_h = count_strides
+    end_stride_b, end_stride_h, end_stride_n = end_strides
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -29,19 +29,15 @@ from foveate.ops.summaries.plan import (
 from foveate.ops.summaries.replace_kernel import replace_refined
 from foveate.ops.summaries.score_kernel import score_nodes
 from foveate.ops.summaries.select_kernel import select_nodes
+from foveate.ops.summaries.support import BIASES, RULES, SCORES, check_supported
 from foveate.ops.summaries.tree import Level, Tree
 from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
 from foveate.ops.summaries.workspace import Selection, Visit, make_workspace, strides_by_head
 
-_LARGEST = 256
-"""The largest head dim."""
 _REREAD = 32
 """The most nodes that a program attends to again at a time, without the refined ones."""
 _RANKED = 64
 """Ranks of nodes that a thread reads at once."""
-_RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
-_SCORES = {"summary": 0, "spread": 1, "box": 2}
-_BIASES = {"none": 0, "log": 1, "entropy": 2, "spread": 3}
 
 
 def attend_summaries(
@@ -73,28 +69,8 @@ def attend_summaries(
     captured step can be replayed with larger numbers. Repeats are equal bit for bit, and fp32 is multiplied in full
     precision. Keys and summaries that are not read may hold anything.
     """
-    _check(q, k, v, tree, how)
-    if sums is not None and any(x is not None and x.dtype != torch.float32 for x in sums[1:]):
-        raise UnsupportedError("running sums in other dtypes than float32")
-    if sums is not None and any(x is not None and x.stride(2) != 1 and x.shape[2] > 1 for x in sums[1:]):
-        raise UnsupportedError("running sums that are not next to each other")
+    check_supported(q, k, v, tree, how, sums)
     return SummariesLaunch(q, k, v, tree, how, scaling, softcap, need_masses, sums).run(need_lse)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement) -> None:
-    (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
-    if how.rule not in _RULES or how.score not in _SCORES:
-        raise UnsupportedError(f"refinement by bounds ({how.rule}, {how.score})")
-    vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or any(x.dtype != q.dtype for x in (k, v)):
-        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
-    if any(x.dtype != q.dtype for x in vectors):
-        raise UnsupportedError(f"summaries in other dtypes than {q.dtype}")
-    if max(dim, value_dim) > _LARGEST:
-        raise UnsupportedError(f"head dims above {_LARGEST}")
-    if length != 1 or num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, number, dim):
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
-        raise ValueError(f"shapes do not fit one query a row: {shapes}")
 
 
 class SummariesLaunch:
@@ -217,17 +193,17 @@ class SummariesLaunch:
             space.found_lse,
             space.arrived,
             space.read,
-            *(q.stride(axis) for axis in (0, 1, 3)),
-            *self.k.stride(),
-            *self.v.stride(),
-            *nodes.stride(),
-            *of.nodes.v.stride(),
-            *((0,) * 4 if spread is None else spread.stride()),
-            *((0,) * 3 if of.tokens is None else of.tokens.stride()),
-            *((0,) * 3 if entropy is None else entropy.stride()),
-            *visit.count_strides,
+            (q.stride(0), q.stride(1), q.stride(3)),
+            self.k.stride(),
+            self.v.stride(),
+            nodes.stride(),
+            of.nodes.v.stride(),
+            (0,) * 4 if spread is None else spread.stride(),
+            (0,) * 3 if of.tokens is None else of.tokens.stride(),
+            (0,) * 3 if entropy is None else entropy.stride(),
+            visit.count_strides,
             *((0, 0) if raw else strides_by_head(above.pages)),
-            *recent_strides,
+            recent_strides,
             self.batch,
             self.num_kv_heads,
             self.group,
@@ -254,8 +230,8 @@ class SummariesLaunch:
             RECENT=recent is not None,
             KEEPS_RAW=self.keeps_raw,
             PRESERVE=how.mass == "preserve",
-            BIAS=_BIASES[how.bias],
-            SCORE=_SCORES[how.score],
+            BIAS=BIASES[how.bias],
+            SCORE=SCORES[how.score],
             SIZED=of.tokens is not None,
             LARGEST=torch.finfo(q.dtype).max,
             SOFTCAP=self.softcap,
@@ -303,8 +279,8 @@ class SummariesLaunch:
             None if above is None else above.pages,
             *mine,
             capped,
-            *recent_strides,
-            *visit.count_strides,
+            recent_strides,
+            visit.count_strides,
             *((0, 0) if above is None else strides_by_head(above.pages)),
             self.batch * self.num_heads,
             self.num_kv_heads,
@@ -317,7 +293,7 @@ class SummariesLaunch:
             stage.width,
             k=stage.k,
             limit=how.limit / (len(levels) if how.rule == "top_p" else 1),
-            RULE=_RULES[how.rule],
+            RULE=RULES[how.rule],
             LAYER=how.pool == "layer",
             SPLITS=triton.next_power_of_2(stage.scoring),
             OTHERS=triton.next_power_of_2(stage.before),
@@ -345,7 +321,7 @@ class SummariesLaunch:
             space.arrived,
             *self._output,
             *self._strides_of_vectors(of),
-            *visit.count_strides,
+            visit.count_strides,
             *((0, 0) if above is None else strides_by_head(above.pages)),
             *self._strides_of_selection(mine),
             self.batch,
@@ -390,9 +366,9 @@ class SummariesLaunch:
             *self._found(visit),
             *self._output,
             *self._strides_of_vectors(of),
-            *visit.count_strides,
+            visit.count_strides,
             *((0, 0) if above is None else strides_by_head(above.pages)),
-            *recent_strides,
+            recent_strides,
             *self._strides_of_selection(mine),
             self.batch,
             self.num_kv_heads,
@@ -438,16 +414,16 @@ class SummariesLaunch:
         """Results and counts."""
         return self.space.out, self.space.lse, self.space.read, self.space.refined
 
-    def _strides_of_vectors(self, of: Level) -> tuple[int, ...]:
+    def _strides_of_vectors(self, of: Level) -> tuple[tuple[int, ...], ...]:
         """Of queries, keys, values and the values of summaries."""
-        queries = (self.q.stride(axis) for axis in (0, 1, 3))
-        return *queries, *self.k.stride(), *self.v.stride(), *of.nodes.v.stride()
+        q = self.q
+        return (q.stride(0), q.stride(1), q.stride(3)), self.k.stride(), self.v.stride(), of.nodes.v.stride()
 
-    def _strides_of_selection(self, mine: Selection) -> tuple[int, ...]:
+    def _strides_of_selection(self, mine: Selection) -> tuple[int | tuple[int, ...], ...]:
         """Of the tensors of a selection, and of the ends of pages."""
         end = self.tree.page_end
         selected = (stride for x in (mine.chosen, mine.picked, mine.gone) for stride in strides_by_head(x))
-        return *selected, *((0, 0, 0) if end is None else end.stride())
+        return *selected, (0, 0, 0) if end is None else end.stride()
 
     def _pages_read(self) -> dict[str, Any]:
         """Constants of a launch that attends to refined pages."""

@@ -1,4 +1,4 @@
-"""What a step's attention masses add to the running sums by which pages are made and chosen (LuKA)."""
+"""Running sums of attention, by which pages are made and chosen: the reference (LuKA)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from foveate.ops.summaries.types import Sums, VisitedLevel
 
 
 def note_masses(masses: Sequence[Tensor], visited: Sequence[VisitedLevel], tree: Tree, group: int, sums: Sums) -> None:
-    """Add what a query has looked at to running sums.
+    """Add the masses of a query to running sums.
 
     Args:
         masses, visited: see :class:`Covered`.
-        tree: what was looked at.
+        tree: the tree that was visited.
         group: query heads of a KV head.
     """
     if sums.total is not None:

@@ -1,4 +1,4 @@
-"""Masses of what a step attends to, and what they add to running sums: Triton kernels of :func:`attend_summaries`."""
+"""Attention masses, and the running sums that they enter: Triton kernels of :func:`attend_summaries`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pooled(space: Workspace, tree: Tree) -> tuple[Tensor, ...]:
         mass,
         *strides_by_head(space.gone),
         *strides_by_head(last.selection.picked),
-        *last.count_strides,
+        last.count_strides,
         batch,
         heads,
         space.group,
@@ -89,12 +89,12 @@ def note(space: Workspace, tree: Tree, sums: Sums) -> None:
             recent,
             sums.total,
             sums.recent,
-            *visit.count_strides,
+            visit.count_strides,
             *((0, 0) if above is None else strides_by_head(above.pages)),
             *strides_by_head(mine.chosen),
             *strides_by_head(mine.picked),
             *strides_by_head(mine.gone),
-            *((0, 0, 0) if recent is None else recent.stride()),
+            (0, 0, 0) if recent is None else recent.stride(),
             *((0, 0) if sums.total is None else sums.total.stride()[:2]),
             *((0, 0) if sums.recent is None else sums.recent.stride()[:2]),
             batch,
@@ -168,8 +168,7 @@ def note_masses(
     recent_ptr,
     total_ptr,
     raw_recent_ptr,
-    count_stride_b,
-    count_stride_h,
+    count_strides,
     list_stride_b,
     list_stride_h,
     found_stride_b,
@@ -178,9 +177,7 @@ def note_masses(
     picked_stride_h,
     gone_stride_b,
     gone_stride_h,
-    recent_stride_b,
-    recent_stride_h,
-    recent_stride_n,
+    recent_strides,
     total_stride_b,
     total_stride_h,
     raw_recent_stride_b,
@@ -215,6 +212,8 @@ def note_masses(
 
     The programs behind, the ``LAST`` time, add the masses of sinks and tail to ``total`` and move ``raw_recent``.
     """
+    count_stride_b, count_stride_h = count_strides
+    recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     batch, head = row // num_kv_heads, row % num_kv_heads
     if NODES:
@@ -287,8 +286,7 @@ def pool_masses(
     gone_stride_h,
     picked_stride_b,
     picked_stride_h,
-    count_stride_b,
-    count_stride_h,
+    count_strides,
     batches,
     num_kv_heads,
     group,
@@ -306,6 +304,7 @@ def pool_masses(
     base 2, and ``lse [B, Hq]``. ``nodes`` come first, those that are ``gone`` among them, from ``last`` on the
     ``count`` (see :func:`score_nodes`) of the last level; then sinks and tail, and from ``tokens`` on the tokens of
     refined pages, ``page_places`` for each."""
+    count_stride_b, count_stride_h = count_strides
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

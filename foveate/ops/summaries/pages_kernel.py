@@ -10,8 +10,8 @@ from foveate.ops.summaries.score_kernel import shared_out
 
 @triton.jit
 def listed(place, number, few, order, ptr, FEW: tl.constexpr):
-    """Entries of a list of ``number`` at some places: of ``few [ROOM]``, whose ``order`` says where each is, or in
-    memory."""
+    """Entries at ``place`` of a list of ``number``: in memory, or (``FEW``) in ``few [ROOM]``, where ``order`` is the
+    place of each."""
     if FEW:
         return tl.sum(tl.where(place[:, None] == order[None, :], few[None, :], 0), 1)
     else:
@@ -20,7 +20,7 @@ def listed(place, number, few, order, ptr, FEW: tl.constexpr):
 
 @triton.jit
 def _span(page, known, end_ptr, end_stride, sinks, WIDTH: tl.constexpr):
-    """First slot and length of pages; of ``WIDTH`` tokens each, or (0) as their ends say."""
+    """First slot and length of pages: of ``WIDTH`` tokens each, or, where that is 0, between their ends in memory."""
     if WIDTH:
         start = sinks + page * WIDTH
         return start, tl.where(known, WIDTH, 0)
@@ -77,8 +77,8 @@ def refined_tokens(
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """An online softmax, with tiles ``begin`` to ``end`` of the keys of ``picked`` pages; a page has ``CHUNKS`` of
-    ``BLOCK_W`` places. ``KEEPS``: log-weights are stored, by programs that are to: 1, of all tokens; 2, of chunks.
+    """Add tiles ``begin`` to ``end`` of the keys of ``picked`` pages to a running softmax; a page has ``CHUNKS`` of
+    ``BLOCK_W`` places. ``KEEPS``: programs with ``keeps`` store log-weights: 1, of each token; 2, of each chunk.
     Pointers are those of a row and KV head, but for ``weight`` and ``token``."""
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
     dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])

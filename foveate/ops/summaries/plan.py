@@ -1,4 +1,4 @@
-"""How the work of :func:`attend_summaries`' kernels is cut into programs, and what these are compiled with."""
+"""How the launches of :func:`attend_summaries` are cut into programs, and their compile options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over summaries of pages, of which those that matter to the query give way to what they stand for (LuKA)."""
+"""Attention over summaries of pages, the heaviest of which are replaced by their children: the reference (LuKA)."""
 
 from __future__ import annotations
 

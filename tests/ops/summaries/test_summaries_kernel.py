@@ -11,19 +11,29 @@ from tests.kernels import compile_for
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = (("dtype", "dim", "group"), [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 256, 8), ("fp32", 128, 7)])
-LAST_STRIDES = {"size_stride_n", "entropy_stride_n", "recent_stride_n", "end_stride_n"}
+AXES = {
+    **dict.fromkeys(("k", "v"), "bhld"),
+    **dict.fromkeys(("node", "value", "spread"), "bhnd"),
+    **dict.fromkeys(("size", "entropy", "recent", "end"), "bhn"),
+    "q": "bhd",
+    "count": "bh",
+}
+"""Of tensors whose strides are passed as one tuple."""
 
 
 def _compiled(kernel, vectors, options, **given):
     """``vectors``: which tensors hold vectors, which begin at multiples of 16 bytes; given: pointers and constants."""
     arguments = {}
     for name in kernel.arg_names:
-        field, _, axis = name.partition("_stride_")
+        field, _, axis = name.partition("_stride")
         if name in given:
             arguments[name] = given[name]
+        elif axis == "s":
+            last = "i32" if field == "count" else 1
+            before = "i32:16" if field in vectors else "i32"
+            arguments[name] = (*[before] * (len(AXES[field]) - 1), last)
         elif axis:
-            one = name in LAST_STRIDES or (field in vectors and axis == "d")
-            arguments[name] = 1 if one else "i32:16" if field in vectors else "i32"
+            arguments[name] = "i32"
         else:
             numbers = ("scaling", "log_size", "reads", "weight_spread", "prior", "limit")
             arguments[name] = "fp32" if name in numbers else "i32"
