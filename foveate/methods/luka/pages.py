@@ -1,4 +1,4 @@
-"""Pages and the summaries above them: where pages end, what stands for them, level by level."""
+"""Making pages: where they end, and the summaries that stand for them, level by level."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pages:
         """Pages under a node of the top level, which are made at once."""
 
     def branch(self, level: int) -> int:
-        """Children of a node above the pages, which stand on tokens."""
+        """Children of a node of a level above the pages."""
         return self.sizes[level] // self.sizes[level - 1]
 
     def count(self, level: int, pages: int) -> int:
@@ -42,13 +42,13 @@ class Pages:
         return nodes_over(self.sizes, level, pages)
 
     def most(self, length: int) -> int:
-        """No row of so many tokens has more pages."""
+        """An upper bound of the pages of a row of ``length`` tokens."""
         least = self.sizes[0] if self.paging.segmenter != "gaussian" else segments.shortest(self.sizes[0])
         return max(0, length - self.paging.tail - self.paging.sinks) // least
 
     @property
     def most_raw(self) -> int:
-        """No row has more sinks and tail when the next pages are due."""
+        """An upper bound of the raw tokens of a row, sinks and tail, until its next pages are made."""
         return self.paging.sinks + self.paging.tail + self.group * self.width + self.paging.compress_every
 
     def even(self, cache: SlotCache) -> bool:
@@ -56,7 +56,7 @@ class Pages:
         return cache.uniform and all(len(set(cache.rows[name])) == 1 for name in ("pages", "paged"))
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        """What to keep beside the keys."""
+        """State to keep beside the keys, by name."""
         paging, channels = self.paging, {}
         shape = (geometry.num_kv_heads, geometry.head_dim)
         if paging.compressor == "trained" and paging.trained.func.direction.shape[1:] != shape:
@@ -100,7 +100,7 @@ class Pages:
     # Making pages
 
     def extend(self, cache: SlotCache) -> None:
-        """Make every node of the top level that ends before the tail, oldest first, and the pages beneath it."""
+        """Make every node of the top level that ends before the tail, with all beneath it, oldest first."""
         if self.fixed and self.even(cache):
             self._extend(cache)
             return
@@ -110,10 +110,9 @@ class Pages:
             cache.put_back(b, row)
 
     def extend_in_step(self, cache: SlotCache) -> None:
-        """The same of every row at once, by the numbers on the device, in something that is recorded and replayed.
+        """The same for all rows at once by the numbers on the device, in a captured step.
 
-        As many pages are made of each row as any may need; those behind the ones that are due are not read, and are
-        made again when they are.
+        Every row gets as many pages as any may need. Pages that are not due yet are not read, and are made again later.
         """
         step = cache.step
         pages, start, after = step.once(("new pages", self.paging.spec), lambda: self._due(step))
@@ -125,12 +124,12 @@ class Pages:
 
     @property
     def most_new(self) -> int:
-        """Nodes of the top level that a row gets at most when pages are made after ``compress_every`` more tokens."""
+        """The most nodes of the top level that ``compress_every`` tokens can complete in a row."""
         under = self.group * self.sizes[0]
         return (under - 1 + self.paging.compress_every) // under
 
     def _due(self, rows: Mapping[str, Tensor] | MovingRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Each row's pages, where its next one begins, and its numbers when what is due has been made."""
+        """Each row's pages, the slot where its next page begins, and its numbers once due pages are made."""
         pages, paged = rows["pages"].clone(), rows["paged"]
         start = torch.where(paged > 0, paged, self.paging.sinks)
         under = self.group * self.sizes[0]
@@ -139,7 +138,7 @@ class Pages:
         return pages, start, after
 
     def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """Numbers of the host as :meth:`extend_in_step` leaves those of the device."""
+        """Numbers of rows on the host, as :meth:`extend_in_step` leaves them on the device."""
         numbers = {name: torch.tensor(rows[name]) for name in ("lengths", "pages", "paged")}
         return {name: after.tolist() for name, after in self._due(numbers)[2].items()}
 
@@ -168,11 +167,11 @@ class Pages:
         return ops.divergence_ends(divergence, start, paging.kl_threshold, size, self.width)
 
     def _tokens(self, cache: SlotCache, new: UniformPages | RaggedPages) -> tuple[ops.Nodes, None]:
-        """The raw tokens of new pages, fields ``[B, Hkv, n, S, ...]``; every place is used."""
+        """The raw tokens of new pages of one size, fields ``[B, Hkv, n, S, ...]``."""
         return self._raw(*(new.tokens(x) for x in (cache.keys, cache.values))), None
 
     def _varied(self, cache: SlotCache, start: int, ends: list[int]) -> tuple[ops.Nodes, Tensor]:
-        """The same of pages of different sizes, and which of the places are used."""
+        """The same for pages of different sizes, and which places are used: bool ``[1, 1, n, S]``."""
         begins = cache.on_device([start, *ends[:-1]])[:, None]
         slots = begins + torch.arange(self.width, device=cache.device)
         used = slots < cache.on_device(ends)[:, None]
@@ -185,7 +184,7 @@ class Pages:
         return ops.Nodes(keys, values, None, *bounds, entropy)
 
     def _over(self, level: int) -> int:
-        """Pages under a node of a level."""
+        """Pages that a node of a level stands for."""
         return self.sizes[level] // self.sizes[0]
 
     def _children(self, cache: SlotCache, name: str, level: int, new: UniformPages | RaggedPages) -> Tensor:
@@ -204,7 +203,7 @@ class Pages:
     def _make(
         self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes, used: Tensor | None
     ) -> None:
-        """Write the new nodes of a level, made of their children."""
+        """Write the new nodes of a level, computed from their children."""
         paging, over = self.paging, self._over(level)
         mass = self._got("mass", cache, level, new, used) if paging.mass else None
         recent = self._got("recent", cache, level, new, used) if paging.recent else None
@@ -242,7 +241,7 @@ class Pages:
     def _got(
         self, name: str, cache: SlotCache, level: int, new: UniformPages | RaggedPages, used: Tensor | None
     ) -> Tensor:
-        """Attention that each child got, all of it (``mass``) or lately, mean over the group: ``[B, Hkv, n, S]``."""
+        """Attention to each child, accumulated (``mass``) or ``recent``, mean over the group: ``[B, Hkv, n, S]``."""
         if level:
             return self._children(cache, name, level, new)
         got = cache.channel(name)
@@ -256,11 +255,11 @@ class Pages:
         return got / cache.geometry.group if name == "mass" else got
 
     def look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
-        """Tokens, and the nodes that there are, take in what the last queries of a prompt attend to.
+        """Add the attention of a prompt's last queries to the recent attention of tokens and nodes.
 
         Args:
-            recent: fp32 ``[B, Hkv, used]``: attention that each token got from them, the mean over queries and group.
-            share: of these queries in all that recent attention averages over.
+            recent: fp32 ``[B, Hkv, used]``: their attention to each token, the mean over queries and group.
+            share: of these queries among those that recent attention averages over.
         """
         cache.channel("recent").lerp_(recent, share)
         if not self.even(cache):
@@ -272,7 +271,7 @@ class Pages:
             self._look_back(cache, recent, share)
 
     def _look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
-        """Of rows with the same pages."""
+        """The same for rows with the same pages."""
         pages = cache.rows["pages"][0]
         if not pages:
             return
