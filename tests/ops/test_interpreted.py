@@ -17,7 +17,7 @@ PROCESSES = [
     ("summaries",),
     ("decode", "select_few", "boxes", "slots"),
     ("indexer", "selected", "until"),
-    ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds"),
+    ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "softmax"),
 ]
 
 
