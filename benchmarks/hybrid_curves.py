@@ -5,8 +5,8 @@
     foveate plot hybrid-retention benchmarks/results/hybrids-curves.jsonl --out docs/figures/hybrids-retention.png
 
 OUT is the folder of `hybrid_tasks.py`, TEXT its text. A row for each model has the losses of its log, mean over every
-hundred steps, and those on held-out text. Of models with LTE layers it has the share of tokens that each KV head retains
-(score above 0.5) among those that the window has left, mean over 16 held-out sequences (appendix B).
+hundred steps, and those on held-out text. Of models with LTE layers it has the share of tokens that each KV head
+retains (score above 0.5) among those that the window has left, mean over 16 held-out sequences (appendix B).
 """
 
 import argparse

@@ -29,7 +29,7 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **optio
         capability: 80 or 90.
         kernel: what ``triton.jit`` returned.
         arguments: by parameter: a type such as ``"*bf16"`` or ``"i32"``, with ``":16"`` behind it when a launch would
-            find the value divisible by 16, or the value of a constant.
+            find the value divisible by 16, or the value of a constant; a tuple of these for a tuple.
         options: num_warps and the like; None is left out.
     """
     import triton
@@ -38,15 +38,21 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **optio
 
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
-    types = {name: value for name, value in arguments.items() if isinstance(value, str)}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr").removesuffix(":16") for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): arguments[name] for name in arguments.keys() - types.keys()},
-        attrs={
-            (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types if types[name].endswith(":16")
-        },
-    )
+    signature, constants, divisible = {}, {}, {}
+
+    def described(value: Any, place: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(described(entry, (*place, number)) for number, entry in enumerate(value))
+        if not isinstance(value, str):
+            constants[place] = value
+            return "constexpr"
+        if value.endswith(":16"):
+            divisible[place] = [["tt.divisibility", 16]]
+        return value.removesuffix(":16")
+
+    for number, name in enumerate(kernel.arg_names):
+        signature[name] = described(arguments[name], (number,))
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     options = {name: value for name, value in options.items() if value is not None}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,7 +1,8 @@
 """The five verbs every method is written in: score, select, attend, compress, retain.
 
 Each verb is a folder with its reference in plain torch, which is the specification and runs on any device, and, where
-one exists, a kernel beside it that is tested against the reference. A verb contains no policy.
+one exists, a kernel beside it that is tested against the reference. A verb contains no policy. ``summaries`` holds the
+one operation that fuses several verbs, LuKA's.
 
 Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk, Dv]`` with ``Hq`` a multiple of
 ``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32.
@@ -10,17 +11,9 @@ Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk
 from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend import (
     Attended,
-    Covered,
-    Level,
-    Part,
     PromptHeads,
-    Refinement,
-    Rows,
-    Sums,
-    Tree,
     attend,
     attend_causal,
-    attend_cover,
     attend_gated,
     attend_indices,
     attend_pages,
@@ -28,7 +21,6 @@ from foveate.ops.attend import (
     attend_prefix,
     attend_recent,
     attend_selected,
-    attend_summaries,
     attend_tile_keys,
     attend_tiles,
     attend_until,
@@ -41,7 +33,6 @@ from foveate.ops.attend import (
     merge,
     page_slots,
     prompt_path,
-    refine,
     with_sinks,
 )
 from foveate.ops.compress import (
@@ -91,6 +82,19 @@ from foveate.ops.select import (
     topk_of_blocks,
     topk_rows,
 )
+from foveate.ops.summaries import (
+    Covered,
+    Level,
+    Part,
+    Refinement,
+    Rows,
+    Sums,
+    Tree,
+    VisitedLevel,
+    attend_cover,
+    attend_summaries,
+    refine,
+)
 
 __all__ = [
     "FP8",
@@ -111,6 +115,7 @@ __all__ = [
     "Sums",
     "TileKeys",
     "Tree",
+    "VisitedLevel",
     "attend",
     "attend_causal",
     "attend_cover",

@@ -19,7 +19,7 @@ from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 from foveate.methods import parse
-from foveate.methods._pages import Pages
+from foveate.methods.luka.pages import Pages
 from foveate.report import decode as report
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}

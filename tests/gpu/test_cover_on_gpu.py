@@ -6,7 +6,7 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.ops import _dispatch
-from foveate.ops.attend import _summaries_plan, masses, summaries, summaries_kernel
+from foveate.ops.summaries import launch, masses, plan, reference
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.trees import Problem, long_parts, recent_attention
@@ -33,15 +33,15 @@ def kernels_only(monkeypatch):
 
 @pytest.fixture(params=FEW[1])
 def few(request, monkeypatch):
-    """See the fixture of this name in ``tests/ops/interpreted_summaries.py``."""
+    """See the fixture of this name in ``tests/ops/summaries/interpreted_summaries.py``."""
     if request.param == "few and long parts":
-        monkeypatch.setattr(_summaries_plan, "plan_parts", long_parts(3))
-        monkeypatch.setattr(_summaries_plan, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(_summaries_plan, "_AT_ONCE", 1)
+        monkeypatch.setattr(plan, "plan_parts", long_parts(3))
+        monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
+        monkeypatch.setattr(plan, "_AT_ONCE", 1)
     elif request.param == "chosen before":
-        monkeypatch.setattr(_summaries_plan, "_FEW_OF", -1)
+        monkeypatch.setattr(plan, "_FEW_OF", -1)
     elif request.param == "many":
-        monkeypatch.setattr(_summaries_plan, "_FEW", -1)
+        monkeypatch.setattr(plan, "_FEW", -1)
 
 
 def problem(pages, **more):
@@ -64,14 +64,14 @@ def check(some, how, need_masses=True):
     q, k, v = some.arguments
     given = {"scaling": SCALING, "need_lse": True, "need_masses": need_masses}
     k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
-    expected = summaries.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
+    expected = reference.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
     with poisoned_memory("cuda"):
         found = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
     again = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
     for mine, its in zip((found.out, found.lse, *found.masses), (again.out, again.lse, *again.masses), strict=True):
         assert torch.equal(mine, its)
     alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
-    for mine, its in zip(found.looked, expected.looked, strict=True):
+    for mine, its in zip(found.visited, expected.visited, strict=True):
         padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
         same = (mine.chosen == padded).all(-1)
         alike &= same.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -104,7 +104,7 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads,
         some = problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype)
         some.overrate([7, 8, 699], 15.0, SCALING)
         found = check(some, ops.Refinement())
-        assert (found.looked[0].chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
+        assert (found.visited[0].chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
 
 
 @every_pair(DTYPES, DIMS, MASS, FEW, indirect=["few"])
@@ -147,15 +147,15 @@ def test_all_ways_to_choose_few_choose_the_same(dtype, prior, first, score, monk
         ways = [("_NO_BOUNDS", 0), ("_FEW_OF", -1), ("_FEW", -1), *[("_NO_BOUNDS", 1 << 15)] * (max(pages) < 4096)]
         for name, number in ways:
             with monkeypatch.context() as patch:
-                patch.setattr(_summaries_plan, name, number)
+                patch.setattr(plan, name, number)
                 found = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
-                chosen.append(found.looked[0].chosen)
+                chosen.append(found.visited[0].chosen)
         assert all(torch.equal(chosen[0], other) for other in chosen[1:])
 
 
 @pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
 def test_biases(bias):
-    check(problem((500, 33), sizes=(16,), dtype=torch.float16), ops.Refinement(bias=bias))
+    check(problem((500, 33), sizes=(16,), dtype=torch.float16), ops.Refinement(bias=bias, weight_spread=0.6))
 
 
 def test_pages_that_are_not_refined_are_not_read(few):
@@ -165,7 +165,7 @@ def test_pages_that_are_not_refined_are_not_read(few):
     for b in range(2):
         start = int(some.tree.rows.numbers[1, b])
         for head in range(2):
-            pages = found.looked[0].chosen[b, head]
+            pages = found.visited[0].chosen[b, head]
             read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 16, pages[pages >= 0])
             some.k[b, head, ~read], some.v[b, head, ~read] = torch.nan, torch.inf
     again = ops.attend_summaries(
@@ -229,7 +229,7 @@ def test_running_sums(pages, sizes, allowed, rule):
         given = {"sums": kept} if noted_within else {"need_masses": True}
         covered = ops.attend_summaries(*some.arguments, own, how, scaling=SCALING, **given)
         if not noted_within:
-            masses.note_masses(covered.masses, covered.looked, own, 4, kept)
+            masses.note_masses(covered.masses, covered.visited, own, 4, kept)
         made.append([*kept[1:], *recent_attention(own)])
     for mine, its in zip(*made, strict=True):
         torch.testing.assert_close(mine, its)
@@ -238,7 +238,7 @@ def test_running_sums(pages, sizes, allowed, rule):
 @pytest.mark.parametrize("few", [8, -1])
 def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
     """However programs are scheduled: the last one of a row to be ready merges, or they start while others run."""
-    monkeypatch.setattr(_summaries_plan, "_FEW", few)
+    monkeypatch.setattr(plan, "_FEW", few)
     some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
     tree = some.looked_at(how, False)
     outs = [ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_lse=True)[:2] for _ in range(300)]
@@ -246,8 +246,8 @@ def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
 
 
 def test_methods_run_on_the_kernels(monkeypatch):
-    ran, real = [], summaries_kernel.attend_summaries
-    monkeypatch.setattr(summaries_kernel, "attend_summaries", lambda *a, **k: ran.append(1) or real(*a, **k))
+    ran, real = [], launch.attend_summaries
+    monkeypatch.setattr(launch, "attend_summaries", lambda *a, **k: ran.append(1) or real(*a, **k))
     tokens = Tokens.random(2, 700)
     cuda = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
     for spec in (

@@ -13,12 +13,13 @@ from foveate import methods, ops
 from foveate.integrations.transformers.steps import CudaRecorder
 from foveate.methods import Together
 from foveate.ops import _dispatch
-from foveate.ops.attend import decode_kernel, kernel, pooled, reference, summaries, tiles, tiles_kernel
+from foveate.ops.attend import decode_kernel, kernel, pooled, reference, tiles, tiles_kernel
 from foveate.ops.score import kernel as mass_kernel
 from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
 from foveate.ops.score import reference as masses
 from foveate.ops.score import tiles_kernel as tile_mass_kernel
+from foveate.ops.summaries import reference as summaries_reference
 from tests.combinations import every_pair
 from tests.families import family
 from tests.helpers import cached, generate, left_padded, prepare, tokens
@@ -151,17 +152,17 @@ def test_a_long_prompt_has_no_matrix(much_memory):
 )
 def test_summaries(dtype, heads, kv_heads, dim, softcap, mass, score, bias, few):
     """Pages refined may differ where their masses hardly do."""
-    how = ops.Refinement(mass=mass, score=score, bias=bias)
+    how = ops.Refinement(mass=mass, score=score, bias=bias, weight_spread=0.6)
     sizes, pages, allowed = ((16,), (301, 77), (3 if few else 40,)) if dim != 80 else ((4, 16), (320, 80), (5, 4))
     more = {"device": "cuda", "dtype": dtype, "tail": 130, "loudness": 3.0, "seed": 2}
     some = Problem(pages, sizes, allowed, heads, kv_heads, dim, **more)
     q, k, v = some.arguments
     given = {"scaling": dim**-0.5, "softcap": softcap, "need_lse": True, "need_masses": True}
     k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
-    expected = summaries.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
+    expected = summaries_reference.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
     found = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
     alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
-    for mine, its in zip(found.looked, expected.looked, strict=True):
+    for mine, its in zip(found.visited, expected.visited, strict=True):
         padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
         alike &= (mine.chosen == padded).all(-1).repeat_interleave(heads // kv_heads, 1)
     assert alike.float().mean() > 0.6

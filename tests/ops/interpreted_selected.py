@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import Tile
 from foveate.ops.attend import selected, selected_kernel
+from foveate.ops.gpu.tiles import Tile
 from tests.problems import in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -43,7 +43,7 @@ def check(q, k, v, indices, **more):
 @pytest.fixture(params=[1, 100], ids=["one program", "many programs"])
 def splits(request, monkeypatch):
     """Few programs, and so many multiprocessors that keys are split."""
-    monkeypatch.setattr(selected_kernel, "_multiprocessors", lambda device: 40 * request.param)
+    monkeypatch.setattr(selected_kernel, "multiprocessors", lambda device: 40 * request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -5,8 +5,8 @@ import torch
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import Tile
 from foveate.ops.attend import until, until_kernel
+from foveate.ops.gpu.tiles import Tile
 from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, naive, problem
 
 SOME = Shape(batch=2, kv_heads=2, group=2, queries=70, offset=25, dim=16, value_dim=16)

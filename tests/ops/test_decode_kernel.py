@@ -15,9 +15,9 @@ SHAPES = (
 CAPABILITIES = ("capability", [90, 80])
 
 
-def _tile(kernel, dtype, dim, heads, capability, **more):
+def _tile(tile_for, dtype, dim, heads, capability, **more):
     types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-    return kernel.tile_for(types[dtype], dim, heads, capability // 10, **more)
+    return tile_for(types[dtype], dim, heads, capability // 10, **more)
 
 
 def assert_compiled_well(compiled, capability, half, spilled=0):
@@ -46,7 +46,7 @@ def _compile_attention(
 ):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
-    tile, half = _tile(kernel, dtype, dim, heads, capability), dtype != "fp32"
+    tile, half = _tile(kernel.group_tile, dtype, dim, heads, capability), dtype != "fp32"
     compiled = compile_for(
         capability,
         kernel._attend_decode,
@@ -152,7 +152,7 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=Fal
     """The compiled kernel that keeps logits; ``scaled``: of keys in fp8."""
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
-    tile, half = _tile(kernel, dtype, dim, heads, capability, scaled=scaled), dtype != "fp32"
+    tile, half = _tile(kernel.tile_for, dtype, dim, heads, capability, scaled=scaled), dtype != "fp32"
     return compile_for(
         capability,
         kernel._keep_logits,

@@ -1,4 +1,4 @@
-"""The files of this folder that run under Triton's interpreter, which pytest leaves alone otherwise.
+"""The files here and in the folders below that run under Triton's interpreter, which pytest leaves alone otherwise.
 
 They need processes of their own, because Triton looks at ``TRITON_INTERPRET`` when it is imported. A process takes
 seconds to begin, so that several files share one; the processes take about as long as each other.
@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
+FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(FOLDER.rglob("interpreted_*.py"))}
 PROCESSES = [
     ("summaries",),
-    ("decode", "choice", "boxes", "slots"),
+    ("decode", "select_few", "boxes", "slots"),
     ("indexer", "selected", "until"),
-    ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "bits"),
+    ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "bits", "softmax"),
 ]
 
 
 @pytest.mark.parametrize("names", PROCESSES, ids=" ".join)
 def test_under_the_interpreter(names):
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", *(str(FOLDER / f"interpreted_{name}.py") for name in names)]
+    command = [sys.executable, "-m", "pytest", "-q", *(str(FILES[name]) for name in names)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_file_is_run_once():
-    found = [path.stem.removeprefix("interpreted_") for path in FOLDER.glob("interpreted_*.py")]
-    assert sorted(found) == sorted(name for names in PROCESSES for name in names)
+    assert sorted(FILES) == sorted(name for names in PROCESSES for name in names)

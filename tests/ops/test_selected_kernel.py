@@ -71,10 +71,10 @@ def test_it_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, he
 @pytest.mark.parametrize("block", [1, 16])
 def test_the_merge_compiles_for_ampere_and_hopper(capability, block):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.selected_kernel")
+    kernel = importlib.import_module("foveate.ops.attend.splits_kernel")
     compiled = compile_for(
         capability,
-        kernel._merge_splits,
+        kernel.merge_splits,
         {
             **dict.fromkeys(("found_ptr", "found_lse_ptr", "sink_ptr", "lse_ptr"), "*fp32:16"),
             "out_ptr": "*bf16:16",

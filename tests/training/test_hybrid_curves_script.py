@@ -1,4 +1,4 @@
-"""`benchmarks/hybrid_curves.py` on a tiny model: its losses are the log's, its shares those of the scores; both are drawn."""
+"""`benchmarks/hybrid_curves.py` on a tiny model: losses are the log's, shares those of the scores; both are drawn."""
 
 import json
 import runpy
@@ -70,7 +70,7 @@ def test_no_model_no_rows_no_layers(tmp_path, store_folder):
     with pytest.raises(UserError, match="no trained model"):
         script["main"](["--out", str(tmp_path), "--text", str(store_folder), "--write", str(tmp_path / "rows.jsonl")])
     (tmp_path / "rows.jsonl").write_text('{"model": "x"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="rows.jsonl:1: not a row of"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: not a row of"):
         hybrid_plots.read([tmp_path / "rows.jsonl"])
     with pytest.raises(UserError, match="no row is of a model with lte layers"):
         hybrid_plots.retention([{"retention": None}], tmp_path / "retention.png")

@@ -1,13 +1,11 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.attend import gated, pooled, reference, selected, summaries, tiles, until
+from foveate.ops.attend import gated, pooled, reference, selected, tiles, until
 from foveate.ops.attend.causal import attend_causal, prompt_path
 from foveate.ops.attend.chosen import attend_tile_keys
-from foveate.ops.attend.cover import Part, attend_cover, refine
 from foveate.ops.attend.gated import choose_blocks
 from foveate.ops.attend.library import PromptHeads, dense_obstacles
-from foveate.ops.attend.masses import Sums
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
     Attended,
@@ -18,8 +16,6 @@ from foveate.ops.attend.reference import (
     page_slots,
     with_sinks,
 )
-from foveate.ops.attend.summaries import Covered, Refinement
-from foveate.ops.attend.tree import Level, Rows, Tree
 
 attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")
 attend_gated = dispatch(gated.attend_gated, "foveate.ops.attend.gated_kernel")
@@ -27,24 +23,15 @@ attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_k
 attend_pages = dispatch(reference.attend_pages, "foveate.ops.attend.decode_kernel")
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel")
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
-attend_summaries = dispatch(summaries.attend_summaries, "foveate.ops.attend.summaries_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_until = dispatch(until.attend_until, "foveate.ops.attend.until_kernel")
 attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
 
 __all__ = [
     "Attended",
-    "Covered",
-    "Level",
-    "Part",
     "PromptHeads",
-    "Refinement",
-    "Rows",
-    "Sums",
-    "Tree",
     "attend",
     "attend_causal",
-    "attend_cover",
     "attend_gated",
     "attend_indices",
     "attend_pages",
@@ -52,7 +39,6 @@ __all__ = [
     "attend_prefix",
     "attend_recent",
     "attend_selected",
-    "attend_summaries",
     "attend_tile_keys",
     "attend_tiles",
     "attend_until",
@@ -65,6 +51,5 @@ __all__ = [
     "merge",
     "page_slots",
     "prompt_path",
-    "refine",
     "with_sinks",
 ]

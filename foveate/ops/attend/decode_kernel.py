@@ -7,37 +7,19 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._softcap_kernel import capped, constant
-from foveate.ops._tile import Tile, multiprocessors, split
 from foveate.ops.attend import reference
 from foveate.ops.attend.reference import Attended, check_sinks
-from foveate.ops.attend.selected_kernel import _merge_splits
+from foveate.ops.attend.splits_kernel import merge_splits
+from foveate.ops.gpu.softcap import capped, constant
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
+from foveate.ops.gpu.tiles import group_tile, multiprocessors, split
 from foveate.ops.score.pooled import check
 from foveate.ops.score.pooled_kernel import _keep, per_head, pooled, room_for, steps
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
-
 _LARGEST = 256
 """The largest head dim."""
-_HEADS = 64
-"""The most heads of a program."""
 _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
-
-
-def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
-    """Heads and keys of a program for head dims of which ``dim`` is the larger.
-
-    On Hopper three programs of a multiprocessor have two blocks of 16 KB each of keys and of values under way, several
-    times what latency times bandwidth asks for; others have 99 KB of shared memory for two programs.
-    """
-    heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
-    if dtype == torch.float32:  # multiplied without tensor cores
-        return Tile(16, 16, num_warps=8 if dim > 128 else 4, num_stages=1)
-    keys = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
-    return Tile(heads, keys, num_warps=4, num_stages=3 if heads < 64 else 2)
 
 
 def attend(
@@ -189,7 +171,7 @@ def _decode(
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
     group = num_heads // sets
     capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-    tile = tile_for(q.dtype, max(dim, value_dim), group, capability)
+    tile = group_tile(q.dtype, max(dim, value_dim), group, capability)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
     splits, each = split(batch * sets * parts, blocks, _RESIDENT * multiprocessors(q.device))
     out = q.new_empty(batch, num_heads, 1, value_dim)
@@ -226,7 +208,7 @@ def _decode(
         each,
         kept.logits.shape[2] if kept else 0,
         blocks,
-        scaling * _LOG2E.value,
+        scaling * LOG2E.value,
         steps(how[0]) if how else 0.0,
         INDEXED=indices is not None,
         MASKED=mask is not None,
@@ -245,7 +227,7 @@ def _decode(
         **tile.options,
     )
     if merged:
-        _merge_splits[num_heads, batch](
+        merge_splits[num_heads, batch](
             *found,
             sink_logits,
             out,
@@ -361,7 +343,7 @@ def _attend_decode(
         else:
             number = tl.minimum(number, length.to(tl.int32))
 
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
@@ -392,25 +374,19 @@ def _attend_decode(
         k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
-        higher = tl.max(logits, 1)
         if KEPT:
-            largest = tl.maximum(higher, _LOWEST)
+            largest = tl.maximum(tl.max(logits, 1), LOWEST)
             _keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
-        higher = tl.maximum(top, higher)
-        p = tl.exp2(logits - higher[:, None])
-        fade = tl.exp2(top - higher)
+        top, p, fade = exponentials(logits, top)
         v_tile = (slots * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
         v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
-        out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
-        weight = weight * fade + tl.sum(p, 1)
-        top = higher
+        weight, out = accumulate(p, v, fade, weight, out)
 
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
-    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+    out, lse = normalised(weight, out), log_sum_exp(top, weight)
     if KEPT:
         tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, lse, mask=exist)
     rows = (split * batches + batch) * num_kv_heads * group + heads
     out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
     out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
     tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)
-    tl.store(lse_ptr + rows, lse / _LOG2E, mask=exist)
+    tl.store(lse_ptr + rows, lse / LOG2E, mask=exist)

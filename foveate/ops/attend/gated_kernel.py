@@ -6,13 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import multiprocessors
 from foveate.ops.attend import gated as reference
 from foveate.ops.attend.reference import Attended
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
+from foveate.ops.gpu.tiles import multiprocessors
 
 _HEADS = 64
 """The most query heads of a KV head."""
@@ -95,7 +92,7 @@ def attend_gated(
         blocks,
         number,
         padded,
-        scaling * _LOG2E.value,
+        scaling * LOG2E.value,
         WIDE=triton.next_power_of_2(padded),
         **sizes,
     )
@@ -127,7 +124,7 @@ def attend_gated(
         number,
         parts_chosen,
         each,
-        scaling * _LOG2E.value,
+        scaling * LOG2E.value,
         **sizes,
     )
     _merge_gated[num_heads, batch](
@@ -157,13 +154,11 @@ def _fold(q, k_ptr, v_ptr, slots, stored, k_strides, v_strides, scale, top, weig
     k = tl.load(k_ptr + k_tile, mask=stored[:, None] & (dims < sizes[0])[None, :], other=0.0)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     logits = tl.where(stored[None, :], logits, float("-inf"))
-    higher = tl.maximum(top, tl.max(logits, 1))
-    p = tl.exp2(logits - higher[:, None])
-    fade = tl.exp2(top - higher)
+    top, p, fade = exponentials(logits, top)
     v_tile = slots[:, None] * v_strides[0] + value_dims[None, :] * v_strides[1]
     v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < sizes[1])[None, :], other=0.0)
-    out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
-    return logits, higher, weight * fade + tl.sum(p, 1), out
+    weight, out = accumulate(p, v, fade, weight, out)
+    return logits, top, weight, out
 
 
 _OF_STEP = ["length_stride", "num_kv_heads", "group", "blocks", "number"]
@@ -222,7 +217,7 @@ def _choose(
     logit_ptr += row * BLOCK_M * padded
     weight_ptr += row * padded
 
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for first in tl.range(0, complete, BLOCK_N):
@@ -242,7 +237,7 @@ def _choose(
             (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
         )
         tl.store(logit_ptr + members[:, None] * padded + (first + places)[None, :], logits)
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    out = normalised(weight, out)
     lse = top + tl.log2(tl.where(weight == 0, 1.0, weight))
     out_tile = (batch * num_kv_heads * group + heads)[:, None] * VALUE_DIM + value_dims[None, :]
     tl.store(out_ptr + out_tile, out, mask=exist[:, None] & (value_dims < VALUE_DIM)[None, :])
@@ -326,7 +321,7 @@ def _attend_parts(
     last = tl.where(chooses, blocks * block, tl.minimum(window, length))
     last = tl.minimum(first + each * BLOCK_N, last)
     near = tl.maximum(length - window, 0)
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # pages are read one block ahead, so that reading keys ahead is left to the compiler
@@ -351,11 +346,11 @@ def _attend_parts(
             out,
             (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
         )
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    out = normalised(weight, out)
     rows = (part.to(tl.int64) * batches + batch) * num_kv_heads * group + heads
     out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
     tl.store(out_ptr + out_tile, out, mask=exist[:, None] & (value_dims < VALUE_DIM)[None, :])
-    tl.store(lse_ptr + rows, tl.where(weight == 0, float("-inf"), top + tl.log2(weight)), mask=exist)
+    tl.store(lse_ptr + rows, log_sum_exp(top, weight), mask=exist)
 
 
 @triton.jit(do_not_specialize=["batches", "num_heads", "parts_chosen", "parts"])
@@ -392,7 +387,7 @@ def _merge_gated(
     out = out * tl.load(gate_ptr).to(tl.float32)
     for branch in tl.static_range(2):
         mine = tl.where((part >= parts_chosen) == (branch == 1), lse, float("-inf"))
-        share = tl.exp2(mine - tl.maximum(tl.max(mine, 0), _LOWEST))
+        share = tl.exp2(mine - tl.maximum(tl.max(mine, 0), LOWEST))
         total = tl.sum(share, 0)
         merged = tl.sum(outs * share[:, None], 0) / tl.where(total == 0, 1.0, total)
         out += merged * tl.load(gate_ptr + (branch + 1) * gate_stride_g).to(tl.float32)

@@ -6,13 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._softcap_kernel import capped, constant
-from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended, check_sinks
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
+from foveate.ops.gpu.softcap import capped, constant
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
+from foveate.ops.gpu.tiles import Tile, tile_of_width
 
 _TILES = {
     64: Tile(128, 64, num_warps=8, num_stages=3, maxnreg=128),
@@ -28,7 +25,7 @@ _TILE_FP32 = Tile(16, 32, num_warps=8, num_stages=1)
 
 def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     """The tile for head dims of at most 256, of which ``dim`` is the larger."""
-    return _TILE_FP32 if dtype == torch.float32 else next(tile for width, tile in _TILES.items() if dim <= width)
+    return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 
 def attend_window(
@@ -105,7 +102,7 @@ def _windowed(
         length,
         offset,
         sinks,
-        scaling * _LOG2E.value,
+        scaling * LOG2E.value,
         SOFTCAP=constant(softcap),
         DIM=dim,
         VALUE_DIM=value_dim,
@@ -188,12 +185,12 @@ def _attend_window(
     k_ptr += batch * k_stride_b + head // group * k_stride_h
     v_ptr += batch * v_stride_b + head // group * v_stride_h
 
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if sink_ptr is not None:
-        top = tl.maximum(top, tl.load(sink_ptr + head * sink_stride).to(tl.float32) * _LOG2E)
-        weight = tl.where(top > _LOWEST, 1.0, weight)
+        top = tl.maximum(top, tl.load(sink_ptr + head * sink_stride).to(tl.float32) * LOG2E)
+        weight = tl.where(top > LOWEST, 1.0, weight)
     for whole in tl.static_range(2):  # first the blocks that need a mask, at both ends, then those between
         for block in tl.range(ragged if whole else 0, diagonal if whole else ragged + blocks - diagonal):
             if whole:
@@ -210,19 +207,15 @@ def _attend_window(
             if not whole:
                 seen = (keys[None, :] >= lower[:, None]) | (keys < sinks)[None, :]
                 logits = tl.where(seen & (keys[None, :] <= own[:, None]), logits, float("-inf"))
-            higher = tl.maximum(top, tl.max(logits, 1))
-            p = tl.exp2(logits - higher[:, None])
-            fade = tl.exp2(top - higher)
+            top, p, fade = exponentials(logits, top)
             v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
             v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
-            out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
-            weight = weight * fade + tl.sum(p, 1)
-            top = higher
+            weight, out = accumulate(p, v, fade, weight, out)
 
     if lse_ptr is not None:
-        lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
+        lse = log_sum_exp(top, weight, NATURAL=True)
         tl.store(lse_ptr + row.to(tl.int64) * length + queries, lse, mask=exist)
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    out = normalised(weight, out)
     out_ptr += batch * out_stride_b + head * out_stride_h + first.to(tl.int64) * out_stride_l
     out_tile = tl.arange(0, BLOCK_M)[:, None] * out_stride_l + value_dims[None, :]
     out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]

@@ -20,10 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foveate.ops.attend.reference import Attended
-
-_LOG2E = gl.constexpr(1.4426950408889634)
-_LOWEST = gl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+from foveate.ops.gpu.softmax import LOG2E, LOWEST
 
 HEADS, DIM = 64, 512
 """What the kernel is for."""
@@ -107,7 +104,7 @@ def attend_selected(
         places,
         window,
         offset,
-        scaling * _LOG2E.value,
+        scaling * LOG2E.value,
         SINKS=sinks is not None,
         HEADS=HEADS,
         DIM=DIM,
@@ -278,7 +275,7 @@ def _attend(
         batch, head, part, query = _place(item, num_kv_heads, parts, length)
         index_base = index_ptr + batch * index_stride_b + head * index_stride_h + query * index_stride_l
         oldest = offset + query.to(gl.int32) + 1 - window
-        top = gl.full([HEADS], _LOWEST, gl.float32, OF_LOGITS)
+        top = gl.full([HEADS], LOWEST, gl.float32, OF_LOGITS)
         weight = gl.zeros([HEADS], gl.float32, OF_LOGITS)
         out = gl.zeros([HEADS, HALF], gl.float32, OUT)
         mbarrier.wait(q_full, lap & 1)
@@ -367,7 +364,7 @@ def _attend(
         exist = member < group
         of_head = head * group + gl.where(exist, member, 0)
         if SINKS:
-            sink = gl.load(sink_ptr + of_head * sink_stride).to(gl.float32) * _LOG2E
+            sink = gl.load(sink_ptr + of_head * sink_stride).to(gl.float32) * LOG2E
             higher = gl.maximum(top, sink)
             fade = gl.exp2(top - higher)
             weight = weight * fade + gl.exp2(sink - higher)
@@ -376,7 +373,7 @@ def _attend(
         else:
             share = 1 / gl.where(weight == 0, 1.0, weight)
         if WHICH == 0:
-            lse = gl.where(weight == 0, float("-inf"), (top + gl.log2(weight)) / _LOG2E)
+            lse = gl.where(weight == 0, float("-inf"), (top + gl.log2(weight)) / LOG2E)
             gl.store(lse_ptr + (batch * num_kv_heads * group + of_head) * length + query, lse, mask=exist)
         out = out * gl.convert_layout(share, OF_HEAD)[:, None]
         out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), STORED)

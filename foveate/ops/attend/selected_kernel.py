@@ -9,13 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended
 from foveate.ops.attend.selected import check
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+from foveate.ops.attend.splits_kernel import merge_splits
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
+from foveate.ops.gpu.tiles import Tile, multiprocessors
 
 _LARGEST = 576
 """The largest head dim."""
@@ -97,7 +95,7 @@ def attend_selected(
         return Attended(out, lse)
     group = num_heads // num_kv_heads
     tile = tile_for(q.dtype, max(dim, value_dim), group, roomy, shared)
-    programs, room = batch * length * num_kv_heads, _multiprocessors(q.device)
+    programs, room = batch * length * num_kv_heads, multiprocessors(q.device)
     blocks = triton.cdiv(indices.shape[3], tile.block_n) + triton.cdiv(window, tile.block_n)
     if programs * blocks * triton.cdiv(group, tile.block_m) < room:  # so that more of it is in use
         tile = tile_for(q.dtype, max(dim, value_dim), 1, roomy, shared)
@@ -139,7 +137,7 @@ def attend_selected(
         window,
         offset,
         each,
-        scaling * _LOG2E.value,
+        scaling * LOG2E.value,
         SINKS=sinks is not None and splits == 1,
         SHARED=shared,
         DIM=dim,
@@ -152,7 +150,7 @@ def attend_selected(
         **tile.options,
     )
     if splits > 1:
-        _merge_splits[length * num_heads, batch](
+        merge_splits[length * num_heads, batch](
             *found,
             sinks,
             out,
@@ -176,10 +174,6 @@ def attend_selected(
 def same_memory(k: Tensor, v: Tensor) -> bool:
     """Whether values are the first dimensions of their keys, where these lie."""
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and v.shape[3] <= k.shape[3]
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit(do_not_specialize=["batches", "num_kv_heads", "parts", "length", "selected", "window", "offset", "each"])
@@ -271,7 +265,7 @@ def _attend_selected(
     index_ptr += batch * index_stride_b + head * index_stride_h + query.to(tl.int64) * index_stride_l
     oldest = offset + query + 1 - window
 
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     of_selection = tl.cdiv(selected, BLOCK_N)
@@ -298,9 +292,7 @@ def _attend_selected(
             k_more = tl.load(k_rows + more[None, :] * k_along, mask=k_mask, other=0.0)
             logits = tl.dot(q_more, tl.trans(k_more), logits, input_precision="ieee")
         logits = tl.where(stored[None, :], logits * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
-        p = tl.exp2(logits - higher[:, None])
-        fade = tl.exp2(top - higher)
+        top, p, fade = exponentials(logits, top)
         if SHARED:
             v = k
         else:
@@ -311,19 +303,16 @@ def _attend_selected(
             if BLOCK_DV > VALUE_DIM:
                 v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
             v = tl.load(v_base + v_tile, mask=v_mask, other=0.0)
-        out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
-        weight = weight * fade + tl.sum(p, 1)
-        top = higher
+        weight, out = accumulate(p, v, fade, weight, out)
 
     if SINKS:
-        sink = tl.load(sink_ptr + heads * sink_stride).to(tl.float32) * _LOG2E
+        sink = tl.load(sink_ptr + heads * sink_stride).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)
         fade = tl.exp2(top - higher)
         out = out * fade[:, None]
         weight = weight * fade + tl.exp2(sink - higher)
         top = higher
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
-    lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
+    out, lse = normalised(weight, out), log_sum_exp(top, weight, NATURAL=True)
     row = split * batches + batch
     out_ptr += row * out_stride_b + query.to(tl.int64) * out_stride_l
     out_mask = exist[:, None]
@@ -335,54 +324,3 @@ def _attend_selected(
         mask=out_mask,
     )
     tl.store(lse_ptr + (row * num_kv_heads * group + heads) * length + query, lse, mask=exist)
-
-
-@triton.jit(do_not_specialize=["batches", "num_heads", "length", "splits"])
-def _merge_splits(
-    found_ptr,
-    found_lse_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    found_stride_b,
-    found_stride_h,
-    found_stride_l,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
-    sink_stride,
-    batches,
-    num_heads,
-    length,
-    splits,
-    SINKS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Merges the splits of one head of one query by their log-sum-exps, in their order."""
-    query, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
-    batch, head, query = tl.program_id(1).to(tl.int64), head.to(tl.int64), query.to(tl.int64)
-    dims = tl.arange(0, BLOCK_DV)
-    top, weight, out = tl.full([], _LOWEST, tl.float32), 0.0, tl.zeros([BLOCK_DV], tl.float32)
-    if SINKS:
-        top = tl.maximum(tl.load(sink_ptr + head * sink_stride).to(tl.float32) * _LOG2E, _LOWEST)
-        weight = tl.where(top > _LOWEST, 1.0, 0.0)
-    for first in tl.range(0, splits, BLOCK):
-        some = first + tl.arange(0, BLOCK)
-        exist = some < splits
-        row = some.to(tl.int64) * batches + batch
-        lse = tl.load(found_lse_ptr + (row * num_heads + head) * length + query, mask=exist, other=float("-inf"))
-        found = found_ptr + row * found_stride_b + head * found_stride_h + query * found_stride_l
-        some_mask = exist[:, None] & (dims < VALUE_DIM)[None, :]
-        parts = tl.load(found[:, None] + dims[None, :], mask=some_mask, other=0.0)
-        higher = tl.maximum(top, tl.max(lse, 0) * _LOG2E)
-        fade, mine = tl.exp2(top - higher), tl.exp2(lse * _LOG2E - higher)
-        out = out * fade + tl.sum(parts * mine[:, None], 0)
-        weight = weight * fade + tl.sum(mine, 0)
-        top = higher
-    out = out / tl.where(weight == 0, 1.0, weight)
-    lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) / _LOG2E)
-    out_ptr += batch * out_stride_b + head * out_stride_h + query * out_stride_l
-    tl.store(out_ptr + dims, out.to(out_ptr.dtype.element_ty), mask=dims < VALUE_DIM)
-    tl.store(lse_ptr + (batch * num_heads + head) * length + query, lse)

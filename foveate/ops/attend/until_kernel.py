@@ -8,14 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import Tile
 from foveate.ops.attend import kernel as of_window
 from foveate.ops.attend import until as reference
 from foveate.ops.attend.reference import Attended
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, normalised
+from foveate.ops.gpu.tiles import Tile
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
 _FOREVER = tl.constexpr(0x7FFFFFFF)
 
 _SPAN = 256
@@ -107,7 +105,7 @@ def attend_until(
         lists.slots.shape[2],
         lists.slots.shape[3],
         lists.least.shape[2],
-        scaling * _LOG2E.value,
+        scaling * LOG2E.value,
         SPAN=_SPAN,
         TAIL=triton.next_power_of_2(_SPAN + tile.block_n),
         WIDE=triton.next_power_of_2(triton.cdiv(window + each, tile.block_n) + 2),
@@ -299,7 +297,7 @@ def _attend_until(
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
 
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     apart, edges = tl.cdiv(earlier, BLOCK_N), low - begin + end - high
@@ -346,7 +344,7 @@ def _attend_until(
             weight = weight * fade + tl.sum(p, 1)
             top = higher
 
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
+    out = normalised(weight, out)
     out_ptr += batch * out_stride_b
     out_tile = heads[:, None] * out_stride_h + queries.to(tl.int64)[:, None] * out_stride_l + value_dims[None, :]
     out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]

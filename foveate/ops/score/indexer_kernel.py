@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.gpu.tiles import multiprocessors
 from foveate.ops.score.indexer import BLOCK, IndexerScores, room_for
 
 _ROWS = 256
@@ -115,7 +116,7 @@ def indexer_scores(
 
 def _programs(device: torch.device) -> int:
     """How many it takes to keep a GPU busy."""
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return 4 * multiprocessors(device) if device.type == "cuda" else 1
 
 
 @triton.jit(do_not_specialize=["groups", "queries", "number", "apart", "max_apart", "ratio", "offset", "span"])

@@ -1,93 +1,89 @@
-"""How the work of :func:`attend_summaries`' kernels is cut into programs, and what these are compiled with."""
+"""How the launches of :func:`attend_summaries` are cut into programs, and their compile options."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import triton
-from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import Tile, split
-from foveate.ops.attend.summaries import Refinement
-from foveate.ops.attend.tree import Tree
+from foveate.ops.gpu.tiles import Tile, group_tile, split
+from foveate.ops.summaries.tree import Tree
+from foveate.ops.summaries.types import Refinement
 
-_HEADS = 64
-"""The most heads of a program."""
 _HEADS_DIMS = 2048
-"""The most dims of all heads of a group together that a program makes."""
+"""The most output values of a program that replaces nodes: query heads times dims."""
 _LONGEST_PART = 16
-"""Blocks of nodes of a part at most."""
-_WEIGHING, _ATTENDING = 3, 2
-"""Programs that a multiprocessor runs at a time, of those that weigh nodes and of those that attend to them."""
+"""The most blocks of nodes in a part of the output."""
+_SCORING, _ATTENDING = 3, 2
+"""Programs that run at a time on a multiprocessor: those that score nodes, and those that attend to them."""
 _MERGING = 1 / 4
-"""What it costs to merge a part of what was attended to, in blocks."""
+"""Cost of merging a part of the output, in blocks of nodes."""
 _SLICES = 2
-"""Programs to a multiprocessor into which the dims of the output are cut at most where this is mended."""
+"""The most programs to a multiprocessor into which output dims are cut where nodes are replaced."""
 _FEW = 8
-"""Where so many pages or fewer are refined, all summaries are attended to as they are weighed, and that is mended."""
+"""With at most so many refined pages, all nodes are attended to as they are scored, and the refined ones replaced."""
 _FEW_OF = 16384
-"""With so many bounds of masses, one a block and head, every program that mends finds out for itself what is refined,
+"""With at most so many bounds of masses, one a block and head, every program that replaces nodes selects for itself,
 which saves a launch."""
 _HELD = 32768
-"""The most nodes that a launch of its own chooses from."""
+"""The most nodes that a launch of its own selects from."""
 FEW_HEADS = 16
-"""In groups of so many heads masses are computed for all of them at once."""
+"""Groups of at most so many query heads have the masses of all heads computed together."""
 _AT_ONCE, _AT_ONCE_OF = 16, 64
-"""Blocks of nodes whose masses are looked at together by programs that find out what is refined by bounds, at most, and
-those times heads; """
+"""Programs that select by bounds compare at most ``_AT_ONCE`` blocks of nodes at a time, and at most ``_AT_ONCE_OF``
+blocks times heads."""
 _NO_BOUNDS = 8192
-"""of so many masses of heads or fewer there are none: all are looked at."""
+"""With at most so many masses, heads times nodes, all are compared at once and no bounds are written."""
 _SHARED = 96 << 10
-"""Bytes of blocks that a program has under way at most: a multiprocessor has room for two, or three of which each takes
-three quarters of this."""
+"""Shared memory of a program's blocks in flight, bytes: two programs fit on a multiprocessor, or three that use three
+quarters of it."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
-    """Heads and nodes of a program for head dims of which ``dim`` is the larger: blocks of 16 KB of half precision."""
-    heads = min(_HEADS, triton.next_power_of_2(group))
-    if dtype == torch.float32:  # multiplied without tensor cores
-        return Tile(min(heads, 16), 16, num_warps=8 if dim > 128 else 4, num_stages=1)
-    nodes = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
-    return Tile(heads, nodes, num_warps=4 if heads < 64 else 8, num_stages=2 if heads == 64 else 3)
+    """Heads and nodes of a program for head dims of which ``dim`` is the larger, see :func:`group_tile`."""
+    return group_tile(dtype, dim, group, capability, least_heads=1, wide_warps=8)
 
 
-def weighing_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: int) -> dict[str, int | None]:
-    """Options of programs that weigh nodes: how far ahead these are read, of which ``of_node`` numbers are."""
+def scoring_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: int) -> dict[str, int | None]:
+    """Options of programs that score nodes and read ``of_node`` numbers of each: how many stages are in flight."""
     if dtype == torch.float32:
         return tile.options | {"num_warps": 8}
     blocks = _SHARED // (1 if capability >= 9 else 2) // (tile.block_n * of_node * dtype.itemsize)
     return tile.options | {"num_stages": max(2, min(tile.num_stages, blocks))}
 
 
-def mending_options(tile: Tile, bounds: int, waits: bool) -> dict[str, int | None]:
-    """Options of programs that mend what was attended to, and choose by so many bounds of masses; ``waits``: started
-    while the launch before still runs."""
+def replacing_options(tile: Tile, bounds: int, waits: bool) -> dict[str, int | None]:
+    """Options of programs that replace refined nodes and select by so many bounds of masses.
+
+    Args:
+        waits: whether they are started while the launch before still runs (programmatic dependent launch).
+    """
     many = tile.num_stages == 1 or tile.block_m >= 16 or bounds > 4096  # numbers to a thread: of fp32 the values, too
     early = {"launch_pdl": True} if waits else {}
     return {"num_warps": max(tile.num_warps, 8 if many else 4), "num_stages": 1} | early
 
 
 def merge_at_once(tile: Tile, dims: int) -> int:
-    """How many parts a program that mends merges at once, so many dims of each."""
+    """How many parts a program that replaces nodes merges at a time, ``dims`` dims of each."""
     numbers = tile.num_warps * 32 * (16 if tile.block_m >= 16 else 32)
     return max(1, min(32, numbers // (tile.block_m * dims)))
 
 
 def merge_last(tile: Tile, dims: int, parts: int) -> int:
-    """How many of so many ``parts`` a program merges at once that has nothing else left to do."""
+    """How many of ``parts`` parts a program merges at a time that has nothing else left to do."""
     numbers = tile.num_warps * 32 * (32 if tile.block_m >= 16 else 128)
     return max(1, min(32, triton.next_power_of_2(parts), numbers // (tile.block_m * dims)))
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_parts(programs: int, blocks: int, cost: float, room: int) -> tuple[int, int]:
-    """How what is attended to as it is weighed is cut: ``(per, splits)``, blocks of nodes of a part, programs of a row.
+    """How scored nodes are cut into parts of the output: ``(per, splits)``, blocks in a part and programs of a row.
 
-    Each part costs something, a share ``cost`` of reading a block of values: being written and being read. Programs of
-    whole parts take as long as the longest of them (see :func:`split`).
+    Writing and reading a part costs ``cost`` times the time to read a block of values. A program makes whole parts, and
+    the longest program decides (see :func:`split`).
     """
 
     def time(per: int) -> float:
@@ -100,10 +96,10 @@ def plan_parts(programs: int, blocks: int, cost: float, room: int) -> tuple[int,
 
 
 def slice_dims(value_dim: int, programs: int, heads: int, room: int) -> int:
-    """How many dims of the output a program makes where what was attended to is mended: a power of two that divides
-    them, or holds them all.
+    """Output dims of a program that replaces nodes: a power of two that divides ``value_dim``, or holds all of it.
 
-    Few where few rows would leave the GPU idle, and so few that registers hold what is merged for all heads.
+    Few dims where few rows would leave the GPU idle, and few enough for the merged output of all heads to stay in
+    registers.
     """
     whole = dims = max(16, triton.next_power_of_2(value_dim))
     for fewer in (whole >> shift for shift in range(whole.bit_length() - 4)):
@@ -115,47 +111,44 @@ def slice_dims(value_dim: int, programs: int, heads: int, room: int) -> int:
     return dims
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Stage:
-    """What is done at one level, and the room for what comes of it, which who runs it makes."""
+    """The launches at one level of the tree: how many nodes they read and how their work is cut."""
 
     level: int
     width: int
-    """Nodes of a row that may be looked at."""
+    """Nodes of a row that may be visited."""
     k: int
     """How many of them may be refined."""
     begin: int
+    """Where the level's log-weights begin in a row of :attr:`Workspace.weights`."""
     padded: int
-    """Where their log-weights begin, and how many places they have."""
+    """Places that they have."""
     scoring: int
+    """Programs of a row that score nodes."""
     attending: int
-    """Programs of a row that weigh nodes, and that attend to them or mend."""
+    """Programs of a row that attend to nodes, or that replace the refined ones."""
     before: int
-    """Parts of the output that are there by then."""
+    """Parts of the output that earlier launches have written."""
     parts: int
-    """Parts that this adds."""
-    mends: bool
-    """Whether everything is attended to as it is weighed, and that is mended by the programs that attend."""
+    """Parts that this stage adds."""
+    replaces: bool
+    """Whether all nodes are attended to as they are scored, and a later launch replaces the refined ones."""
     few: bool
-    """Whether these choose for themselves, """
+    """Whether the programs that replace also select, each for itself."""
     at_once: int
-    """and of how many blocks, or all, they look at the masses together."""
+    """How many blocks of nodes these programs compare at a time, if not all."""
     per: int
-    """Blocks of nodes of a part of what is attended to as it is weighed."""
-    chosen: Tensor = field(init=False, repr=False)
-    pages: Tensor = field(init=False, repr=False)
-    picked: Tensor = field(init=False, repr=False)
-    gone: Tensor = field(init=False, repr=False)
-    """See :func:`choose_nodes`."""
+    """Blocks of nodes in a part that is written while nodes are scored."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the kernels work on, as far as it says how they cut it."""
+    """The sizes by which launches are cut into programs."""
 
     tile: Tile
     programs: int
-    """Programs of which each has all keys of some heads: of those of a KV head, or fewer."""
+    """Programs if none were split along the keys: one for each row, KV head and tile of the group."""
     group: int
     """Query heads of a KV head."""
     value_dim: int
@@ -164,12 +157,12 @@ class Work:
     multiprocessors: int
 
     def raw_splits(self, tree: Tree) -> int:
-        """Programs into which sinks and tail are cut, where the topmost nodes are weighed."""
+        """Programs of a row that attend to sinks and tail, in the launch that scores the top level."""
         blocks = triton.cdiv(tree.rows.width, self.tile.block_n)
-        return max(1, min(blocks, _WEIGHING * self.multiprocessors // (2 * self.programs)))
+        return max(1, min(blocks, _SCORING * self.multiprocessors // (2 * self.programs)))
 
     def stages(self, tree: Tree, how: Refinement) -> list[Stage]:
-        """The levels that are looked at, from the top down."""
+        """The levels that are visited, from the top down."""
         found: list[Stage] = []
         width, begin, before = tree.rows.places, 0, self.raw_splits(tree)
         for level in reversed(range(len(tree.levels))):
@@ -193,17 +186,17 @@ class Work:
         blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
         topmost = not begin
         beside = self.programs * before if topmost else 0  # programs that attend to sinks and tail
-        weighing = _WEIGHING * self.multiprocessors
-        room = max(weighing - beside, weighing // 2)
-        mends = last and k <= _FEW
-        few = mends and self.group <= FEW_HEADS and how.pool == "kv_head" and how.rule == "top_k"
+        scoring_room = _SCORING * self.multiprocessors
+        room = max(scoring_room - beside, scoring_room // 2)
+        replaces = last and k <= _FEW
+        few = replaces and self.group <= FEW_HEADS and how.pool == "kv_head" and how.rule == "top_k"
         at_once = triton.next_power_of_2(max(1, blocks))
         few = few and heads * at_once <= _FEW_OF
         if heads * at_once * block > _NO_BOUNDS:
             at_once = min(at_once, _AT_ONCE, max(1, _AT_ONCE_OF // heads))
         if not few and width > _HELD:
             raise UnsupportedError(f"more than {_HELD} nodes of a level")
-        if mends:
+        if replaces:
             cost = 8 * self.tile.block_m / (block * self.itemsize)
             per, scoring = plan_parts(self.programs, blocks, cost, room)
             parts, cut = triton.cdiv(blocks, per), _SLICES * self.multiprocessors
@@ -214,7 +207,7 @@ class Work:
             scoring, _ = split(self.programs, blocks, room)
             attending, _ = split(self.programs, blocks + tiles, _ATTENDING * self.multiprocessors, _MERGING)
             per, parts = 1, attending
-        return Stage(level, width, k, begin, padded, scoring, attending, before, parts, mends, few, at_once, per)
+        return Stage(level, width, k, begin, padded, scoring, attending, before, parts, replaces, few, at_once, per)
 
 
 def page_block(width: int, tile: Tile) -> int:

@@ -1,48 +1,14 @@
-"""What summaries weigh to one query a row: Triton kernel of :func:`attend_summaries`' scores, and of its raw tokens."""
+"""Scores of summaries, and attention to raw tokens: Triton kernel of :func:`attend_summaries`."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from foveate.ops._softcap_kernel import capped
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a head which has seen nothing yet weighs its past with 1."""
+from foveate.ops.gpu.softcap import capped
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sums, online, store_part
 
 VARYING = ["batches", "num_kv_heads", "parts", "splits", "places"]
-"""What changes from step to step, or from batch to batch: no reason to compile anew."""
-
-
-@triton.jit
-def online(logits, v, top, weight, out):
-    """One more block of ``logits [M, N]``, to the base 2, and of ``v [N, Dv]`` in an online softmax."""
-    higher = tl.maximum(top, tl.max(logits, 1))
-    p = tl.exp2(logits - higher[:, None])
-    fade = tl.exp2(top - higher)
-    out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
-    return higher, weight * fade + tl.sum(p, 1), out
-
-
-@triton.jit
-def write_part(
-    out_ptr, lse_ptr, place, exist, top, weight, out, VALUE_DIM: tl.constexpr, NATURAL: tl.constexpr = False
-):
-    """Stores an online softmax at ``place [M]`` of ``out [.., Dv]`` and ``lse [..]``, which is to the base 2, or
-    ``NATURAL``."""
-    dims = tl.arange(0, out.shape[1])
-    out = out / tl.where(weight == 0, 1.0, weight)[:, None]
-    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
-    mask = exist[:, None] & (dims < VALUE_DIM)[None, :]
-    tl.store(out_ptr + place[:, None] * VALUE_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + place, lse / LOG2E if NATURAL else lse, mask=exist)
-
-
-@triton.jit
-def log_sums(logits):
-    """Logarithms of sums over the last axis of ``[M, N, S]``, to the base 2; -inf of nothing."""
-    top = tl.maximum(tl.max(logits, 2), LOWEST)
-    return top + tl.log2(tl.sum(tl.exp2(logits - top[:, :, None]), 2))
+"""Arguments that change from step to step or from batch to batch; kernels are not compiled anew for them."""
 
 
 @triton.jit
@@ -103,42 +69,18 @@ def score_nodes(
     found_lse_ptr,
     arrived_ptr,
     read_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    node_stride_b,
-    node_stride_h,
-    node_stride_n,
-    node_stride_d,
-    value_stride_b,
-    value_stride_h,
-    value_stride_n,
-    value_stride_d,
-    spread_stride_b,
-    spread_stride_h,
-    spread_stride_n,
-    spread_stride_d,
-    size_stride_b,
-    size_stride_h,
-    size_stride_n,
-    entropy_stride_b,
-    entropy_stride_h,
-    entropy_stride_n,
-    count_stride_b,
-    count_stride_h,
+    q_strides,
+    k_strides,
+    v_strides,
+    node_strides,
+    value_strides,
+    spread_strides,
+    size_strides,
+    entropy_strides,
+    count_strides,
     list_stride_b,
     list_stride_h,
-    recent_stride_b,
-    recent_stride_h,
-    recent_stride_n,
+    recent_strides,
     batches,
     num_kv_heads,
     group,
@@ -178,31 +120,41 @@ def score_nodes(
     BLOCK_N: tl.constexpr,
     SIGNALS: tl.constexpr,
 ):
-    """Writes ``weight [B, Hq, places]``, the log-weights of nodes, ``rank [B, Hq, rank_places]`` where pages are ranked
+    """Write ``weight [B, Hq, places]``, the log-weights of nodes, ``rank [B, Hq, rank_places]`` where pages are ranked
     by another estimate, and (``RANK_LSE``) ``rank_lse [B, Hq, splits]``, all to the base 2.
 
-    Nodes are the first ``count`` of a level or, with a ``BRANCH``, the children of those in ``list``, which are at the
-    places ``chosen`` among their own (``count`` says how many), with the log-weights ``parent``.
+    Nodes are the first ``count`` of a level. With a ``BRANCH`` they are the children of the ``count`` nodes in
+    ``list``, whose places in their own level's weights are ``chosen``, and whose log-weights are ``parent``.
 
-    ``RAW``: the first ``raw_splits`` programs of a row attend to sinks and tail instead (``slots [2, B]``: how many are
-    in use, and the first behind the pages): ``found [raw_splits, B, Hq, Dv]``, ``found_lse`` likewise, and with
-    ``KEEPS_RAW`` the log-weights ``raw [B, Hq, places]``.
+    ``RAW``: the first ``raw_splits`` programs of a row attend to sinks and tail instead. ``slots [2, B]`` holds the
+    slots in use and the first slot after the pages. They write ``found [raw_splits, B, Hq, Dv]``, ``found_lse`` and,
+    with ``KEEPS_RAW``, the log-weights ``raw [B, Hq, places]``.
 
-    ``ATTENDS``: and attends to all nodes, ``per`` blocks to a part, which are written to ``found`` behind ``before``
-    others.
+    ``ATTENDS``: the programs also attend to all nodes, and write a part of ``found`` for every ``per`` blocks, after
+    ``before`` other parts.
 
-    ``BOUNDS``: and writes what bounds the masses of each block's nodes, ``bound [B, Hkv, 2 group + 2, bound_places]``:
-    the largest rank of each head, and what it sees in the block as a multiple of what it sees in that; the largest sum
-    of what the heads of a group see in a node, as shares of what they see in the block; and the largest ``recent``
-    attention, +inf for one of the ``first`` nodes.
+    ``BOUNDS``: they also write bounds of the masses in each block of nodes, ``bound [B, Hkv, 2 group + 2,
+    bound_places]``: each head's largest rank; what the head sees in the block, as a multiple of that; the largest sum
+    over the group of a node's shares of what the heads see in the block; and the largest ``recent`` attention, +inf
+    where the block holds one of the ``first`` nodes.
 
-    ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]``: keys read.
+    ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]`` is the number of keys read.
 
-    ``SOFTCAP``: the cap of logits, 0 for none. That of a summary is capped before anything is added to it, and so is
-    that of a key which is some deviation away.
+    ``SOFTCAP``: the cap of logits, 0 for none. A summary's logit is capped before the bias is added; a logit one
+    deviation higher is capped alike.
 
-    ``SIGNALS``: the next launch waits by itself, and may be started when all programs of this one have been.
+    ``SIGNALS``: the next launch may start once all programs of this one have, since it waits for their results itself.
     """
+    q_stride_b, q_stride_h, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    node_stride_b, node_stride_h, node_stride_n, node_stride_d = node_strides
+    value_stride_b, value_stride_h, value_stride_n, value_stride_d = value_strides
+    spread_stride_b, spread_stride_h, spread_stride_n, spread_stride_d = spread_strides
+    size_stride_b, size_stride_h, size_stride_n = size_strides
+    entropy_stride_b, entropy_stride_h, entropy_stride_n = entropy_strides
+    count_stride_b, count_stride_h = count_strides
+    recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
     if SIGNALS:
         gdc_launch_dependents()
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
@@ -253,7 +205,7 @@ def score_nodes(
                     tl.store(kept, logits, mask=exist[:, None] & stored[None, :])
                 top, weight, out = online(logits, v, top, weight, out)
             found = split.to(tl.int64) * (batches * num_kv_heads * group) + rows
-            write_part(found_ptr, found_lse_ptr, found, exist, top, weight, out, VALUE_DIM)
+            store_part(found_ptr, found_lse_ptr, found, exist, top, weight, out, VALUE_DIM)
         if split == 0:
             tl.store(arrived_ptr + tl.program_id(0), 0)
 
@@ -376,7 +328,7 @@ def score_nodes(
                 highest, total, out = online(logits, v, highest, total, out)
                 whole = (block % per == per - 1) | (block == blocks - 1)
                 found = (before + block // per).to(tl.int64) * (batches * num_kv_heads * group) + rows
-                write_part(found_ptr, found_lse_ptr, found, exist & whole, highest, total, out, VALUE_DIM)
+                store_part(found_ptr, found_lse_ptr, found, exist & whole, highest, total, out, VALUE_DIM)
                 highest, total = tl.where(whole, LOWEST, highest), tl.where(whole, 0.0, total)
                 out = tl.where(whole, 0.0, out)
         if RANK_LSE:

@@ -1,19 +1,16 @@
-"""Masses of what a step attends to, and what they add to running sums: Triton kernels of :func:`attend_summaries`."""
+"""Attention masses, and the running sums that they enter: Triton kernels of :func:`attend_summaries`."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.attend.masses import Sums
-from foveate.ops.score.summaries_kernel import LOG2E
-
-if TYPE_CHECKING:
-    from foveate.ops.attend.summaries_kernel import Step
+from foveate.ops.gpu.softmax import LOG2E
+from foveate.ops.summaries.tree import Tree
+from foveate.ops.summaries.types import Sums
+from foveate.ops.summaries.workspace import Workspace, strides_by_head
 
 _POOLED = 512
 """Places of a program."""
@@ -21,110 +18,110 @@ _HEADS = 4
 """Heads of a group whose log-weights it reads at once, at most."""
 
 
-def pooled(step: Step) -> tuple[Tensor, ...]:
-    """Masses of raw tokens, of the nodes of each level, and of the tokens of refined pages, if there can be any."""
-    last, width, above = step.stages[-1], step.tree.width, step.stages[-2] if len(step.stages) > 1 else None
-    count, *count_strides = step.count(last, above)
-    mass = torch.empty(step.batch, step.num_kv_heads, step.places, dtype=torch.float32, device=step.q.device)
-    pool_masses[triton.cdiv(step.places, _POOLED), step.batch * step.num_kv_heads](
-        step.weights,
-        step.lse,
-        step.gone,
-        last.picked,
-        count,
-        step.tree.rows.numbers,
+def pooled(space: Workspace, tree: Tree) -> tuple[Tensor, ...]:
+    """Masses of raw tokens, of the nodes of each level, and of the tokens of refined pages, if there can be any.
+
+    Returns:
+        fp32 ``[B, Hkv, places]`` each, summed over the group.
+    """
+    last, width, (batch, heads) = space.visits[-1], tree.width, space.read.shape
+    mass = torch.empty(batch, heads, space.places, dtype=torch.float32, device=space.weights.device)
+    pool_masses[triton.cdiv(space.places, _POOLED), batch * heads](
+        space.weights,
+        space.lse,
+        space.gone,
+        last.selection.picked,
+        last.count,
+        tree.rows.numbers,
         mass,
-        *step.strides(step.gone),
-        *step.strides(last.picked),
-        *count_strides,
-        step.batch,
-        step.num_kv_heads,
-        step.group,
-        step.tree.sinks,
-        step.places,
-        step.raw,
-        step.tokens,
+        *strides_by_head(space.gone),
+        *strides_by_head(last.selection.picked),
+        last.count_strides,
+        batch,
+        heads,
+        space.group,
+        tree.sinks,
+        space.places,
+        space.raw,
+        space.tokens,
         width,
-        last.begin,
-        BRANCH=0 if above is None else step.tree.branch(above.level),
+        last.stage.begin,
+        BRANCH=last.branch,
         BLOCK=_POOLED,
-        HEADS=_heads_at_once(step),
+        HEADS=_heads_at_once(space.group),
         num_warps=4,
     )
-    parts = [(step.raw, step.tree.rows.width), *((stage.begin, stage.width) for stage in step.stages)]
-    parts += [(step.tokens, last.k * width)] * (last.k > 0)
+    parts = [(space.raw, tree.rows.width), *((visit.stage.begin, visit.stage.width) for visit in space.visits)]
+    parts += [(space.tokens, last.stage.k * width)] * (last.stage.k > 0)
     return tuple(mass[:, :, begin : begin + number] for begin, number in parts)
 
 
-def note(step: Step, sums: Sums) -> None:
-    """Adds masses to running sums, from the lowest level up: what was refined has the mass of what is beneath."""
-    tree, heads = step.tree, step.num_kv_heads
-    levels = len(step.stages) if sums.recent is not None else 1
+def note(space: Workspace, tree: Tree, sums: Sums) -> None:
+    """Add masses to running sums, from the lowest level up: a refined node has the mass of its children."""
+    (batch, heads), visits = space.read.shape, space.visits
+    levels = len(visits) if sums.recent is not None else 1
     mass = None
     if levels > 1:
-        mass = torch.empty(step.batch, heads, step.raw, dtype=torch.float32, device=step.q.device)
-    for number in reversed(range(len(step.stages) - levels, len(step.stages))):
-        stage, above = step.stages[number], step.stages[number - 1] if number else None
-        last = stage is step.stages[-1]
-        count, *count_strides = step.count(stage, above)
+        mass = torch.empty(batch, heads, space.raw, dtype=torch.float32, device=space.weights.device)
+    for number in reversed(range(len(visits) - levels, len(visits))):
+        visit = visits[number]
+        stage, above, mine = visit.stage, visit.above, visit.selection
+        last = number == len(visits) - 1
         recent = None if sums.recent is None else tree.levels[stage.level].recent
-        width = step.kept if last else tree.branch(stage.level)
+        width = space.kept if last else tree.branch(stage.level)
         block_w = triton.next_power_of_2(width)
         each = max(1, min(triton.next_power_of_2(max(1, stage.k)), _POOLED // block_w))
         node_blocks, found_blocks = triton.cdiv(stage.width, _POOLED), triton.cdiv(stage.k, each)
         if recent is None:
             node_blocks = found_blocks = 0
         raw_blocks = triton.cdiv(tree.rows.width, _POOLED) if last else 0
-        note_masses[node_blocks + found_blocks + raw_blocks, step.batch * heads](
-            step.weights[:, :, stage.begin :],
-            step.weights[:, :, step.raw :],
-            step.weights[:, :, step.tokens :],
-            step.lse,
+        note_masses[node_blocks + found_blocks + raw_blocks, batch * heads](
+            visit.weights,
+            space.weights[:, :, space.raw :],
+            space.weights[:, :, space.tokens :],
+            space.lse,
             tree.rows.numbers,
-            count,
+            visit.count,
             None if above is None else above.pages,
-            stage.chosen,
-            stage.pages,
-            stage.picked,
-            stage.gone,
+            *mine,
             None if mass is None else mass[:, :, stage.begin :],
-            None if last else mass[:, :, step.stages[number + 1].begin :],
+            None if last else mass[:, :, visits[number + 1].stage.begin :],
             recent,
             sums.total,
             sums.recent,
-            *count_strides,
-            *((0, 0) if above is None else step.strides(above.pages)),
-            *step.strides(stage.chosen),
-            *step.strides(stage.picked),
-            *step.strides(stage.gone),
-            *((0, 0, 0) if recent is None else recent.stride()),
+            visit.count_strides,
+            *((0, 0) if above is None else strides_by_head(above.pages)),
+            *strides_by_head(mine.chosen),
+            *strides_by_head(mine.picked),
+            *strides_by_head(mine.gone),
+            (0, 0, 0) if recent is None else recent.stride(),
             *((0, 0) if sums.total is None else sums.total.stride()[:2]),
             *((0, 0) if sums.recent is None else sums.recent.stride()[:2]),
-            step.batch,
+            batch,
             heads,
-            step.group,
+            space.group,
             tree.sinks,
-            step.places,
-            step.raw,
+            space.places,
+            space.raw,
             node_blocks,
             found_blocks,
             stage.k,
             width,
             sums.share,
-            BRANCH=0 if above is None else tree.branch(above.level),
+            BRANCH=visit.branch,
             NODES=recent is not None,
             LAST=last,
             KEEPS=above is not None and mass is not None,
             EACH=each,
             BLOCK_W=block_w,
             BLOCK=_POOLED,
-            HEADS=_heads_at_once(step),
+            HEADS=_heads_at_once(space.group),
             num_warps=4,
         )
 
 
-def _heads_at_once(step: Step) -> int:
-    return min(_HEADS, triton.next_power_of_2(step.group))
+def _heads_at_once(group: int) -> int:
+    return min(_HEADS, triton.next_power_of_2(group))
 
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("list", "found", "picked", "gone", "total", "raw_recent") for axis in "bh"]
@@ -171,8 +168,7 @@ def note_masses(
     recent_ptr,
     total_ptr,
     raw_recent_ptr,
-    count_stride_b,
-    count_stride_h,
+    count_strides,
     list_stride_b,
     list_stride_h,
     found_stride_b,
@@ -181,9 +177,7 @@ def note_masses(
     picked_stride_h,
     gone_stride_b,
     gone_stride_h,
-    recent_stride_b,
-    recent_stride_h,
-    recent_stride_n,
+    recent_strides,
     total_stride_b,
     total_stride_h,
     raw_recent_stride_b,
@@ -218,6 +212,8 @@ def note_masses(
 
     The programs behind, the ``LAST`` time, add the masses of sinks and tail to ``total`` and move ``raw_recent``.
     """
+    count_stride_b, count_stride_h = count_strides
+    recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     batch, head = row // num_kv_heads, row % num_kv_heads
     if NODES:
@@ -290,8 +286,7 @@ def pool_masses(
     gone_stride_h,
     picked_stride_b,
     picked_stride_h,
-    count_stride_b,
-    count_stride_h,
+    count_strides,
     batches,
     num_kv_heads,
     group,
@@ -309,6 +304,7 @@ def pool_masses(
     base 2, and ``lse [B, Hq]``. ``nodes`` come first, those that are ``gone`` among them, from ``last`` on the
     ``count`` (see :func:`score_nodes`) of the last level; then sinks and tail, and from ``tokens`` on the tokens of
     refined pages, ``page_places`` for each."""
+    count_stride_b, count_stride_h = count_strides
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -11,19 +11,29 @@ from tests.kernels import compile_for
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = (("dtype", "dim", "group"), [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 256, 8), ("fp32", 128, 7)])
-LAST_STRIDES = {"size_stride_n", "entropy_stride_n", "recent_stride_n", "end_stride_n"}
+AXES = {
+    **dict.fromkeys(("k", "v"), "bhld"),
+    **dict.fromkeys(("node", "value", "spread"), "bhnd"),
+    **dict.fromkeys(("size", "entropy", "recent", "end"), "bhn"),
+    "q": "bhd",
+    "count": "bh",
+}
+"""Of tensors whose strides are passed as one tuple."""
 
 
 def _compiled(kernel, vectors, options, **given):
     """``vectors``: which tensors hold vectors, which begin at multiples of 16 bytes; given: pointers and constants."""
     arguments = {}
     for name in kernel.arg_names:
-        field, _, axis = name.partition("_stride_")
+        field, _, axis = name.partition("_stride")
         if name in given:
             arguments[name] = given[name]
+        elif axis == "s":
+            last = "i32" if field == "count" else 1
+            before = "i32:16" if field in vectors else "i32"
+            arguments[name] = (*[before] * (len(AXES[field]) - 1), last)
         elif axis:
-            one = name in LAST_STRIDES or (field in vectors and axis == "d")
-            arguments[name] = 1 if one else "i32:16" if field in vectors else "i32"
+            arguments[name] = "i32"
         else:
             numbers = ("scaling", "log_size", "reads", "weight_spread", "prior", "limit")
             arguments[name] = "fp32" if name in numbers else "i32"
@@ -59,10 +69,10 @@ def assert_compiled_well(compiled, half, spilled, wide=None, programs=2):
 @every_pair(SHAPES, ("how", ["plain", "spread", "children"]), ("attends", [False, True]), ("softcap", [0.0, 50.0]))
 def test_scores_compile_for_hopper(dtype, dim, group, how, attends, softcap):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.score.summaries_kernel").score_nodes
-    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    kernel = importlib.import_module("foveate.ops.summaries.score_kernel").score_nodes
+    host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
-    options = host.weighing_options(tile, TYPES[dtype], dim * (1 + (how != "plain") + attends), 9)
+    options = host.scoring_options(tile, TYPES[dtype], dim * (1 + (how != "plain") + attends), 9)
     vector, number, children = f"*{dtype}:16", "*fp32:16", how == "children"
     compiled = _compiled(
         kernel,
@@ -119,8 +129,8 @@ def _attending(dtype, group, width, softcap, keeps=2):
 @every_pair(SHAPES, ("keeps", [1, 2]), ("width", [16, 0]), ("softcap", [0.0, 50.0]), strength=3)
 def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend._nodes_kernel").attend_nodes
-    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    kernel = importlib.import_module("foveate.ops.summaries.attend_kernel").attend_nodes
+    host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
     common = _attending(dtype, group, width, softcap, keeps)
     given = {name: one for name, one in common.items() if name in kernel.arg_names}
@@ -152,15 +162,15 @@ def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap)
     ),
     ("softcap", [0.0, 50.0]),
 )
-def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs, ranked, branch, softcap):
+def test_replacing_compiles_for_hopper(dtype, dim, group, few, blocks, width, programs, ranked, branch, softcap):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend._mend_kernel").mend_nodes
-    host = importlib.import_module("foveate.ops.attend.summaries_kernel")
+    kernel = importlib.import_module("foveate.ops.summaries.replace_kernel").replace_refined
+    host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
-    plan = importlib.import_module("foveate.ops.attend._summaries_plan")
+    plan = importlib.import_module("foveate.ops.summaries.plan")
     members = 1 << (group - 1).bit_length()
     block_s = plan.slice_dims(dim, programs, tile.block_m, 264)
-    options = plan.mending_options(tile, members * blocks, few > 0)
+    options = plan.replacing_options(tile, members * blocks, few > 0)
     sizes = _sizes(tile, dim)
     del sizes["BLOCK_DV"]
     compiled = _compiled(
@@ -181,7 +191,7 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
         SPLITS=16,
         OTHERS=4,
         BLOCK_S=block_s,
-        BLOCK_R=min(host._ANEW, tile.block_n),
+        BLOCK_R=min(host._REREAD, tile.block_n),
         BLOCK_W=min(16 if width else 32, tile.block_n),
         CHUNKS=1 if width or tile.block_n >= 32 else 2,
         **sizes,
@@ -193,9 +203,9 @@ def test_mending_compiles_for_hopper(dtype, dim, group, few, blocks, width, prog
 
 @pytest.mark.parametrize(("held", "warps"), [(1024, 4), (4096, 8), (8192, 16)])
 @pytest.mark.parametrize(("rule", "group"), [(0, 0), (1, 0), (2, 0), (0, 4), (0, 16), (1, 4), (2, 4)])
-def test_choice_compiles_for_hopper(held, warps, rule, group):
+def test_selection_compiles_for_hopper(held, warps, rule, group):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.select.summaries_kernel").choose_nodes
+    kernel = importlib.import_module("foveate.ops.summaries.select_kernel").select_nodes
     compiled = _compiled(
         kernel,
         (),
@@ -212,6 +222,6 @@ def test_choice_compiles_for_hopper(held, warps, rule, group):
         OTHERS=4,
         HELD=held,
         GROUP=group,
-        AT_ONCE=warps * 32 * importlib.import_module("foveate.ops.attend.summaries_kernel")._RANKED,
+        AT_ONCE=warps * 32 * importlib.import_module("foveate.ops.summaries.launch")._RANKED,
     )
     assert compiled.spilled <= 256

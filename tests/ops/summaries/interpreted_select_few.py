@@ -5,8 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from foveate.ops.select import summaries_kernel
-from foveate.ops.select.summaries_kernel import all_log_sums, heaviest_few
+from foveate.ops.summaries import select_few_kernel
+from foveate.ops.summaries.ranks_kernel import all_log_sums
+from foveate.ops.summaries.select_few_kernel import heaviest_few
 
 BLOCK, ROOM, FEW = 16, 4, 3
 
@@ -14,7 +15,7 @@ BLOCK, ROOM, FEW = 16, 4, 3
 @pytest.fixture(autouse=True, params=[0, 128], ids=["found in turn", "put in order"])
 def compared(request, monkeypatch):
     """How the blocks with the largest bounds are found."""
-    monkeypatch.setattr(summaries_kernel, "_COMPARED", tl.constexpr(request.param))
+    monkeypatch.setattr(select_few_kernel, "_COMPARED", tl.constexpr(request.param))
 
 
 @triton.jit

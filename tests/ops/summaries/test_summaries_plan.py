@@ -8,7 +8,7 @@ import torch
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
 
-plan = pytest.importorskip("foveate.ops.attend._summaries_plan", exc_type=ImportError)
+plan = pytest.importorskip("foveate.ops.summaries.plan", exc_type=ImportError)
 
 MULTIPROCESSORS = 132
 KV_HEADS = 8
@@ -35,7 +35,7 @@ def test_programs_fill_the_gpu(batch, tokens):
     mine = work(batch)
     (stage,) = mine.stages(tree(tokens // 16, [3]), ops.Refinement())
     blocks = -(-tokens // 16 // mine.tile.block_n)
-    assert (stage.width, stage.k, stage.mends, stage.few) == (tokens // 16, 3, True, True)
+    assert (stage.width, stage.k, stage.replaces, stage.few) == (tokens // 16, 3, True, True)
     assert stage.parts == -(-blocks // stage.per)
     assert stage.scoring <= stage.parts
     assert mine.programs * stage.scoring >= min(0.9 * MULTIPROCESSORS, mine.programs * blocks)
@@ -44,8 +44,8 @@ def test_programs_fill_the_gpu(batch, tokens):
 
 def test_levels_follow_each_other():
     first, last = work(1).stages(tree(16384, [1802, 1229], (8, 32)), ops.Refinement())
-    assert (first.level, first.width, first.k, first.mends) == (1, 4096, 1229, False)
-    assert (last.level, last.width, last.k, last.mends) == (0, 4 * 1229, 1802, False)
+    assert (first.level, first.width, first.k, first.replaces) == (1, 4096, 1229, False)
+    assert (last.level, last.width, last.k, last.replaces) == (0, 4 * 1229, 1802, False)
     assert (first.begin, first.padded, last.begin, last.padded) == (0, 4096, 4096, 4928)
     assert (first.before, last.before) == (3, 3 + first.parts)  # sinks and tail are 144 keys
 
@@ -53,7 +53,7 @@ def test_levels_follow_each_other():
 def test_nothing_is_refined():
     """Then no level is looked at below, and what is weighed is attended to."""
     (stage,) = work(1).stages(tree(64, [3, 0], (8, 32)), ops.Refinement())
-    assert (stage.level, stage.k, stage.mends) == (1, 0, True)
+    assert (stage.level, stage.k, stage.replaces) == (1, 0, True)
 
 
 def test_what_kernels_do_not_do():

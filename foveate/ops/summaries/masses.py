@@ -1,44 +1,27 @@
-"""What a step's attention masses add to the running sums by which pages are made and chosen (LuKA)."""
+"""Running sums of attention, by which pages are made and chosen: the reference (LuKA)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from foveate.ops.attend.summaries import Looked
-    from foveate.ops.attend.tree import Tree
+from foveate.ops.summaries.tree import Tree
+from foveate.ops.summaries.types import Sums, VisitedLevel
 
 
-class Sums(NamedTuple):
-    """Running sums that :func:`attend_summaries` adds masses to, in place.
-
-    The attention of raw tokens is added to ``total``. Of those, and of all nodes that a query looked at, the mean over
-    the group goes into ``recent`` and :attr:`Level.recent`, averages in which the newest counts ``share``: a node that
-    was refined has the attention of what is beneath it.
-    """
-
-    share: float
-    total: Tensor | None = None
-    """fp32 ``[B, Hkv, S]``, an entry per slot; None where it is not kept."""
-    recent: Tensor | None = None
-    """Likewise; None where no recent attention is kept, that of nodes neither."""
-
-
-def note_masses(masses: Sequence[Tensor], looked: Sequence[Looked], tree: Tree, group: int, sums: Sums) -> None:
-    """Add what a query has looked at to running sums.
+def note_masses(masses: Sequence[Tensor], visited: Sequence[VisitedLevel], tree: Tree, group: int, sums: Sums) -> None:
+    """Add the masses of a query to running sums.
 
     Args:
-        masses, looked: see :class:`Covered`.
-        tree: what was looked at.
+        masses, visited: see :class:`Covered`.
+        tree: the tree that was visited.
         group: query heads of a KV head.
     """
     if sums.total is not None:
         _add(sums.total, tree, masses[0])
     if sums.recent is not None:
-        _look_back(masses, looked, tree, group, sums.recent, sums.share)
+        _look_back(masses, visited, tree, group, sums.recent, sums.share)
 
 
 def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
@@ -51,7 +34,7 @@ def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
 
 
 def _look_back(
-    masses: Sequence[Tensor], looked: Sequence[Looked], tree: Tree, group: int, tokens: Tensor, share: float
+    masses: Sequence[Tensor], visited: Sequence[VisitedLevel], tree: Tree, group: int, tokens: Tensor, share: float
 ) -> None:
     sinks, rows = tree.sinks, tree.rows
     masses = [mass / group for mass in masses]
@@ -64,7 +47,7 @@ def _look_back(
         if sinks:
             tokens[:, :, :sinks].lerp_(masses[0][..., :sinks], share)
     beneath = masses[-1]
-    for nodes, got in zip(reversed(looked), reversed(masses[1 : 1 + len(looked)])):
+    for nodes, got in zip(reversed(visited), reversed(masses[1 : 1 + len(visited)])):
         places = nodes.chosen.shape[-1]
         if places:
             width = tree.branch(nodes.level) if nodes.level else beneath.shape[-1] // places

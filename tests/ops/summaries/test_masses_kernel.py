@@ -11,12 +11,12 @@ from tests.kernels import compile_for
 @pytest.mark.parametrize("last", [False, True])
 def test_compiles_for_hopper(nodes, last):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.masses_kernel").note_masses
+    kernel = importlib.import_module("foveate.ops.summaries.masses_kernel").note_masses
     number, given = "*fp32:16", {}
     for name in kernel.arg_names:
-        axis = name.partition("_stride_")[2]
-        given[name] = 1 if axis == "n" else number if name.endswith("_ptr") else "i32"
+        given[name] = number if name.endswith("_ptr") else "i32"
     given |= dict.fromkeys(("slots_ptr", "count_ptr", "chosen_ptr", "page_ptr", "list_ptr"), "*i64:16")
+    given |= {"count_strides": ("i32", "i32"), "recent_strides": ("i32", "i32", 1)}
     given |= {"picked_ptr": "*i32:16", "gone_ptr": "*i32:16", "share": "fp32"}
     given |= dict.fromkeys(("below_ptr", "list_ptr", "mass_ptr") if last else ("total_ptr", "raw_recent_ptr"))
     given |= {} if nodes else {"recent_ptr": None}

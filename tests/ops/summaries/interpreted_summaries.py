@@ -9,7 +9,7 @@ import triton.language as tl
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import _mend_kernel, _summaries_plan, summaries, summaries_kernel
+from foveate.ops.summaries import launch, plan, reference, replace_kernel
 from tests.combinations import every_pair
 from tests.problems import in_buffer
 from tests.trees import Problem, long_parts
@@ -25,7 +25,7 @@ FEW = ("few", ["few", "few and long parts", "chosen before", "many"])
 @pytest.fixture
 def splits(request, monkeypatch):
     """Few programs, and so many multiprocessors that rows are split."""
-    monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: request.param)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: request.param)
 
 
 @pytest.fixture(params=FEW[1])
@@ -34,13 +34,13 @@ def few(request, monkeypatch):
     parts of a block or of several, among all nodes or block by block by bounds, or a launch before chooses; or what is
     refined is never attended to."""
     if request.param == "few and long parts":
-        monkeypatch.setattr(_summaries_plan, "plan_parts", long_parts(2))
-        monkeypatch.setattr(_summaries_plan, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(_summaries_plan, "_AT_ONCE", 1)
+        monkeypatch.setattr(plan, "plan_parts", long_parts(2))
+        monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
+        monkeypatch.setattr(plan, "_AT_ONCE", 1)
     elif request.param == "chosen before":
-        monkeypatch.setattr(_summaries_plan, "_FEW_OF", -1)
+        monkeypatch.setattr(plan, "_FEW_OF", -1)
     elif request.param == "many":
-        monkeypatch.setattr(_summaries_plan, "_FEW", -1)
+        monkeypatch.setattr(plan, "_FEW", -1)
 
 
 def assert_same(found, expected, number_of_rows):
@@ -49,8 +49,8 @@ def assert_same(found, expected, number_of_rows):
     tolerance = 3e-3 if half else 2e-5
     torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=2e-3 if half else 1e-4)
-    assert len(found.looked) == len(expected.looked)
-    for mine, its in zip(found.looked, expected.looked):
+    assert len(found.visited) == len(expected.visited)
+    for mine, its in zip(found.visited, expected.visited):
         assert mine.level == its.level
         padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
         assert torch.equal(mine.chosen.long(), padded)
@@ -72,8 +72,8 @@ def check(problem, how, need_masses=True, softcap=None):
     q, k, v = problem.arguments
     given = {"scaling": 0.3, "softcap": softcap, "need_lse": True, "need_masses": need_masses}
     k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0)
-    expected = summaries.attend_summaries(q, k_, v_, problem.looked_at(how, True), how, **given)
-    found = summaries_kernel.attend_summaries(q, k, v, problem.looked_at(how, False), how, **given)
+    expected = reference.attend_summaries(q, k_, v_, problem.looked_at(how, True), how, **given)
+    found = launch.attend_summaries(q, k, v, problem.looked_at(how, False), how, **given)
     assert_same(found, expected, len(q))
     return found
 
@@ -115,8 +115,8 @@ def test_levels(dtype, mass, sizes, pages, score, splits):
 @pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
 @pytest.mark.parametrize("score", ["summary", "spread", "box"])
 def test_weights_and_scores(bias, score):
-    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score))
-    check(Problem(varied=True), ops.Refinement(bias=bias, score=score))
+    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score, weight_spread=0.6))
+    check(Problem(varied=True), ops.Refinement(bias=bias, score=score, weight_spread=0.6))
 
 
 @every_pair(
@@ -128,11 +128,11 @@ def test_weights_and_scores(bias, score):
 )
 def test_capped_logits(bias, score, softcap, few):
     """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
-    how = ops.Refinement(bias=bias, score=score)
+    how = ops.Refinement(bias=bias, score=score, weight_spread=0.6)
     found = check(Problem(varied=True), how, softcap=softcap)
     without = check(Problem(varied=True), how)
     assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
-    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3)
+    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3, weight_spread=0.6)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap=softcap)
 
 
@@ -168,15 +168,15 @@ def test_head_dims(dim, value_dim):
 @every_pair(("score", ["summary", "spread", "box"]), (("prior", "first"), [(0.0, 0), (0.3, 20), (0.0, 40)]), MASS)
 def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
     """Of the top level, and of nodes that are listed."""
-    mend, bounded = summaries_kernel.Step._mend, []
+    replace, bounded = launch.SummariesLaunch._replace, []
 
-    def noted(step, stage, above, rank, lse, bounds):
+    def noted(step, visit, rank, lse, bounds):
         bounded.append(bounds is not None)
-        mend(step, stage, above, rank, lse, bounds)
+        replace(step, visit, rank, lse, bounds)
 
-    monkeypatch.setattr(_summaries_plan, "_NO_BOUNDS", 0)
-    monkeypatch.setattr(_summaries_plan, "_AT_ONCE", 1)
-    monkeypatch.setattr(summaries_kernel.Step, "_mend", noted)
+    monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
+    monkeypatch.setattr(plan, "_AT_ONCE", 1)
+    monkeypatch.setattr(launch.SummariesLaunch, "_replace", noted)
     how = ops.Refinement(mass=mass, score=score, prior=prior, first=first)
     check(Problem(pages=(90, 33), allowed=(6,)), how)
     check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8)), how)
@@ -189,18 +189,18 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes, few):
     """What is left when they are taken out of everything would be rounding."""
     problem = Problem((90, 9), sizes=(4,), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 15.0, 0.3)
-    assert set(nodes) <= set(check(problem, ops.Refinement()).looked[0].chosen[0, 0].tolist())
+    assert set(nodes) <= set(check(problem, ops.Refinement()).visited[0].chosen[0, 0].tolist())
     problem = Problem((180, 20), sizes=(2, 4), allowed=(5, 40), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 25.0, 0.3)  # so that their children are looked at
     problem.overrate([2 * node + 1 for node in nodes], 15.0, 0.3, level=0)
-    looked = check(problem, ops.Refinement()).looked[1]
+    looked = check(problem, ops.Refinement()).visited[1]
     chosen = looked.index[0, 0][looked.chosen[0, 0][looked.chosen[0, 0] >= 0]]
     assert {2 * node + 1 for node in nodes} <= set(chosen.tolist())
 
 
 def test_doing_all_once_more(few, monkeypatch):
     """Whatever is taken out."""
-    monkeypatch.setattr(_mend_kernel, "_LOST", tl.constexpr(-1.0))
+    monkeypatch.setattr(replace_kernel, "_LOST", tl.constexpr(-1.0))
     for mass in ("exact", "preserve"):
         check(Problem(pages=(90, 33, 0), loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
         check(Problem(pages=(90, 33), sizes=(2,), dtype=torch.float16, heads=7, kv_heads=1), ops.Refinement(mass=mass))
@@ -210,15 +210,15 @@ def test_doing_all_once_more(few, monkeypatch):
 @every_pair((("value_dim", "dims"), [(64, 16), (80, 16), (96, 16), (192, 16), (20, 32)]), FEW, MASS, indirect=["few"])
 def test_slices_of_the_output(value_dim, dims, mass, few, monkeypatch):
     """Of few rows on a large GPU, where programs of a row make some dims each."""
-    monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: 64)
-    if _summaries_plan._FEW > 0:
-        assert _summaries_plan.slice_dims(value_dim, 6, 2, 128) == dims
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 64)
+    if plan._FEW > 0:
+        assert plan.slice_dims(value_dim, 6, 2, 128) == dims
     check(Problem(dim=24, value_dim=value_dim, loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
 
 
 def test_several_programs_note_what_is_refined(few, monkeypatch):
-    monkeypatch.setattr(_mend_kernel, "_GONE", tl.constexpr(16))
-    monkeypatch.setattr(summaries_kernel, "multiprocessors", lambda device: 64)
+    monkeypatch.setattr(replace_kernel, "_GONE", tl.constexpr(16))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 64)
     check(Problem((90, 33), value_dim=64, allowed=(5,), loudness=1.0), ops.Refinement(prior=0.3))
 
 
@@ -227,24 +227,24 @@ def test_several_programs_note_what_is_refined(few, monkeypatch):
     [(128, 8, 4, 16), (128, 64, 4, 32), (128, 256, 4, 128), (256, 256, 16, 128), (128, 256, 64, 32), (80, 64, 4, 128)],
 )
 def test_how_many_dims_a_program_makes(value_dim, programs, heads, dims):
-    assert _summaries_plan.slice_dims(value_dim, programs, heads, 264) == dims
+    assert plan.slice_dims(value_dim, programs, heads, 264) == dims
 
 
 def test_parts_fill_the_gpu_and_cost_little():
     """Of one sequence as many programs as run at a time; of many, parts that are the longer the more they cost."""
-    per, splits = _summaries_plan.plan_parts(8, 128, 0.25, 240)
+    per, splits = plan.plan_parts(8, 128, 0.25, 240)
     assert 8 * splits <= 240
     longest = triton.cdiv(triton.cdiv(128, per), splits) * per  # blocks of a program
     assert longest <= 6  # five would do without parts
-    assert _summaries_plan.plan_parts(8, 0, 0.25, 240) == (1, 1)
-    free, cheap, dear = (_summaries_plan.plan_parts(24, 128, cost, 132)[0] for cost in (0, 0.25, 1))
+    assert plan.plan_parts(8, 0, 0.25, 240) == (1, 1)
+    free, cheap, dear = (plan.plan_parts(24, 128, cost, 132)[0] for cost in (0, 0.25, 1))
     assert 1 == free < cheap < dear
 
 
 @pytest.mark.parametrize("prior", [0.0, 0.5])
 def test_ranks_of_one_head_after_the_other(prior, few, monkeypatch):
     """Where those of all heads are too many to be read at once."""
-    monkeypatch.setattr(summaries_kernel, "_RANKED", 1)
+    monkeypatch.setattr(launch, "_RANKED", 1)
     check(Problem(pages=(70, 33), heads=14, kv_heads=2), ops.Refinement(prior=prior))
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), heads=14, kv_heads=2), ops.Refinement(prior=prior))
 
@@ -278,16 +278,14 @@ def test_strides_among_nan(layout):
 def test_pages_that_are_not_refined_are_not_read(few):
     problem, how = Problem(), ops.Refinement()
     found = check(problem, how)
-    chosen, slots = found.looked[0].chosen, torch.arange(problem.k.shape[2])
+    chosen, slots = found.visited[0].chosen, torch.arange(problem.k.shape[2])
     for b in range(3):
         start = int(problem.tree.rows.numbers[1, b])
         for head in range(2):
             pages = chosen[b, head][chosen[b, head] >= 0]
             read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 4, pages)
             problem.k[b, head, ~read], problem.v[b, head, ~read] = torch.nan, torch.nan
-    again = summaries_kernel.attend_summaries(
-        *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True
-    )
+    again = launch.attend_summaries(*problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True)
     assert torch.equal(again.out, found.out)
     assert again.masses == ()
 
@@ -301,14 +299,14 @@ def test_room_for_more_than_rows_have(few):
             rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), moving=True
         )
     )
-    roomy = summaries_kernel.attend_summaries(
+    roomy = launch.attend_summaries(
         *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True, need_masses=True
     )
     for mine, its in zip((roomy.out, roomy.lse, *roomy.masses), (found.out, found.lse, *found.masses), strict=True):
         torch.testing.assert_close(mine[..., : its.shape[-1]], its, rtol=1e-5, atol=1e-6)
         assert not mine[..., its.shape[-1] :].any()
-    assert torch.equal(roomy.looked[0].chosen[..., : rows.most[0]], found.looked[0].chosen)
-    assert (roomy.looked[0].chosen[..., rows.most[0] :] == -1).all()
+    assert torch.equal(roomy.visited[0].chosen[..., : rows.most[0]], found.visited[0].chosen)
+    assert (roomy.visited[0].chosen[..., rows.most[0] :] == -1).all()
     assert torch.equal(roomy.read, found.read)
 
 
@@ -317,7 +315,7 @@ def test_ties_go_to_the_smaller_index(few):
     problem.tree.levels[0].nodes.k[0, :, 7:31] = problem.tree.levels[0].nodes.k[0, :, 7:8]
     problem.q.zero_()
     found = check(problem, ops.Refinement())
-    assert (found.looked[0].chosen == torch.arange(5)).all()
+    assert (found.visited[0].chosen == torch.arange(5)).all()
 
 
 def test_the_heaviest_lie_behind_more_ties_than_are_chosen(few):
@@ -329,14 +327,14 @@ def test_the_heaviest_lie_behind_more_ties_than_are_chosen(few):
         recent[row, :, places] = 0.5
     found = check(problem, ops.Refinement(prior=0.5))
     expected = torch.tensor([[0, 1, 2, 20, 37], [0, 1, 2, 10, 12]])
-    assert torch.equal(found.looked[0].chosen, expected[:, None].expand_as(found.looked[0].chosen))
+    assert torch.equal(found.visited[0].chosen, expected[:, None].expand_as(found.visited[0].chosen))
 
 
 def test_what_it_refuses():
     def run(problem, how=None, **changed):
         how = how or ops.Refinement()
         arguments = dict(zip("qkv", problem.arguments)) | changed
-        return summaries_kernel.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
+        return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
 
     with pytest.raises(UnsupportedError, match="bounds"):
         run(Problem(), ops.Refinement("missed_mass", 0.1))

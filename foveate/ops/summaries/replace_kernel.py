@@ -1,17 +1,20 @@
-"""Attention to all summaries, mended where a few of them give way: Triton kernel of :func:`attend_summaries`."""
+"""Attention to all nodes, in which a few are replaced by their keys: Triton kernel of :func:`attend_summaries`."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from foveate.ops.attend._nodes_kernel import count_refined, listed, merged, refined_tokens
-from foveate.ops.score.summaries_kernel import LOWEST, VARYING, online, write_part
-from foveate.ops.select.summaries_kernel import all_log_sums, heaviest_few
+from foveate.ops.gpu.softmax import LOWEST, online, store_part
+from foveate.ops.summaries.pages_kernel import count_refined, listed, refined_tokens
+from foveate.ops.summaries.parts_kernel import merge_parts
+from foveate.ops.summaries.ranks_kernel import all_log_sums
+from foveate.ops.summaries.score_kernel import VARYING
+from foveate.ops.summaries.select_few_kernel import heaviest_few
 
 _GONE = tl.constexpr(1024)
-"""Nodes that are noted as refined or not at a time."""
+"""Places of ``gone`` that a program writes at a time."""
 _LOST = tl.constexpr(1.0)
-"""How many times as heavy as all that is attended to may be what is taken out of it."""
+"""Largest ratio of the subtracted mass to the mass that remains."""
 
 _VARYING = [
     "sinks",
@@ -28,7 +31,7 @@ _STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gon
 
 
 @triton.jit(do_not_specialize=[*VARYING, *_VARYING, "first", *_STRIDES])
-def mend_nodes(
+def replace_refined(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -53,37 +56,21 @@ def mend_nodes(
     lse_ptr,
     read_ptr,
     refined_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    value_stride_b,
-    value_stride_h,
-    value_stride_n,
-    value_stride_d,
-    count_stride_b,
-    count_stride_h,
+    q_strides,
+    k_strides,
+    v_strides,
+    value_strides,
+    count_strides,
     list_stride_b,
     list_stride_h,
-    recent_stride_b,
-    recent_stride_h,
-    recent_stride_n,
+    recent_strides,
     found_stride_b,
     found_stride_h,
     picked_stride_b,
     picked_stride_h,
     gone_stride_b,
     gone_stride_h,
-    end_stride_b,
-    end_stride_h,
-    end_stride_n,
+    end_strides,
     batches,
     num_kv_heads,
     group,
@@ -127,22 +114,29 @@ def mend_nodes(
     CHUNKS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Puts refined nodes right in attention to everything, which :func:`score_nodes` has left behind: ``before`` parts
-    and ``per`` blocks of nodes in each of those behind them, in ``found [.., B, Hq, Dv]`` and ``found_lse``.
+    """Replace refined nodes in attention to all nodes, which :func:`score_nodes` has written as parts: ``before`` parts
+    of other keys, then one of every ``per`` blocks of nodes, in ``found [.., B, Hq, Dv]`` and ``found_lse``.
 
-    Each program of a row makes ``BLOCK_S`` dims of the output, all of it: it merges the parts, takes refined nodes out
-    of that and attends to the keys of refined pages. What is left would be rounding where nearly all of it is taken
-    out, as of pages whose summaries seem far heavier than their keys are: there (``_LOST``) all is done once more, with
-    the parts in which something is refined attended to anew, without that, ``BLOCK_R`` nodes at a time.
+    Each program of a row owns ``BLOCK_S`` dims of the output: it merges the parts, subtracts refined nodes and attends
+    to the keys of refined pages. Subtraction cancels when the refined nodes held nearly all the mass, as when summaries
+    seem far heavier than their keys are. Then (``_LOST``) the program starts again: it merges the parts without those
+    that hold a refined node, and attends to the other nodes of these, ``BLOCK_R`` at a time.
 
-    Which nodes are refined say ``chosen [B, sets, most]``, ``page`` and ``picked``, see :func:`choose_nodes`; or
-    (``FEW``) every program finds them out, ``FEW`` or fewer of those in ``BLOCKS`` or fewer blocks, and one writes it
-    down; all of them what is ``gone``. ``lse`` all write alike.
+    ``chosen [B, sets, most]``, ``page`` and ``picked`` hold the refined nodes, see :class:`Selection`. With ``FEW``
+    every program selects them itself, at most ``FEW`` among at most ``BLOCKS`` blocks; one program writes them, and all
+    of them write ``gone``. ``lse`` is written by all alike.
 
-    ``KEEPS``: and what masses take, ``token [B, Hq, places]``, see :func:`refined_tokens`.
+    ``KEEPS``: log-weights of tokens are stored in ``token [B, Hq, places]``, see :func:`refined_tokens`.
 
-    ``WAITS``: it may be started while :func:`score_nodes` runs, and waits for that before anything of it is read.
+    ``WAITS``: the launch may start while :func:`score_nodes` runs, and waits for it before it reads its results.
     """
+    q_stride_b, q_stride_h, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    value_stride_b, value_stride_h, value_stride_n, value_stride_d = value_strides
+    count_stride_b, count_stride_h = count_strides
+    recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
+    end_stride_b, end_stride_h, end_stride_n = end_strides
     row, part, piece = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -170,7 +164,7 @@ def mend_nodes(
     out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     if WAITS:
         gdc_wait()
-    top, weight, out = merged(
+    top, weight, out = merge_parts(
         found_ptr, found_lse_ptr, rows, exist, all_rows, 0, number, none, top, weight, out, AT_ONCE, VALUE_DIM
     )
     if FEW:
@@ -237,7 +231,7 @@ def mend_nodes(
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
     anew, again = tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
     while again > 0:
-        top, weight, out = merged(
+        top, weight, out = merge_parts(
             found_ptr,
             found_lse_ptr,
             rows,
@@ -338,7 +332,7 @@ def mend_nodes(
             weight = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
         anew = anew + 1
-    write_part(out_ptr + first_dim, lse_ptr, rows, exist, top, weight, out, VALUE_DIM, NATURAL=True)
+    store_part(out_ptr + first_dim, lse_ptr, rows, exist, top, weight, out, VALUE_DIM, NATURAL=True)
     if writes:
         count_refined(
             read_ptr + row,

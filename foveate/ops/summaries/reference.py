@@ -1,87 +1,22 @@
-"""Attention over summaries of pages, of which those that matter to the query give way to what they stand for (LuKA)."""
+"""Attention over summaries of pages, the heaviest of which are replaced by their children: the reference (LuKA)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foveate.ops._math import capped, fold_group, unfold_group
-from foveate.ops.attend.cover import Part, attend_cover, refine
-from foveate.ops.attend.masses import Sums, note_masses
 from foveate.ops.attend.reference import gather_fields, gather_pages, page_slots
-from foveate.ops.attend.tree import Tree
 from foveate.ops.score.nodes import free_energy, key_logits, largest_logit, logit_deviation, logit_reach
 from foveate.ops.select.mass import by_bound, by_mass, first_of
 from foveate.ops.select.reference import topk, topk_rows
-
-WEIGHT_SPREAD = 0.6
-"""Share of the deviation that enters a summary's own weight under bias=spread. Its value is the mean of the page's,
-which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm (docs/luka.md)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Refinement:
-    """Which nodes give way to what is beneath them, and with what weight.
-
-    ``Rows.numbers`` says how many may: under ``top_k`` so many do, under other rules no more.
-    """
-
-    rule: str = "top_k"
-    """``top_k``: the heaviest; ``threshold``: those of more than ``limit`` mass; ``top_p``: the heaviest, until at most
-    ``limit`` is left in the others of all levels; ``missed_mass``: until these cannot hold more than ``limit``."""
-    limit: float = 0.0
-    pool: str = "kv_head"
-    """Whose choice it is: that of each ``kv_head``, by the mean over its group, or of the whole ``layer``, by the
-    largest mass in any head."""
-    score: str = "summary"
-    """A node's mass as ``summary`` (its weight), ``spread``, ``box`` or ``bound`` see it."""
-    bias: str = "log"
-    """Added to a summary's logit: ``none``, ``log`` (of its tokens), ``entropy`` or ``spread``."""
-    mass: str = "exact"
-    """Children enter the softmax themselves (``exact``) or share their parent's mass (``preserve``, equation 3)."""
-    prior: float = 0.0
-    """Share of recent attention in the mass by which nodes are chosen."""
-    first: int = 0
-    """First pages that are chosen whatever their mass."""
-    means: bool = True
-    """Whether a summary's key is the mean of the keys beneath, which bounds their mass from below."""
-
-
-class Looked(NamedTuple):
-    """The nodes of one level that a query looked at."""
-
-    level: int
-    index: Tensor | None
-    """int64 ``[B, Hkv, C]``: their numbers, -1 for none; None: ``0 .. C - 1``."""
-    complete: bool
-    """Whether none is -1."""
-    chosen: Tensor
-    """int ``[B, Hkv, K]``, ascending: places among them that were refined; -1 behind, unless ``all_chosen``."""
-    all_chosen: bool
-
-
-class Covered(NamedTuple):
-    """What :func:`attend_summaries` returns."""
-
-    out: Tensor
-    """``[B, Hq, 1, Dv]``, in the dtype of the values."""
-    lse: Tensor | None
-    """fp32 ``[B, Hq, 1]``: log-sum-exp of the cover's log-weights, if asked for."""
-    masses: tuple[Tensor, ...]
-    """If asked for, fp32 ``[B, Hkv, places]``, the softmax summed over the group: of raw tokens, of the nodes of each
-    level that were looked at (0 where refined), and of the tokens of refined pages, page by page, if there are any."""
-    looked: tuple[Looked, ...]
-    """What the masses are of, from the top level down; empty where none are asked for."""
-    read: float | Tensor
-    """Keys read, summaries among them (:attr:`Level.reads`): the mean over rows and KV heads, or ``[B, Hkv]``."""
-    refined: float | Tensor
-    """Pages refined, likewise."""
-    capped: Tensor | int
-    """Selections of a KV head that :attr:`Rows.numbers` cut short."""
+from foveate.ops.summaries.cover import Part, attend_cover, refine
+from foveate.ops.summaries.masses import note_masses
+from foveate.ops.summaries.tree import Tree
+from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
 
 
 def attend_summaries(
@@ -120,11 +55,11 @@ def attend_summaries(
     parts = [reader.raw()]
     raw = parts[0].logits.logsumexp(-1, keepdim=True)
     others, read = raw, tree.rows.raw
-    nodes, looked = reader.top(), []
+    nodes, visited = reader.top(), []
     while nodes.level >= 0:
         read = read + nodes.number * tree.levels[nodes.level].reads
         chosen = reader.choose(nodes, others, raw)
-        looked.append(Looked(nodes.level, nodes.index, nodes.complete, chosen, reader.complete(nodes)))
+        visited.append(VisitedLevel(nodes.level, nodes.index, nodes.complete, chosen, reader.complete(nodes)))
         if not chosen.shape[-1]:
             parts.append(Part(nodes.logits, nodes.v))
             refined = 0.0
@@ -149,9 +84,9 @@ def attend_summaries(
     if need_masses or sums is not None:
         masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
     if sums is not None:
-        note_masses(masses, looked, tree, q.shape[1] // k.shape[1], sums)
-    masses, looked = (masses, tuple(looked)) if need_masses else ((), ())
-    return Covered(out, lse, masses, looked, read, refined, reader.capped)
+        note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
+    masses, visited = (masses, tuple(visited)) if need_masses else ((), ())
+    return Covered(out, lse, masses, visited, read, refined, reader.capped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,7 +245,7 @@ class _Reader:
             "none": lambda: None,
             "log": lambda: log_size,
             "entropy": lambda: fields["entropy"][:, :, None],
-            "spread": lambda: free_energy(spread * WEIGHT_SPREAD, log_size).add_(log_size),
+            "spread": lambda: free_energy(spread * how.weight_spread, log_size).add_(log_size),
         }[how.bias]()
         logits, rank, upper, lower = dot if bias is None else dot + bias, None, None, None
         if "low" in fields:

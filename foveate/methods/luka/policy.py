@@ -1,4 +1,4 @@
-"""LuKA's clustered attention: pages stand behind summaries and are read only where the query looks."""
+"""LuKA's clustered attention: summaries stand for pages, and the pages that matter to the query are read raw."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from torch import Tensor
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods._cover import tree_of
-from foveate.methods._pages import KL_LAG, Pages
 from foveate.methods.base import Method, setting
+from foveate.methods.luka.cover import tree_of
+from foveate.methods.luka.pages import Pages
+from foveate.methods.luka.paging import KL_LAG, Budgets, Paging
 from foveate.modules import PageSummariser
+
+WEIGHT_SPREAD = 0.6
+"""Share of the deviation that enters a summary's own weight under bias=spread. A summary's value is the mean of the
+page's, which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm
+(docs/luka.md)."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ class LuKA(Method):
             return False
         return all(big > small and big % small == 0 for small, big in itertools.pairwise(sizes))
 
-    # What the settings come to
+    # Derived from the settings
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -131,12 +137,41 @@ class LuKA(Method):
 
     @functools.cached_property
     def pages(self) -> Pages:
-        """How pages and the levels above them are made."""
-        return Pages(self)
+        """Makes pages and the levels above them."""
+        return Pages(
+            Paging(
+                name=self.name,
+                spec=self.spec,
+                sizes=self.sizes,
+                sinks=self.sinks,
+                tail=self.tail,
+                compress_every=self.compress_every,
+                segmenter=self.segmenter,
+                page_deviation=self.page_deviation,
+                kl_threshold=self.kl_threshold,
+                compressor=self.compressor,
+                temperature=self.temperature,
+                zero_values=self.zero_values,
+                seed=self.seed,
+                window=self.window,
+                summariser=self.summariser,
+                spread=self.uses_spread,
+                bounds=self.uses_bounds,
+                entropy=self.bias == "entropy",
+                mass=self.weighs_mass,
+                recent=self.looks_back,
+                trained=self.__dict__.get("trained"),
+            )
+        )
+
+    @functools.cached_property
+    def budgets(self) -> Budgets:
+        """How many nodes may be refined."""
+        return Budgets(self.refine, self.top_k, self.expand, self.max_refined, self.first, self.epsilon, self.pool)
 
     @property
     def dense_at_full_budget(self) -> bool:  # type: ignore[override]
-        """Equation 3 keeps the summaries' masses, so refining everything is still not dense attention."""
+        """False under equation 3: it keeps the summaries' masses, so refining every page is not dense attention."""
         return self.mass == "exact"
 
     @property
@@ -146,27 +181,27 @@ class LuKA(Method):
 
     @property
     def estimates(self) -> bool:
-        """Whether pages are chosen by an estimate of their mass; refine=missed_mass goes by bounds alone."""
+        """Whether pages are chosen by an estimate of their mass; refine=missed_mass chooses by bounds alone."""
         return self.refine != "missed_mass"
 
     @property
     def looks_back(self) -> bool:
-        """Whether tokens and nodes carry the attention that they got lately."""
+        """Whether recent attention to tokens and nodes is kept."""
         return (self.prior > 0 and self.estimates) or self.compressor == "recent"
 
     @property
     def uses_spread(self) -> bool:
-        """Whether summaries carry the variance of the keys beneath."""
+        """Whether summaries keep the variance of the keys beneath."""
         return (self.score in ("spread", "box") and self.estimates) or self.bias == "spread"
 
     @property
     def uses_bounds(self) -> bool:
-        """Whether summaries carry the smallest and the largest of the keys beneath."""
+        """Whether summaries keep the smallest and the largest of the keys beneath."""
         return self.score == "bound" or not self.estimates
 
     @property
     def reads_per_summary(self) -> float:
-        """Vectors read of a summary, in those of a raw token (its key and its value)."""
+        """Cost of reading a summary, as a multiple of a raw token's key and value."""
         return 1.0 + 0.5 * self.uses_spread + 1.0 * self.uses_bounds
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> LuKA:
@@ -236,12 +271,12 @@ class LuKA(Method):
 
     @property
     def stands_in(self) -> bool:  # type: ignore[override]
-        """Not where every token's latest attention or divergence makes pages."""
+        """False where pages depend on the attention of every decode step: its recent mass, or its divergence."""
         return self.compressor != "recent" and self.segmenter != "kl"
 
     @property
     def pays_from(self) -> int:  # type: ignore[override]
-        """Many pages are chosen and read in more launches than few."""
+        """Later with many refined pages, which take more launches than few."""
         few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "bound"
         few = few and isinstance(self.top_k, int) and max(self.top_k, self.first) <= 8
         return Method.pays_from if few else 65536
@@ -265,7 +300,7 @@ class LuKA(Method):
 
     @property
     def records_pauses(self) -> bool:  # type: ignore[override]
-        """Where every row gets the same number of pages, by a rule that does not ask for their own."""
+        """True where every row gets the same number of pages, by a rule that needs no numbers of the host."""
         return self.pages.fixed and self.compressor != "random"
 
     def keep_up(self, cache: SlotCache) -> None:
@@ -279,7 +314,7 @@ class LuKA(Method):
         return self.pages.numbers_after(rows)
 
     def _note_divergence(self, cache: SlotCache, q: Tensor, scaling: float) -> None:
-        """Compare the new queries with those before them, and remember the last ones."""
+        """Compare the attention of new queries with that of earlier ones, and keep the last queries."""
         recent = cache.channel("recent_q")  # [B, lag, Hq, D]: those of the tokens before the new ones
         queries = torch.cat([recent.transpose(1, 2), q], 2)
         offset, length = cache.used - q.shape[2], q.shape[2]
@@ -305,7 +340,7 @@ class LuKA(Method):
         return attended.out
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """One query a row over the cover: sinks and tail, and from the top level down whatever is not refined."""
+        """Attention of one query a row over the cover: sinks, tail, and what the refinement leaves of the tree."""
         kept = {"total": "mass"} if self.weighs_mass else {}
         kept |= {"recent": "recent"} if self.looks_back else {}
         sums = {name: cache.channel(channel) for name, channel in kept.items()}
@@ -313,7 +348,7 @@ class LuKA(Method):
             q,
             cache.keys,
             cache.values,
-            tree_of(self, cache),
+            tree_of(self.pages, self.budgets, cache),
             self.refinement,
             scaling=scaling,
             softcap=cache.softcap,
@@ -323,12 +358,12 @@ class LuKA(Method):
         if isinstance(covered.capped, Tensor):
             cache.count("selections_capped", covered.capped)
         cache.count_read(covered.read, covered.refined)
-        # learned sinks take their share of the output; masses that choose pages, and that are kept here, leave them out
+        # learned sinks take their share of the output, and none of the masses that choose pages
         return ops.with_sinks(ops.Attended(covered.out, covered.lse), cache.sink_logits).out
 
     @functools.cached_property
     def refinement(self) -> ops.Refinement:
-        """Which nodes give way to what is beneath them."""
+        """Which nodes are replaced by their children, and with what weight."""
         limits = {"threshold": self.epsilon, "top_p": 1.0 - self.top_p, "missed_mass": self.max_missed_mass}
         return ops.Refinement(
             self.refine,
@@ -340,44 +375,13 @@ class LuKA(Method):
             self.prior,
             self.first,
             self.compressor == "mean" and self.pages.fixed,
+            WEIGHT_SPREAD,
         )
-
-    def most_above_epsilon(self, num_heads: int) -> int:
-        """The most pages of a KV head, or of a layer of so many heads, whose mass can exceed ``epsilon``."""
-        return math.ceil((1 if self.pool == "kv_head" else num_heads) / self.epsilon)
-
-
-@dataclass(frozen=True)
-class LuKAPaper(LuKA):
-    """Clustered attention as the paper describes and sets it: equation 3, attention-weighted, top-3 of the layer.
-
-    What it sets here stays as it is when the defaults of :class:`LuKA` change.
-    """
-
-    name: ClassVar[str] = "luka_paper"
-    source: ClassVar[str] = "LuKA, Fei et al. 2025, sections 3.2 and 4.2"
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "mass": "exact"}
-
-    page_size: Any = setting(16, "tokens of a page; several, each a multiple of the one before, for several levels")
-    sinks: int = setting(0, "first tokens that stay raw")
-    compressor: str = setting(
-        "attention", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"
-    )
-    top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
-    expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
-    pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
-    score: str = setting(
-        "summary", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
-    )
-    prior: float = setting(0.0, "share of recent attention in the mass by which pages are chosen, below 1")
-    window: int = setting(64, "queries over which recent attention is averaged")
-    mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
-    bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")
 
 
 @functools.lru_cache(maxsize=4)
 def _summariser(path: Path, state: tuple[int, int] | None) -> PageSummariser:
-    """The file's content, read once for all layers; ``state`` tells when it has changed."""
+    """The file's content, read once for all layers; a changed ``state`` reads it again."""
     return PageSummariser.load(path)
 
 

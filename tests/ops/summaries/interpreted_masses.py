@@ -5,7 +5,7 @@ import torch
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import _summaries_plan, summaries, summaries_kernel
+from foveate.ops.summaries import launch, plan, reference
 from tests.trees import Problem, recent_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -19,8 +19,8 @@ def check(problem, how=None, total=True, recent=True):
     before = [torch.rand(level.recent.shape, generator=generator) for level in tree.levels]
     kept = []
     for run, keys, values in (
-        (summaries_kernel.attend_summaries, k, v),
-        (summaries.attend_summaries, k.nan_to_num(0.0), v.nan_to_num(0.0)),
+        (launch.attend_summaries, k, v),
+        (reference.attend_summaries, k.nan_to_num(0.0), v.nan_to_num(0.0)),
     ):
         own = tree._replace(levels=tuple(x._replace(recent=y.clone()) for x, y in zip(tree.levels, before)))
         sums = ops.Sums(0.2, *(x if wanted else None for x, wanted in zip(first.clone(), (total, recent))))
@@ -58,7 +58,7 @@ def test_what_is_refined(pool):
 def test_page_sizes(page, most, monkeypatch):
     """Of a page's tokens one number is kept, or one of each block's."""
     if most == "many":
-        monkeypatch.setattr(_summaries_plan, "_FEW", -1)
+        monkeypatch.setattr(plan, "_FEW", -1)
     check(Problem(sizes=(page,)))
     check(Problem(sizes=(page,), dtype=torch.float16, allowed=(2,)))
 
@@ -68,6 +68,4 @@ def test_what_is_refused():
     for wrong, what in ((lambda x: x.double(), "float32"), (lambda x: x.mT.contiguous().mT, "next to each other")):
         sums = ops.Sums(0.2, wrong(torch.zeros(problem.arguments[1].shape[:3])))
         with pytest.raises(UnsupportedError, match=what):
-            summaries_kernel.attend_summaries(
-                *problem.arguments, problem.looked_at(how, True), how, scaling=0.3, sums=sums
-            )
+            launch.attend_summaries(*problem.arguments, problem.looked_at(how, True), how, scaling=0.3, sums=sums)

@@ -1,0 +1,291 @@
+"""Making pages: where they end, and the summaries that stand for them, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.cache import Channel, Geometry, SlotCache
+from foveate.methods.luka.new_pages import RaggedPages, UniformPages
+from foveate.methods.luka.paging import KL_LAG, Paging, nodes_over
+from foveate.moving_rows import MovingRows
+from foveate.ops.compress import segments
+
+
+class Pages:
+    """Makes the pages of one LuKA method and the levels above them. It keeps no state: all of it is in the cache.
+
+    Slots ``0 .. sinks - 1`` stay raw. Pages of tokens follow without gaps; node n of a level stands for the nodes
+    ``n * branch .. (n + 1) * branch - 1`` of the level below. A page is made together with every node above it, so
+    tokens that do not fill a node of the top level stay raw. ``rows["pages"]`` counts a row's pages, and
+    ``rows["paged"]`` the slots before its tail (0 while it has no page).
+    """
+
+    def __init__(self, paging: Paging):
+        self.paging = paging
+        self.sizes = paging.sizes
+        self.fixed = paging.fixed
+        self.width = self.sizes[0] if self.fixed else segments.longest(self.sizes[0])
+        """Most tokens of a page."""
+        self.group = self.sizes[-1] // self.sizes[0]
+        """Pages under a node of the top level, which are made at once."""
+
+    def branch(self, level: int) -> int:
+        """Children of a node of a level above the pages."""
+        return self.sizes[level] // self.sizes[level - 1]
+
+    def count(self, level: int, pages: int) -> int:
+        """Nodes of a level over so many pages."""
+        return nodes_over(self.sizes, level, pages)
+
+    def most(self, length: int) -> int:
+        """An upper bound of the pages of a row of ``length`` tokens."""
+        least = self.sizes[0] if self.paging.segmenter != "gaussian" else segments.shortest(self.sizes[0])
+        return max(0, length - self.paging.tail - self.paging.sinks) // least
+
+    @property
+    def most_raw(self) -> int:
+        """An upper bound of the raw tokens of a row, sinks and tail, until its next pages are made."""
+        return self.paging.sinks + self.paging.tail + self.group * self.width + self.paging.compress_every
+
+    def even(self, cache: SlotCache) -> bool:
+        """Whether all rows have the same length and the same pages."""
+        return cache.uniform and all(len(set(cache.rows[name])) == 1 for name in ("pages", "paged"))
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        """State to keep beside the keys, by name."""
+        paging, channels = self.paging, {}
+        shape = (geometry.num_kv_heads, geometry.head_dim)
+        if paging.compressor == "trained" and paging.trained.func.direction.shape[1:] != shape:
+            raise ValueError(f"{paging.name}: summariser {paging.summariser!r} was trained for another model")
+        least = self.sizes[0] if paging.segmenter != "gaussian" else segments.shortest(self.sizes[0])
+        for level in range(len(self.sizes)):
+            per = least * (self.sizes[level] // self.sizes[0])
+            vector = Channel((geometry.head_dim,), per=per, dtype=None, recomputed=True)
+            number = Channel(per=per, recomputed=True)
+            fields = {"k": vector, "v": Channel((geometry.value_dim,), per=per, dtype=None, recomputed=True)}
+            if paging.spread:
+                fields["spread"] = vector
+            if paging.bounds:
+                fields |= {"low": vector, "high": vector}
+            if paging.entropy:
+                fields["entropy"] = number
+            channels |= {self.channel(field, level): channel for field, channel in fields.items()}
+            if not self.fixed:
+                channels[self.channel("tokens", level)] = number
+            if paging.mass and level < len(self.sizes) - 1:
+                channels[self.channel("mass", level)] = number
+            if paging.recent:
+                channels[self.channel("recent", level)] = Channel(per=per)
+        if not self.fixed:
+            channels["page_end"] = Channel(per=least, recomputed=True)
+        if paging.mass:
+            channels["mass"] = Channel()
+        if paging.recent:
+            channels["recent"] = Channel()
+            channels["queries"] = Channel((geometry.num_heads, paging.window, geometry.head_dim), per=0, dtype=None)
+        if paging.segmenter == "kl":
+            channels["divergence"] = Channel()
+            channels["recent_q"] = Channel((KL_LAG, geometry.num_heads, geometry.head_dim), per=0, dtype=None)
+        return channels
+
+    @staticmethod
+    def channel(field: str, level: int) -> str:
+        """Name of a field of the nodes of a level."""
+        return f"summary_{field}" + (f"_{level}" if level else "")
+
+    # Making pages
+
+    def extend(self, cache: SlotCache) -> None:
+        """Make every node of the top level that ends before the tail, with all beneath it, oldest first."""
+        if self.fixed and self.even(cache):
+            self._extend(cache)
+            return
+        for b in range(cache.batch_size):
+            row = cache.row(b)
+            self._extend(row)
+            cache.put_back(b, row)
+
+    def extend_in_step(self, cache: SlotCache) -> None:
+        """The same for all rows at once by the numbers on the device, in a captured step.
+
+        Every row gets as many pages as any may need. Pages that are not due yet are not read, and are made again later.
+        """
+        step = cache.step
+        pages, start, after = step.once(("new pages", self.paging.spec), lambda: self._due(step))
+        new = RaggedPages(pages, start, self.most_new * self.group, self.sizes[0], step, self.paging.spec)
+        self._make(cache, 0, new, *self._tokens(cache, new))
+        for level in range(1, len(self.sizes)):
+            self._make(cache, level, new, self._below(cache, level, new), None)
+        step.after(("new pages", self.paging.spec), lambda: [step[name].copy_(after[name]) for name in after])
+
+    @property
+    def most_new(self) -> int:
+        """The most nodes of the top level that ``compress_every`` tokens can complete in a row."""
+        under = self.group * self.sizes[0]
+        return (under - 1 + self.paging.compress_every) // under
+
+    def _due(self, rows: Mapping[str, Tensor] | MovingRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Each row's pages, the slot where its next page begins, and its numbers once due pages are made."""
+        pages, paged = rows["pages"].clone(), rows["paged"]
+        start = torch.where(paged > 0, paged, self.paging.sinks)
+        under = self.group * self.sizes[0]
+        due = ((rows["lengths"] - self.paging.tail - start) // under).clamp(0, self.most_new)
+        after = {"pages": pages + due * self.group, "paged": torch.where(due > 0, start + due * under, paged)}
+        return pages, start, after
+
+    def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """Numbers of rows on the host, as :meth:`extend_in_step` leaves them on the device."""
+        numbers = {name: torch.tensor(rows[name]) for name in ("lengths", "pages", "paged")}
+        return {name: after.tolist() for name, after in self._due(numbers)[2].items()}
+
+    def _extend(self, cache: SlotCache) -> None:
+        first, start = cache.rows["pages"][0], cache.rows["paged"][0] or self.paging.sinks
+        ends = self._ends(cache, first, start, cache.lengths[0] - self.paging.tail)
+        ends = ends[: len(ends) // self.group * self.group]
+        if not ends:
+            return
+        new = UniformPages(first, first + len(ends), start, self.sizes[0])
+        self._make(cache, 0, new, *(self._tokens(cache, new) if self.fixed else self._varied(cache, start, ends)))
+        if not self.fixed:
+            cache.channel("page_end")[:, :, first : new.last] = cache.on_device(ends)
+        for level in range(1, len(self.sizes)):
+            self._make(cache, level, new, self._below(cache, level, new), None)
+        cache.rows["pages"] = [new.last] * cache.batch_size
+        cache.rows["paged"] = [ends[-1]] * cache.batch_size
+
+    def _ends(self, cache: SlotCache, first: int, start: int, stop: int) -> list[int]:
+        paging, size = self.paging, self.sizes[0]
+        if paging.segmenter == "fixed":
+            return list(range(start + size, stop + 1, size))
+        if paging.segmenter == "gaussian":
+            return ops.gaussian_ends(first, start, stop, size, paging.page_deviation, paging.seed)
+        divergence = cache.channel("divergence")[0, 0, start : max(start, stop)].tolist()
+        return ops.divergence_ends(divergence, start, paging.kl_threshold, size, self.width)
+
+    def _tokens(self, cache: SlotCache, new: UniformPages | RaggedPages) -> tuple[ops.Nodes, None]:
+        """The raw tokens of new pages of one size, fields ``[B, Hkv, n, S, ...]``."""
+        return self._raw(*(new.tokens(x) for x in (cache.keys, cache.values))), None
+
+    def _varied(self, cache: SlotCache, start: int, ends: list[int]) -> tuple[ops.Nodes, Tensor]:
+        """The same for pages of different sizes, and which places are used: bool ``[1, 1, n, S]``."""
+        begins = cache.on_device([start, *ends[:-1]])[:, None]
+        slots = begins + torch.arange(self.width, device=cache.device)
+        used = slots < cache.on_device(ends)[:, None]
+        slots = slots.where(used, 0)
+        return self._raw(*(x[:, :, slots] for x in (cache.keys, cache.values))), used[None, None]
+
+    def _raw(self, keys: Tensor, values: Tensor) -> ops.Nodes:
+        bounds = (keys, keys) if self.paging.bounds else (None, None)
+        entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.paging.entropy else None
+        return ops.Nodes(keys, values, None, *bounds, entropy)
+
+    def _over(self, level: int) -> int:
+        """Pages that a node of a level stands for."""
+        return self.sizes[level] // self.sizes[0]
+
+    def _children(self, cache: SlotCache, name: str, level: int, new: UniformPages | RaggedPages) -> Tensor:
+        """A field of the children of new nodes above the pages, ``[B, Hkv, n, S, ...]``."""
+        return new.nodes(cache.channel(self.channel(name, level - 1)), self._over(level), self.branch(level))
+
+    def _below(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> ops.Nodes:
+        """The children of new nodes above the pages."""
+        return ops.Nodes(
+            *(
+                self._children(cache, name, level, new) if self.channel(name, level - 1) in cache.specs else None
+                for name in ops.Nodes._fields
+            )
+        )
+
+    def _make(
+        self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes, used: Tensor | None
+    ) -> None:
+        """Write the new nodes of a level, computed from their children."""
+        paging, over = self.paging, self._over(level)
+        mass = self._got("mass", cache, level, new, used) if paging.mass else None
+        recent = self._got("recent", cache, level, new, used) if paging.recent else None
+        weights = self._weights(over, new, children, recent if paging.compressor == "recent" else mass, used)
+        nodes = ops.summarise(children, weights, used, spread=self.paging.spread)
+        if self.paging.zero_values:
+            nodes = nodes._replace(v=torch.zeros_like(nodes.v))
+        fields = dict(zip(ops.Nodes._fields, nodes))
+        if not self.fixed:
+            fields["tokens"] = (used if level == 0 else self._children(cache, "tokens", level, new)).sum(-1)
+        for name, got in (("mass", mass), ("recent", recent)):
+            if got is not None and self.channel(name, level) in cache.specs:
+                fields[name] = got.sum(-1)
+        for name, value in fields.items():
+            if value is not None:
+                new.write(cache.channel(self.channel(name, level)), over, value)
+
+    def _weights(
+        self, over: int, new: UniformPages | RaggedPages, children: ops.Nodes, got: Tensor | None, used: Tensor | None
+    ) -> Tensor | None:
+        paging = self.paging
+        if paging.compressor == "mean":
+            return None
+        if paging.compressor == "recent":
+            return ops.root_weights(got, used)
+        if paging.compressor == "attention":
+            return ops.importance_weights(got, paging.temperature, used)
+        if paging.compressor == "trained":
+            return paging.trained(children.k, used=used)
+        heads, width, device = children.k.shape[1], children.k.shape[3], children.k.device
+        number = torch.arange(new.first // over, new.last // over, device=device)
+        sizes = torch.full_like(number, width) if used is None else used.sum(-1)[0, 0]
+        return ops.random_weights(number, sizes, width, heads, paging.seed)
+
+    def _got(
+        self, name: str, cache: SlotCache, level: int, new: UniformPages | RaggedPages, used: Tensor | None
+    ) -> Tensor:
+        """Attention to each child, accumulated (``mass``) or ``recent``, mean over the group: ``[B, Hkv, n, S]``."""
+        if level:
+            return self._children(cache, name, level, new)
+        got = cache.channel(name)
+        if used is None:
+            got = new.tokens(got)
+        else:
+            lengths, width = used.sum(-1)[0, 0], used.shape[-1]
+            begins = new.start + lengths.cumsum(0) - lengths
+            slots = (begins[:, None] + torch.arange(width, device=used.device)).where(used[0, 0], 0)
+            got = got[:, :, slots] * used
+        return got / cache.geometry.group if name == "mass" else got
+
+    def look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
+        """Add the attention of a prompt's last queries to the recent attention of tokens and nodes.
+
+        Args:
+            recent: fp32 ``[B, Hkv, used]``: their attention to each token, the mean over queries and group.
+            share: of these queries among those that recent attention averages over.
+        """
+        cache.channel("recent").lerp_(recent, share)
+        if not self.even(cache):
+            for b in range(cache.batch_size):
+                row = cache.row(b)
+                self._look_back(row, recent[b : b + 1], share)
+                cache.put_back(b, row)
+        else:
+            self._look_back(cache, recent, share)
+
+    def _look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
+        """The same for rows with the same pages."""
+        pages = cache.rows["pages"][0]
+        if not pages:
+            return
+        start, size = self.paging.sinks, self.sizes[0]
+        if self.fixed:
+            beneath = recent[:, :, start : start + pages * size].unflatten(2, (pages, size)).sum(-1)
+        else:
+            ends = cache.channel("page_end")[:, :, :pages].long()
+            total = torch.nn.functional.pad(recent.cumsum(-1), (1, 0))
+            beneath = total.gather(2, ends).diff(dim=-1, prepend=total[:, :, start : start + 1])
+        for level in range(len(self.sizes)):
+            nodes = self.count(level, pages)
+            if level:
+                branch = self.branch(level)
+                beneath = beneath[:, :, : nodes * branch].unflatten(2, (nodes, branch)).sum(-1)
+            if nodes:
+                cache.channel(self.channel("recent", level))[:, :, :nodes].lerp_(beneath, share)

@@ -1,0 +1,37 @@
+"""LuKA as its paper describes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from foveate.methods.base import setting
+from foveate.methods.luka.policy import LuKA
+
+
+@dataclass(frozen=True)
+class LuKAPaper(LuKA):
+    """Clustered attention as the paper describes and sets it: equation 3, attention-weighted, top-3 of the layer.
+
+    What it sets here stays as it is when the defaults of :class:`LuKA` change.
+    """
+
+    name: ClassVar[str] = "luka_paper"
+    source: ClassVar[str] = "LuKA, Fei et al. 2025, sections 3.2 and 4.2"
+    full_budget: ClassVar[dict] = {"top_k": 1.0, "mass": "exact"}
+
+    page_size: Any = setting(16, "tokens of a page; several, each a multiple of the one before, for several levels")
+    sinks: int = setting(0, "first tokens that stay raw")
+    compressor: str = setting(
+        "attention", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"
+    )
+    top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
+    expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
+    pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
+    score: str = setting(
+        "summary", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
+    )
+    prior: float = setting(0.0, "share of recent attention in the mass by which pages are chosen, below 1")
+    window: int = setting(64, "queries over which recent attention is averaged")
+    mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
+    bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")

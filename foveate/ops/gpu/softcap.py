@@ -1,0 +1,32 @@
+"""Capped logits in Triton kernels."""
+
+import triton
+import triton.language as tl
+
+from foveate.ops._math import check_softcap
+from foveate.ops.gpu.softmax import LOG2E
+
+
+def constant(softcap: float | None) -> float:
+    """The constant that stands for a cap in kernels: 0 for none, which compiles no code.
+
+    Raises:
+        ValueError: for a cap that is not a finite number above 0.
+    """
+    check_softcap(softcap)
+    return 0.0 if softcap is None else float(softcap)
+
+
+@triton.jit
+def capped(logits, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False):
+    """``SOFTCAP * tanh(logit / SOFTCAP)`` of logits to the base 2, or ``NATURAL`` ones; 0: the logits as they are.
+
+    tanh x is computed as 1 - 2 / (1 + e^2x) with the fast exponential of the softmax: it has no branch, and it is 1 or
+    -1 where the exponential overflows or vanishes. Its error near 0 is 2^-23, so a logit is off by 2^-23 of the cap,
+    which is no more than fp32 rounds logits of that size.
+    """
+    if SOFTCAP > 0:
+        LIMIT: tl.constexpr = SOFTCAP if NATURAL else SOFTCAP * LOG2E
+        return LIMIT - 2.0 * LIMIT / (1.0 + tl.exp2(logits * (2.0 * LOG2E / LIMIT)))
+    else:
+        return logits

@@ -1,0 +1,85 @@
+"""Tiles of Triton kernels, and how work is split among programs."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+_START = 2
+"""Cost of starting a program, in blocks."""
+_MOST = 256
+"""The most programs that share a row."""
+_HEADS = 64
+"""The most query heads of a program."""
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a program's block, and its compile options."""
+
+    block_m: int
+    """Queries."""
+    block_n: int
+    """Keys."""
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """Options of the launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
+
+
+def group_tile(
+    dtype: torch.dtype, dim: int, group: int, capability: int, *, least_heads: int = 16, wide_warps: int = 4
+) -> Tile:
+    """Heads and keys of a program in which the heads of a group share one query's keys.
+
+    Blocks of keys take 16 KB in half precision on Hopper, where three programs of a multiprocessor have two blocks each
+    of keys and of values in flight, several times latency times bandwidth; and 8 KB elsewhere, where 99 KB of shared
+    memory hold two programs.
+
+    Args:
+        dim: the larger of the head dims.
+        capability: major compute capability.
+        least_heads: rows that a block has at least.
+        wide_warps: warps of a program of 64 heads.
+    """
+    heads = min(_HEADS, max(least_heads, triton.next_power_of_2(group)))
+    if dtype == torch.float32:  # multiplied without tensor cores
+        return Tile(min(heads, 16), 16, num_warps=8 if dim > 128 else 4, num_stages=1)
+    keys = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
+    wide = heads == _HEADS
+    return Tile(heads, keys, num_warps=wide_warps if wide else 4, num_stages=2 if wide else 3)
+
+
+def tile_of_width(tiles: dict[int, Tile], dim: int) -> Tile:
+    """The tile of the smallest width that holds ``dim``, of a table by width, ascending."""
+    return next(tile for width, tile in tiles.items() if dim <= width)
+
+
+@functools.lru_cache(maxsize=1024)
+def split(rows: int, blocks: int, room: int, merging: float = 1 / 64) -> tuple[int, int]:
+    """Split the ``blocks`` of each of ``rows`` among programs, of which the GPU runs ``room`` at a time.
+
+    The estimate favours full rounds of programs and short programs, so that the last round ends early; each program
+    costs time to start and, in blocks, ``merging`` to merge.
+
+    Returns:
+        ``(splits, each)``: programs of a row, and blocks of a program.
+    """
+
+    def time(each: int) -> float:
+        splits = -(-blocks // each)
+        return (-(-rows * splits // room) + 0.5) * (each + _START) + splits * merging
+
+    sizes = {-(-blocks // splits) for splits in range(1, min(blocks, _MOST) + 1)}
+    each = min(sorted(sizes), key=time, default=1)
+    return max(1, -(-blocks // each)), each
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

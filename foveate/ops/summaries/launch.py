@@ -1,0 +1,438 @@
+"""Attention over summaries in few launches a step: the host's side of :func:`attend_summaries`' kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.attend.reference import page_slots
+from foveate.ops.gpu.softcap import constant
+from foveate.ops.gpu.tiles import multiprocessors
+from foveate.ops.summaries.attend_kernel import attend_nodes
+from foveate.ops.summaries.masses_kernel import note, pooled
+from foveate.ops.summaries.plan import (
+    FEW_HEADS,
+    Stage,
+    Work,
+    merge_at_once,
+    merge_last,
+    page_block,
+    replacing_options,
+    scoring_options,
+    tile_for,
+)
+from foveate.ops.summaries.replace_kernel import replace_refined
+from foveate.ops.summaries.score_kernel import score_nodes
+from foveate.ops.summaries.select_kernel import select_nodes
+from foveate.ops.summaries.support import BIASES, RULES, SCORES, check_supported
+from foveate.ops.summaries.tree import Level, Tree
+from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
+from foveate.ops.summaries.workspace import Selection, Visit, make_workspace, strides_by_head
+
+_REREAD = 32
+"""The most nodes that a program attends to again at a time, without the refined ones."""
+_RANKED = 64
+"""Ranks of nodes that a thread reads at once."""
+
+
+def attend_summaries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree: Tree,
+    how: Refinement,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    need_lse: bool = False,
+    need_masses: bool = False,
+    sums: Sums | None = None,
+) -> Covered:
+    """See :func:`foveate.ops.summaries.reference.attend_summaries`.
+
+    One level of which few pages are refined takes two launches. The first scores all summaries and attends to them, to
+    sinks and to the tail; it writes parts of the output, each normalised by itself, and bounds of the masses in each
+    block of summaries. The second starts while the first still runs. Each of its programs owns some dims of the output:
+    it merges the parts, selects the pages to refine, subtracts their summaries and attends to their keys.
+
+    A launch between them selects where many pages are refined, where there are very many, or where the whole layer
+    chooses. If many are refined, summaries' values are read after the selection, and the last program of a row to
+    finish merges (FlashDecoding, Dao et al. 2023). Each further level takes two or three launches more, and the running
+    sums of each level one.
+
+    The kernels read ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` are capacities, so a
+    captured step can be replayed with larger numbers. Repeats are equal bit for bit, and fp32 is multiplied in full
+    precision. Keys and summaries that are not read may hold anything.
+    """
+    check_supported(q, k, v, tree, how, sums)
+    return SummariesLaunch(q, k, v, tree, how, scaling, softcap, need_masses, sums).run(need_lse)
+
+
+class SummariesLaunch:
+    """The launches of one call."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tree: Tree,
+        how: Refinement,
+        scaling: float,
+        softcap: float | None,
+        need_masses: bool,
+        sums: Sums | None,
+    ):
+        self.q, self.k, self.v, self.tree, self.how, self.scaling = q, k, v, tree, how, scaling
+        self.softcap = constant(softcap)
+        self.need_masses, self.sums, self.keeps_raw = need_masses, sums, need_masses or sums is not None
+        self.batch, self.num_heads, _, self.dim = q.shape
+        self.num_kv_heads, self.value_dim = v.shape[1], v.shape[3]
+        self.group = self.num_heads // self.num_kv_heads
+        self.sets = 1 if how.pool == "layer" else self.num_kv_heads
+        self.capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
+        self.tile = tile_for(q.dtype, max(self.dim, self.value_dim), self.group, self.capability)
+        self.block_w = page_block(tree.width, self.tile)
+        self.parts = triton.cdiv(self.group, self.tile.block_m)
+        self.programs = self.batch * self.num_kv_heads * self.parts
+        self.chunks = triton.cdiv(tree.width, self.block_w)
+        self.keeps = 1 if need_masses else 2 if sums is not None and sums.recent is not None else 0
+        """Which log-weights of tokens of refined pages are kept, see :func:`refined_tokens`."""
+        self.block_dv = max(16, triton.next_power_of_2(self.value_dim))
+        if how.mass == "preserve" and tree.width > self.tile.block_n:
+            raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
+        size = q.element_size()
+        work = Work(self.tile, self.programs, self.group, self.value_dim, size, multiprocessors(q.device))
+        self.raw_splits, self.stages = work.raw_splits(tree), work.stages(tree, how)
+        kept, keeps = tree.width if need_masses else self.chunks, "raw" if self.keeps_raw else "nodes"
+        keeps = "all" if self.keeps else keeps
+        self.space = make_workspace(q, v, tree, self.stages, self.programs, self.sets, kept, keeps)
+
+    def run(self, need_lse: bool) -> Covered:
+        """All launches."""
+        space, visited, capped = self.space, [], 0
+        for visit in space.visits:
+            *ranks, bounds = self._score(visit)
+            if not visit.stage.few:
+                capped = capped + self._select(visit, *ranks)
+            if visit.stage.replaces:
+                self._replace(visit, *ranks, bounds)
+            else:
+                self._attend(visit)
+            if self.need_masses:
+                visited.append(self._visited(visit))
+        masses = pooled(space, self.tree) if self.need_masses else ()
+        if self.sums is not None:
+            note(space, self.tree, self.sums)
+        lse = space.lse if need_lse else None
+        return Covered(space.out, lse, masses, tuple(visited), space.read, space.refined, capped)
+
+    def _visited(self, visit: Visit) -> VisitedLevel:
+        index, all_chosen = None, self.tree.rows.start is not None and self.how.rule == "top_k"
+        if visit.above is not None:
+            index = page_slots(visit.above.pages, visit.branch, complete=all_chosen).flatten(-2)
+            index = index.expand(-1, self.num_kv_heads, -1)
+        complete = all_chosen or (visit.above is None and self.tree.rows.start is not None)
+        chosen = visit.selection.chosen.expand(-1, self.num_kv_heads, -1)
+        return VisitedLevel(visit.stage.level, index, complete, chosen, all_chosen)
+
+    @property
+    def _dims(self) -> dict[str, int]:
+        return {
+            "DIM": self.dim,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(self.dim)),
+            "BLOCK_DV": self.block_dv,
+            "BLOCK_M": self.tile.block_m,
+            "BLOCK_N": self.tile.block_n,
+        }
+
+    def _score(self, visit: Visit) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Score nodes; returns ranks, the log-sum-exp of each program's ranks, and bounds, where these are needed."""
+        stage, above, space = visit.stage, visit.above, self.space
+        of, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
+        rank = visit.weights
+        if how.score != "summary":
+            rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
+        rank_lse = None
+        if not stage.few or how.score != "summary":  # else it is that of what is attended to
+            rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
+        blocks, bounds, recent, recent_strides = triton.cdiv(stage.width, self.tile.block_n), None, None, (0, 0, 0)
+        if stage.few and blocks > stage.at_once:
+            bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
+            recent, recent_strides = self._recent(of)
+        listed = (None, None) if raw else (above.pages, above.chosen)
+        nodes, spread, entropy = of.nodes.k, of.nodes.spread, of.nodes.entropy
+        read = [self.dim] * (1 + (spread is not None)) + [self.value_dim] * stage.replaces
+        of_node = sum(max(16, triton.next_power_of_2(dim)) for dim in read)
+        score_nodes[self.programs, stage.scoring + (self.raw_splits if raw else 0)](
+            q,
+            self.k,
+            self.v,
+            nodes,
+            of.nodes.v,
+            spread,
+            of.tokens,
+            entropy,
+            self.tree.rows.numbers,
+            visit.count,
+            *listed,
+            visit.parents,
+            visit.weights,
+            rank,
+            rank_lse,
+            recent,
+            bounds,
+            space.weights[:, :, space.raw :] if self.keeps_raw else None,
+            space.found,
+            space.found_lse,
+            space.arrived,
+            space.read,
+            (q.stride(0), q.stride(1), q.stride(3)),
+            self.k.stride(),
+            self.v.stride(),
+            nodes.stride(),
+            of.nodes.v.stride(),
+            (0,) * 4 if spread is None else spread.stride(),
+            (0,) * 3 if of.tokens is None else of.tokens.stride(),
+            (0,) * 3 if entropy is None else entropy.stride(),
+            visit.count_strides,
+            *((0, 0) if raw else strides_by_head(above.pages)),
+            recent_strides,
+            self.batch,
+            self.num_kv_heads,
+            self.group,
+            self.parts,
+            stage.scoring,
+            self.raw_splits,
+            stage.before,
+            stage.per,
+            self.tree.sinks,
+            space.places,
+            rank.stride(1),
+            space.places,
+            0 if bounds is None else bounds.shape[2],
+            self._first(stage),
+            self.scaling,
+            math.log(of.size),
+            of.reads,
+            how.weight_spread,
+            BRANCH=visit.branch,
+            RAW=raw,
+            ATTENDS=stage.replaces,
+            RANK_LSE=rank_lse is not None,
+            BOUNDS=bounds is not None,
+            RECENT=recent is not None,
+            KEEPS_RAW=self.keeps_raw,
+            PRESERVE=how.mass == "preserve",
+            BIAS=BIASES[how.bias],
+            SCORE=SCORES[how.score],
+            SIZED=of.tokens is not None,
+            LARGEST=torch.finfo(q.dtype).max,
+            SOFTCAP=self.softcap,
+            SIGNALS=self._started_early(stage),
+            **self._dims,
+            **scoring_options(self.tile, q.dtype, of_node, self.capability),
+        )
+        return rank, rank_lse, bounds
+
+    def _started_early(self, stage: Stage) -> bool:
+        """Whether the launch after the scores may start while they still run (programmatic dependent launch)."""
+        return stage.few and self.capability >= 9
+
+    def _first(self, stage: Stage) -> int:
+        """How many nodes of a level are always refined."""
+        return -(-self.how.first * self.tree.levels[0].size // self.tree.levels[stage.level].size)
+
+    def _selected_by(self, visit: Visit) -> dict[str, Any]:
+        """Arguments by which nodes of a level are selected."""
+        return {
+            "first": self._first(visit.stage),
+            "prior": self.how.prior,
+            "BRANCH": visit.branch,
+            "PRIOR": self.how.prior > 0,
+        }
+
+    def _recent(self, of: Level) -> tuple[Tensor | None, tuple[int, int, int]]:
+        return (None, (0, 0, 0)) if not self.how.prior else (of.recent, of.recent.stride())
+
+    def _select(self, visit: Visit, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
+        """Select the nodes to refine; returns how many selections were cut short."""
+        stage, above, mine, space = visit.stage, visit.above, visit.selection, self.space
+        how, levels = self.how, self.tree.levels
+        recent, recent_strides = self._recent(levels[stage.level])
+        capped = torch.empty_like(mine.picked) if how.rule == "top_p" else None
+        held = max(256, triton.next_power_of_2(stage.padded))
+        warps = 4 if held <= 1024 else 8 if held <= 4096 else 16
+        select_nodes[(self.batch * self.sets,)](
+            rank,
+            rank_lse,
+            space.found_lse,
+            recent,
+            visit.count,
+            self.tree.rows.numbers[2 + stage.level],
+            None if above is None else above.pages,
+            *mine,
+            capped,
+            recent_strides,
+            visit.count_strides,
+            *((0, 0) if above is None else strides_by_head(above.pages)),
+            self.batch * self.num_heads,
+            self.num_kv_heads,
+            self.group,
+            stage.scoring,
+            stage.before,
+            rank.stride(1),
+            space.raw,
+            stage.padded,
+            stage.width,
+            k=stage.k,
+            limit=how.limit / (len(levels) if how.rule == "top_p" else 1),
+            RULE=RULES[how.rule],
+            LAYER=how.pool == "layer",
+            SPLITS=triton.next_power_of_2(stage.scoring),
+            OTHERS=triton.next_power_of_2(stage.before),
+            HELD=held,
+            GROUP=self.group if self.group <= FEW_HEADS and how.pool == "kv_head" else 0,
+            AT_ONCE=warps * 32 * _RANKED,
+            num_warps=warps,
+            **self._selected_by(visit),
+        )
+        return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
+
+    def _attend(self, visit: Visit) -> None:
+        """Attend to nodes that are not refined; in the last launch to the keys of refined pages, too, and merge."""
+        stage, above, mine, space = visit.stage, visit.above, visit.selection, self.space
+        tree, of = self.tree, self.tree.levels[stage.level]
+        attend_nodes[self.programs, stage.attending](
+            self.q,
+            self.k,
+            self.v,
+            of.nodes.v,
+            visit.count,
+            None if above is None else above.pages,
+            *mine,
+            *self._found(visit),
+            space.arrived,
+            *self._output,
+            *self._strides_of_vectors(of),
+            visit.count_strides,
+            *((0, 0) if above is None else strides_by_head(above.pages)),
+            *self._strides_of_selection(mine),
+            self.batch,
+            self.num_kv_heads,
+            self.group,
+            self.parts,
+            stage.attending,
+            stage.before,
+            tree.sinks,
+            space.places,
+            tree.width,
+            scaling=self.scaling,
+            BRANCH=visit.branch,
+            LAST=stage is self.stages[-1],
+            AT_ONCE=merge_last(self.tile, self.block_dv, stage.before + stage.attending),
+            **self._pages_read(),
+            **self._dims,
+            **self.tile.options,
+        )
+
+    def _replace(self, visit: Visit, rank: Tensor, rank_lse: Tensor | None, bounds: Tensor | None) -> None:
+        """Replace refined nodes in attention to all nodes, and merge."""
+        stage, above, mine, space = visit.stage, visit.above, visit.selection, self.space
+        tree, of = self.tree, self.tree.levels[stage.level]
+        recent, recent_strides = self._recent(of)
+        blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
+        block_s = max(16, triton.next_power_of_2(triton.cdiv(self.value_dim, stage.attending)))
+        waits, ranked = self._started_early(stage), stage.few and self.how.score != "summary"
+        replace_refined[self.programs, stage.attending](
+            self.q,
+            self.k,
+            self.v,
+            of.nodes.v,
+            visit.count,
+            None if above is None else above.pages,
+            tree.rows.numbers[2 + stage.level],
+            recent,
+            rank,
+            rank_lse,
+            bounds,
+            *mine,
+            *self._found(visit),
+            *self._output,
+            *self._strides_of_vectors(of),
+            visit.count_strides,
+            *((0, 0) if above is None else strides_by_head(above.pages)),
+            recent_strides,
+            *self._strides_of_selection(mine),
+            self.batch,
+            self.num_kv_heads,
+            self.group,
+            self.parts,
+            stage.scoring,
+            stage.before,
+            stage.per,
+            stage.k,
+            tree.sinks,
+            space.places,
+            rank.stride(1),
+            0 if bounds is None else bounds.shape[2],
+            stage.padded,
+            tree.width,
+            scaling=self.scaling,
+            FEW=max(1, stage.k) if stage.few else 0,
+            RANKED=ranked,
+            GROUP=self.group if stage.few else 1,
+            ROOM=max(2, triton.next_power_of_2(stage.k)),
+            BLOCKS=blocks if stage.few else 1,
+            BLOCKS_AT_ONCE=stage.at_once if stage.few else 1,
+            SPLITS=triton.next_power_of_2(stage.scoring) if ranked else 1,
+            OTHERS=triton.next_power_of_2(stage.before) if ranked else 1,
+            AT_ONCE=merge_at_once(self.tile, block_s),
+            BLOCK_S=block_s,
+            BLOCK_R=min(_REREAD, self.tile.block_n),
+            **self._pages_read(),
+            **self._selected_by(visit),
+            **{name: size for name, size in self._dims.items() if name != "BLOCK_DV"},
+            WAITS=waits,
+            **replacing_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0, waits),
+        )
+
+    def _found(self, visit: Visit) -> tuple[Tensor | None, ...]:
+        """Operands of a launch that attends: ends of pages, log-weights, parts of the output."""
+        space = self.space
+        tokens = space.weights[:, :, space.tokens :] if self.keeps else None
+        return self.tree.page_end, visit.weights, tokens, space.found, space.found_lse
+
+    @property
+    def _output(self) -> tuple[Tensor, ...]:
+        """Results and counts."""
+        return self.space.out, self.space.lse, self.space.read, self.space.refined
+
+    def _strides_of_vectors(self, of: Level) -> tuple[tuple[int, ...], ...]:
+        """Of queries, keys, values and the values of summaries."""
+        q = self.q
+        return (q.stride(0), q.stride(1), q.stride(3)), self.k.stride(), self.v.stride(), of.nodes.v.stride()
+
+    def _strides_of_selection(self, mine: Selection) -> tuple[int | tuple[int, ...], ...]:
+        """Of the tensors of a selection, and of the ends of pages."""
+        end = self.tree.page_end
+        selected = (stride for x in (mine.chosen, mine.picked, mine.gone) for stride in strides_by_head(x))
+        return *selected, (0, 0, 0) if end is None else end.stride()
+
+    def _pages_read(self) -> dict[str, Any]:
+        """Constants of a launch that attends to refined pages."""
+        tree = self.tree
+        return {
+            "WIDTH": tree.width if tree.page_end is None else 0,
+            "PRESERVE": self.how.mass == "preserve",
+            "KEEPS": self.keeps,
+            "SOFTCAP": self.softcap,
+            "BLOCK_W": self.block_w,
+            "CHUNKS": self.chunks,
+        }

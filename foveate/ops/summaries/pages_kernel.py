@@ -1,0 +1,155 @@
+"""Attention to the keys of refined pages: parts of the Triton kernels of :func:`attend_summaries`."""
+
+import triton
+import triton.language as tl
+
+from foveate.ops.gpu.softcap import capped
+from foveate.ops.gpu.softmax import LOG2E, log_sums, online
+from foveate.ops.summaries.score_kernel import shared_out
+
+
+@triton.jit
+def listed(place, number, few, order, ptr, FEW: tl.constexpr):
+    """Entries at ``place`` of a list of ``number``: in memory, or (``FEW``) in ``few [ROOM]``, where ``order`` is the
+    place of each."""
+    if FEW:
+        return tl.sum(tl.where(place[:, None] == order[None, :], few[None, :], 0), 1)
+    else:
+        return tl.load(ptr + place, mask=place < number, other=0).to(tl.int32)
+
+
+@triton.jit
+def _span(page, known, end_ptr, end_stride, sinks, WIDTH: tl.constexpr):
+    """First slot and length of pages: of ``WIDTH`` tokens each, or, where that is 0, between their ends in memory."""
+    if WIDTH:
+        start = sinks + page * WIDTH
+        return start, tl.where(known, WIDTH, 0)
+    else:
+        last = page.to(tl.int64) * end_stride
+        start = tl.load(end_ptr + last - end_stride, mask=known & (page > 0), other=0.0).to(tl.int32)
+        start = tl.where(page > 0, start, sinks)
+        return start, tl.where(known, tl.load(end_ptr + last, mask=known, other=0.0).to(tl.int32) - start, 0)
+
+
+@triton.jit
+def refined_tokens(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    end_ptr,
+    weight_ptr,
+    token_ptr,
+    place_ptr,
+    page_ptr,
+    few_places,
+    few_pages,
+    order,
+    q_stride_h,
+    q_stride_d,
+    k_stride_l,
+    k_stride_d,
+    v_stride_l,
+    v_stride_d,
+    end_stride_n,
+    heads,
+    rows,
+    exist,
+    begin,
+    end,
+    picked,
+    places,
+    page_places,
+    sinks,
+    scaling,
+    top,
+    weight,
+    out,
+    keeps,
+    FEW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRESERVE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Add tiles ``begin`` to ``end`` of the keys of ``picked`` pages to a running softmax; a page has ``CHUNKS`` of
+    ``BLOCK_W`` places. ``KEEPS``: programs with ``keeps`` store log-weights: 1, of each token; 2, of each chunk.
+    Pointers are those of a row and KV head, but for ``weight`` and ``token``."""
+    PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
+    dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])
+    q_tile = heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    if not FEW:  # read one tile ahead, so that reading keys ahead is left to the compiler
+        next_page = listed((begin * PAGES + token // BLOCK_W) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+    for tile in tl.range(begin, end):
+        piece = tile * PAGES + token // BLOCK_W
+        place, inside = piece // CHUNKS, piece % CHUNKS * BLOCK_W + token % BLOCK_W
+        if FEW:
+            page = listed(place, picked, few_pages, order, page_ptr, FEW)
+        else:
+            page = next_page
+            next_page = listed((piece + PAGES) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+        start, width = _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)
+        stored = inside < width
+        slot = (start + inside).to(tl.int64)
+        k_mask, v_mask = stored[:, None], stored[:, None]
+        if BLOCK_D > DIM:
+            k_mask = k_mask & (dims < DIM)[None, :]
+        if out.shape[1] > VALUE_DIM:
+            v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
+        k = tl.load(k_ptr + (slot * k_stride_l)[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
+        v_tile = (slot * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
+        v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
+        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E), SOFTCAP)
+        logits = tl.where(stored[None, :], logits, float("-inf"))
+        if PRESERVE:
+            mine = tile * PAGES + tl.arange(0, PAGES)
+            parent = listed(mine, picked, few_places, order, place_ptr, FEW)
+            of_parent = weight_ptr + rows[:, None] * places + parent[None, :]
+            known = exist[:, None] & (mine < picked)[None, :]
+            logits = shared_out(logits, tl.load(of_parent, mask=known, other=0.0), PAGES)
+        if KEEPS == 1:
+            kept = (place < picked) & (inside < page_places) & keeps
+            at = rows[:, None] * places + (place * page_places + inside)[None, :]
+            tl.store(token_ptr + at, logits, mask=exist[:, None] & kept[None, :])
+        elif KEEPS:
+            of_chunk = tile * PAGES + tl.arange(0, PAGES)
+            total = log_sums(tl.reshape(logits, [logits.shape[0], PAGES, BLOCK_W]))
+            kept = exist[:, None] & ((of_chunk < picked * CHUNKS) & keeps)[None, :]
+            tl.store(token_ptr + rows[:, None] * places + of_chunk[None, :], total, mask=kept)
+        top, weight, out = online(logits, v, top, weight, out)
+    return top, weight, out
+
+
+@triton.jit
+def count_refined(
+    read_ptr,
+    refined_ptr,
+    end_ptr,
+    end_stride_n,
+    page_ptr,
+    few_pages,
+    order,
+    picked,
+    sinks,
+    FEW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds the tokens of refined pages to what was read of a row and KV head, and writes how many pages they are."""
+    if WIDTH:
+        tokens = picked * WIDTH
+    else:
+        of_pages = tl.zeros([BLOCK], tl.int32)
+        for chunk in tl.range(0, picked, BLOCK):
+            place = chunk + tl.arange(0, BLOCK)
+            page = listed(place, picked, few_pages, order, page_ptr, FEW)
+            of_pages += _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)[1]
+        tokens = tl.sum(of_pages, 0)
+    tl.store(read_ptr, tl.load(read_ptr) + tokens)
+    tl.store(refined_ptr, picked.to(tl.float32))

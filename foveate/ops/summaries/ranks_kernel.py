@@ -1,0 +1,189 @@
+"""Masses of nodes by which some are selected: parts of the Triton kernels of :func:`attend_summaries`."""
+
+import triton
+import triton.language as tl
+
+from foveate.ops.gpu.softmax import LOWEST
+
+
+@triton.jit
+def log_sum(x):
+    """Logarithm of the sum, to the base 2."""
+    top = tl.maximum(tl.max(x, 0), LOWEST)
+    return top + tl.log2(tl.sum(tl.exp2(x - top), 0))
+
+
+@triton.jit
+def _share(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    row,
+    index,
+    there,
+    rows,
+    splits,
+    others,
+    rank_places,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """The masses of nodes that one head sees; see :func:`masses`."""
+    some, parts = tl.arange(0, SPLITS), tl.arange(0, OTHERS)
+    rank = tl.load(rank_ptr + row * (rank_places // 16 * 16) + index, mask=there, other=float("-inf"))
+    lse = log_sum(tl.load(rank_lse_ptr + row * splits + some, mask=some < splits, other=float("-inf")))
+    of_others = found_lse_ptr + parts.to(tl.int64) * rows + row
+    rest = log_sum(tl.load(of_others, mask=parts < others, other=float("-inf")))
+    top = tl.maximum(tl.maximum(lse, rest), LOWEST)
+    return tl.exp2(rank - (top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))))
+
+
+@triton.jit
+def masses(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    recent_ptr,
+    recent_stride_h,
+    recent_stride_n,
+    list_ptr,
+    index,
+    count,
+    head,
+    members,
+    group,
+    rows,
+    splits,
+    others,
+    rank_places,
+    first,
+    prior,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    LAYER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """Pooled masses of the nodes at ``index [HELD]``, -inf where none is, and their numbers.
+
+    Of ``members`` query heads from ``head`` on, counted over the batch: their mean or (``LAYER``) the largest.
+    ``rows`` query heads have the log-sum-exps ``rank_lse [rows, splits]`` and, of the rest of the cover, ``found_lse
+    [others, rows]``.
+    """
+    there = index < count
+    node = index
+    if BRANCH:
+        node = tl.load(list_ptr + index // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + index % BRANCH
+    mass = tl.zeros(index.shape, tl.float32)
+    for member in tl.range(0, members):
+        share = _share(
+            rank_ptr,
+            rank_lse_ptr,
+            found_lse_ptr,
+            head + member,
+            index,
+            index < tl.cdiv(count, 16) * 16,  # which is as far as ranks are written
+            rows,
+            splits,
+            others,
+            rank_places,
+            SPLITS,
+            OTHERS,
+        )
+        mass = tl.maximum(mass, share) if LAYER else mass + share
+    if not LAYER:
+        mass = mass / members
+    if PRIOR:
+        recent_ptr += node.to(tl.int64) * recent_stride_n
+        recent = tl.load(recent_ptr, mask=there, other=0.0)
+        if LAYER:
+            for kv_head in tl.range(1, members // group):
+                recent = tl.maximum(recent, tl.load(recent_ptr + kv_head * recent_stride_h, mask=there, other=0.0))
+        mass = mass + prior * (recent - mass)
+    mass = tl.where(node < first, float("inf"), mass)
+    return tl.where(there, mass, float("-inf")), node
+
+
+@triton.jit
+def _log_sums(lse_ptr, row, there, number, rows, stride_row, stride_part, PARTS: tl.constexpr):
+    """Logarithms of sums over ``number`` parts, to the base 2, of some ``row [M]``."""
+    part = tl.arange(0, PARTS)
+    at = lse_ptr + row[:, None] * stride_row + part[None, :].to(tl.int64) * stride_part
+    lse = tl.load(at, mask=there[:, None] & (part < number)[None, :], other=float("-inf"))
+    top = tl.maximum(tl.max(lse, 1), LOWEST)
+    return top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
+
+
+@triton.jit
+def all_log_sums(
+    rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS: tl.constexpr, OTHERS: tl.constexpr
+):
+    """Logarithms of what some heads ``row [M]`` see of nodes and of the rest of the cover, to the base 2."""
+    lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
+    rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
+    top = tl.maximum(tl.maximum(lse, rest), LOWEST)
+    return top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
+
+
+@triton.jit
+def group_masses(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    recent_ptr,
+    recent_stride_n,
+    list_ptr,
+    index,
+    places,
+    count,
+    head,
+    rows,
+    splits,
+    others,
+    rank_places,
+    first,
+    prior,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """What :func:`masses` finds for ``GROUP`` heads of one KV head, in few steps one behind the other: everything is
+    asked for at once, if it is ``AT_ONCE`` numbers or fewer, and before it is known how many of the ``places`` count.
+
+    Rows of ranks, and places, are padded to 16: where a mask changes within 16 bytes each number is read by itself.
+    """
+    MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
+    HELD: tl.constexpr = index.shape[0]
+    member, held = tl.arange(0, MEMBERS), index < tl.cdiv(places, 16) * 16
+    rank_places = rank_places // 16 * 16
+    row, exist = head + tl.where(member < GROUP, member, 0), member < GROUP
+    if MEMBERS * HELD <= AT_ONCE:
+        ranks = tl.load(
+            rank_ptr + row[:, None] * rank_places + index[None, :],
+            mask=exist[:, None] & held[None, :],
+            other=float("-inf"),
+        )
+    if PRIOR and not BRANCH:
+        recent = tl.load(recent_ptr + index.to(tl.int64) * recent_stride_n, mask=index < places, other=0.0)
+    lse = all_log_sums(rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS, OTHERS)
+    if MEMBERS * HELD <= AT_ONCE:
+        mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0)
+    else:
+        mass = tl.zeros([HELD], tl.float32)
+        for turn in tl.static_range(GROUP):
+            of_head = tl.sum(tl.where(member == turn, lse, 0.0), 0)
+            rank = tl.load(rank_ptr + (head + turn) * rank_places + index, mask=held, other=float("-inf"))
+            mass += tl.exp2(rank - of_head)
+    there = index < count
+    mass, node = mass / GROUP, index
+    if BRANCH:
+        node = tl.load(list_ptr + index // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + index % BRANCH
+        if PRIOR:
+            recent = tl.load(recent_ptr + node.to(tl.int64) * recent_stride_n, mask=there, other=0.0)
+    if PRIOR:
+        mass = mass + prior * (recent - mass)
+    mass = tl.where(node < first, float("inf"), mass)
+    return tl.where(there, mass, float("-inf")), node

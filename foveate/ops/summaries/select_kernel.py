@@ -1,0 +1,163 @@
+"""Selection of the nodes to refine: Triton kernel of :func:`attend_summaries`."""
+
+import triton
+import triton.language as tl
+
+from foveate.ops.select.blocks_kernel import _LOWEST, _behind, _end, _float, _kth, _valid
+from foveate.ops.summaries.ranks_kernel import group_masses, masses
+
+VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h", "first"]
+"""Arguments that change from step to step or from batch to batch; kernels are not compiled anew for them."""
+
+
+@triton.jit
+def _enough(mass, x, limit):
+    """How many of the heaviest leave at most ``limit`` in the others; ``x``: the masses, -inf where there is none."""
+    low, high = tl.zeros([], tl.int32), _behind(x)
+    there = x > float("-inf")
+    while low + 1 < high:
+        middle = low + (high - low) // 2
+        fits = tl.sum(tl.where(there & (x < _float(middle)), mass, 0.0), 0) <= limit
+        low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
+    value = _float(low)
+    left = tl.sum(tl.where(there & (x < value), mass, 0.0), 0)
+    ties = tl.sum((x == value).to(tl.int32), 0)
+    spared = tl.where(value > 0, tl.floor((limit - left) / tl.where(value > 0, value, 1.0)), ties.to(tl.float32))
+    return tl.sum((x >= value).to(tl.int32), 0) - tl.minimum(spared, ties.to(tl.float32)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "k", "gone_stride", "gone_places", "width"])
+def select_nodes(
+    rank_ptr,
+    rank_lse_ptr,
+    found_lse_ptr,
+    recent_ptr,
+    count_ptr,
+    allowed_ptr,
+    list_ptr,
+    found_ptr,
+    node_ptr,
+    picked_ptr,
+    gone_ptr,
+    capped_ptr,
+    recent_strides,
+    count_strides,
+    list_stride_b,
+    list_stride_h,
+    rows,
+    num_kv_heads,
+    group,
+    splits,
+    others,
+    rank_places,
+    gone_stride,
+    gone_places,
+    width,
+    first,
+    k,
+    prior,
+    limit,
+    RULE: tl.constexpr,
+    BRANCH: tl.constexpr,
+    PRIOR: tl.constexpr,
+    LAYER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    HELD: tl.constexpr,
+    GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Write the selection of each KV head, or of the ``LAYER``, see :class:`Selection`.
+
+    ``found [B, sets, k]`` holds the places of the chosen nodes, ascending, then -1, and with a ``BRANCH`` ``node``
+    their numbers, likewise; ``picked [B, sets]`` how many they are; ``gone [B, sets, gone_places]``, rows
+    ``gone_stride`` apart, see there; ``capped [B, sets]`` whether the rule wanted more. ``GROUP``: query heads of a KV
+    head where these are few and select for themselves, else 0.
+    """
+    count_stride_b, count_stride_h = count_strides
+    recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
+    sets = 1 if LAYER else num_kv_heads
+    row = tl.program_id(0).to(tl.int64)
+    batch, kv_head = row // sets, row % sets
+    members = group * num_kv_heads if LAYER else group
+    index = tl.arange(0, HELD)
+    count = tl.load(count_ptr + batch * count_stride_b + kv_head * count_stride_h).to(tl.int32)
+    if BRANCH:
+        count = count * BRANCH
+        list_ptr += batch * list_stride_b + kv_head * list_stride_h
+    if PRIOR:
+        recent_ptr += batch * recent_stride_b + kv_head * recent_stride_h
+    if GROUP:
+        mass, node = group_masses(
+            rank_ptr,
+            rank_lse_ptr,
+            found_lse_ptr,
+            recent_ptr,
+            recent_stride_n,
+            list_ptr,
+            index,
+            width,
+            count,
+            row * members,
+            rows,
+            splits,
+            others,
+            rank_places,
+            first,
+            prior,
+            BRANCH,
+            PRIOR,
+            GROUP,
+            SPLITS,
+            OTHERS,
+            AT_ONCE,
+        )
+    else:
+        mass, node = masses(
+            rank_ptr,
+            rank_lse_ptr,
+            found_lse_ptr,
+            recent_ptr,
+            recent_stride_h,
+            recent_stride_n,
+            list_ptr,
+            index,
+            count,
+            row * members,
+            members,
+            group,
+            rows,
+            splits,
+            others,
+            rank_places,
+            first,
+            prior,
+            BRANCH,
+            PRIOR,
+            LAYER,
+            SPLITS,
+            OTHERS,
+        )
+    x = tl.where(mass > float("-inf"), mass, float("-inf"))
+    if RULE == 1:
+        x = tl.where(mass > limit, x, float("-inf"))
+    valid = _valid(x)
+    allowed = tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), k)
+    if RULE == 2:
+        wanted = _enough(mass, x, limit)
+        tl.store(capped_ptr + row, (wanted > allowed).to(tl.int32))
+        allowed = tl.minimum(wanted, allowed)
+    kth, room, _ = _kth(x, allowed, _LOWEST + 1, valid, _behind(x))
+    above, tie = x > _float(kth), x == _float(kth)
+    seen = tl.cumsum((above.to(tl.int32) + (tie.to(tl.int32) << 16)), 0)  # either is at most 32,768
+    ties = (seen.to(tl.uint32, bitcast=True) >> 16).to(tl.int32)
+    chosen, place = above | (tie & (ties <= room)), (seen & 0xFFFF) + tl.minimum(ties, room) - 1
+    picked = tl.minimum(valid, allowed)
+    tl.store(found_ptr + row * k + place, index, mask=chosen)
+    _end(found_ptr + row * k, picked, k, 1024)
+    if BRANCH:
+        tl.store(node_ptr + row * k + place, node, mask=chosen)
+        _end(node_ptr + row * k, picked, k, 1024)
+    tl.store(picked_ptr + row, picked)
+    gone = gone_ptr + row * (gone_stride // 16 * 16) + index
+    tl.store(gone, (chosen | (index >= count)).to(tl.int32), mask=index < gone_places // 16 * 16)

@@ -1,0 +1,199 @@
+"""Imports run one way, and there is no circle among them, also in annotations and inside of functions."""
+
+import ast
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LAYERS = (
+    ("ops",),
+    ("layer_state", "undoing", "row_numbers", "moving_rows", "cache", "state"),
+    ("calibration",),
+    ("modules", "csa", "layers"),
+    ("models",),
+    ("methods",),
+    ("integrations",),
+    ("training",),
+    ("evaluation",),
+    ("report",),
+    ("bench",),
+    ("cli",),
+)
+"""Modules and folders of the package, the lowest first: each imports its own layer and those below."""
+
+LAYERS_OF_OPS = (
+    ("_math", "_dispatch"),
+    ("gpu", "_tile", "_softcap_kernel"),
+    ("score", "select", "attend", "compress", "retain", "recur"),
+    ("summaries",),
+)
+"""The same of ``foveate.ops``."""
+
+UPWARD = {
+    "report": {"bench.breakdown", "bench.decode_model", "bench.rows"},
+    "training": {
+        "cli",
+        "evaluation.accounting",
+        "evaluation.data",
+        "evaluation.errors",
+        "evaluation.inference",
+        "evaluation.multihop",
+        "evaluation.outfile",
+        "evaluation.prompting",
+        "evaluation.squad",
+        "evaluation.tasks.mqar",
+        "evaluation.tasks.niah",
+        "evaluation.words",
+        "report.commands",
+        "report.table",
+        "report.training",
+    },
+}
+"""Modules that a lower layer still imports, by the folder that does. Entries may only be removed."""
+
+CIRCLES = (
+    {"cli", "training.commands", "training.lte_commands"},
+    {
+        f"integrations.transformers.{name}"
+        for name in (
+            *("attach", "attention", "auto", "cache", "graphs", "handover", "hooks", "stats", "steps", "study"),
+            *("dsa", "dsa.compressed", "dsa.pooled", "dsa.tokens"),
+        )
+    },
+)
+"""Circles that still stand. Modules may only be removed."""
+
+
+def _files(root: Path) -> dict[str, Path]:
+    files = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def imports_of(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """The modules of ``files`` that each of them imports, wherever in it the statement is.
+
+    A package stands for its ``__init__``, and is imported by who takes a name from it that is no module.
+    """
+    found = {}
+    for name, path in files.items():
+        mine = found[name] = set()
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                mine |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                    base = ".".join([*above, *([base] if base else [])])
+                mine |= {one if (one := f"{base}.{alias.name}") in files else base for alias in node.names}
+        found[name] = {one for one in mine if one in files and one != name}
+    return found
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """The sets of modules of which each reaches each other one (Tarjan 1972), sorted."""
+    index, low, stack, open_ones, found = {}, {}, [], set(), []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        open_ones.add(name)
+        for other in sorted(graph.get(name, ())):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in open_ones:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            place = stack.index(name)
+            together, stack[place:] = stack[place:], []
+            open_ones.difference_update(together)
+            if len(together) > 1:
+                found.append(sorted(together))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return sorted(found)
+
+
+GRAPH = imports_of(_files(ROOT / "foveate"))
+
+
+def _upward(prefix: str, layers: tuple[tuple[str, ...], ...]) -> set[tuple[str, str]]:
+    """Imports of a higher layer: the folder that has one, and the module that it imports, without ``prefix``."""
+    layer_of = {name: place for place, names in enumerate(layers) for name in names}
+    found = set()
+    for name, others in GRAPH.items():
+        for other in others:
+            if name.startswith(prefix) and other.startswith(prefix):
+                mine, its = name.removeprefix(prefix), other.removeprefix(prefix)
+                folder = mine.partition(".")[0]
+                if layer_of[its.partition(".")[0]] > layer_of[folder]:
+                    found.add((folder, its))
+    return found
+
+
+def test_imports_run_one_way():
+    known = {(folder, name) for folder, names in UPWARD.items() for name in names}
+    found = _upward("foveate.", LAYERS)
+    assert found - known == set(), "imports of a higher layer"
+    assert known - found == set(), "gone: remove them from UPWARD"
+
+
+def test_operations_import_one_way():
+    assert _upward("foveate.ops.", LAYERS_OF_OPS) == set()
+
+
+def test_operations_import_nothing_else_of_ours():
+    others = {name for mine, names in GRAPH.items() if mine.startswith("foveate.ops") for name in names}
+    assert {name for name in others if not name.startswith("foveate.ops")} == set()
+
+
+def test_there_are_no_circles_but_those_that_are_known():
+    found = [{name.removeprefix("foveate.") for name in circle} for circle in circles(GRAPH)]
+    assert [circle for circle in found if not any(circle <= known for known in CIRCLES)] == []
+    gone = [known - set().union(*(circle for circle in found if circle <= known)) for known in CIRCLES]
+    assert gone == [set()] * len(CIRCLES), "out of their circle: remove them from CIRCLES"
+
+
+@pytest.mark.parametrize(
+    ("edges", "expected"),
+    [
+        ({"a": "b", "b": "c", "c": ""}, []),
+        ({"a": "b", "b": "c", "c": "a", "d": "a"}, [["a", "b", "c"]]),
+        ({"a": "bc", "b": "a", "c": "d", "d": "c"}, [["a", "b"], ["c", "d"]]),
+    ],
+)
+def test_circles_are_found_wherever_one_begins(edges, expected):
+    for order in itertools.permutations(edges):
+        assert circles({name: edges[name] for name in order}) == expected
+
+
+def test_imports_are_found_wherever_they_are(tmp_path):
+    """In annotations' imports, in functions, relative ones, of modules and of names."""
+    (tmp_path / "own").mkdir()
+    texts = {
+        "__init__": "",
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from own.b import B\n",
+        "b": "def f():\n    from own import a\n",
+        "c": "from . import a\nfrom .b import B\nimport own.d\n",
+        "d": "from own import NAME\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / "own" / f"{name}.py").write_text(text, encoding="utf-8")
+    assert imports_of(_files(tmp_path / "own")) == {
+        "own": set(),
+        "own.a": {"own.b"},
+        "own.b": {"own.a"},
+        "own.c": {"own.a", "own.b", "own.d"},
+        "own.d": {"own"},
+    }
