@@ -14,7 +14,18 @@ import sys
 from pathlib import Path
 
 from foveate.calibration import load
-from foveate.report import calibrations, csa, decode, hybrid_tasks, hybrids, indexer, indexer_study, pooled, recheck
+from foveate.report import (
+    calibrations,
+    csa,
+    decode,
+    hybrid_tasks,
+    hybrids,
+    indexer,
+    indexer_study,
+    pooled,
+    prefill,
+    recheck,
+)
 from foveate.report.beside_dense import differences, least_keys
 from foveate.report.lines import once
 from foveate.report.markdown import tables
@@ -42,6 +53,8 @@ KINDS = {
     "hybrids-speed": hybrids.speed,
     "hybrids-memory": hybrids.memory,
     "hybrids-training": hybrids.training,
+    "prefill-lengths": prefill.lengths,
+    "prefill-layers": prefill.layers,
     "recheck": recheck.table,
 }
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foveate.bench.breakdown import PARTS
-from foveate.report.markdown import markdown_table, tables
+from foveate.report.markdown import made_with, markdown_table, tables
+from foveate.report.table import size, time
 
 Row = Mapping[str, Any]
+_NONE = "–"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -16,6 +18,23 @@ def table(rows: Sequence[Row]) -> str:
     found = tables(rows)
     of_layers = [row for row in rows if row.get("layers")]
     return f"{found}\n\n{layers(of_layers)}" if of_layers else found
+
+
+def lengths(rows: Sequence[Row]) -> str:
+    """A line for each method or library: its mean layer at each length, and how often the fastest dense one fits in."""
+    if any(row["case"].get("level") != "kernel" for row in rows):
+        raise ValueError("rows must be of layers, by `foveate bench prefill --level kernel`")
+    contexts = sorted({row["case"]["context"] for row in rows})
+    found = {(row["case"]["method"], row["case"]["context"]): row for row in rows}
+    lines = [("attention", *(f"{context:,} tokens" for context in contexts), "memory above inputs and output, longest")]
+    for method in dict.fromkeys(method for method, _ in found):
+        mine = [found.get((method, context)) for context in contexts]
+        cells = [_NONE if row is None else f"{time(row['ms'])} ({row['speedup']:.2f}×)" for row in mine]
+        last = next(row for row in reversed(mine) if row)
+        lines.append((f"`{method}`", *cells, size(last["peak_bytes"])))
+    case = rows[0]["case"]
+    what = f"a layer of {case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
+    return f"{what}: mean time, over the fastest dense attention ({made_with(rows)}):\n\n{markdown_table(lines)}"
 
 
 def layers(rows: Sequence[Row]) -> str:

@@ -30,7 +30,7 @@ _TILE_FP32 = Tile(16, 32, num_warps=8, num_stages=1)
 _PLACES = 1024
 """Places of a selection that a program looks at at once."""
 _HOPPER = True
-"""Whether Hopper gets the kernel written for it: not before its tests have passed on one."""
+"""Whether Hopper gets the kernel written for it."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:

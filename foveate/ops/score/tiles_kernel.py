@@ -30,7 +30,7 @@ _MOST = 128
 """Queries of a program that has several tiles."""
 
 _HOPPER = True
-"""Whether Hopper gets the kernel written for it: not before its tests have passed on one."""
+"""Whether Hopper gets the kernel written for it."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
