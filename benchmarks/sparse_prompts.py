@@ -41,7 +41,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"exact_anchors": False, "dense_last": 128},
     {},
     QUESTION,
+    {"tile_pooling": "max"},
     {"oracle": True},
+    {"oracle": True, "tile_pooling": "max"},
+    QUESTION | {"tile_pooling": "max"},
     {"oracle": True, "tile": 1},
     {"oracle": True, "dense_last": 128},
     QUESTION | {"dense_last": 512},
@@ -113,7 +116,8 @@ def study(given: argparse.Namespace, specs: Sequence[str]) -> Iterator[dict[str,
                     continue
                 if time.perf_counter() - begun > given.seconds:
                     return
-                row = {"task": name, "task_settings": task.settings(), "spec": spec, **about, "n": len(items[name])}
+                row = {"kind": "sparse-prompts", "task": name, "task_settings": task.settings(), "spec": spec}
+                row |= about | {"n": len(items[name])}
                 shown = measured(model, tokenizer, task, items[name], spec, given.batch_size)
                 values = {key: np.array(column) for key, column in shown["item_values"].items()}
                 dense = made.get(name + "dense", shown)

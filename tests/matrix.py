@@ -66,6 +66,7 @@ VARIANTS = [
             "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
             "score_queries": {"anchors": [1], "score_queries": 0.5, "exact_anchors": False},
             "dense_last": {"anchors": [1], "dense_last": 15},
+            "tile_max": {"anchors": [1], "tile_pooling": "max", "pool": "layer", "exact_anchors": False},
             "window": {"anchors": [1], "window": 5, "dense_last": 6},
         }.items()
     ),

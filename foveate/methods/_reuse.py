@@ -216,6 +216,9 @@ class TopKByMass(SelectOnce):
     score_queries: float = setting(
         1.0, "share of a tile's queries whose attention is averaged: 1.0, or less (approximate)", later=True
     )
+    tile_pooling: str = setting(
+        "mean", "a key's score for a prompt's tile: the mean attention of its queries, or the largest (max)", later=True
+    )
     dense_last: int = setting(0, "last tokens of a prompt, such as its question, that read all keys", later=True)
     window: int = setting(0, "keys right before a prompt's tile that are chosen first, whatever their mass", later=True)
 
@@ -234,6 +237,10 @@ class TopKByMass(SelectOnce):
         if self.score_queries < 1:
             dense = self.decode_only or self.pooling == "pre_softmax"
             self._check("score_queries", not dense, "1.0 with decode_only, and with pre_softmax pooling")
+        self._check_choice("tile_pooling", "mean", "max")
+        if self.tile_pooling == "max":
+            other = self.decode_only or self.pooling == "pre_softmax" or self.top_p < 1
+            self._check("tile_pooling", not other, "mean with decode_only, pre_softmax pooling, or top_p below 1.0")
         self._check_choice("rest", "none", "mean")
         self._check(
             "rest", self.rest == "none" or not self.decode_only, "none with decode_only: prompts are read densely"
@@ -356,7 +363,7 @@ class TopKByMass(SelectOnce):
         else:
             power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
             how["softcap"] = None if cache.softcap is None else power * cache.softcap
-            how["share"] = self.score_queries
+            how |= {"share": self.score_queries, "largest": self.tile_pooling == "max"}
             blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
@@ -368,6 +375,8 @@ class TopKByMass(SelectOnce):
         for first, scores in blocks:
             some = slice(first - start, first - start + scores.shape[2])
             own, begins = counts[some], chosen.begins[some.start : some.stop + 1]
+            if self.pool == "layer" and self.tile_pooling == "max":
+                scores = scores.amax(1, keepdim=True)
             if self.window:
                 scores = self._window_first(scores, first, tile, own)
             how = (on_device(tuple(own), q.device), max(own), len(set(own)) == 1)

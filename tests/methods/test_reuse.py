@@ -84,17 +84,20 @@ def best(scores, k):
     return set(scores.topk(k).indices.tolist())
 
 
-def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax", top_p=1.0, window=0):
+def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax", top_p=1.0, window=0, largest=False):
     """The keys before a position that a tile of queries attends to most, by KV head."""
     if pooling == "pre_softmax":
         mean = q[:, list(queries)].double().unflatten(0, (KV_HEADS, GROUP)).mean((1, 2))
         scores = torch.einsum("hd,hnd->hn", mean, k[:, :before].double())
+    elif largest:
+        most = torch.stack([weights(q, k, i)[:, :before] for i in queries]).amax(0)
+        scores = most.unflatten(0, (KV_HEADS, GROUP)).amax(1)
     else:
         power = 0.5 if pooling == "sqrt" else 1.0
         mass = torch.stack([weights(q, k, i)[:, :before] ** power for i in queries]).mean(0)
         scores = mass.unflatten(0, (KV_HEADS, GROUP)).mean(1)
     if pool == "layer":
-        scores = scores.mean(0, keepdim=True).expand(KV_HEADS, -1)
+        scores = (scores.amax(0, keepdim=True) if largest else scores.mean(0, keepdim=True)).expand(KV_HEADS, -1)
     scores = scores.masked_fill(torch.arange(before) >= before - min(window, k_of(before)), math.inf)
     chosen = []
     for row in scores:
@@ -129,6 +132,8 @@ def in_eight_bits(k, prompt):
         {"anchors": [1, 2], "dense_last": 8, "rest": "mean"},
         {"anchors": [1], "dense_last": 60},
         {"anchors": [0, 2], "window": 3, "pool": "layer"},
+        {"anchors": [0, 2], "tile_pooling": "max", "pooling": "sqrt"},
+        {"anchors": [1], "tile_pooling": "max", "pool": "layer", "dense_last": 7},
         {"anchors": [1], "window": 30, "top_p": 0.5, "dense_last": 5},
         {"anchors": [0, 2], "score_keys": "fp8"},
         {"anchors": [1, 3], "score_keys": "fp8", "pool": "layer", "pooling": "sqrt", "decode_only": True},
@@ -157,6 +162,7 @@ def test_kascade_written_out(settings, top_k):
         last = prompt - settings.get("dense_last", 0)  # the first token that reads all keys
         queries = [i] if decoded else range(begin, min(begin + tile, max(last, i + 1)))
         how["window"] = 0 if decoded else settings.get("window", 0)
+        how["largest"] = not decoded and settings.get("tile_pooling") == "max"
         selection = None
         for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
             everything = [set(range(i + 1))] * KV_HEADS
@@ -367,6 +373,9 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
         ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
+        ("kascade", {"tile_pooling": "min"}, "tile_pooling must be one of mean, max, not 'min'"),
+        ("kascade", {"tile_pooling": "max", "top_p": 0.5}, "tile_pooling must be mean with decode_only"),
+        ("oracle_topk", {"tile_pooling": "max", "decode_only": True}, "tile_pooling must be mean with decode_only"),
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
         ("kascade", {"dense_last": -1}, "dense_last must be an integer of at least 0"),
         ("kascade", {"dense_last": 0.1}, "dense_last must be an integer of at least 0, not 0.1"),
@@ -473,7 +482,13 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "before"), [("exact_anchors", True, False), ("score_keys", "fp8", "exact"), ("dense_last", 9, 0)]
+    ("name", "value", "before"),
+    [
+        ("exact_anchors", True, False),
+        ("score_keys", "fp8", "exact"),
+        ("dense_last", 9, 0),
+        ("tile_pooling", "max", "mean"),
+    ],
 )
 def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):
     old, method = (methods.make("kascade", **{name: x}) for x in (before, value))

@@ -151,8 +151,8 @@ def test_places_in_use_compile(capability, ragged):
     assert compiled.spilled == 0
 
 
-@every_pair(CAPABILITIES, SHAPES, ("one", [True, False]), ("softcap", [0.0, 50.0]))
-def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softcap):
+@every_pair(CAPABILITIES, SHAPES, ("one", [True, False]), ("softcap", [0.0, 50.0]), ("largest", [False, True]))
+def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softcap, largest):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.tiles_kernel")
     half = dtype != "fp32"
@@ -174,14 +174,22 @@ def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softca
             "BLOCK_N": tile.block_n,
             "ONE": one,
             "SOFTCAP": softcap,
+            "LARGEST": largest,
         },
         **tile.options,
     )
     assert_compiled_well(compiled, capability, half, spilled=60)
 
 
-@every_pair(CAPABILITIES, SHAPES, ("rows", [8, 16]), ("softcap", [0.0, 50.0]), besides=[(90, "fp16", 128, 32, 0.0)])
-def test_mass_of_small_tiles_compiles_for_ampere_and_hopper(capability, dtype, dim, rows, softcap):
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
+    ("rows", [8, 16]),
+    ("softcap", [0.0, 50.0]),
+    ("largest", [False, True]),
+    besides=[(90, "fp16", 128, 32, 0.0, False)],
+)
+def test_mass_of_small_tiles_compiles_for_ampere_and_hopper(capability, dtype, dim, rows, softcap, largest):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.tiles_kernel")
     half = dtype != "fp32"
@@ -203,6 +211,7 @@ def test_mass_of_small_tiles_compiles_for_ampere_and_hopper(capability, dtype, d
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "SOFTCAP": softcap,
+            "LARGEST": largest,
         },
         **tile.options,
     )
@@ -211,7 +220,8 @@ def test_mass_of_small_tiles_compiles_for_ampere_and_hopper(capability, dtype, d
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_hoppers_own_mass_compiles(dtype, dim):
+@pytest.mark.parametrize("largest", [False, True])
+def test_hoppers_own_mass_compiles(dtype, dim, largest):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
     compiled = compile_for(
@@ -230,6 +240,7 @@ def test_hoppers_own_mass_compiles(dtype, dim):
             "STAGES": kernel._STAGES[dim],
             "AT_ONCE": kernel._AT_ONCE,
             "REGISTERS": kernel._REGISTERS,
+            "LARGEST": largest,
         },
         num_warps=4,
     )

@@ -40,7 +40,14 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
 
 
 def tile_block_mass(
-    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
+    queries: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    begins: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    largest: bool = False,
 ) -> Tensor:
     """See :func:`foveate.ops.score.reference.tile_block_mass`.
 
@@ -61,7 +68,7 @@ def tile_block_mass(
     if _HOPPER and not cap and number and k.is_cuda and torch.cuda.get_device_capability(k.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
         if hopper.fits(queries, k):
-            return hopper.tile_block_mass(queries, k, lse, begins, scaling=scaling)
+            return hopper.tile_block_mass(queries, k, lse, begins, scaling=scaling, largest=largest)
     mass = queries.new_empty(batch, heads, tiles, number, dtype=torch.float32)
     if not number:
         return mass
@@ -83,6 +90,7 @@ def tile_block_mass(
             groups,
             scaling * _LOG2E.value,
             SOFTCAP=cap,
+            LARGEST=largest,
             DIM=dim,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
             EACH=each,
@@ -105,6 +113,7 @@ def tile_block_mass(
         number,
         scaling * _LOG2E.value,
         SOFTCAP=cap,
+        LARGEST=largest,
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,
@@ -113,6 +122,15 @@ def tile_block_mass(
         **tile.options,
     )
     return mass
+
+
+@triton.jit
+def _pool(logs, axis: tl.constexpr, LARGEST: tl.constexpr):
+    """Attention, of which the logarithms (base 2) are given, summed or at its largest along an axis."""
+    if LARGEST:
+        return tl.exp2(tl.max(logs, axis))
+    else:
+        return tl.sum(tl.exp2(logs), axis)
 
 
 @triton.jit(do_not_specialize=["heads", "tiles", "rows", "number"])
@@ -132,6 +150,7 @@ def _tile_block_mass(
     number,
     scale,
     SOFTCAP: tl.constexpr,
+    LARGEST: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -164,7 +183,7 @@ def _tile_block_mass(
         k = tl.load(k_ptr + k_tile, mask=(keys < begin)[:, None] & (dims < DIM)[None, :], other=0.0)
         if ONE:
             logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-            mass = tl.sum(tl.exp2(logits - lse[None, :]), 1)
+            mass = _pool(logits - lse[None, :], 1, LARGEST)
         else:
             mass = tl.zeros([BLOCK_N], tl.float32)
             for some in tl.range(0, rows, BLOCK_M):
@@ -176,7 +195,8 @@ def _tile_block_mass(
                 )
                 lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * _LOG2E
                 logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-                mass += tl.sum(tl.exp2(logits - lse[None, :]), 1)
+                some_mass = _pool(logits - lse[None, :], 1, LARGEST)
+                mass = tl.maximum(mass, some_mass) if LARGEST else mass + some_mass
         tl.store(mass_ptr + keys, tl.where(keys < begin, mass, float("-inf")), mask=keys < last)
     behind = first + tl.maximum(tl.cdiv(tl.minimum(last, begin) - first, BLOCK_N), 0) * BLOCK_N
     for start in tl.range(behind, last, BLOCK_N):
@@ -202,6 +222,7 @@ def _mass_of_small_tiles(
     groups,
     scale,
     SOFTCAP: tl.constexpr,
+    LARGEST: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EACH: tl.constexpr,
@@ -231,7 +252,7 @@ def _mass_of_small_tiles(
         k_tile = keys.to(tl.int64)[:, None] * k_stride_l + dims[None, :] * k_stride_d
         k = tl.load(k_ptr + k_tile, mask=(keys < end)[:, None] & (dims < DIM)[None, :], other=0.0)
         logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-        mass = tl.sum(tl.reshape(tl.exp2(logits - lse[None, :]), [BLOCK_N, TILES, EACH]), 2)
+        mass = _pool(tl.reshape(logits - lse[None, :], [BLOCK_N, TILES, EACH]), 2, LARGEST)
         mass = tl.where(keys[:, None] < begin[None, :], mass, float("-inf"))
         tl.store(mass_ptr[None, :] + keys[:, None], mass, mask=(keys < last)[:, None] & (tile < tiles)[None, :])
     behind = first + tl.maximum(tl.cdiv(tl.minimum(last, end) - first, BLOCK_N), 0) * BLOCK_N
