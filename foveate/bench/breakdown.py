@@ -18,6 +18,8 @@ PARTS = ("score", "select", "attend", "other")
 """The packages of :mod:`foveate.ops` whose kernels run in a step, and PyTorch's own kernels; libraries' kernels of
 attention count as ``attend``."""
 _REPEATS = 5
+_SUMMARIES = {"score": "score", "ranks": "select", "select": "select", "select_few": "select"}
+"""Parts of LuKA's fused operation, by the module in ``ops.summaries``; its other modules attend."""
 _ATTENTION = ("flash", "fmha", "sdpa")
 """What the names of such kernels contain: FlashAttention's, cuDNN's and PyTorch's."""
 
@@ -73,12 +75,14 @@ def by_part(milliseconds: dict[str, float]) -> dict[str, float]:
 
 @functools.cache
 def _kernels() -> dict[str, str]:
-    """The package of every kernel, by its name."""
+    """The part of every kernel, by its name."""
     known = {}
-    for part in PARTS[:-1]:
-        package = importlib.import_module(f"{ops.__name__}.{part}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for package in (*PARTS[:-1], "summaries"):
+        found = importlib.import_module(f"{ops.__name__}.{package}")
+        for module in pkgutil.iter_modules(found.__path__, f"{found.__name__}."):
             if module.name.endswith("kernel"):
+                stem = module.name.rpartition(".")[2].removesuffix("_kernel")
+                part = _SUMMARIES.get(stem, "attend") if package == "summaries" else package
                 kernels = vars(importlib.import_module(module.name))
                 known |= {name: part for name, one in kernels.items() if getattr(one, "__module__", "") == module.name}
     return known

@@ -119,7 +119,7 @@ def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped, ragged):
         num_warps=4,
     )
     assert compiled.shared <= 227 << 10
-    assert compiled.spilled <= (192 if dim > 128 else 128)  # outside the loop over keys that every row sees
+    assert compiled.spilled <= (192 if dim > 128 else 176)  # outside the loop over keys that every row sees
     assert f"wgmma.mma_async.sync.aligned.m64n{keys}k16" in compiled.ptx
     assert f"wgmma.mma_async.sync.aligned.m64n{block_d}k16" in compiled.ptx
     assert_products_overlap(compiled)
