@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.cache import Counters
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.cache import Layer, Phase
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
+from foveate.state import Counters
 
 NAMES = methods.names()
 HEADS, KV_HEADS, DIM = 6, 2, 16

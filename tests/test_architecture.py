@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
     ("ops",),
-    ("layer_state", "undoing", "row_numbers", "moving_rows", "cache", "state"),
+    ("state",),
     ("calibration",),
     ("modules", "csa", "layers"),
     ("models",),
@@ -32,6 +32,14 @@ LAYERS_OF_OPS = (
     ("summaries",),
 )
 """The same of ``foveate.ops``."""
+
+LAYERS_OF_STATE = (
+    ("description", "hybrid"),
+    ("device_rows", "snapshots"),
+    ("row_numbers",),
+    ("cache",),
+)
+"""The same of ``foveate.state``."""
 
 UPWARD = {
     "report": {"bench.breakdown", "bench.decode_model", "bench.rows"},
@@ -151,6 +159,10 @@ def test_imports_run_one_way():
 
 def test_operations_import_one_way():
     assert _upward("foveate.ops.", LAYERS_OF_OPS) == set()
+
+
+def test_state_imports_one_way():
+    assert _upward("foveate.state.", LAYERS_OF_STATE) == set()
 
 
 def test_operations_import_nothing_else_of_ours():

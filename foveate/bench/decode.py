@@ -26,12 +26,12 @@ from foveate import ops
 from foveate.bench import breakdown, cold, decode_layer, dense_peers
 from foveate.bench.decode_layer import Layer
 from foveate.bench.layer_kinds import Kind, kinds
-from foveate.cache import Counters, Geometry, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
-from foveate.layer_state import Tally
 from foveate.methods import Method, parse
-from foveate.moving_rows import MovingRows
+from foveate.state import Counters, Geometry, SlotCache
+from foveate.state.description import Tally
+from foveate.state.device_rows import MovingRows
 
 BENCH = "decode"
 METHODS = ("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3", "luka", "quest", "omnikv", "lessismore")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.bench import cold
-from foveate.cache import SlotCache
 from foveate.methods import Method
-from foveate.moving_rows import MovingRows
+from foveate.state import SlotCache
+from foveate.state.device_rows import MovingRows
 
 _WARM_UP, _STEPS = 8, 32
 """Tokens that are not timed where steps are not replayed, and those that are."""

@@ -23,7 +23,7 @@ from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 from foveate.layers import LearnedEviction, NativeSparseAttention
 from foveate.ops._dispatch import reference_only
-from foveate.state import BlockMemory, RetainedMemory
+from foveate.state.hybrid import BlockMemory, RetainedMemory
 
 BENCH = "hybrids"
 PHASES = ("decode", "prefill")

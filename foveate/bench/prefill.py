@@ -21,10 +21,10 @@ from foveate import ops
 from foveate.bench import breakdown, cold, dense_peers, prompt_choice
 from foveate.bench.decode import command
 from foveate.bench.layer_kinds import Kind, in_prompt, kinds
-from foveate.cache import Counters, Geometry, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 from foveate.methods import Method, parse
+from foveate.state import Counters, Geometry, SlotCache
 
 BENCH = "prefill"
 APPROXIMATE = ("kascade:score_queries=0.5", "kascade:score_queries=0.25")

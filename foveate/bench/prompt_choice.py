@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import SlotCache
 from foveate.methods._reuse import TopKByMass
 from foveate.ops.attend.tiles import side_by_side
+from foveate.state import SlotCache
 
 
 def quality(policy: TopKByMass, exact: TopKByMass, cache: SlotCache, q: Tensor, scaling: float) -> dict[str, float]:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from foveate.cache import Counters, SlotCache
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 from foveate.methods import Method, make
 from foveate.methods.kascade import Kascade
+from foveate.state import Counters, SlotCache
 
 _WARM_UP, _REPEATS = 3, 15
 _BEYOND_CACHES = 256 << 20

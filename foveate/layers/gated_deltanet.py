@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foveate.ops.recur import gated_delta_rule
-from foveate.state import Packing, RecurrentMemory
+from foveate.state.hybrid import Packing, RecurrentMemory
 
 
 class GatedDeltaNet(nn.Module):

@@ -12,7 +12,7 @@ from foveate import ops
 from foveate.layers.masked import attend_masked
 from foveate.layers.rotary import rotate
 from foveate.layers.window import PIECE, SCORED, SlidingWindowAttention
-from foveate.state import Packing, RetainedMemory
+from foveate.state.hybrid import Packing, RetainedMemory
 
 THRESHOLD = 0.5
 """Tokens with a higher retention score are retained."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from foveate import ops
 from foveate.layers.masked import attend_masked
 from foveate.layers.rotary import Rotary, rotate
-from foveate.state import BlockMemory, Packing
+from foveate.state.hybrid import BlockMemory, Packing
 
 _PIECE = 256
 """Queries of a prompt that are attended to at once."""

@@ -13,7 +13,7 @@ from foveate.layers.rotary import Rotary, rotate
 from foveate.ops._dispatch import use_kernel
 from foveate.ops.attend.until import LARGEST_DIM
 from foveate.ops.retain.running import LARGEST_BUFFER
-from foveate.state import Packing, RetainedMemory
+from foveate.state.hybrid import Packing, RetainedMemory
 
 PIECE = 256
 """Tokens of a prompt that are read at once, by references whose tensors grow with pairs of tokens."""

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import SlotCache
 from foveate.methods.base import Method, recent
+from foveate.state import SlotCache
 
 
 def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:

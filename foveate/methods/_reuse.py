@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Geometry, SlotCache
-from foveate.layer_state import on_device
 from foveate.methods._common import attend_all, count_scored
 from foveate.methods.base import Method, Number, budget, clamp, setting
+from foveate.state import Geometry, SlotCache
+from foveate.state.description import on_device
 
 
 class Place(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
+from foveate.state import Channel, Geometry, SlotCache
 
 Number = TypeVar("Number", int, Tensor)
 
@@ -68,7 +68,7 @@ class Method:
     """Tokens, of all sequences together, from which decoding on a GPU is faster than dense (docs/decode.md)."""
     graphs: ClassVar[bool] = False
     """Whether a decode step can be captured in a CUDA graph: it asks for numbers of rows by their rules alone, see
-    :class:`~foveate.row_numbers.RowNumbers`, and for nothing else that changes from step to step."""
+    :class:`~foveate.state.row_numbers.RowNumbers`, and for nothing else that changes from step to step."""
     full_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which nothing of any context is left out."""
     small_budget: ClassVar[dict[str, Any]] = {}

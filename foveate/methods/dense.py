@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from foveate.cache import SlotCache
 from foveate.methods._common import attend_all
 from foveate.methods.base import Method
+from foveate.state import SlotCache
 
 
 @dataclass(frozen=True)

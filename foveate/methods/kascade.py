@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.calibration import load
 from foveate.methods._reuse import Place, TopKByMass, layer_numbers, nearest
 from foveate.methods.base import Method, setting
+from foveate.state import Channel, Geometry, SlotCache
 
 AUTO = "auto"
 """The calibration of a method that finds its anchors from the first long prompt."""

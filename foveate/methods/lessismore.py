@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import SlotCache
 from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest
 from foveate.methods.base import Number, budget, setting
+from foveate.state import SlotCache
 
 
 @dataclass(frozen=True)

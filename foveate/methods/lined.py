@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods.base import Method, Number, budget, recent, setting
+from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.layers import eviction_scores
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
 from foveate.methods.base import Method, Number, budget, clamp, recent, setting
+from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, keep_heavy, note_queries, observed_mass
 from foveate.methods.base import Method, budget, setting
+from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)

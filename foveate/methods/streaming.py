@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import SlotCache
 from foveate.methods._common import attend_all
 from foveate.methods.base import Method, Number, budget, setting
+from foveate.state import SlotCache
 
 
 @dataclass(frozen=True)

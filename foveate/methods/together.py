@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods.base import Method
+from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
 from foveate.methods.base import Method, Number, budget, setting
+from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)

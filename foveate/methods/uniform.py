@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foveate.cache import SlotCache
 from foveate.methods._common import attend_all, evict_weakest
 from foveate.methods.base import Method, Number, budget, setting
+from foveate.state import SlotCache
 
 
 @dataclass(frozen=True)

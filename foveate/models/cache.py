@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from foveate.models.configuration import HybridConfig
-from foveate.state import BlockMemory, Memory, RecurrentMemory, RetainedMemory
+from foveate.state.hybrid import BlockMemory, Memory, RecurrentMemory, RetainedMemory
 
 
 class MemoryLayer(CacheLayerMixin):
-    """One layer's part of a cache, a :class:`~foveate.state.Memory`, to which the layer's mixer talks directly."""
+    """One layer's part of a cache. The layer's mixer uses its :class:`~foveate.state.hybrid.Memory` directly."""
 
     is_sliding = False
     is_compileable = False

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from foveate.layers import GatedDeltaNet, LearnedEviction, NativeSparseAttention, Rotary, SlidingWindowAttention, rotate
 from foveate.models.cache import HybridCache
 from foveate.models.configuration import HybridConfig
-from foveate.state import Packing
+from foveate.state.hybrid import Packing
 
 _CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What the installed release of Transformers calls the cache."""

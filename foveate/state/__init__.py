@@ -1,8 +1,6 @@
-"""What one layer of a hybrid keeps of its sequences between forward passes."""
+"""What one attention layer keeps of its sequences between forward passes."""
 
-from foveate.state.memory import Memory, Packing
-from foveate.state.native_sparse import BlockMemory
-from foveate.state.recurrent import RecurrentMemory
-from foveate.state.retained import RetainedMemory
+from foveate.state.cache import SlotCache
+from foveate.state.description import Channel, Counters, Geometry
 
-__all__ = ["BlockMemory", "Memory", "Packing", "RecurrentMemory", "RetainedMemory"]
+__all__ = ["Channel", "Counters", "Geometry", "SlotCache"]

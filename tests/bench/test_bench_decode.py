@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from foveate import ops
 from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, dense_peers, layer_kinds, rows
-from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 from foveate.methods import parse
 from foveate.methods.luka.pages import Pages
 from foveate.report import decode as report
+from foveate.state import SlotCache
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
 METHODS = ("dense", "kascade:min_k=16,decode_only=true", "luka:page_size=16,top_k=2", "quest", "omnikv")

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from foveate import ops
 from foveate.bench import breakdown, decode_model, dense_peers, layer_kinds, prefill, prefill_model, prompt_choice, rows
-from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.evaluation.errors import UserError
 from foveate.methods import parse
 from foveate.report import markdown
 from foveate.report import prefill as report
+from foveate.state import SlotCache
 
 SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "repeats": 1, "dtype": "float32", "device": "cpu"}
 METHODS = (

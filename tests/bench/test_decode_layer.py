@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from foveate.bench import cold, decode, decode_layer, layer_kinds
-from foveate.cache import Counters
 from foveate.methods import parse
+from foveate.state import Counters
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
 SPECS = (

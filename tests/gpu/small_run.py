@@ -13,10 +13,10 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import csa, methods, ops
-from foveate.cache import SlotCache
 from foveate.layers import LearnedEviction, NativeSparseAttention
 from foveate.ops import _dispatch
-from foveate.state import BlockMemory, RetainedMemory
+from foveate.state import SlotCache
+from foveate.state.hybrid import BlockMemory, RetainedMemory
 
 PROMPT, DECODED = 289, 4
 SPECS = (

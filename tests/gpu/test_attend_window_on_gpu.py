@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods, ops
-from foveate.cache import SlotCache
 from foveate.ops import _dispatch
 from foveate.ops.attend import reference
+from foveate.state import SlotCache
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory

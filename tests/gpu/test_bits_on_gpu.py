@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.cache import SlotCache
 from foveate.ops import _dispatch, _math
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.select import bits, bits_kernel
+from foveate.state import SlotCache
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 

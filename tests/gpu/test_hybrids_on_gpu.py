@@ -7,7 +7,7 @@ from foveate import ops
 from foveate.layers import LearnedEviction, NativeSparseAttention, RetentionScores, SlidingWindowAttention
 from foveate.ops import _dispatch
 from foveate.ops.attend import gated, until
-from foveate.state import BlockMemory, Packing, RetainedMemory
+from foveate.state.hybrid import BlockMemory, Packing, RetainedMemory
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.problems import LAYOUTS, in_buffer

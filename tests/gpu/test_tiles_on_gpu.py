@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.cache import SlotCache
 from foveate.ops import _dispatch
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.attend import tiles_hopper_kernel, tiles_kernel
 from foveate.ops.score import reference as score_reference
 from foveate.ops.score import tiles_hopper_kernel as mass_hopper_kernel
 from foveate.ops.score import tiles_kernel as mass_kernel
+from foveate.state import SlotCache
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate.layers import GatedDeltaNet, LearnedEviction, NativeSparseAttention, SlidingWindowAttention
-from foveate.state import BlockMemory, Memory, Packing, RecurrentMemory, RetainedMemory
+from foveate.state.hybrid import BlockMemory, Memory, Packing, RecurrentMemory, RetainedMemory
 
 WIDTH = 32
 

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.layers import LearnedEviction, RetentionScores, rotate
-from foveate.state import Packing, RetainedMemory
+from foveate.state.hybrid import Packing, RetainedMemory
 from tests.layers.mixers import WIDTH, eviction, hidden, run
 
 

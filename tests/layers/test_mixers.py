@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.state import Packing
+from foveate.state.hybrid import Packing
 from tests.layers.mixers import MIXERS, WIDTH, hidden, run
 
 every_mixer = pytest.mark.parametrize("name", MIXERS)

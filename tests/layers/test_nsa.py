@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate.layers import NativeSparseAttention, rotate
-from foveate.state import BlockMemory
+from foveate.state.hybrid import BlockMemory
 from tests.layers.mixers import WIDTH, hidden, native_sparse, run
 
 

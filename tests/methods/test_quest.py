@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.cache import Layer, Phase
+from foveate.state import Counters, Geometry, SlotCache
 from tests.helpers import assert_close
 
 HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.3

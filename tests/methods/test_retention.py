@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from foveate import methods
-from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.cache import Layer, Phase
+from foveate.state import Counters, Geometry, SlotCache
 from tests.helpers import assert_close
 
 PROMPT, STEPS, HEADS, KV_HEADS, DIM = 41, 30, 6, 2, 16

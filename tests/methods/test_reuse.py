@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.cache import Counters, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.attention import without_cache
 from foveate.integrations.transformers.cache import Layer, Phase
+from foveate.state import Counters, SlotCache
 from tests.helpers import assert_close
 
 HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.3

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from foveate import methods, ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import count_scored
 from foveate.methods.base import Method, Number, budget, clamp, setting
+from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)

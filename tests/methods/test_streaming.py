@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.cache import SlotCache
+from foveate.state import SlotCache
 
 POSITIONS = 70_000
 

@@ -14,7 +14,6 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from foveate.cache import Counters
 from foveate.integrations.transformers import attention, dsa, releases
 from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
@@ -26,6 +25,7 @@ from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.methods import Method, make
 from foveate.ops import prompt_path
+from foveate.state import Counters
 
 
 @dataclass

@@ -12,10 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from foveate.cache import SlotCache
 from foveate.integrations.transformers import handover, releases
 from foveate.methods import Method
 from foveate.ops import attend, attend_causal, attend_window
+from foveate.state import SlotCache
 
 IMPLEMENTATION = "foveate"
 

@@ -12,13 +12,13 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
-from foveate.cache import Counters, Geometry, SlotCache
 from foveate.integrations.transformers import handover
 from foveate.integrations.transformers.attention import without_cache
 from foveate.methods import Method, Together
 from foveate.models import MemoryLayer, cache_layers
 from foveate.ops import PromptHeads
 from foveate.ops._dispatch import runs_kernel
+from foveate.state import Counters, Geometry, SlotCache
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment

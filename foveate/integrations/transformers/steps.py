@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.cache import Cache, Layer, recurrent_states
-from foveate.moving_rows import MovingRows
+from foveate.state.device_rows import MovingRows
 
 ROOM = 256
 """Tokens for which a cache gets room before its steps are recorded, where it has less: a full one is recorded anew."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Geometry, SlotCache
 from foveate.methods.base import Number, budget, clamp
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging, nodes_over
-from foveate.moving_rows import MovingRows
+from foveate.state import Geometry, SlotCache
+from foveate.state.device_rows import MovingRows
 
 
 def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:

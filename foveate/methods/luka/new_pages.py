@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.moving_rows import MovingRows
+from foveate.state.device_rows import MovingRows
 
 
 class UniformPages(NamedTuple):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods.luka.new_pages import RaggedPages, UniformPages
 from foveate.methods.luka.paging import KL_LAG, Paging, nodes_over
-from foveate.moving_rows import MovingRows
 from foveate.ops.compress import segments
+from foveate.state import Channel, Geometry, SlotCache
+from foveate.state.device_rows import MovingRows
 
 
 class Pages:

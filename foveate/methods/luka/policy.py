@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.cache import Channel, Geometry, SlotCache
 from foveate.methods._common import attend_all, note_queries, observed_mass
 from foveate.methods.base import Method, setting
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import KL_LAG, Budgets, Paging
 from foveate.modules import PageSummariser
+from foveate.state import Channel, Geometry, SlotCache
 
 WEIGHT_SPREAD = 0.6
 """Share of the deviation that enters a summary's own weight under bias=spread. A summary's value is the mean of the

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from foveate.state.memory import Memory, Packing
+from foveate.state.hybrid.memory import Memory, Packing
 
 _ALIGN = 64
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foveate.state.memory import StagedMemory
+from foveate.state.hybrid.memory import StagedMemory
 
 
 class RecurrentMemory(StagedMemory):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.layer_state import on_device
-from foveate.moving_rows import MovingRows
+from foveate.state.description import on_device
+from foveate.state.device_rows import MovingRows
 
 
 class Moving(NamedTuple):

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.layer_state import Channel, Counters, Geometry, Tally, over_rows
-from foveate.moving_rows import MovingRows
 from foveate.ops import first_keys, gather_slots, give_up, put_token, weakest
-from foveate.row_numbers import Moving, RowNumbers
-from foveate.undoing import Undoing
+from foveate.state.description import Channel, Counters, Geometry, Tally, over_rows
+from foveate.state.device_rows import MovingRows
+from foveate.state.row_numbers import Moving, RowNumbers
+from foveate.state.snapshots import Undoing
 
 __all__ = ["Channel", "Counters", "Geometry", "SlotCache"]
 

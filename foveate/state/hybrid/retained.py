@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveate.state.memory import StagedMemory
+from foveate.state.hybrid.memory import StagedMemory
 
 
 class RetainedMemory(StagedMemory):

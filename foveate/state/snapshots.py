@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.layer_state import Channel
+from foveate.state.description import Channel
 
 
 class _Snapshot(NamedTuple):
@@ -16,7 +16,7 @@ class _Snapshot(NamedTuple):
 
 
 class Undoing:
-    """What a :class:`~foveate.cache.SlotCache` can undo."""
+    """What a :class:`~foveate.state.SlotCache` can undo."""
 
     snapshots: dict[int, _Snapshot]
 

@@ -6,9 +6,9 @@ import operator
 import pytest
 import torch
 
-from foveate.cache import Channel, Counters, Geometry, SlotCache
-from foveate.layer_state import Tally
-from foveate.moving_rows import MovingRows
+from foveate.state import Channel, Counters, Geometry, SlotCache
+from foveate.state.description import Tally
+from foveate.state.device_rows import MovingRows
 
 GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
 MASS = {"mass": Channel()}
