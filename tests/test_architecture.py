@@ -34,7 +34,7 @@ LAYERS_OF_OPS = (
 """The same of ``foveate.ops``."""
 
 LAYERS_OF_STATE = (
-    ("description", "hybrid"),
+    ("counters", "description", "hybrid"),
     ("device_rows", "snapshots"),
     ("row_numbers",),
     ("cache",),

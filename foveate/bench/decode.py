@@ -30,7 +30,7 @@ from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 from foveate.methods import Method, parse
 from foveate.state import Counters, Geometry, SlotCache
-from foveate.state.description import Tally
+from foveate.state.counters import Tally
 from foveate.state.device_rows import MovingRows
 
 BENCH = "decode"

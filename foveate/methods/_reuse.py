@@ -16,7 +16,7 @@ from foveate import ops
 from foveate.methods._common import attend_all, count_scored
 from foveate.methods.base import Method, Number, budget, clamp, setting
 from foveate.state import Geometry, SlotCache
-from foveate.state.description import on_device
+from foveate.state.row_numbers import on_device
 
 
 class Place(NamedTuple):

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from foveate.ops import first_keys, gather_slots, give_up, put_token, weakest
-from foveate.state.description import Channel, Counters, Geometry, Tally, over_rows
+from foveate.state.counters import Counters, Tally, over_rows
+from foveate.state.description import Channel, Geometry
 from foveate.state.device_rows import MovingRows
 from foveate.state.row_numbers import Moving, RowNumbers
 from foveate.state.snapshots import Undoing
-
-__all__ = ["Channel", "Counters", "Geometry", "SlotCache"]
 
 _ALIGN = 64
 

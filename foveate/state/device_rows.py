@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.state.description import Tally
+from foveate.state.counters import Tally
 
 NAMES = ("lengths", "counts", "live", "prompt", "pages", "paged")
 """The numbers that a step may read; it advances the first three."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.state.description import on_device
 from foveate.state.device_rows import MovingRows
 
 
@@ -158,3 +158,13 @@ def _known(rule: Callable[..., Any]) -> Hashable:
     if not inspect.ismethod(rule):
         return rule
     return rule.__func__, type(rule.__self__), getattr(rule.__self__, "spec", rule.__self__)
+
+
+@functools.lru_cache(maxsize=256)
+def on_device(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Per-row numbers ``[B]``, not to be written to: they serve every layer of a step, and often the next."""
+    with torch.inference_mode(False):
+        if len(set(numbers)) == 1:
+            return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
+        pinned = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+        return pinned.to(device, non_blocking=True)

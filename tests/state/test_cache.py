@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foveate.state import Channel, Counters, Geometry, SlotCache
-from foveate.state.description import Tally
+from foveate.state.counters import Tally
 from foveate.state.device_rows import MovingRows
 
 GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
