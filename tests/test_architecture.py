@@ -35,7 +35,7 @@ LAYERS_OF_OPS = (
 
 LAYERS_OF_STATE = (
     ("counters", "description", "hybrid"),
-    ("device_rows", "snapshots"),
+    ("device_rows", "eviction", "snapshots"),
     ("row_numbers",),
     ("cache",),
 )

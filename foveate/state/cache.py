@@ -9,30 +9,24 @@ token a slot holds (-1: none).
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from foveate.ops import first_keys, gather_slots, give_up, put_token, weakest
+from foveate.ops import first_keys, put_token
 from foveate.state.counters import Counters, Tally, over_rows
 from foveate.state.description import Channel, Geometry
 from foveate.state.device_rows import MovingRows
+from foveate.state.eviction import Eviction, Freed, movable
 from foveate.state.row_numbers import Moving, RowNumbers
 from foveate.state.snapshots import Undoing
 
 _ALIGN = 64
 
 
-class _Freed(NamedTuple):
-    slots: Tensor
-    """int64 ``[B, Hkv]``: where the next token goes; -1: after the last slot in use."""
-    rows: list[bool]
-    """Which rows freed a slot."""
-
-
-class SlotCache(RowNumbers, Undoing):
+class SlotCache(RowNumbers, Eviction, Undoing):
     """Keys, values and method state of one layer for a batch of sequences.
 
     Args:
@@ -63,7 +57,7 @@ class SlotCache(RowNumbers, Undoing):
         self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
         self.capacity = 0
         self.tensors: dict[str, Tensor] = {}
-        self.freed: _Freed | None = None
+        self.freed: Freed | None = None
         self.ordered = True  # no token lies before an older one
         self.uneven = False  # KV heads of a row may hold different numbers of tokens
         self.staged = False
@@ -291,117 +285,6 @@ class SlotCache(RowNumbers, Undoing):
         self.freed = None
         self._advance(1, appended)
 
-    def evict(
-        self,
-        rows: Iterable[bool] | Tensor,
-        *,
-        scores: Tensor | None = None,
-        before: Tensor | None = None,
-        at: Tensor | None = None,
-    ) -> None:
-        """Give up one slot of every KV head of some rows; the next token of the row takes its place.
-
-        Args:
-            rows: which rows evict; in a step that is replayed bool ``[B]``.
-            scores, before, at: which slot, see :func:`foveate.ops.give_up`.
-        """
-        step, by = self.step, {"scores": scores, "before": before, "at": at}
-        if step is not None:
-            give_up(self.positions, rows=rows, out=self.moving.places, **by)
-            step.evict(rows)
-            self.count("tokens_evicted", step.once("evicted", rows.sum))
-            return
-        rows = list(rows)
-        if not any(rows):
-            return
-        self.own_memory()
-        some = None if all(rows) else self.on_device([int(evicted) for evicted in rows]) != 0
-        slots = give_up(self.positions, rows=some, **by)
-        self.rows["live"] = [live - evicted for live, evicted in zip(self.rows["live"], rows)]
-        self.counters.add("tokens_evicted", sum(rows))
-        if not self.staged:
-            self.freed = _Freed(slots, rows)
-
-    def evict_by_head(self, heads: list[list[bool]], held: list[list[int]], scores: Tensor, before: Tensor) -> None:
-        """Give up the weakest slot of some KV heads; the next token takes its place, or that of an earlier hole.
-
-        The tokens of a row then differ in number from head to head: ``live`` is that of the head with the most.
-
-        Args:
-            heads: which KV heads of each row evict.
-            held: tokens that each KV head of a row holds, before.
-            scores, before: see :func:`foveate.ops.weakest`; only tokens before a row's position can leave.
-        """
-        slotted = [  # heads whose next token takes the place of another, or fills a hole
-            [evicts or own < count for evicts, own in zip(*row)]
-            for *row, count in zip(heads, held, self.rows["counts"])
-        ]
-        if not any(map(any, heads if self.staged else slotted)):
-            return
-        self.own_memory()
-        some = self.on_device([int(evicts) for row in heads for evicts in row]).view(len(heads), -1) != 0
-        positions = self.positions
-        holes = (positions < 0) & first_keys(self.row_tensor("counts")[:, None], self.used)
-        slots = weakest(scores, (positions >= 0) & (positions < before[:, None, None]), positions)[..., None]
-        kept = positions.gather(2, slots)
-        positions.scatter_(2, slots, kept.masked_fill(some[..., None], -1))
-        self.uneven = self.uneven or not all(len(set(row)) == 1 for row in heads)
-        self.rows["live"] = [max(own - evicts for evicts, own in zip(*row)) for row in zip(heads, held)]
-        self.counters.add("tokens_evicted", sum(map(sum, heads)) / len(heads[0]))
-        if not self.staged:
-            first = torch.where(holes.any(-1), holes.to(torch.uint8).argmax(-1), -1)
-            self.freed = _Freed(torch.where(some, slots[..., 0], first), [all(row) for row in slotted])
-
-    def retain(self, keep: Tensor | list[Tensor], uneven: bool = False) -> None:
-        """Keep only the given slots, in the order of their positions, and free the memory of the others.
-
-        Args:
-            keep: int64 ``[B, Hkv, K]``, or one ``[1, Hkv, K_b]`` for each row; -1 marks none.
-            uneven: whether KV heads may keep different numbers of slots, K of them the head that keeps the most.
-        """
-        kept = [keep.shape[2]] * self.batch_size if isinstance(keep, Tensor) else [one.shape[2] for one in keep]
-        if isinstance(keep, list):
-            width = max(kept)
-            keep = torch.cat([torch.nn.functional.pad(one, (0, width - one.shape[2]), value=-1) for one in keep])
-        positions = gather_slots(self.positions, keep).masked_fill(keep < 0, -1)
-        order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
-        keep = keep.gather(2, order)
-        if uneven:
-            evicted = int((self.positions >= 0).sum() - (positions >= 0).sum()) / self.geometry.num_kv_heads
-        else:
-            evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
-        self.counters.add("tokens_evicted", evicted)
-        self.uneven = uneven
-        packed = {
-            name: gather_slots(_movable(self.tensors[name]), keep)
-            for name in self._slot_specs()
-            if name in self.tensors
-        }
-        packed["positions"] = positions.gather(2, order)
-        self.capacity = 0
-        for name in packed:
-            self.tensors.pop(name, None)
-        self.rows["counts"], self.rows["live"] = list(kept), list(kept)
-        self.freed, self.ordered, self.snapshots = None, True, {}
-        self.reserve(max(1, *kept))
-        for name, tensor in packed.items():
-            _movable(self.tensors[name])[:, :, : tensor.shape[2]] = tensor
-
-    def compact(self) -> None:
-        """Close the holes that eviction left, so that slots are packed and in the order of their positions."""
-        if "positions" not in self.tensors or (self.ordered and self.freed is None and self.holes() is None):
-            return
-        positions = self.positions
-        order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
-        self.retain([order[b : b + 1, :, :live] for b, live in enumerate(self.rows["live"])], self.uneven)
-
-    def own_memory(self) -> None:
-        """Copy keys and values that other branches read, before one of them is written over."""
-        if self.borrowed:
-            with torch.inference_mode(False):
-                self.tensors |= {name: self.tensors[name].clone() for name in ("keys", "values")}
-            self.borrowed = False
-
     # Steps that are replayed
 
     def move(self, rows: MovingRows, places: Tensor | None) -> None:
@@ -418,7 +301,7 @@ class SlotCache(RowNumbers, Undoing):
     def settle(self) -> None:
         if self.moving is not None and self.moving.places is not None:
             freed = self.moving.rows.read()[1]
-            self.freed = _Freed(self.moving.places.clone(), list(freed)) if any(freed) else None
+            self.freed = Freed(self.moving.places.clone(), list(freed)) if any(freed) else None
             self.ordered = False
         super().settle()
 
@@ -448,15 +331,14 @@ class SlotCache(RowNumbers, Undoing):
         with torch.inference_mode(False), torch.no_grad():
             index = index.clone()
             self.tensors = {
-                name: _movable(tensor).index_select(0, index).view(tensor.dtype)
-                for name, tensor in self.tensors.items()
+                name: movable(tensor).index_select(0, index).view(tensor.dtype) for name, tensor in self.tensors.items()
             }
         per_row = [*self.rows.values(), *([self.freed.rows] if self.freed is not None else [])]
         alike = all(len(set(numbers)) == 1 for numbers in per_row)
         chosen = [0] * len(index) if alike else index.tolist()  # waits for the device only where rows differ
         self.rows = {name: [numbers[b] for b in chosen] for name, numbers in self.rows.items()}
         if self.freed is not None:
-            self.freed = _Freed(self.freed.slots.index_select(0, index), [self.freed.rows[b] for b in chosen])
+            self.freed = Freed(self.freed.slots.index_select(0, index), [self.freed.rows[b] for b in chosen])
         self.counters.resident_bytes = self.resident_bytes
         self.snapshots = {}
 
@@ -528,20 +410,15 @@ class SlotCache(RowNumbers, Undoing):
         own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
         emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
         first = next((name for name in emptied if not self.specs[name].shape), None)  # by the same launch
-        own["emptied"] = None if first is None else _movable(self.tensors[first])
+        own["emptied"] = None if first is None else movable(self.tensors[first])
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, freed=freed, take=take, **own)
         for name in emptied:
             if name != first:
                 index = slot.view(*slot.shape, 1, *[1] * len(self.specs[name].shape))
                 shape = (*slot.shape, 1, *self.specs[name].shape)
-                _movable(self.tensors[name]).scatter_(2, index.expand(shape), 0)
+                movable(self.tensors[name]).scatter_(2, index.expand(shape), 0)
 
     def _clear(self, slots: slice) -> None:
         for name, spec in self.specs.items():
             if spec.per == 1 and not spec.recomputed:
-                _movable(self.tensors[name])[:, :, slots] = 0
-
-
-def _movable(tensor: Tensor) -> Tensor:
-    """The same memory in a dtype that can be gathered and scattered, which fp8 cannot."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
+                movable(self.tensors[name])[:, :, slots] = 0
