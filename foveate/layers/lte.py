@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from foveate import ops
 from foveate.layers.masked import attend_masked
 from foveate.layers.rotary import rotate
-from foveate.layers.window import PIECE, SCORED, SlidingWindowAttention
+from foveate.layers.window import PIECE, SlidingWindowAttention
 from foveate.state.hybrid import Packing, RetainedMemory
 
 THRESHOLD = 0.5
 """Tokens with a higher retention score are retained."""
+SCORED = 65536
+"""Tokens that are scored at once, of all rows together: a kernel's scratch is 96 MB for 8 KV heads of 64 dimensions in
+bf16."""
 
 
 class RetentionScores(nn.Module):
@@ -102,6 +105,33 @@ class RetentionScores(nn.Module):
         weight, bias = self.head.weight.view(len(x), 1, 1, -1).to(exact), self.head.bias.view(-1, 1, 1).to(exact)
         return ((x.to(exact) * weight).sum(-1) + bias).transpose(0, 1).float()
 
+    @torch.no_grad()
+    def of_cached(
+        self,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        real: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """Scores of tokens as a cache has them: fp32 ``[B, Hkv, L]`` without dropout and without gradients.
+
+        Args:
+            k: ``[B, Hkv, S, D]``, rotated by ``angles``.
+            v: ``[B, Hkv, S, Dv]``.
+            angles: of the tokens, see :meth:`foveate.layers.rotary.Rotary.angles`; None: keys before rotation.
+            real: bool ``[B, L]``: where there is a token.
+            slots: int64 ``[B, L]``: where in ``k`` and ``v`` the tokens are; None: ``L = S`` tokens in order.
+        """
+        convolutions = [self._by_head(conv) for conv in self.convs]
+        head, dilation = self._by_head(self.head), self.convs[0].dilation[0]
+        how = {"dilation": dilation, "real": real, "slots": slots, "angles": angles}
+        return ops.retention_logits(k, v, convolutions, head, **how).sigmoid()
+
+    def _by_head(self, conv: nn.Conv1d) -> ops.Convolution:
+        heads = self.num_kv_heads
+        return ops.Convolution(conv.weight.unflatten(0, (heads, -1)).permute(0, 3, 2, 1), conv.bias.view(heads, -1))
+
     def _convolve(self, conv: nn.Conv1d, x: Tensor) -> Tensor:
         """Each head's convolution over time: ``[Hkv, B, L, channels]`` to half the channels."""
         heads, batch, length, _ = x.shape
@@ -183,16 +213,27 @@ class LearnedEviction(SlidingWindowAttention):
         return self.scores(k, v, real)
 
     @torch.no_grad()
-    def _margins(self, k: Tensor, v: Tensor, tokens: Tensor, real: Tensor | None, first: Tensor) -> Tensor:
+    def _margins(
+        self,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tensor,
+        real: Tensor | None,
+        first: Tensor,
+        slots: Tensor | None = None,
+    ) -> Tensor:
         """Scores less the threshold; sinks are beyond any other. A piece at a time, with its neighbours."""
-        length, parts = k.shape[2], []
+        length, parts = tokens.shape[1], []
         size = max(PIECE, SCORED // len(k))
         for begin in range(0, length, size):
             low, high = max(0, begin - self.reach), min(begin + size + self.reach, length)
-            some = tokens[:, low:high]
-            plain = rotate(k[:, :, low:high], self.rotary.angles(some + first[:, None]), inverse=True)
-            margins = self.scores(plain, v[:, :, low:high], None if real is None else real[:, low:high]) - THRESHOLD
-            margins = margins.masked_fill((some < self.sinks)[:, None], float("inf"))
+            some, there = tokens[:, low:high], None if real is None else real[:, low:high]
+            angles = self.rotary.angles(some + first[:, None])
+            if slots is None:
+                scores = self.scores.of_cached(k[:, :, low:high], v[:, :, low:high], angles, there)
+            else:
+                scores = self.scores.of_cached(k, v, angles, there, slots[:, low:high])
+            margins = (scores - THRESHOLD).masked_fill((some < self.sinks)[:, None], float("inf"))
             parts.append(margins[:, :, begin - low : begin - low + size])
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 

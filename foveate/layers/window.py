@@ -19,8 +19,6 @@ PIECE = 256
 """Tokens of a prompt that are read at once, by references whose tensors grow with pairs of tokens."""
 LONG_PIECE = 32768
 """The same by kernels, which need no such tensors; of all rows together."""
-SCORED = 8192
-"""Tokens that are scored at once, of all rows together: 64 MB of scratch for 8 KV heads of 64 dimensions in bf16."""
 
 
 class SlidingWindowAttention(nn.Module):
@@ -113,17 +111,26 @@ class SlidingWindowAttention(nn.Module):
         """Retention scores of keys before rotation and values, fp32 ``[B, Hkv, L]``; None in a layer without."""
         return None
 
-    def _margins(self, k: Tensor, v: Tensor, tokens: Tensor, real: Tensor | None, first: Tensor) -> Tensor:
+    def _margins(
+        self,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tensor,
+        real: Tensor | None,
+        first: Tensor,
+        slots: Tensor | None = None,
+    ) -> Tensor:
         """By how much a token deserves to be retained, fp32 ``[B, Hkv, L]``; not at all where it is at most 0.
 
         Args:
-            k: ``[B, Hkv, L, D]``, rotated.
-            v: ``[B, Hkv, L, D]``.
+            k: ``[B, Hkv, S, D]``, rotated.
+            v: ``[B, Hkv, S, D]``.
             tokens: int64 ``[B, L]``: their numbers, from 0 on in each row.
             real: bool ``[B, L]``: where there is a token; None: everywhere.
             first: int64 ``[B]``: the position by which token 0 of a row was rotated.
+            slots: int64 ``[B, L]``: where in ``k`` and ``v`` the tokens are; None: ``L = S`` tokens in order.
         """
-        return k.new_full(k.shape[:3], -1.0, dtype=torch.float32)
+        return k.new_full((*k.shape[:2], tokens.shape[1]), -1.0, dtype=torch.float32)
 
     def _differentiable(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
         """Attention of whole sequences as inference has it, with gradients of queries, keys and values."""
@@ -295,16 +302,10 @@ class SlidingWindowAttention(nn.Module):
         held, ring, reach = memory.tensors, memory.ring, self.reach
         length = memory.lengths_on(held["keys"].device)[:, None]
         late = length + torch.arange(-ring, 0, device=length.device)
-        slots = (late % ring)[:, None].expand(-1, self.num_kv_heads, -1)
+        slots = late % ring
         there = late >= 0 if min(memory.lengths) < ring else None
-        parts = []
-        size = max(1, SCORED // ring)
-        for row in range(0, len(late), size):
-            some = slice(row, row + size)
-            keys, values = (ops.gather_slots(held[name][some], slots[some]) for name in ("keys", "values"))
-            real = None if there is None else there[some]
-            parts.append(self._margins(keys, values, late[some].clamp_min(0), real, held["first"][some]))
-        margins = torch.cat(parts) if len(parts) > 1 else parts[0]
+        margins = self._margins(held["keys"], held["values"], late.clamp_min(0), there, held["first"], slots)
+        slots = slots[:, None].expand(-1, self.num_kv_heads, -1)
         first = torch.tensor(memory.unscored, device=length.device)[:, None]
         fresh = ((late >= first) & (late < length - reach))[:, None]
         margins = torch.where(fresh, margins, held["margins"][:, :, :ring].gather(2, slots))

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foveate.layers import LearnedEviction, RetentionScores, rotate
 from foveate.state.hybrid import Packing, RetainedMemory
 from tests.layers.mixers import WIDTH, eviction, hidden, run
+from tests.retention import in_slots
 
 
 def scored(layer: LearnedEviction, x: torch.Tensor) -> torch.Tensor:
@@ -217,20 +218,43 @@ def test_padding_before_a_row_changes_no_score(kind):
 @torch.no_grad()
 @pytest.mark.parametrize("length", [50, 120])
 def test_scores_computed_in_pieces(length, monkeypatch):
-    """Pieces of a prompt's tokens, and of a batch's rows in decode, score as all at once."""
+    """Pieces of a prompt's tokens, and of the window's in decode, score as all at once."""
     layer, (x, at) = eviction(), hidden(length + 40)
     whole, pieces, sizes = RetainedMemory(layer.window, layer.buffer), RetainedMemory(layer.window, layer.buffer), []
     expected = [run(layer, x[:, :length], at[:, :length], whole)]
     expected += [run(layer, x[:, i : i + 1], at[:, i : i + 1], whole) for i in range(length, length + 40)]
-    for name, size in (("window.SCORED", 31), ("lte.SCORED", 22), ("lte.PIECE", 11)):
-        monkeypatch.setattr(f"foveate.layers.{name}", size)
-    layer.scores.register_forward_hook(lambda module, given, out: sizes.append(tuple(given[0].shape[:3:2])))
+    for name, size in (("SCORED", 22), ("PIECE", 11)):
+        monkeypatch.setattr(f"foveate.layers.lte.{name}", size)
+    scored = layer.scores.of_cached
+
+    def noted(k, v, angles, real, slots=None):
+        sizes.append((slots is not None, angles[0].shape[1]))
+        return scored(k, v, angles, real, slots)
+
+    monkeypatch.setattr(layer.scores, "of_cached", noted)
     found = [run(layer, x[:, :length], at[:, :length], pieces)]
     found += [run(layer, x[:, i : i + 1], at[:, i : i + 1], pieces) for i in range(length, length + 40)]
     torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected, 1), atol=2e-6, rtol=1e-4)
-    assert {(2, 23), (1, 31)} & set(sizes) == {(2, 23)}
-    assert max(rows * tokens for rows, tokens in sizes) <= 46
-    assert any(rows == 1 for rows, _ in sizes)
+    assert max(tokens for _, tokens in sizes) == 11 + 2 * layer.reach
+    assert {in_slots for in_slots, _ in sizes} == {False, True}, "of a prompt and in decode"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 3, 40])
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_scores_of_cached_tokens_are_the_module_s(kind, length):
+    torch.manual_seed(0)
+    scores = RetentionScores(3, 64, kind=kind, dropout=0.4).double()  # in training, which drops nothing of a cache
+    for conv in (*scores.convs, scores.head):
+        torch.nn.init.normal_(conv.bias)
+    k, v, given, tokens = in_slots(2, 3, length, (40, 24), torch.float64)
+    found = scores.of_cached(k, v, **given)
+    expected = scores.eval()(*tokens, given["real"])
+    real = given["real"][:, None].expand_as(found)
+    torch.testing.assert_close(found[real], expected[real], atol=1e-6, rtol=1e-6)
+    assert found.std() > 0.05 or length == 1
+    plain = scores.of_cached(*tokens, angles=None, real=given["real"])
+    torch.testing.assert_close(plain, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_everything_is_retained_at_first():

@@ -1,0 +1,220 @@
+"""Scores of learned token eviction: Triton kernel of :func:`retention_logits`, one launch per convolution."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.score.retention import Convolution, check_retention
+
+_LARGEST_DIM = 128
+"""The most dimensions of a key or a value."""
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class _Tile(NamedTuple):
+    """What a program computes at once: sizes at which registers suffice for any head dim."""
+
+    tokens: int
+    columns: int
+    """New channels."""
+    warps: int
+
+
+def retention_logits(
+    k: Tensor,
+    v: Tensor,
+    convolutions: Sequence[Convolution],
+    head: Convolution,
+    *,
+    dilation: int = 2,
+    real: Tensor | None = None,
+    slots: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """See :func:`foveate.ops.score.retention.retention_logits`.
+
+    The first launch reads keys and values in their slots and rotates the keys back in registers. Between two launches
+    the new channels are in memory, in the dtype of the weights.
+    """
+    check_retention(k, v, convolutions, head, real, slots, angles)
+    batch, heads, _, dim = k.shape
+    value_dim, length = v.shape[3], k.shape[2] if slots is None else slots.shape[1]
+    weights = [x for one in (*convolutions, head) for x in one]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in weights):
+        raise UnsupportedError("gradients of the weights")
+    dtypes = {x.dtype for x in weights}
+    if len(dtypes) > 1 or not {k.dtype, v.dtype, *dtypes} <= set(_DTYPES):
+        given = ", ".join(str(x.dtype) for x in (k, v, *weights))
+        raise UnsupportedError(f"keys, values and weights in {given}")
+    if dim % 2 or max(dim, value_dim) > _LARGEST_DIM:
+        raise UnsupportedError(f"head dims {dim} and {value_dim}: odd ones of keys, or above {_LARGEST_DIM}")
+    out = torch.empty(batch, heads, length, dtype=torch.float32, device=k.device)
+    if not out.numel():
+        return out
+    dtype = head.weight.dtype
+    tile = tile_for(dtype, max(dim, value_dim))
+    real = None if real is None else real.contiguous().view(torch.uint8)
+    cos, sin = (None, None) if angles is None else (x.contiguous() for x in angles)
+    x, y = k, v
+    for number, (weight, bias) in enumerate(convolutions):
+        first, last = number == 0, number == len(convolutions) - 1
+        taps, channels, new = weight.shape[1:]
+        found = out if last else torch.empty(batch, heads, length, new, dtype=dtype, device=k.device)
+        _convolve[batch * heads, triton.cdiv(length, tile.tokens)](
+            x,
+            y,
+            weight.contiguous(),
+            bias.contiguous(),
+            real,
+            slots.contiguous() if first and slots is not None else None,
+            cos if first else None,
+            sin if first else None,
+            head.weight.contiguous() if last else None,
+            head.bias.contiguous() if last else None,
+            found,
+            *x.stride(),
+            *y.stride(),
+            0 if cos is None or len(cos) == 1 else cos.stride(0),
+            heads,
+            length,
+            FIRST=first,
+            LAST=last,
+            TAPS=taps,
+            DILATION=dilation,
+            VALUES=value_dim if first else 0,
+            CHANNELS=channels,
+            NEW=new,
+            BLOCK_T=tile.tokens,
+            BLOCK_D=_padded(dim // 2 if first else channels),
+            BLOCK_V=_padded(value_dim),
+            BLOCK_N=min(tile.columns, _padded(new)),
+            num_warps=tile.warps,
+        )
+        x = y = found
+    return out
+
+
+def tile_for(dtype: torch.dtype, dim: int) -> _Tile:
+    """By the dtype of the weights and the larger head dim; fp32 is multiplied without tensor cores."""
+    if dtype == torch.float32:
+        return _Tile(tokens=32, columns=32, warps=8)
+    return _Tile(tokens=64, columns=64 if dim <= 64 else 32, warps=4)
+
+
+def _padded(count: int) -> int:
+    """Columns of a tile of so many channels."""
+    return max(16, triton.next_power_of_2(count))
+
+
+@triton.jit
+def _weights(ptr, begin, rows, columns, COUNT: tl.constexpr, NEW: tl.constexpr):
+    """Of ``COUNT`` channels from ``begin`` on, counted over all taps: ``[rows, columns]``."""
+    mask = (rows < COUNT)[:, None] & (columns < NEW)[None, :]
+    return tl.load(ptr + (begin + rows)[:, None] * NEW + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["heads", "length"])
+def _convolve(
+    x_ptr,
+    y_ptr,
+    weight_ptr,
+    bias_ptr,
+    real_ptr,
+    slot_ptr,
+    cos_ptr,
+    sin_ptr,
+    head_ptr,
+    head_bias_ptr,
+    out_ptr,
+    x_stride_b,
+    x_stride_h,
+    x_stride_l,
+    x_stride_d,
+    y_stride_b,
+    y_stride_h,
+    y_stride_l,
+    y_stride_d,
+    angle_stride_b,
+    heads,
+    length,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    TAPS: tl.constexpr,
+    DILATION: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    NEW: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One convolution with SiLU: ``out [B, H, L, NEW]``; with the head after the last one: fp32 ``out [B, H, L]``.
+
+    The first one reads a key ``x`` as two halves, and a value ``y``; the others read ``x`` alone.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // heads, row % heads
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    x_ptr += batch * x_stride_b + head * x_stride_h
+    y_ptr += batch * y_stride_b + head * y_stride_h
+    weight_ptr += head * TAPS * CHANNELS * NEW
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    KEYS: tl.constexpr = CHANNELS - VALUES
+    PART: tl.constexpr = KEYS // 2 if FIRST else KEYS
+    stands = token < length
+    if real_ptr is not None:
+        stands = stands & (tl.load(real_ptr + batch * length + token, mask=stands, other=0) != 0)
+    logits = tl.zeros([BLOCK_T], tl.float32)
+
+    for first in tl.range(0, NEW, BLOCK_N, num_stages=1):  # loads ahead would take the products' registers
+        new = first + tl.arange(0, BLOCK_N)
+        found = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        for tap in tl.range(0, TAPS, num_stages=1):
+            at = token + (tap - TAPS // 2) * DILATION
+            there = (at >= 0) & (at < length)
+            if real_ptr is not None:
+                there = there & (tl.load(real_ptr + batch * length + at, mask=there, other=0) != 0)
+            slot = at.to(tl.int64)
+            if slot_ptr is not None:
+                slot = tl.load(slot_ptr + batch * length + at, mask=there, other=0)
+            begin = tap * CHANNELS
+            if FIRST:
+                tile = y_ptr + slot[:, None] * y_stride_l + value_dims[None, :] * y_stride_d
+                value = tl.load(tile, mask=there[:, None] & (value_dims < VALUES)[None, :], other=0.0).to(dtype)
+                weight = _weights(weight_ptr, begin + KEYS, value_dims, new, VALUES, NEW)
+                found = tl.dot(value, weight, found, input_precision="ieee")
+            tile = x_ptr + slot[:, None] * x_stride_l + dims[None, :] * x_stride_d
+            mask = there[:, None] & (dims < PART)[None, :]
+            a = tl.load(tile, mask=mask, other=0.0)
+            if FIRST:
+                b = tl.load(tile + PART * x_stride_d, mask=mask, other=0.0)
+                if cos_ptr is not None:
+                    angle = batch * angle_stride_b + at.to(tl.int64)[:, None] * KEYS + dims[None, :]
+                    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+                    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+                    rotated = a.to(tl.float32)
+                    a = (rotated * cos + b.to(tl.float32) * sin).to(b.dtype)
+                    b = (b.to(tl.float32) * cos - rotated * sin).to(b.dtype)
+                weight = _weights(weight_ptr, begin + PART, dims, new, PART, NEW)
+                found = tl.dot(b.to(dtype), weight, found, input_precision="ieee")
+            weight = _weights(weight_ptr, begin, dims, new, PART, NEW)
+            found = tl.dot(a.to(dtype), weight, found, input_precision="ieee")
+
+        found += tl.load(bias_ptr + head * NEW + new, mask=new < NEW, other=0.0).to(tl.float32)[None, :]
+        found = tl.where(stands[:, None], found / (1 + tl.exp(-found)), 0.0).to(dtype)
+        if LAST:
+            weight = tl.load(head_ptr + head * NEW + new, mask=new < NEW, other=0.0).to(tl.float32)
+            logits += tl.sum(found.to(tl.float32) * weight[None, :], 1)
+        else:
+            out = (row * length + token)[:, None] * NEW + new[None, :]
+            tl.store(out_ptr + out, found, mask=(token < length)[:, None] & (new < NEW)[None, :])
+    if LAST:
+        logits += tl.load(head_bias_ptr + head).to(tl.float32)
+        tl.store(out_ptr + row * length + token, logits, mask=token < length)
