@@ -12,8 +12,8 @@ from evaluation import tiny
 from typer.testing import CliRunner
 
 from foveate.cli import app
-from foveate.evaluation import resultfile
 from foveate.integrations.transformers import releases
+from foveate.results import resultfile
 from tests.helpers import full_disk
 
 ROOT = Path(__file__).parents[1]

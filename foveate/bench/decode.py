@@ -27,11 +27,11 @@ from foveate.bench import breakdown, cold, decode_layer, dense_peers
 from foveate.bench.decode_layer import Layer
 from foveate.bench.layer_kinds import Kind, kinds
 from foveate.cache import Counters, Geometry, SlotCache
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
 from foveate.layer_state import Tally
 from foveate.methods import Method, parse
 from foveate.moving_rows import MovingRows
+from foveate.results import circumstances
+from foveate.results.errors import UserError
 
 BENCH = "decode"
 METHODS = ("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3", "luka", "quest", "omnikv", "lessismore")
@@ -346,9 +346,7 @@ def _rows(
                 "tflop_per_s": None,
                 "peak_bytes": size,
                 "peak_kind": "keys and values of a layer",
-                "device": accounting.device_name(plan.device),
-                "versions": accounting.versions(),
-                "commit": accounting.commit(),
+                **circumstances.of(plan.device),
                 "command": plan.command(),
             }
         )

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from foveate import ops
 from foveate.cache import SlotCache
-from foveate.evaluation.errors import UserError
 from foveate.integrations.transformers.attach import attached
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.layers.eviction_scores import unrotate
 from foveate.methods.base import Method
+from foveate.results.errors import UserError
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 """Rotary positions whose frequencies do not depend on how long the context is."""
