@@ -328,7 +328,7 @@ def calibrate(
 ) -> None:
     """Choose Kascade's anchor layers and head maps for a model: resumable, one JSON file."""
     from foveate.evaluation import tasks
-    from foveate.evaluation.calibrate import Plan, partial_folder, run
+    from foveate.evaluation.calibration.calibrate import Plan, partial_folder, run
     from foveate.evaluation.runner import parse_method
 
     notes = _table().console(stderr=True)

@@ -450,7 +450,7 @@ def test_bad_calibrations_are_one_line(model, tmp_path, more, message, monkeypat
 
 
 def test_an_interrupted_calibration_goes_on_where_it_was(model, tmp_path, monkeypatch):
-    import foveate.evaluation.calibrate as module
+    import foveate.evaluation.calibration.calibrate as module
 
     file, studied, read = tmp_path / "tiny.json", module._studied, []
 

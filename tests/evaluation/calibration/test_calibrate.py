@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, counterparts, load
-from foveate.evaluation import calibrate, divergence, inference, layer_costs, tasks
+from foveate.evaluation import inference, tasks
+from foveate.evaluation.calibration import calibrate, divergence, layer_costs
 from foveate.evaluation.tasks.base import Sampling
 from foveate.integrations.transformers.study import Study
 from foveate.methods.h2o import H2O

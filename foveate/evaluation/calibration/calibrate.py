@@ -20,10 +20,11 @@ import torch
 import foveate
 from foveate.calibration import Calibration, Choice, Measured, check_number, choose, counterparts, least_tokens, load
 from foveate.calibration.similarity import COVERAGE_KEYS
-from foveate.evaluation import data, inference, layer_costs, model_folder
-from foveate.evaluation.calibration_answers import Answers, named
-from foveate.evaluation.calibration_parts import GOES_ON, differing, partial_folder, read, take_up, write
-from foveate.evaluation.calibration_plan import FEWEST_PROMPTS, TIMES, Plan, option
+from foveate.evaluation import data, inference, model_folder
+from foveate.evaluation.calibration import layer_costs
+from foveate.evaluation.calibration.answers import Answers, named
+from foveate.evaluation.calibration.partial_results import GOES_ON, differing, partial_folder, read, take_up, write
+from foveate.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan, option
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
