@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foveate.evaluation import runner, tasks
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 from foveate.training.frozen_lte import Plan, train
 
 TASKS = {

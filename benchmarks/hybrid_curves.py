@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from foveate.evaluation import outfile
-from foveate.evaluation.errors import UserError
 from foveate.layers.lte import THRESHOLD
 from foveate.models import HybridForCausalLM
+from foveate.results import outfile
+from foveate.results.errors import UserError
 from foveate.training import journal
 from foveate.training.mixture import held_out_batches
 from foveate.training.tokens import TokenStore

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foveate.evaluation import runner, tasks
-from foveate.evaluation.errors import UserError
 from foveate.models import PRESETS, make_config
+from foveate.results.errors import UserError
 
 CONFIG = Path(__file__).parent / "hybrids" / "27m.toml"
 LENGTHS = (1024, 2048, 4032)

@@ -24,13 +24,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from foveate.evaluation import accounting, tasks
-from foveate.evaluation.errors import DataError, UserError, unknown
+from foveate.evaluation import tasks
 from foveate.evaluation.metrics import paired_bootstrap
 from foveate.evaluation.runner import Comparison, Prepared, parse_method, prepare, run
 from foveate.methods import Method, recorded
 from foveate.report.recheck import table
 from foveate.report.rows import read
+from foveate.results import circumstances
+from foveate.results.errors import DataError, UserError, unknown
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -210,7 +211,7 @@ def main(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(table(lines))
-    typer.echo(f"commit {accounting.commit()}; rows in {out}")
+    typer.echo(f"commit {circumstances.commit()}; rows in {out}")
     if any(line["differs"] for line in lines):
         raise typer.Exit(1)
 

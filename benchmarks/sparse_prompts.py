@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 import foveate
-from foveate.evaluation import accounting, inference, runner, tasks
-from foveate.evaluation.errors import UserError
+from foveate.evaluation import inference, runner, tasks
 from foveate.evaluation.metrics import columns, paired_bootstrap
 from foveate.evaluation.tasks.base import Item, Task
+from foveate.results import circumstances
+from foveate.results.errors import UserError
 
 TASKS = {
     "multikey_2": "ruler:split=niah_multikey_2,max_new_tokens=16",
@@ -132,9 +133,7 @@ def study(given: argparse.Namespace, specs: Sequence[str]) -> Iterator[dict[str,
                     "diff_high": difference.high,
                     **shown,
                     "batch_size": given.batch_size,
-                    "device": accounting.device_name(device),
-                    "versions": accounting.versions(),
-                    "commit": accounting.commit(),
+                    **circumstances.of(device),
                 }
                 made[name + spec] = row
                 with given.out.open("a", encoding="utf-8") as file:

@@ -94,16 +94,16 @@ def doctor(as_json: AsJson = False) -> None:
     """Say what this machine has, and what foveate would run on it."""
     import torch
 
-    from foveate.evaluation import accounting
     from foveate.integrations.transformers import releases
     from foveate.ops._dispatch import kernel_status
+    from foveate.results import circumstances
 
-    devices = [accounting.device_name("cpu")]
-    devices += [accounting.device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    devices = [circumstances.device_name("cpu")]
+    devices += [circumstances.device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())]
     facts = {
         "devices": devices,
-        "versions": accounting.versions(),
-        "commit": accounting.commit(),
+        "versions": circumstances.versions(),
+        "commit": circumstances.commit(),
         "prompts": _prompt_paths(["cpu", *(["cuda"] if torch.cuda.is_available() else [])]),
         "dense libraries": _dense_libraries() if torch.cuda.is_available() else "none but PyTorch: no GPU",
         "decode": "references (torch), gathering what they read",
@@ -161,8 +161,8 @@ def generate(
 ) -> None:
     """Answer a prompt with a method, greedily, and say what was read."""
     from foveate.evaluation.data import read_text
-    from foveate.evaluation.errors import UserError
     from foveate.evaluation.runner import parse_method
+    from foveate.results.errors import UserError
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
@@ -177,18 +177,18 @@ def generate(
     from transformers import TextStreamer
 
     import foveate
-    from foveate.evaluation import accounting, inference
+    from foveate.evaluation import inference, model_folder
     from foveate.evaluation.prompting import encode
 
     _quiet()
-    facts = accounting.model_facts(model)
+    facts = model_folder.model_facts(model)
     place = inference.choose_device(device)
     form = inference.choose_dtype(dtype, model, place)
     tokenizer = inference.load_tokenizer(model)
     if chat and not tokenizer.chat_template:
         raise UserError(f"{model}: the tokenizer has no chat template; leave --chat away")
     ids = encode(tokenizer, [{"role": "user", "content": text}] if chat else text)
-    accounting.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
+    model_folder.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
     network = inference.load_model(model, form, place)
     tensor = torch.tensor([ids], device=place)
     with foveate.attached(network, chosen, dense_below=0), torch.inference_mode():
@@ -328,7 +328,7 @@ def calibrate(
 ) -> None:
     """Choose Kascade's anchor layers and head maps for a model: resumable, one JSON file."""
     from foveate.evaluation import tasks
-    from foveate.evaluation.calibrate import Plan, partial_folder, run
+    from foveate.evaluation.calibration.calibrate import Plan, partial_folder, run
     from foveate.evaluation.runner import parse_method
 
     notes = _table().console(stderr=True)
@@ -362,9 +362,9 @@ def report(
 ) -> None:
     """Print rows of results as Markdown tables, or calibrations (.json) side by side."""
     from foveate.calibration import load
-    from foveate.evaluation.errors import DataError, UserError
     from foveate.report import calibrations, markdown, rows
     from foveate.report import summary as summaries
+    from foveate.results.errors import DataError, UserError
 
     if all(file.suffix == ".json" for file in files):
         typer.echo(calibrations.table([load(file) for file in files]) + "\n")

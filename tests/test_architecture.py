@@ -17,6 +17,7 @@ LAYERS = (
     ("models",),
     ("methods",),
     ("integrations",),
+    ("results",),
     ("training",),
     ("evaluation",),
     ("report",),
@@ -42,15 +43,13 @@ LAYERS_OF_STATE = (
 """The same of ``foveate.state``."""
 
 UPWARD = {
-    "report": {"bench.breakdown", "bench.decode_model", "bench.rows"},
+    "report": {"bench.breakdown", "bench.decode_model"},
     "training": {
         "cli",
-        "evaluation.accounting",
         "evaluation.data",
-        "evaluation.errors",
         "evaluation.inference",
+        "evaluation.model_folder",
         "evaluation.multihop",
-        "evaluation.outfile",
         "evaluation.prompting",
         "evaluation.squad",
         "evaluation.tasks.mqar",

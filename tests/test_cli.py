@@ -12,8 +12,8 @@ from evaluation import tiny
 from typer.testing import CliRunner
 
 from foveate.cli import app
-from foveate.evaluation import resultfile
 from foveate.integrations.transformers import releases
+from foveate.results import resultfile
 from tests.helpers import full_disk
 
 ROOT = Path(__file__).parents[1]
@@ -450,7 +450,7 @@ def test_bad_calibrations_are_one_line(model, tmp_path, more, message, monkeypat
 
 
 def test_an_interrupted_calibration_goes_on_where_it_was(model, tmp_path, monkeypatch):
-    import foveate.evaluation.calibrate as module
+    import foveate.evaluation.calibration.calibrate as module
 
     file, studied, read = tmp_path / "tiny.json", module._studied, []
 

@@ -12,10 +12,10 @@ import pytest
 
 import foveate
 from foveate import methods
-from foveate.bench.rows import needed
 from foveate.evaluation import tasks
-from foveate.evaluation.accounting import ROW_FIELDS
-from foveate.evaluation.errors import DataError
+from foveate.results.errors import DataError
+from foveate.results.measurements import needed
+from foveate.results.rows import ROW_FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]

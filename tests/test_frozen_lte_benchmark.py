@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from foveate.evaluation.accounting import ROW_FIELDS
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
+from foveate.results.rows import ROW_FIELDS
 from tests.evaluation import tiny
 
 ROOT = Path(__file__).resolve().parents[1]

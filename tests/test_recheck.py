@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foveate.evaluation import runner, tasks
-from foveate.evaluation.errors import DataError
+from foveate.results.errors import DataError
 from tests.evaluation import tiny
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.evaluation import accounting
+from foveate.results import timing
 
 _BEYOND_CACHES = 512 << 20
 """Bytes that no cache of a device holds."""
@@ -121,7 +121,7 @@ def _median(measure: Callable[[], float]) -> float:
 def _measured(step: Callable[[], Any], device: str) -> float:
     """Milliseconds of a step that a busy device is handed."""
     flush(device)
-    return accounting.milliseconds(step, device)
+    return timing.milliseconds(step, device)
 
 
 def once(step: Callable[[], Any], device: str) -> float:
@@ -129,7 +129,7 @@ def once(step: Callable[[], Any], device: str) -> float:
     flush(device)
     if device == "cuda":
         torch.cuda.synchronize()
-    return accounting.milliseconds(step, device)
+    return timing.milliseconds(step, device)
 
 
 def memory_rate(device: str) -> float:
@@ -147,7 +147,7 @@ def memory_rate(device: str) -> float:
     }
     rates = []
     for work, size in moved.items():
-        times = [accounting.milliseconds(work, device) for _ in range(12)]
+        times = [timing.milliseconds(work, device) for _ in range(12)]
         rates.append(size / statistics.median(times[2:]) / 1e6)
     return max(rates)
 

@@ -185,7 +185,7 @@ def decode(
 
 def _check_level(level: str, own: dict[str, dict[str, Any]]) -> None:
     """Refuses a level that there is not, and options that others have and it has not."""
-    from foveate.evaluation.errors import UserError, unknown
+    from foveate.results.errors import UserError, unknown
 
     if level not in own:
         raise unknown("level", level, own)
@@ -407,7 +407,7 @@ def hybrids(
     """Hybrids: attention of their layers beside a window and dense, caches over long sequences, training steps."""
     from foveate.bench import hybrid_memory, hybrid_training
     from foveate.bench import hybrids as bench
-    from foveate.evaluation.errors import UserError, unknown
+    from foveate.results.errors import UserError, unknown
 
     phases = tuple(phase or bench.PHASES)
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window, "buffer": buffer}
@@ -487,7 +487,7 @@ def page_scores(
 
 def _kept(out: Path | None) -> Callable[[list[dict[str, Any]]], None]:
     """What keeps rows as they come, so that who interrupts a long run has those before."""
-    from foveate.bench import rows as files
+    from foveate.results import measurements as files
 
     return functools.partial(files.write, out) if out is not None else lambda rows: None
 
@@ -498,9 +498,9 @@ def _measure(
     run: Callable[[Callable[[str], None]], list[dict[str, Any]]],
     markdown: Callable[[list[dict[str, Any]]], str] | None = None,
 ) -> None:
-    from foveate.bench import rows as files
     from foveate.report.speeds import speeds
     from foveate.report.table import console
+    from foveate.results import measurements as files
 
     if out is not None:
         files.check_out(out, bench)

@@ -19,10 +19,11 @@ import torch
 import transformers
 
 import foveate
-from foveate.evaluation import accounting, inference
+from foveate.evaluation import inference, model_folder
 from foveate.evaluation.data import read_novels
-from foveate.evaluation.errors import UserError
 from foveate.integrations.transformers import releases
+from foveate.results import circumstances
+from foveate.results.errors import UserError
 
 BENCH = "cpu-decode"
 TRANSFORMERS = "transformers-sdpa"
@@ -81,9 +82,9 @@ def run(
     if steps < 1 or context < 1 or threads < 1:
         raise UserError("context, steps and threads must be at least 1")
     specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in methods)]))
-    facts = accounting.model_facts(folder)
+    facts = model_folder.model_facts(folder)
     needed = context + steps + _WARM_UP
-    accounting.check_positions(needed, facts, "context and steps need")
+    model_folder.check_positions(needed, facts, "context and steps need")
     ids = _book(folder, data, needed)
     torch.set_num_threads(threads)
     base = inference.load_model(folder, "float32", "cpu")
@@ -181,9 +182,7 @@ def _rows(
                 "peak_bytes": summary.get("resident_bytes", int(read)),
                 "peak_kind": "resident keys, values and method state",
                 "architecture": facts,
-                "device": accounting.device_name("cpu"),
-                "versions": accounting.versions(),
-                "commit": accounting.commit(),
+                **circumstances.of("cpu"),
             }
         )
     return rows

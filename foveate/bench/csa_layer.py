@@ -16,9 +16,9 @@ from torch import Tensor
 
 from foveate import csa, ops
 from foveate.bench import indexer as bench
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
 from foveate.ops._dispatch import reference_only
+from foveate.results import circumstances
+from foveate.results.errors import UserError
 
 BENCH = "csa"
 IMPLEMENTATIONS = ("foveate", "reference")
@@ -125,9 +125,9 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                     "attention_tflop_per_s": rate,
                     "matmul_tflop_per_s": ceiling,
                     "attention_of_matmul": rate / ceiling,
-                    "device": accounting.device_name(plan.device),
-                    "versions": accounting.versions(),
-                    "commit": accounting.commit(),
+                    "device": circumstances.device_name(plan.device),
+                    "versions": circumstances.versions(),
+                    "commit": circumstances.commit(),
                 }
             )
     if not rows:

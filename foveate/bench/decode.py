@@ -26,9 +26,9 @@ from foveate import ops
 from foveate.bench import breakdown, cold, decode_layer, dense_peers
 from foveate.bench.decode_layer import Layer
 from foveate.bench.layer_kinds import Kind, kinds
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
 from foveate.methods import Method, parse
+from foveate.results import circumstances
+from foveate.results.errors import UserError
 from foveate.state import Counters, Geometry, SlotCache
 from foveate.state.counters import Tally
 from foveate.state.device_rows import MovingRows
@@ -346,9 +346,7 @@ def _rows(
                 "tflop_per_s": None,
                 "peak_bytes": size,
                 "peak_kind": "keys and values of a layer",
-                "device": accounting.device_name(plan.device),
-                "versions": accounting.versions(),
-                "commit": accounting.commit(),
+                **circumstances.of(plan.device),
                 "command": plan.command(),
             }
         )

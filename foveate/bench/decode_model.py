@@ -33,8 +33,9 @@ from transformers import (
 import foveate
 from foveate.bench import breakdown, cold
 from foveate.bench.decode import BENCH, command
-from foveate.evaluation import accounting, inference
-from foveate.evaluation.errors import UserError, unknown
+from foveate.evaluation import inference, model_folder
+from foveate.results import circumstances
+from foveate.results.errors import UserError, unknown
 
 TRANSFORMERS = "transformers-sdpa"
 METHODS = ("dense", "kascade:decode_only=true", "luka")
@@ -113,7 +114,7 @@ class Plan:
         if self.liger:
             self._check_liger()
         facts = {"max_positions": self.config().max_position_embeddings}
-        accounting.check_positions(max(self.contexts) + self.tokens, facts, "context and steps need")
+        model_folder.check_positions(max(self.contexts) + self.tokens, facts, "context and steps need")
 
     def _check_liger(self) -> None:
         if find_spec("liger_kernel") is None:
@@ -260,7 +261,7 @@ class _Round(NamedTuple):
 def _generated(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, last: bool) -> _Round:
     """One call of `generate`; of the last one of a method some steps are watched."""
     clock = _Clock(_WARM_UP + plan.steps + 1, plan.watched if last else 0)
-    memory = accounting.PeakMemory(plan.device)
+    memory = circumstances.PeakMemory(plan.device)
     whole = False
     if spec != TRANSFORMERS:
         try:
@@ -356,8 +357,6 @@ def _row(
         "gb_per_s": None if read is None else read / one["ms"] / 1e6,
         "gb_counts": "weights but for the embedding of tokens, and keys and values",
         "tflop_per_s": None,
-        "device": accounting.device_name(plan.device),
-        "versions": accounting.versions(),
-        "commit": accounting.commit(),
+        **circumstances.of(plan.device),
         "command": plan.command(),
     }

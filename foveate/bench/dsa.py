@@ -17,9 +17,9 @@ import transformers
 from torch import Tensor, nn
 
 import foveate
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
 from foveate.integrations.transformers import releases
+from foveate.results import circumstances, timing
+from foveate.results.errors import UserError
 
 BENCH = "dsa"
 TOKENS, SMALL = (262144,), 8192
@@ -113,9 +113,9 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                     "speedup": found[baseline]["ms"] / measured["ms"],
                     "gb_per_s": None,
                     "tflop_per_s": None,
-                    "device": accounting.device_name(plan.device),
-                    "versions": accounting.versions(),
-                    "commit": accounting.commit(),
+                    "device": circumstances.device_name(plan.device),
+                    "versions": circumstances.versions(),
+                    "commit": circumstances.commit(),
                 }
             )
     return rows
@@ -177,7 +177,7 @@ def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any],
     generator = torch.Generator().manual_seed(plan.seed + 1)
     ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(plan.device)
     model(ids[:, : min(tokens, plan.chunk)], use_cache=False, logits_to_keep=1)  # what is compiled or tuned once
-    cuda, memory = plan.device.startswith("cuda"), accounting.PeakMemory(plan.device)
+    cuda, memory = plan.device.startswith("cuda"), circumstances.PeakMemory(plan.device)
     before = torch.cuda.memory_allocated(plan.device) if cuda else 0
     memory.start()
     cache, kept = transformers.DynamicCache(config=model.config), []
@@ -186,11 +186,11 @@ def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any],
         for piece in pieces:
             kept.append(model(piece, **{releases.CACHE: cache}, logits_to_keep=_KEPT).logits[0].float())
 
-    milliseconds = accounting.milliseconds(functools.partial(feed, *ids.split(plan.chunk, 1)), plan.device)
+    milliseconds = timing.milliseconds(functools.partial(feed, *ids.split(plan.chunk, 1)), plan.device)
     logits, times = torch.cat(kept), []
     for _ in range(plan.steps):
         token = kept[-1][-1:].argmax(-1)[None]
-        times.append(accounting.milliseconds(functools.partial(feed, token), plan.device))
+        times.append(timing.milliseconds(functools.partial(feed, token), plan.device))
     measured = {
         "ms": milliseconds,
         "tokens_per_s": 1e3 * tokens / milliseconds,

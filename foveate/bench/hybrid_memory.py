@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import foveate
 from foveate.bench.hybrid_training import delta_rule
 from foveate.bench.hybrids import BENCH
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError, unknown
 from foveate.integrations.transformers import Cache, releases
 from foveate.models import PRESETS, SIZES, HybridCache, HybridForCausalLM, make_config
+from foveate.results import circumstances, timing
+from foveate.results.errors import UserError, unknown
 
 PHASE = "memory"
 CONTEXTS = (4096, 16384, 65536, 262144, 1048576)
@@ -103,7 +103,7 @@ def run(
 def _growing(plan: Plan, preset: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each context of one sequence, with what it took since the one before."""
     generator = torch.Generator().manual_seed(plan.seed + 1)
-    memory = accounting.PeakMemory(plan.device)
+    memory = circumstances.PeakMemory(plan.device)
     with _built(plan, preset) as model:
         vocabulary = model.config.vocab_size
         rule = delta_rule(model.config, model.device, model.dtype)
@@ -123,11 +123,11 @@ def _growing(plan: Plan, preset: str) -> Iterator[tuple[int, dict[str, Any]]]:
             *first, last = ids.split(plan.chunk, 1)
             for piece in first:
                 feed(piece)
-            ms = accounting.milliseconds(functools.partial(feed, last), plan.device)
+            ms = timing.milliseconds(functools.partial(feed, last), plan.device)
             held, times = _held(cache), []
             for _ in range(plan.steps):
                 step = functools.partial(feed, found[0].argmax(-1))
-                times.append(accounting.milliseconds(step, plan.device))
+                times.append(timing.milliseconds(step, plan.device))
             yield (
                 context,
                 {
@@ -187,7 +187,5 @@ def _row(
         "speedup": base_ms / measured["ms"],
         "gb_per_s": None,
         "tflop_per_s": None,
-        "device": accounting.device_name(plan.device),
-        "versions": accounting.versions(),
-        "commit": accounting.commit(),
+        **circumstances.of(plan.device),
     }

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from foveate.bench.hybrids import BENCH
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
 from foveate.models import PRESETS, SIZES, HybridConfig
 from foveate.ops.recur import rule_in_use
+from foveate.results import circumstances, timing
+from foveate.results.errors import UserError
 from foveate.training import network
 from foveate.training.configuration import ModelSettings, OptimSettings
 from foveate.training.distributed import Parallel, Place, joined
@@ -135,7 +135,7 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]
     preset, _, size = name.partition("-")
     torch.compiler.reset()
     cuda = place.device.type == "cuda"
-    memory = accounting.PeakMemory(str(place.device))
+    memory = circumstances.PeakMemory(str(place.device))
     memory.start()
     settings = ModelSettings(preset=preset, size=size)
     vocabulary = network.configuration(settings).vocab_size
@@ -151,7 +151,7 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]
     step = functools.partial(_step, parallel, adamw(made, OptimSettings()), feedback, ids)
     for _ in range(_WARM_UP):
         step()
-    mark, between = accounting.marks(str(place.device))
+    mark, between = timing.marks(str(place.device))
     moments = [mark()]
     for _ in range(plan.steps):  # the device is not waited for
         step()
@@ -242,7 +242,7 @@ def _row(
         "speedup_counts": "tokens a second over those of the baseline",
         "gb_per_s": None,
         "tflop_per_s": flops / 1e12,
-        "device": accounting.device_name(str(place.device)),
-        "versions": accounting.versions(),
-        "commit": accounting.commit(),
+        "device": circumstances.device_name(str(place.device)),
+        "versions": circumstances.versions(),
+        "commit": circumstances.commit(),
     }

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foveate import ops
 from foveate.bench import cold, dense_peers
 from foveate.bench.indexer import matmul_rate
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
 from foveate.layers import LearnedEviction, NativeSparseAttention
 from foveate.ops._dispatch import reference_only
+from foveate.results import circumstances
+from foveate.results.errors import UserError
 from foveate.state.hybrid import BlockMemory, RetainedMemory
 
 BENCH = "hybrids"
@@ -148,7 +148,7 @@ def _rows(
     plan: Plan, phase: str, batch: int, cases: Sequence[Case], limits: Limits, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Time cases of one phase; baselines are among them: of several windows or dense libraries the fastest."""
-    memory, found, rows = accounting.PeakMemory(plan.device), {}, []
+    memory, found, rows = circumstances.PeakMemory(plan.device), {}, []
     for case in cases:
         before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
         memory.start()
@@ -187,9 +187,7 @@ def _rows(
                 "of_matmul": None if tflop_per_s is None else tflop_per_s / limits.tflop_per_s,
                 "matmul_tflop_per_s": limits.tflop_per_s,
                 "peak_bytes": peak,
-                "device": accounting.device_name(plan.device),
-                "versions": accounting.versions(),
-                "commit": accounting.commit(),
+                **circumstances.of(plan.device),
             }
         )
     return rows

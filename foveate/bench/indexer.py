@@ -16,8 +16,8 @@ from torch import Tensor
 from foveate import csa, ops
 from foveate.bench.peers import PEERS
 from foveate.csa import indexer
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
+from foveate.results import circumstances, timing
+from foveate.results.errors import UserError
 
 BENCH = "indexer"
 IMPLEMENTATIONS = {"foveate": "fused", "chunked": "chunked", "materialised": "materialised"}
@@ -129,9 +129,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                     "tflop_counts": "products with keys that a query may read",
                     "matmul_tflop_per_s": ceiling,
                     "of_matmul": flops / measured["ms"] / 1e9 / ceiling / ranks.world,
-                    "device": accounting.device_name(plan.device),
-                    "versions": accounting.versions(),
-                    "commit": accounting.commit(),
+                    **circumstances.of(plan.device),
                 }
             )
     ranks.end()
@@ -275,7 +273,7 @@ def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> tuple[float, float]:
     """Median milliseconds of scoring alone and of selection alone, over the blocks that the fused path makes: each
     block is scored and then selected from, and the times of either are added up."""
     q, k, weights, key_scales, pieces = inputs
-    mark, between = accounting.marks(plan.device)
+    mark, between = timing.marks(plan.device)
 
     def once() -> tuple[float, float]:
         times, before = [], 0
@@ -303,7 +301,7 @@ def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> tuple[float, float]:
 
 def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, int, Tensor]:
     """Median milliseconds, peak bytes above what was there before, and the result; `plan` has a device and repeats."""
-    cuda, memory = plan.device.startswith("cuda"), accounting.PeakMemory(plan.device)
+    cuda, memory = plan.device.startswith("cuda"), circumstances.PeakMemory(plan.device)
     work()
     before = torch.cuda.memory_allocated(plan.device) if cuda else 0
     memory.start()
@@ -312,7 +310,7 @@ def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, 
     times = []
     for _ in range(plan.repeats):
         ranks.worst(0.0)  # all begin together
-        times.append(ranks.worst(accounting.milliseconds(work, plan.device)))
+        times.append(ranks.worst(timing.milliseconds(work, plan.device)))
     return statistics.median(times), int(ranks.worst(peak)), found
 
 
@@ -379,5 +377,5 @@ def matmul_rate(name: str, device: str) -> float:
         product = functools.partial(torch._scaled_mm, a, b.T, one, one, out_dtype=torch.bfloat16)
     else:
         product = functools.partial(torch.mm, a, b)
-    times = [accounting.milliseconds(product, device) for _ in range(12)]
+    times = [timing.milliseconds(product, device) for _ in range(12)]
     return 2 * size**3 / statistics.median(times[2:]) / 1e9

@@ -13,8 +13,8 @@ from torch import Tensor
 from foveate import csa, ops
 from foveate.bench import indexer as bench
 from foveate.csa import indexer
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
+from foveate.results import circumstances
+from foveate.results.errors import UserError
 
 BENCH = "indexer-study"
 TOP_K = (64, 256, 512, 1024, 2048)
@@ -112,9 +112,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                 "speedup": first / ms,
                 "gb_per_s": None,
                 "tflop_per_s": None,
-                "device": accounting.device_name(plan.device),
-                "versions": accounting.versions(),
-                "commit": accounting.commit(),
+                **circumstances.of(plan.device),
             }
         )
         mean = rows[-1]["recall_mean"]

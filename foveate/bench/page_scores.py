@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from foveate.bench._page_estimates import COSTS, LIMIT, SINKS, TAIL, Case, Measures, measure
-from foveate.evaluation import accounting, inference
-from foveate.evaluation.errors import UserError
+from foveate.evaluation import inference, model_folder
 from foveate.evaluation.metrics import bootstrap, columns, mean
 from foveate.evaluation.tasks import Item, Task
 from foveate.integrations.transformers.probe import Seen, watched
+from foveate.results import circumstances
+from foveate.results.errors import UserError
 
 BENCH = "page-scores"
 SHIPPED = "spread+prior"
@@ -73,7 +74,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
         UserError: for items without answers, prompts without pages or beyond the model, or a model that has no layer
             with attention to all tokens.
     """
-    facts, device = accounting.model_facts(plan.model), inference.choose_device(plan.device)
+    facts, device = model_folder.model_facts(plan.model), inference.choose_device(plan.device)
     dtype = inference.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
     tokenizer = inference.load_tokenizer(plan.model)
@@ -107,7 +108,7 @@ def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> lis
         text = (" " if item.answer_prefix else "") + item.answers[0]
         found.append((item, tokenizer.encode(text, add_special_tokens=False)))
     longest = max(len(item.prompt_ids) + len(answer) for item, answer in found)
-    accounting.check_positions(longest, facts, f"task '{task.name}' (prompt and answer) needs")
+    model_folder.check_positions(longest, facts, f"task '{task.name}' (prompt and answer) needs")
     return found
 
 
@@ -162,9 +163,7 @@ def _rows(plan: Plan, task: Task, items: list[Item], found: list[dict[Case, Meas
                 "tail": TAIL,
                 "item_values": {name: [round(float(x), 6) for x in values[name]] for name in MEASURES[:3]},
                 "seed": plan.seed,
-                "device": accounting.device_name(plan.device),
-                "versions": accounting.versions(),
-                "commit": accounting.commit(),
+                **circumstances.of(plan.device),
                 "command": plan.command(),
             }
         )

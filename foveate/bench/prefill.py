@@ -21,9 +21,9 @@ from foveate import ops
 from foveate.bench import breakdown, cold, dense_peers, prompt_choice
 from foveate.bench.decode import command
 from foveate.bench.layer_kinds import Kind, in_prompt, kinds
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
 from foveate.methods import Method, parse
+from foveate.results import circumstances, timing
+from foveate.results.errors import UserError
 from foveate.state import Counters, Geometry, SlotCache
 
 BENCH = "prefill"
@@ -246,12 +246,12 @@ def _ms(plan: Plan, step: Callable[[], Any]) -> float:
 
 def _timed(step: Callable[[], Any], device: str) -> float:
     cold.flush(device)
-    return accounting.milliseconds(step, device)
+    return timing.milliseconds(step, device)
 
 
 def _peak(plan: Plan, step: Callable[[], Any]) -> int:
     """Bytes above inputs and output on a GPU, where what is kept for other layers counts; else of the process."""
-    memory = accounting.PeakMemory(plan.device)
+    memory = circumstances.PeakMemory(plan.device)
     before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
     memory.start()
     out = step()
@@ -286,9 +286,7 @@ def _rows(plan: Plan, context: int, found: Mapping[str, _Found], say: Callable[[
                 "tflop_counts": "both products of every pair of a query and a key that it sees",
                 "peak_bytes": one.peak_bytes,
                 "peak_kind": "above inputs and output" if plan.device == "cuda" else "process",
-                "device": accounting.device_name(plan.device),
-                "versions": accounting.versions(),
-                "commit": accounting.commit(),
+                **circumstances.of(plan.device),
                 "command": plan.command(),
             }
         )

@@ -21,8 +21,9 @@ import foveate
 from foveate.bench import decode_model
 from foveate.bench.decode import command
 from foveate.bench.prefill import BENCH, DTYPES, parsed
-from foveate.evaluation import accounting, inference
-from foveate.evaluation.errors import UserError, unknown
+from foveate.evaluation import inference, model_folder
+from foveate.results import circumstances
+from foveate.results.errors import UserError, unknown
 
 TRANSFORMERS = "transformers-sdpa"
 METHODS = (
@@ -71,7 +72,7 @@ class Plan:
         for spec in self.methods:
             parsed(spec)
         facts = {"max_positions": self.of_model.config().max_position_embeddings}
-        accounting.check_positions(max(self.contexts), facts, "the longest context needs")
+        model_folder.check_positions(max(self.contexts), facts, "the longest context needs")
         inference.choose_device(self.device)
 
     @property
@@ -144,7 +145,7 @@ def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chun
     if spec != TRANSFORMERS and foveate.attach(model, spec).whole_prompt and chunk:
         foveate.detach(model)
         return None
-    times, memory, library = [], accounting.PeakMemory(plan.device), None
+    times, memory, library = [], circumstances.PeakMemory(plan.device), None
     for _ in range(plan.repeats + 1):
         _wait(plan.device)
         memory.start()
@@ -221,8 +222,6 @@ def _row(
         "peak_kind": one.peak_kind,
         "peak_over_dense": one.peak_bytes / found["dense"].peak_bytes,
         "resident_bytes": one.resident_bytes,
-        "device": accounting.device_name(plan.device),
-        "versions": accounting.versions(),
-        "commit": accounting.commit(),
+        **circumstances.of(plan.device),
         "command": plan.command(),
     }

@@ -1,1 +1,1 @@
-"""Evaluation: tasks, metrics with intervals, a resumable runner, and the accounting of what a result cost."""
+"""Evaluation: tasks, metrics with intervals, models loaded and asked, and a resumable runner."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from foveate.evaluation.errors import UserError, unknown
+from foveate.results.errors import UserError, unknown
 
 Say = Callable[[str], None]
 _HUB_TIMEOUT = 5.0  # seconds

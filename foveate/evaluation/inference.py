@@ -29,10 +29,10 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from foveate.evaluation import data
-from foveate.evaluation.accounting import read_config, weight_files
-from foveate.evaluation.errors import DataError, UserError, unknown
+from foveate.evaluation.model_folder import read_config, weight_files
 from foveate.evaluation.tasks.base import Item, Output
 from foveate.integrations.transformers import releases
+from foveate.results.errors import DataError, UserError, unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")

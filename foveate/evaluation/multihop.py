@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError
+from foveate.results.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 
 Message = dict[str, str]
 """A chat message: `{"role": "system" | "user" | "assistant", "content": text}`."""

@@ -20,11 +20,13 @@ import numpy as np
 import torch
 
 import foveate
-from foveate.evaluation import accounting, data, inference, outfile, resultfile
-from foveate.evaluation.errors import DataError, UserError
+from foveate.evaluation import costs, data, inference, model_folder
 from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
 from foveate.evaluation.own import Own, applied, summary
 from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
+from foveate.results import circumstances, outfile, resultfile
+from foveate.results.errors import DataError, UserError
+from foveate.results.rows import ROW_SCHEMA, ordered
 
 _EXAMPLES = 8  # items whose answers go into the rows
 _EXAMPLE_CHARS = 200
@@ -132,7 +134,7 @@ def prepare(plan: Comparison) -> Prepared:
         raise UserError(
             "--fidelity compares with dense attention, which is not among the methods; leave one of them out"
         )
-    facts = accounting.model_facts(plan.model)
+    facts = model_folder.model_facts(plan.model)
     device = inference.choose_device(plan.device)
     plan = dataclasses.replace(
         plan, model=plan.model.resolve(), device=device, dtype=inference.choose_dtype(plan.dtype, plan.model, device)
@@ -141,18 +143,18 @@ def prepare(plan: Comparison) -> Prepared:
     settings = plan.task.settings()
     asked = sum(settings.get(name, 0) for name in ("length", "continuation", "max_new_tokens"))
     what = f"task '{plan.task.name}' (prompt and answer) needs"
-    accounting.check_positions(asked, facts, what)
+    model_folder.check_positions(asked, facts, what)
     tokenizer = inference.load_tokenizer(plan.model)
     items = plan.task.items(plan.data, tokenizer, plan.limit, plan.seed)
-    accounting.check_positions(max(item.positions for item in items), facts, what)
+    model_folder.check_positions(max(item.positions for item in items), facts, what)
     run = {
-        "schema": accounting.ROW_SCHEMA,
+        "schema": ROW_SCHEMA,
         "task": plan.task.name,
         **settings,
         "limit": plan.limit,
         "seed": plan.seed,
         "model": plan.model.name,
-        "weights": accounting.model_digest(plan.model),
+        "weights": model_folder.model_digest(plan.model),
         "data": data.digest(files),
         "items": items_digest(items),
         "dtype": plan.dtype,
@@ -218,8 +220,8 @@ class _Examiner:
         self._dense = next((method for method in plan.methods if method.name == "dense"), None)
         self._tokenizer = prepared.tokenizer
         self._model = inference.load_model(plan.model, plan.dtype, plan.device)
-        self._memory = accounting.PeakMemory(plan.device)
-        self._commit = accounting.commit()
+        self._memory = circumstances.PeakMemory(plan.device)
+        self._commit = circumstances.commit()
         item = prepared.items[0]
         context = min(item.context_tokens, _WARM_UP)
         question = item.prompt_ids[item.context_tokens :][: _WARM_UP if context else 0]
@@ -344,13 +346,13 @@ def _row(
         difference, dense_score = paired_bootstrap(aggregate, values, theirs, plan.seed), dense["score"]
     texts = [text for record in records for text in record["texts"]]
     prompt_tokens = sum(len(item.prompt_ids) for item in items) / len(items)
-    return accounting.ordered(
+    return ordered(
         {
             "method": method.name,
             "spec": method.spec,
             "settings": method.settings(),
             "model": plan.model.name,
-            "architecture": accounting.model_facts(plan.model),
+            "architecture": model_folder.model_facts(plan.model),
             "task": task.name,
             "task_settings": task.settings(),
             "split": task.split,
@@ -365,11 +367,11 @@ def _row(
             "diff_to_dense": difference.value,
             "diff_low": difference.low,
             "diff_high": difference.high,
-            **accounting.add_up(records),
+            **costs.add_up(records),
             "batch_size": plan.batch_size,
             "dtype": plan.dtype,
-            "device": accounting.device_name(plan.device),
-            "versions": accounting.versions(),
+            "device": circumstances.device_name(plan.device),
+            "versions": circumstances.versions(),
             "limit": plan.limit,
             "seed": plan.seed,
             "command": plan.command(method),

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation import outfile
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.squad import Article, read_squad
+from foveate.results import outfile
+from foveate.results.errors import DataError, UserError
 
 SEED = 42
 """The seed of the published files."""

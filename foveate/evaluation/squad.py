@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError
+from foveate.results.errors import DataError
 
 _SOURCE = "https://rajpurkar.github.io/SQuAD-explorer/, such as dev-v2.0.json"
 _VERSIONS = {"1.1": "1.1", "v1.1": "1.1", "2.0": "2.0", "v2.0": "2.0"}

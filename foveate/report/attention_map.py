@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.prompting import leading_ids
 from foveate.integrations.transformers.probe import Seen, watched
 from foveate.report.figure import drawing, title
+from foveate.results.errors import UserError
 
 TOPICS = ("tides", "bread", "tides", "question")
 TEXT = """\

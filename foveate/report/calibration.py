@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from foveate.calibration import Calibration
-from foveate.evaluation.errors import DataError
 from foveate.report.calibrations import tasks
 from foveate.report.figure import INK, drawing, look, title
+from foveate.results.errors import DataError
 
 _HEIGHT, _WIDTH = 4.2, 13.0
 _LEAST = 1e-4  # of a divergence that is told apart from none

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from foveate.calibration import Calibration, objective
-from foveate.evaluation.errors import UserError
 from foveate.report.markdown import markdown_table
+from foveate.results.errors import UserError
 
 
 def table(found: Sequence[Calibration]) -> str:

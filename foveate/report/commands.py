@@ -15,7 +15,7 @@ Files = Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).",
 
 def announce(out: Path | None) -> Path | None:
     """Callback of each `--out`: says that its folder is a new one, so that a misspelt one is seen."""
-    from foveate.evaluation.outfile import new_folder
+    from foveate.results.outfile import new_folder
 
     if out is not None and (folder := new_folder(out.parent)):
         typer.echo(f"{folder} is a new folder: it is made", err=True)
@@ -151,11 +151,12 @@ def attention_map(
     """Attention of one head over interwoven topics: unless told, the one that joins segments of a topic most."""
     from transformers.utils import logging
 
-    from foveate.evaluation import accounting, inference
+    from foveate.evaluation import inference, model_folder
     from foveate.evaluation.data import read_text
-    from foveate.evaluation.errors import UserError
     from foveate.report import attention_map as maps
     from foveate.report import figure
+    from foveate.results import circumstances
+    from foveate.results.errors import UserError
 
     logging.disable_progress_bar()
     if (text is None) != (topics is None):
@@ -163,11 +164,11 @@ def attention_map(
     figure.check(out)
     names = maps.TOPICS if topics is None else tuple(topic.strip() for topic in topics.split(","))
     cut = maps.segments(inference.load_tokenizer(model), maps.TEXT if text is None else read_text(text), names)
-    accounting.check_positions(len(cut.ids), accounting.model_facts(model), "the text needs")
+    model_folder.check_positions(len(cut.ids), model_folder.model_facts(model), "the text needs")
     place = inference.choose_device(device)
     form = inference.choose_dtype(dtype, model, place)
     found = maps.look(inference.load_model(model, form, place), cut, layer, head)
-    maps.draw(found, cut, f"{model.name} · {form} · {accounting.device_name(place)}", out)
+    maps.draw(found, cut, f"{model.name} · {form} · {circumstances.device_name(place)}", out)
     _say(out, [f"layer {found.layer}, head {found.head}"])
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foveate.bench.breakdown import PARTS
-from foveate.evaluation.errors import UserError
 from foveate.methods import parse
 from foveate.report import kascade_paper as paper
 from foveate.report.decode_plots import mean_parts
 from foveate.report.markdown import made_with, markdown_table
+from foveate.results.errors import UserError
 
 Row = Mapping[str, Any]
 _BELOW = " (below its floor)"

@@ -8,9 +8,9 @@ from typing import Any
 
 from foveate.bench.breakdown import PARTS
 from foveate.bench.decode_model import TRANSFORMERS
-from foveate.evaluation.errors import UserError
 from foveate.report import figure
 from foveate.report.markdown import made_with
+from foveate.results.errors import UserError
 
 Row = Mapping[str, Any]
 _COLORS = dict(zip((*PARTS, "upkeep", "idle"), ("#0072B2", "#E69F00", "#009E73", "#7A7A7A", "#CC79A7", "#D9D9D9")))

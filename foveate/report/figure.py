@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foveate.evaluation import outfile
-from foveate.evaluation.errors import UserError
+from foveate.results import outfile
+from foveate.results.errors import UserError
 
 WIDTH = 10.0
 """Inches; with the resolution below about twice the width at which a README shows a picture."""

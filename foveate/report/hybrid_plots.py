@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foveate.evaluation.data import read_jsonl
-from foveate.evaluation.errors import DataError, UserError
 from foveate.report import figure
 from foveate.report.rows import Row
+from foveate.results.errors import DataError, UserError
 
 
 def read(files: Sequence[Path]) -> list[Row]:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from foveate.evaluation import tasks
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Interval, Values, bootstrap
 from foveate.report.markdown import made_with, markdown_table
 from foveate.report.rows import Row
+from foveate.results.errors import UserError
 
 _NONE = "–"
 _GROUPS = (

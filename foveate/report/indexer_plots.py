@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation.errors import UserError
 from foveate.report import figure
 from foveate.report import streamindex_paper as paper
 from foveate.report.figure import Look, Point
+from foveate.results.errors import UserError
 
 Row = Mapping[str, Any]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foveate.evaluation.errors import UserError, unknown
 from foveate.report import figure, lines, pooled
 from foveate.report.figure import Look, Point
 from foveate.report.ratio import perplexity_ratio
+from foveate.results.errors import UserError, unknown
 
 Row = Mapping[str, Any]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Interval, bootstrap, mean, paired_bootstrap
 from foveate.report.rows import Row
+from foveate.results.errors import UserError
 
 _AVERAGE = mean("value")
 _NUMBER = re.compile(r"_\d+$")

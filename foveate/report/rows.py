@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from foveate import methods
-from foveate.bench.rows import needed
-from foveate.evaluation.accounting import ROW_FIELDS
 from foveate.evaluation.data import read_jsonl
-from foveate.evaluation.errors import DataError, UserError, unknown
-from foveate.evaluation.resultfile import method_of
-from foveate.evaluation.rowcheck import check_row, each_once
+from foveate.results.errors import DataError, UserError, unknown
+from foveate.results.measurements import needed
+from foveate.results.resultfile import method_of
+from foveate.results.rows import ROW_FIELDS, check_row, each_once
 
 Row = Mapping[str, Any]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation.errors import UserError
 from foveate.report import figure
+from foveate.results.errors import UserError
 
 
 def losses(rows: Sequence[Mapping[str, Any]], out: Path) -> None:

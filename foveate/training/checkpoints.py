@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from foveate.evaluation import outfile
-from foveate.evaluation.errors import DataError, UserError
+from foveate.results import outfile
+from foveate.results.errors import DataError, UserError
 from foveate.training.tokens import sha256
 
 KIND = "checkpoint of foveate train"

@@ -36,7 +36,7 @@ def train(
     """Train by a configuration: resumable to the same curve; under torchrun with several processes."""
     if context.invoked_subcommand is not None:
         return
-    from foveate.evaluation.errors import UserError
+    from foveate.results.errors import UserError
 
     if config is None or out is None:
         raise UserError("foveate train needs --config and --out; foveate train settings lists what a configuration has")
@@ -129,8 +129,8 @@ class _Readings(Progress):
 
 def _plot(out: Path, say: Any) -> None:
     """Draws the loss, if matplotlib is there."""
-    from foveate.evaluation.errors import UserError
     from foveate.report import training
+    from foveate.results.errors import UserError
     from foveate.training import journal
 
     try:

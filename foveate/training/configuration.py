@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError, UserError, unknown
+from foveate.results.errors import DataError, UserError, unknown
 from foveate.training.mixture import Phase, Shape
 from foveate.training.prepare import Preparation
 from foveate.training.sources import Source

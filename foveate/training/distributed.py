@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 
 
 @dataclass(frozen=True)

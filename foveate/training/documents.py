@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError
+from foveate.results.errors import DataError
 
 ENDINGS = (".txt", ".txt.xz", ".jsonl", ".jsonl.xz")
 _DOC = re.compile(r'<doc id="[^"]*" url="[^"]*" title="(?P<title>[^\n]*)">\n(?P<text>.*?)\n?</doc>', re.DOTALL)

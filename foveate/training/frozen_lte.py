@@ -25,10 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from foveate.evaluation import accounting, data, inference, outfile
-from foveate.evaluation.errors import DataError, UserError
+from foveate.evaluation import data, inference, model_folder
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
+from foveate.results import outfile
+from foveate.results.errors import DataError, UserError
 from foveate.training.lte_sequences import Drawn, Sequences
 from foveate.training.lte_targets import FrozenModel, Seen
 from foveate.training.stop import Stop
@@ -110,8 +111,8 @@ def train(plan: Plan, say: Callable[[str], None], progress: Progress = lambda *_
         UserError: for text, a model or a file that cannot be used.
     """
     outfile.check(plan.out)
-    facts = accounting.model_facts(plan.model)
-    accounting.check_positions(plan.length, facts, "sequences of training need")
+    facts = model_folder.model_facts(plan.model)
+    model_folder.check_positions(plan.length, facts, "sequences of training need")
     device = inference.choose_device(plan.device)
     dtype = inference.choose_dtype(plan.dtype, plan.model, device)
     tokenizer = inference.load_tokenizer(plan.model)

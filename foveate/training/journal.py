@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation import outfile
+from foveate.results import outfile
 
 LOG, EVENTS = "log.jsonl", "tensorboard"
 

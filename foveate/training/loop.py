@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foveate.evaluation import accounting, outfile
-from foveate.evaluation.errors import UserError
+from foveate.results import circumstances, outfile
+from foveate.results.errors import UserError
 from foveate.training import checkpoints, journal, network, prepare
 from foveate.training.configuration import TrainingConfig
 from foveate.training.distributed import Parallel, Place, joined
@@ -440,9 +440,7 @@ class _Run:
             "parameters": sum(p.numel() for p in self.parallel.network.parameters()),
             "text": {"documents": self.store.meta["documents"], "file": META},
             "processes": self.place.world,
-            "device": accounting.device_name(str(self.place.device)),
-            "versions": accounting.versions(),
-            "commit": accounting.commit(),
+            **circumstances.of(str(self.place.device)),
         }
         return journal.Journal(self.out, header, self.step, tensorboard)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from foveate.evaluation import data
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.prompting import leading_ids
 from foveate.evaluation.tasks.niah import Library, insert, sentence_starts
+from foveate.results.errors import UserError
 
 _CODES = (
     ("The {kind} that belongs to {key} is {value}.", "Which {kind} belongs to {key}?", "{value}"),

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from foveate import ops
-from foveate.evaluation.errors import UserError
 from foveate.integrations.transformers.attach import attached
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.layers.eviction_scores import unrotate
 from foveate.methods.base import Method
+from foveate.results.errors import UserError
 from foveate.state import SlotCache
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")

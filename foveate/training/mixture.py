@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 from foveate.training.sources import LOSSES, Draw, Source, Vocabulary
 from foveate.training.tokens import TokenStore
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from foveate.evaluation.errors import UserError, unknown
+from foveate.results.errors import UserError, unknown
 from foveate.training.sources import ANSWER, DRAWN, TEXT, Draw, Row, Source, Vocabulary, filler, setting
 from foveate.training.templates import NOISE, RULER, TEMPLATES, Template
 from foveate.training.tokens import TokenStore

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 from foveate.training.configuration import ModelSettings
 
 _PEAKS = (  # dense bf16 FLOP/s by what the device's name contains

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from foveate.evaluation import data as reading
-from foveate.evaluation import outfile
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.words import ADJECTIVES, NOUNS
+from foveate.results import outfile
+from foveate.results.errors import DataError, UserError
 from foveate.training import questions as of_questions
 from foveate.training import tokenizer as of_tokenizer
 from foveate.training import tokens

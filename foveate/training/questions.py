@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError
 from foveate.evaluation.multihop import read_records
 from foveate.evaluation.squad import read_squad
+from foveate.results.errors import DataError
 
 ASKED = "\n\nQuestion: {question}\nAnswer:"
 _SENTENCE = re.compile(r"[.!?]\s")

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from foveate.evaluation.errors import UserError, unknown
 from foveate.evaluation.tasks.mqar import halved
+from foveate.results.errors import UserError, unknown
 from foveate.training.tokens import TokenStore
 
 DRAWN, TEXT, ANSWER = 0, 1, 2

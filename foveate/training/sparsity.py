@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.evaluation.errors import UserError, unknown
+from foveate.results.errors import UserError, unknown
 
 VARIANTS = ("code", "paper")
 SPARED = 6

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 from foveate.training.needles import Needles
 from foveate.training.sources import ANSWER, DRAWN, TEXT, Draw, Row, Source, Text, Vocabulary, filler, setting
 from foveate.training.tokens import TokenStore

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 
 END = "<|end|>"
 """Ends a document."""

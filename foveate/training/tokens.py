@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError
+from foveate.results.errors import DataError
 
 KIND = "tokenised text of foveate train"
 SCHEMA = 1

@@ -4,9 +4,9 @@ import pytest
 from typer.testing import CliRunner
 
 from foveate.bench import csa_layer
-from foveate.bench.rows import FIELDS
 from foveate.cli import app
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
+from foveate.results.measurements import FIELDS
 
 SMALL = {
     "heads": 4,

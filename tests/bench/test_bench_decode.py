@@ -14,12 +14,13 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, dense_peers, layer_kinds, rows
+from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, dense_peers, layer_kinds
 from foveate.cli import app
-from foveate.evaluation.errors import UserError
 from foveate.methods import parse
 from foveate.methods.luka.pages import Pages
 from foveate.report import decode as report
+from foveate.results import measurements, timing
+from foveate.results.errors import UserError
 from foveate.state import SlotCache
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
@@ -77,7 +78,7 @@ def test_rows_are_beside_the_fastest_dense_and_complete(found):
     for row in found.values():
         assert row["baseline"] == fastest
         assert row["speedup"] == pytest.approx(found[fastest]["ms"] / row["ms"])
-        assert set(rows.FIELDS) <= set(row)
+        assert set(measurements.FIELDS) <= set(row)
     assert found["omnikv"]["case"]["share"] == 0.1
     assert found["sdpa"]["case"]["share"] is None
     assert 0.85 < found[COPIED]["recall"] < 1
@@ -99,7 +100,7 @@ def times(monkeypatch):
         taken.append(float(len(taken)))
         return taken[-1]
 
-    monkeypatch.setattr(decode.accounting, "milliseconds", measured)
+    monkeypatch.setattr(timing, "milliseconds", measured)
     monkeypatch.setattr(cold, "_SECONDS", 0.0)
     monkeypatch.setattr(cold, "memory_rate", lambda device: 1e6)
     return taken
@@ -142,7 +143,7 @@ def test_without_any_library_the_baseline_is_our_own(monkeypatch, times):
 
 @pytest.mark.parametrize("level", decode.LEVELS)
 def test_the_cache_is_flushed_before_each_timed_step_and_nothing_comes_between(monkeypatch, times, level):
-    events, measured, look = [], decode.accounting.milliseconds, decode_layer.Layer.look
+    events, measured, look = [], timing.milliseconds, decode_layer.Layer.look
 
     def timed(work, device):
         events.append("begin")
@@ -151,7 +152,7 @@ def test_the_cache_is_flushed_before_each_timed_step_and_nothing_comes_between(m
         return ms
 
     monkeypatch.setattr(cold, "flush", lambda device: events.append("flush"))
-    monkeypatch.setattr(decode.accounting, "milliseconds", timed)
+    monkeypatch.setattr(timing, "milliseconds", timed)
     monkeypatch.setattr(decode_layer.Layer, "look", lambda layer: (events.append("look"), look(layer)))
     _quick(METHODS[1], level=level)
     begins = [place for place, event in enumerate(events) if event == "begin"]
@@ -479,7 +480,7 @@ def test_tokens_of_a_model(monkeypatch):
     found = decode_model.run(decode_model.Plan("tiny", (method,), **how), say=lambda _: None)
     assert [row["case"]["method"] for row in found] == ["dense", parse(method).spec, "transformers-sdpa"]
     for row in found:
-        assert set(rows.FIELDS) <= set(row)
+        assert set(measurements.FIELDS) <= set(row)
         assert row["command"].startswith("foveate bench decode --level model --model tiny --method kascade:")
         assert row["speedup"] == pytest.approx(found[0]["ms"] / row["ms"])
         assert row["tokens_per_s"] == pytest.approx(2000 / row["ms"])

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from foveate.bench import dsa
-from foveate.bench.rows import FIELDS
 from foveate.cli import app
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
+from foveate.results.measurements import FIELDS
 
 pytest.importorskip("transformers.models.deepseek_v4")
 SMALL = {

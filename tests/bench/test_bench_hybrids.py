@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from foveate.bench import cold, hybrids
-from foveate.bench.rows import FIELDS
 from foveate.cli import app
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
+from foveate.results.measurements import FIELDS
 
 SMALL = {
     "context": 200,

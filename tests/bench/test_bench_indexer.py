@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from foveate.bench import indexer
-from foveate.bench.rows import FIELDS
 from foveate.cli import app
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
+from foveate.results.measurements import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"heads": 16, "dim": 8, "top_k": 20, "ratio": 4, "dtype": "float32", "repeats": 1, "device": "cpu"}

@@ -11,12 +11,13 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import breakdown, decode_model, dense_peers, layer_kinds, prefill, prefill_model, prompt_choice, rows
+from foveate.bench import breakdown, decode_model, dense_peers, layer_kinds, prefill, prefill_model, prompt_choice
 from foveate.cli import app
-from foveate.evaluation.errors import UserError
 from foveate.methods import parse
 from foveate.report import markdown
 from foveate.report import prefill as report
+from foveate.results import measurements
+from foveate.results.errors import UserError
 from foveate.state import SlotCache
 
 SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "repeats": 1, "dtype": "float32", "device": "cpu"}
@@ -115,7 +116,7 @@ def test_a_method_s_time_is_the_mean_of_its_layers_and_all_that_they_do(found):
 def test_rows_are_beside_the_fastest_dense_and_complete(found):
     fastest = min(("sdpa", "dense"), key=lambda name: found[name]["ms"])
     for name, row in found.items():
-        assert set(rows.FIELDS) <= set(row)
+        assert set(measurements.FIELDS) <= set(row)
         assert (row["baseline"], row["baseline_ms"]) == (fastest, found[fastest]["ms"])
         assert row["speedup"] == pytest.approx(found[fastest]["ms"] / row["ms"])
         assert (row["tflop_per_s"] is not None) == (name in ("sdpa", "dense"))
@@ -237,7 +238,7 @@ def test_the_first_token_of_a_model(tiny):
         (name, chunk) for chunk in (0, 16) for name in ("dense", spec, "snapkv", "transformers-sdpa")
     ]
     for row in measured:
-        assert set(rows.FIELDS) <= set(row)
+        assert set(measurements.FIELDS) <= set(row)
         dense = measured[0 if row["case"]["chunk"] == 0 else 4]
         assert row["speedup"] == pytest.approx(dense["ms"] / row["ms"])
         assert row["first_ms"] > 0

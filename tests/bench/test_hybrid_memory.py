@@ -5,8 +5,8 @@ import warnings
 import pytest
 
 from foveate.bench import hybrid_memory
-from foveate.bench.rows import FIELDS
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
+from foveate.results.measurements import FIELDS
 
 SMALL = {"size": "tiny", "contexts": (200, 400, 800), "chunk": 64, "steps": 2, "dtype": "float32", "device": "cpu"}
 

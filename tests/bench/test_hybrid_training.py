@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foveate.bench import hybrid_training
-from foveate.bench.rows import FIELDS
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
+from foveate.results.measurements import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"tokens": 128, "length": 64, "steps": 2, "compile": False, "device": "cpu"}

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from foveate import methods
 from foveate.bench import page_scores
 from foveate.bench._page_estimates import COSTS, LIMIT, PRIOR, SINKS, TAIL, WINDOW, measure, two_means
-from foveate.bench.rows import needed
 from foveate.cli import app
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.tasks import Item
 from foveate.integrations.transformers.probe import Seen
 from foveate.report.markdown import tables
+from foveate.results.errors import UserError
+from foveate.results.measurements import needed
 
 PROMPT, SIZES = 500, (16, 32)
 TOKENS = Tokens.random(1, PROMPT + 3)

@@ -8,7 +8,7 @@ import pytest
 from evaluation import tiny
 
 from foveate.evaluation import checkpoints
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 
 GGUF = b"GGUF" + bytes(range(256)) * 40
 

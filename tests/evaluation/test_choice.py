@@ -6,11 +6,11 @@ import torch
 from evaluation import tiny
 
 from foveate.evaluation import inference, tasks
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.prompting import encode_continued
 from foveate.evaluation.tasks.base import Output, items_digest
 from foveate.models import HybridForCausalLM, make_config
+from foveate.results.errors import DataError, UserError
 
 RECORDS = {
     "piqa": [{"query": "Question: boil an egg\n", "choices": ["in water", "in the sun"], "gold": 0}],

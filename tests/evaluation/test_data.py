@@ -5,7 +5,7 @@ import tarfile
 import pytest
 
 from foveate.evaluation import data
-from foveate.evaluation.errors import DataError
+from foveate.results.errors import DataError
 
 BOOK = (
     "\ufeffThe Project Gutenberg eBook of Nothing\r\n\r\n*** START OF THE PROJECT GUTENBERG EBOOK NOTHING ***\r\n"

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 import foveate
 from foveate.evaluation import inference
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item, Option
+from foveate.results.errors import UserError
 from tests.helpers import cached, returned_cache
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from foveate.evaluation import inference, tasks
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.tasks.base import Output
+from foveate.results.errors import DataError, UserError
 
 RECORDS = [
     {"context": "Call me Ishmael. Some years ago I went to", "continuation": "sea"},

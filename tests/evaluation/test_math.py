@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.evaluation import tasks
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.tasks.base import Output
 from foveate.evaluation.tasks.mathematics import is_right
+from foveate.results.errors import DataError, UserError
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 FILES = {"math500": "math500.jsonl", "aime24": "aime24.jsonl"}

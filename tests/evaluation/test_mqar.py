@@ -3,11 +3,11 @@ import torch
 from evaluation import tiny
 
 from foveate.evaluation import inference, tasks
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.tasks.base import Output
 from foveate.evaluation.tasks.mqar import halves
 from foveate.models import HybridForCausalLM, make_config
+from foveate.results.errors import DataError, UserError
 
 
 def pairs_of(item, pairs):

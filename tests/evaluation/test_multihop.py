@@ -7,9 +7,9 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.evaluation import tasks
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.multihop import Passage, read_records
 from foveate.evaluation.tasks.base import Output
+from foveate.results.errors import DataError, UserError
 
 FILES = {
     "hotpotqa": {"dev": "migres_hotpot.jsonl", "train": "hipporag_hotpotqa_train.json"},

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from evaluation import tiny
 
 import foveate
-from foveate.evaluation import accounting, inference, runner, tasks
-from foveate.evaluation.errors import UserError
+from foveate.evaluation import inference, runner, tasks
 from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.models import HybridForCausalLM, make_config
 from foveate.report import markdown, table
+from foveate.results.errors import UserError
+from foveate.results.rows import ROW_FIELDS
 
 PRESETS = ("lalte", "lansa", "gdn_attn")
 
@@ -51,7 +52,7 @@ def test_own_alone_needs_no_dense():
 def test_a_hybrid_as_it_is(folders, tmp_path, preset, spec):
     plan = plan_of(folders / preset, tmp_path, spec)
     (row,) = runner.run(runner.prepare(plan))
-    assert list(row) == list(accounting.ROW_FIELDS)
+    assert list(row) == list(ROW_FIELDS)
     assert (row["method"], row["spec"], row["settings"], row["model"]) == ("own", "own", {}, preset)
     assert row["architecture"]["model_type"] == "foveate_hybrid"
     assert (row["keys_read_share"], row["kv_bytes_per_step"]) == (None, None)

@@ -1,8 +1,8 @@
 import pytest
 from evaluation import tiny
 
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.prompting import encode, leading_ids
+from foveate.results.errors import UserError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Who?"}

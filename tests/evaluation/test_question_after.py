@@ -7,10 +7,10 @@ import torch
 
 import foveate
 from foveate.evaluation import inference, runner, tasks
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.prompting import encode, encode_turns, question_of
 from foveate.evaluation.tasks import Item
 from foveate.report import lines, markdown
+from foveate.results.errors import UserError
 
 TASKS = {
     "niah:max_new_tokens=3,length=600": "What is the special magic number for",

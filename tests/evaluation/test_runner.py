@@ -8,9 +8,11 @@ from evaluation import tiny
 from safetensors.torch import load_file, save_file
 
 import foveate
-from foveate.evaluation import accounting, inference, resultfile, runner, tasks
-from foveate.evaluation.errors import DataError, UserError
+from foveate.evaluation import inference, runner, tasks
 from foveate.evaluation.tasks.fidelity import Fidelity
+from foveate.results import resultfile
+from foveate.results.errors import DataError, UserError
+from foveate.results.rows import ROW_FIELDS
 
 SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8"]
 COSTS = ("prefill_ms", "decode_ms_per_token", "peak_bytes", "commit")
@@ -52,7 +54,7 @@ def test_rows_say_what_happened(plan):
     assert [row["spec"] for row in rows] == ["dense", *SPECS]
     dense, h2o, luka = rows
     for row in rows:
-        assert list(row) == list(accounting.ROW_FIELDS)
+        assert list(row) == list(ROW_FIELDS)
         assert row["model"] == "tiny-llama"
         assert (row["task"], row["split"], row["length"], row["n"], row["limit"]) == ("perplexity", "books", 60, 5, 5)
         assert 0 <= row["low"] <= row["score"] <= row["high"] <= 100

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.evaluation import salad
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.squad import Answer, Article, Paragraph, Question
+from foveate.results.errors import UserError
 
 TRAIN_ARTICLES = 442
 TRAIN_PLACES = {"Frédéric_Chopin": 1, "The_Legend_of_Zelda:_Twilight_Princess": 4}

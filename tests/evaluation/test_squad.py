@@ -3,8 +3,8 @@ import lzma
 
 import pytest
 
-from foveate.evaluation.errors import DataError
 from foveate.evaluation.squad import Answer, Article, Paragraph, Question, Squad, find_squad, read_squad
+from foveate.results.errors import DataError
 
 TEXT = "Rollo came in 911. He stayed."
 

@@ -5,9 +5,9 @@ import pytest
 
 from foveate.evaluation import tasks
 from foveate.evaluation.data import read_novels
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.tasks import niah
 from foveate.evaluation.tasks.base import Output
+from foveate.results.errors import DataError, UserError
 
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")
 

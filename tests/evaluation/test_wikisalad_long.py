@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.evaluation import tasks
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.tasks import wikisalad_long as long
 from foveate.evaluation.tasks.base import Output
+from foveate.results.errors import DataError, UserError
 
 NAMES = ("Abel", "Bath", "Cork", "Dole", "Edam", "Faro", "Gent", "Hove", "Iasi", "Jena", "Kiel", "Linz", "Metz", "Nara")
 TITLES = tuple(f"Town_of_{name}" for name in NAMES)

@@ -8,7 +8,8 @@ from evaluation import tiny
 from matrix import DECODED, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, each_variant, padded
 
 from foveate import methods, ops
-from foveate.evaluation import calibrate, tasks
+from foveate.evaluation import tasks
+from foveate.evaluation.calibration import calibrate
 from tests.combinations import every_pair
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ import torch
 import foveate
 from foveate import methods
 from foveate.calibration import Calibration
-from foveate.evaluation.resultfile import method_of
 from foveate.integrations.transformers.facts import model_facts
+from foveate.results.resultfile import method_of
 from tests.helpers import fingerprint, tiny_model, tokens
 
 ANCHORS, HEADS = (0, 1), {"2": [1, 1]}

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from foveate.calibration import Calibration
 from foveate.cli import app
-from foveate.evaluation.errors import DataError, UserError
 from foveate.report import calibration
+from foveate.results.errors import DataError, UserError
 
 LAYERS, HEADS = 12, 4
 RUN = {

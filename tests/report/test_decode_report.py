@@ -8,10 +8,10 @@ from report.test_indexer_report import cells
 from typer.testing import CliRunner
 
 from foveate.cli import app
-from foveate.evaluation.errors import UserError
 from foveate.methods import parse
 from foveate.report import decode, decode_plots, figure
 from foveate.report.rows import of_cases
+from foveate.results.errors import UserError
 
 KASCADE, LUKA = "kascade:decode_only=true", "luka:page_size=16,score=summary,prior=0.0,top_k=3"
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from foveate.evaluation.errors import UserError
 from foveate.report import hybrid_tasks
+from foveate.results.errors import UserError
 
 MADE = {"device": "H100", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc", "seed": 0}
 

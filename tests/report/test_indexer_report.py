@@ -8,10 +8,10 @@ from report.test_plots import drawn, entries
 from typer.testing import CliRunner
 
 from foveate.cli import app
-from foveate.evaluation.errors import DataError, UserError
 from foveate.report import csa, figure, indexer, indexer_plots, indexer_study
 from foveate.report import streamindex_paper as paper
 from foveate.report.rows import read_bench
+from foveate.results.errors import DataError, UserError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MADE = {"device": "a device", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc"}

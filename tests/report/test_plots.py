@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from foveate import methods
 from foveate.cli import app
-from foveate.evaluation.errors import DataError, UserError
 from foveate.report import figure, lines, plots
 from foveate.report.rows import chosen, read, spelled
+from foveate.results.errors import DataError, UserError
 
 NIAH = Path(__file__).parents[2] / "benchmarks" / "results" / "luka-niah.jsonl"
 

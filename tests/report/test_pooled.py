@@ -2,8 +2,8 @@
 
 import pytest
 
-from foveate.evaluation.errors import UserError
 from foveate.report import lines, pooled
+from foveate.results.errors import UserError
 
 
 def row(spec, split, values, share=0.2, task="ruler", length=8000, **more):

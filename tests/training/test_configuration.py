@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 from foveate.training import configuration
 from foveate.training.configuration import BatchSettings, load, parse
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import foveate
 from foveate.cli import app
 from foveate.evaluation import inference
-from foveate.evaluation.errors import UserError
 from foveate.layers.eviction_scores import EvictionScores
+from foveate.results.errors import UserError
 from foveate.training import frozen_lte
 from foveate.training.frozen_lte import Plan, ranking_loss, recall, train
 from foveate.training.lte_sequences import Sequences

@@ -9,9 +9,9 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from foveate.evaluation.errors import DataError, UserError
 from foveate.models import HybridForCausalLM
 from foveate.report import hybrid_plots
+from foveate.results.errors import DataError, UserError
 from foveate.training import journal
 from foveate.training.configuration import parse
 from foveate.training.loop import train

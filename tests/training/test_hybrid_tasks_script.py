@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from foveate.evaluation.errors import UserError
 from foveate.report import hybrid_tasks
+from foveate.results.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "examples" / "data"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 from foveate.training import checkpoints, journal, loop, optim
 from foveate.training.configuration import OptimSettings
 from foveate.training.loop import DivergedError, train

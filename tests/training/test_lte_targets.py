@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 
-from foveate.evaluation.errors import UserError
 from foveate.layers.eviction_scores import unrotate
+from foveate.results.errors import UserError
 from foveate.training import lte_targets
 from foveate.training.lte_targets import FrozenModel, largest_share, log_length
 from tests.helpers import COMMON, FAMILIES, SLIDING, tiny_model, tokens

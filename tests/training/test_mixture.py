@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 from foveate.training import mixture
 from foveate.training.mixture import IGNORED, Mixture, Phase, Shape, batches, held_out_batches
 from foveate.training.needles import Needles

@@ -3,8 +3,8 @@
 import pytest
 from transformers import Qwen2Config
 
-from foveate.evaluation.errors import UserError
 from foveate.models import make_config
+from foveate.results.errors import UserError
 from foveate.training import network
 from foveate.training.configuration import ModelSettings
 from foveate.training.loop import train

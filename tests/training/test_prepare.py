@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from foveate.evaluation.errors import DataError, UserError
+from foveate.results.errors import DataError, UserError
 from foveate.training import tokens
 from foveate.training.documents import documents, normalised, read_titles, text_files
 from foveate.training.prepare import Preparation, prepare

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.tasks import mqar, niah
 from foveate.evaluation.tasks.ruler.draft import NOISE
 from foveate.evaluation.words import ADJECTIVES, NOUNS
+from foveate.results.errors import UserError
 from foveate.training import templates
 from foveate.training.needles import Needles
 from foveate.training.sources import ANSWER, DRAWN, TEXT, Draw, Text, Vocabulary

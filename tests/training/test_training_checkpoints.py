@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from foveate.evaluation.errors import DataError, UserError
+from foveate.results.errors import DataError, UserError
 from foveate.training import checkpoints
 from foveate.training.checkpoints import Snapshot
 

@@ -7,8 +7,8 @@ import importlib
 import pkgutil
 from typing import Any, TypeVar
 
-from foveate.evaluation.errors import UserError, unknown
 from foveate.evaluation.tasks.base import Item, Output, Task
+from foveate.results.errors import UserError, unknown
 
 __all__ = ["Item", "Output", "Task", "get", "names", "parse", "register"]
 

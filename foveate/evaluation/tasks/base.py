@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.errors import UserError, unknown
 from foveate.evaluation.metrics import Aggregate
 from foveate.evaluation.prompting import Message
+from foveate.results.errors import UserError, unknown
 
 
 @dataclasses.dataclass(frozen=True)

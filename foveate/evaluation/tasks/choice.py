@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import Aggregate, mean
 from foveate.evaluation.prompting import encode_continued
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Option, Output, Task
+from foveate.results.errors import DataError, UserError
 
 _FOUNDRY = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data"
 _SIQA = re.compile(r"Context: (.*)\nQuestion: (.*)\nChoices:\nA\. (.*)\nB\. (.*)\nAnswer:", re.DOTALL)

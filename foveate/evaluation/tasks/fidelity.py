@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Aggregate, Values
 from foveate.evaluation.tasks.base import Item, Output, Task
+from foveate.results.errors import UserError
 
 
 def _per_token(key: str, scale: float) -> Aggregate:

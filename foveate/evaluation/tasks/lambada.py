@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Aggregate, mean
 from foveate.evaluation.prompting import encode_continued
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task
+from foveate.results.errors import UserError
 
 _FILE = "lambada_openai.jsonl"
 _SOURCE = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data/language_understanding/lambada_openai.jsonl"

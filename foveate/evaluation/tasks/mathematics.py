@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Aggregate, mean
 from foveate.evaluation.prompting import encode
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Sampling, Task, at_least
+from foveate.results.errors import UserError
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 _LONGEST = {"math500": 1024, "aime24": 8192}

@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Aggregate, mean
 from foveate.evaluation.prompting import leading_ids
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
 from foveate.evaluation.tasks.niah import CHARS_PER_TOKEN, Library
+from foveate.results.errors import UserError
 
 
 @register

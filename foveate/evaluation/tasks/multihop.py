@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import normalize
 from foveate.evaluation.multihop import Record, read_records
 from foveate.evaluation.prompting import Message, question_of
@@ -23,6 +22,7 @@ from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, at_least
 from foveate.evaluation.tasks.wikisalad import ContextQuestions
 from foveate.evaluation.tasks.wikisalad_long import FULLNESS, SHORTEST
+from foveate.results.errors import UserError
 
 TEMPLATE = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.metrics import Aggregate, mean, string_match
 from foveate.evaluation.prompting import Message, encode, encode_turns, question_of
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.evaluation.words import ADJECTIVES, NOUNS
+from foveate.results.errors import UserError
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 TEMPLATE = (

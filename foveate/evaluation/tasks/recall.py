@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import Aggregate, mean, string_match_part
 from foveate.evaluation.prompting import encode
 from foveate.evaluation.squad import find_squad, read_squad
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.results.errors import DataError, UserError
 
 _SUMMARY = "Summary of information above..."
 _TRIVIAQA_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import normalize
 from foveate.evaluation.prompting import encode
 from foveate.evaluation.squad import Paragraph, Question, find_squad, read_squad
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, at_least
 from foveate.evaluation.tasks.wikisalad import ContextQuestions, messages
+from foveate.results.errors import DataError, UserError
 
 QUESTION = 'According to the article "{topic}": {question}'
 SHORTEST = 1500

@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.metrics import Aggregate, mean, string_match, string_match_part
 from foveate.evaluation.prompting import Message, encode, encode_turns
 from foveate.evaluation.tasks import register
@@ -36,6 +35,7 @@ from foveate.evaluation.tasks.ruler.draft import Draft, Kind
 from foveate.evaluation.tasks.ruler.needles import Needles
 from foveate.evaluation.tasks.ruler.questions import Questions
 from foveate.evaluation.tasks.ruler.tracking import VariableTracking
+from foveate.results.errors import DataError, UserError
 
 _KINDS: dict[str, Kind] = {
     "niah_single_1": Needles(haystack="noise"),

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.prompting import question_of
 from foveate.evaluation.tasks.ruler import wordlists
 from foveate.evaluation.tasks.ruler.draft import Draft, distinct
+from foveate.results.errors import UserError
 
 COMMON_TEMPLATE = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import UserError
 from foveate.evaluation.prompting import question_of
 from foveate.evaluation.tasks.niah import (
     ANSWER_PREFIX,
@@ -25,6 +24,7 @@ from foveate.evaluation.tasks.niah import (
 )
 from foveate.evaluation.tasks.ruler import wordlists
 from foveate.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, at_random, distinct
+from foveate.results.errors import UserError
 
 PLURAL_TEMPLATE = (
     "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. "

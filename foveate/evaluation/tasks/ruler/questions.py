@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError, UserError
 from foveate.evaluation.multihop import read_records
 from foveate.evaluation.prompting import encode, question_of
 from foveate.evaluation.squad import find_squad, read_squad
 from foveate.evaluation.tasks.ruler.draft import Draft
+from foveate.results.errors import DataError, UserError
 
 TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from foveate.evaluation import data as reading
-from foveate.evaluation.errors import DataError
 from foveate.evaluation.words import ADJECTIVES, NOUNS
+from foveate.results.errors import DataError
 
 _LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from foveate.evaluation import accounting
-from foveate.evaluation.errors import UserError
 from foveate.methods import Method, make
 from foveate.methods.kascade import Kascade
+from foveate.results import timing
+from foveate.results.errors import UserError
 from foveate.state import Counters, SlotCache
 
 _WARM_UP, _REPEATS = 3, 15
@@ -78,7 +78,7 @@ def _median_ms(method: Method, caches: list[SlotCache], q: torch.Tensor, head_di
 
     for _ in range(_WARM_UP):
         step()
-    times = [accounting.milliseconds(step, device) for _ in range(_REPEATS)]
+    times = [timing.milliseconds(step, device) for _ in range(_REPEATS)]
     return statistics.median(times) / len(caches)
 
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from foveate.calibration import Choice, grown, improved
-from foveate.evaluation import divergence, inference
-from foveate.evaluation.calibration_parts import drop_others, made_how, partial_folder, read, write
-from foveate.evaluation.calibration_plan import Plan
-from foveate.evaluation.errors import UserError
+from foveate.evaluation import inference
+from foveate.evaluation.calibration import divergence
+from foveate.evaluation.calibration.partial_results import drop_others, made_how, partial_folder, read, write
+from foveate.evaluation.calibration.plan import Plan
 from foveate.evaluation.tasks.base import Item
 from foveate.methods.kascade import Kascade
+from foveate.results.errors import UserError
 
 _PAIRS, _TRIED = "answers-{:04d}.safetensors", "tried-{:02d}-{:04d}.safetensors"
 _ALL_PAIRS, _ALL_TRIED = "answers-*.safetensors", "tried-*.safetensors"

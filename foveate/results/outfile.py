@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from foveate.evaluation.errors import UserError
+from foveate.results.errors import UserError
 
 
 def check(out: Path) -> None:

@@ -3,22 +3,22 @@ from pathlib import Path
 
 import pytest
 
-from foveate.bench import rows
-from foveate.evaluation.errors import UserError
+from foveate.results import measurements
+from foveate.results.errors import UserError
 from tests.helpers import full_disk
 
 
 def row(case, **more):
-    return {**dict.fromkeys(rows.FIELDS, 1.0), "bench": "decode", "case": {"method": case}, **more}
+    return {**dict.fromkeys(measurements.FIELDS, 1.0), "bench": "decode", "case": {"method": case}, **more}
 
 
 def test_rows_replace_those_of_the_same_cases(tmp_path):
     out = tmp_path / "new" / "rows.jsonl"
-    rows.check_out(out, "decode")
+    measurements.check_out(out, "decode")
     assert list(tmp_path.iterdir()) == []
-    rows.write(out, [row("dense"), row("h2o")])
-    rows.check_out(out, "decode")
-    rows.write(out, [row("h2o", ms=2.0), row("luka")])
+    measurements.write(out, [row("dense"), row("h2o")])
+    measurements.check_out(out, "decode")
+    measurements.write(out, [row("h2o", ms=2.0), row("luka")])
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert found == [row("dense"), row("h2o", ms=2.0), row("luka")]
     assert list(out.parent.iterdir()) == [out]
@@ -37,20 +37,20 @@ def test_files_of_something_else_are_refused_before_anything_is_measured(tmp_pat
     out = tmp_path / "rows.jsonl"
     out.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=f"^{out}:{fault}; name another --out$"):
-        rows.check_out(out, "decode")
+        measurements.check_out(out, "decode")
     assert out.read_text(encoding="utf-8") == content
 
 
 def test_devices_are_refused_before_anything_is_measured():
     with pytest.raises(UserError, match="/dev/full: is a device, pipe or socket"):
-        rows.check_out(Path("/dev/full"), "decode")
+        measurements.check_out(Path("/dev/full"), "decode")
 
 
 def test_a_full_disk_keeps_the_older_rows(tmp_path):
     out = tmp_path / "rows.jsonl"
-    rows.write(out, [row("dense")])
+    measurements.write(out, [row("dense")])
     before = out.read_bytes()
     with full_disk(10), pytest.raises(UserError, match=f"^{out}: cannot be written to "):
-        rows.write(out, [row("h2o")])
+        measurements.write(out, [row("h2o")])
     assert out.read_bytes() == before
     assert list(tmp_path.iterdir()) == [out]

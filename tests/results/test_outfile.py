@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from foveate.evaluation import outfile
-from foveate.evaluation.errors import UserError
+from foveate.results import outfile
+from foveate.results.errors import UserError
 from tests.helpers import full_disk
 
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from foveate.evaluation import resultfile
-from foveate.evaluation.accounting import ROW_FIELDS
-from foveate.evaluation.errors import DataError, UserError
+from foveate.results import resultfile
+from foveate.results.errors import DataError, UserError
+from foveate.results.rows import ROW_FIELDS
 from tests.helpers import full_disk
 
 RUN = {"task": "niah", "length": 512, "limit": 3}

@@ -14,12 +14,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, counterparts, load
-from foveate.evaluation import accounting, calibrate, divergence, inference, layer_costs, tasks
-from foveate.evaluation.errors import UserError
+from foveate.evaluation import inference, tasks
+from foveate.evaluation.calibration import calibrate, divergence, layer_costs
 from foveate.evaluation.tasks.base import Sampling
 from foveate.integrations.transformers.study import Study
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade
+from foveate.results import timing
+from foveate.results.errors import UserError
 from tests.helpers import COMMON, CONFIGS, prepare, tiny_model, tokens
 
 LAYERS = 4
@@ -838,7 +840,7 @@ class TestTimeShare:
         monkeypatch.setattr(Kascade, "_hand_on", lambda self, *more: chose.append(self) or hand_on(self, *more))
         monkeypatch.setattr(layer_costs, "_decode", noting)
         monkeypatch.setattr(layer_costs, "_BEYOND_CACHES", beyond)
-        monkeypatch.setattr(accounting, "milliseconds", milliseconds)
+        monkeypatch.setattr(timing, "milliseconds", milliseconds)
         shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 200, "batch": 2}
         costs = layer_costs.measure(Kascade(), **shape, dtype=torch.float32, device="cpu")
         repeats = len(timed) // 4

@@ -20,15 +20,17 @@ import torch
 import foveate
 from foveate.calibration import Calibration, Choice, Measured, check_number, choose, counterparts, least_tokens, load
 from foveate.calibration.similarity import COVERAGE_KEYS
-from foveate.evaluation import accounting, data, inference, layer_costs, outfile
-from foveate.evaluation.calibration_answers import Answers, named
-from foveate.evaluation.calibration_parts import GOES_ON, differing, partial_folder, read, take_up, write
-from foveate.evaluation.calibration_plan import FEWEST_PROMPTS, TIMES, Plan, option
-from foveate.evaluation.errors import UserError
+from foveate.evaluation import data, inference, model_folder
+from foveate.evaluation.calibration import layer_costs
+from foveate.evaluation.calibration.answers import Answers, named
+from foveate.evaluation.calibration.partial_results import GOES_ON, differing, partial_folder, read, take_up, write
+from foveate.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan, option
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
 from foveate.methods.base import budget
+from foveate.results import circumstances, outfile
+from foveate.results.errors import UserError
 
 _PROMPT = "prompt-{:04d}.safetensors"
 
@@ -47,7 +49,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
             cannot be written to, results of another run in the way, or attention or predictions that are not finite.
     """
     outfile.check(plan.out)
-    facts = accounting.model_facts(plan.model)
+    facts = model_folder.model_facts(plan.model)
     device = inference.choose_device(plan.device)
     dtype = inference.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
@@ -65,7 +67,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         "keys": plan.keys,
         "tile": plan.tile,
         "model": plan.model.name,
-        "weights": accounting.model_digest(plan.model),
+        "weights": model_folder.model_digest(plan.model),
         "data": data.digest(files),
         "items": items_digest(items),
         "tokens": [len(item.prompt_ids) + len(item.target_ids) for item in items],
@@ -145,9 +147,7 @@ def _calibrated(
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
         "run": mark,
         "chosen_by": chosen_by,
-        "device": accounting.device_name(plan.device),
-        "versions": accounting.versions(),
-        "commit": accounting.commit(),
+        **circumstances.of(plan.device),
         "command": plan.command(),
     }
     artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
@@ -194,7 +194,7 @@ def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> lis
                 f"task '{task.name}', item {item.id}: a prompt of {tokens:,} tokens is too short to calibrate on, "
                 f"which takes at least {least:,} (keys {plan.keys}, tile {plan.tile}); choose longer ones"
             )
-        accounting.check_positions(tokens + answer, facts, f"task '{task.name}', item {item.id} needs")
+        model_folder.check_positions(tokens + answer, facts, f"task '{task.name}', item {item.id} needs")
     distinct = {(item.prompt_ids, item.target_ids): item for item in reversed(items)}
     return list(distinct.values())[::-1]  # without the other samples of a question
 

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation import outfile
-from foveate.evaluation.accounting import ROW_FIELDS
-from foveate.evaluation.errors import DataError, UserError
-from foveate.evaluation.rowcheck import check_record, check_row
 from foveate.methods import Method, complete, recorded
+from foveate.results import outfile
+from foveate.results.errors import DataError, UserError
+from foveate.results.rows import ROW_FIELDS, check_record, check_row
 
 _KIND = "partial results of foveate compare"
 Fingerprint = Mapping[str, Any]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from foveate.calibration import BY, OVER, WEIGHTS
-from foveate.evaluation.errors import UserError, unknown
 from foveate.evaluation.tasks.base import Task
 from foveate.methods.kascade import Kascade
+from foveate.results.errors import UserError, unknown
 
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""

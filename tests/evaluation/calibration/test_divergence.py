@@ -8,7 +8,8 @@ from evaluation import tiny
 from transformers import AttentionInterface
 
 import foveate
-from foveate.evaluation import divergence, inference
+from foveate.evaluation import inference
+from foveate.evaluation.calibration import divergence
 from foveate.evaluation.tasks.base import Item
 from foveate.methods import Together
 from foveate.methods.kascade import Kascade

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation import outfile
-from foveate.evaluation.errors import UserError
+from foveate.results import outfile
+from foveate.results.errors import UserError
 
 FIELDS = (
     "bench",

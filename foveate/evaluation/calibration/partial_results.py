@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from foveate.evaluation.errors import UserError
-from foveate.evaluation.resultfile import lock
+from foveate.results.errors import UserError
+from foveate.results.resultfile import lock
 
 _RUN = "run.json"
 GOES_ON = "what was measured before is kept, and the same command goes on from there"

@@ -8,7 +8,56 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation.errors import DataError
+from foveate.results.errors import DataError
+
+ROW_SCHEMA = 1
+ROW_FIELDS = {
+    "method": "the method's name",
+    "spec": "the method with its settings, as `foveate.attach` takes it",
+    "settings": "all settings of the method",
+    "model": "the model folder's name",
+    "architecture": "the model's kind, layers, heads, widths, positions",
+    "task": "the task's name",
+    "task_settings": "all settings of the task",
+    "split": "the task's split",
+    "length": "prompt tokens: as asked for, or the mean where the task's prompts have their own",
+    "n": "items",
+    "score": "the task's main metric, 0..100",
+    "low": "lower end of the score's 95 % bootstrap interval",
+    "high": "its upper end",
+    "metrics": "every metric of the task: value, low, high",
+    "ceiling": "the best score that a reader of the prompts could reach, 0..100",
+    "dense_score": "the score of full attention on the same items; of a model that ran as it is, alone, its own",
+    "diff_to_dense": "score - dense_score",
+    "diff_low": "lower end of that difference's 95 % paired-bootstrap interval",
+    "diff_high": "its upper end",
+    "keys_read_share": "keys read in decode over the keys that full attention would read, 0..1; none of method 'own'",
+    "kv_bytes_per_step": "bytes of keys and values read in a decode step, a sequence, all layers; none of method 'own'",
+    "resident_bytes": "bytes of keys, values and state after an answer, all layers, the largest batch",
+    "decode_steps": "decode steps taken",
+    "tokens_evicted": "tokens that the method dropped",
+    "pages_refined": "pages that the method looked into",
+    "indices_reused": "selections taken over from another layer or step",
+    "notes": "what the method has to say, such as layers that it left as they are",
+    "prefill_ms": "wall time of a batch's prompt, median; none where the prompt was read for several methods at once",
+    "decode_ms_per_token": "wall time of a decode step (a token of every sequence in the batch), median",
+    "timing": "'generate', or 'teacher-forced' where the decode steps were fed in blocks and are not a speed; with "
+    "', shared prompt' where the prompt was read for several methods at once",
+    "peak_bytes": "the largest memory in use while answering",
+    "peak_kind": "what peak_bytes counts; a shared prompt's memory is that of all methods it was read for",
+    "batch_size": "sequences answered at once",
+    "dtype": "the model's number format",
+    "device": "the device's name",
+    "versions": "versions of Python and the libraries",
+    "limit": "items, or examples, asked for",
+    "seed": "seed of the items and of the bootstrap",
+    "commit": "`git describe` of the checkout, or 'unknown'",
+    "command": "the command that makes this row and dense's, paths shortened to their last names",
+    "run": "the run's fingerprint; rows of one file share it",
+    "item_values": "the graded values of every item, in the order of the items",
+    "examples": "the first items: id, gold answers, what the method said",
+}
+"""The fields of a result row, in their order."""
 
 Kind = tuple[str, Callable[[Any], bool]]
 """What a value must be, in words, and whether one is."""
@@ -69,6 +118,13 @@ _RECORD: Mapping[str, Kind] = {
     "peak_bytes": _NUMBER,
     "stats": _OBJECT,
 }
+
+
+def ordered(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its fields in the schema's order. Raises ValueError if a field is missing or unknown."""
+    if row.keys() != ROW_FIELDS.keys():
+        raise ValueError(f"row fields differ from the schema: {sorted(row.keys() ^ ROW_FIELDS.keys())}")
+    return {field: row[field] for field in ROW_FIELDS}
 
 
 def check_row(row: Any, needed: Collection[str], where: str) -> None:

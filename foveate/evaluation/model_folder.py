@@ -1,0 +1,90 @@
+"""A model folder without its weights in memory: its configuration, what it says of the architecture, a fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foveate.integrations.transformers.positions import max_positions
+from foveate.results.errors import UserError
+
+
+def model_facts(folder: Path) -> dict[str, Any]:
+    """Architecture facts from a model folder's config.json, and from the defaults of what it leaves out.
+
+    Raises `UserError` if there is no such model, or Transformers does not know it.
+    """
+    config, text = read_config(folder), _decoder_config(folder)
+    heads = text.get("num_attention_heads")
+    hidden = text.get("hidden_size")
+    facts = {
+        "model_type": config.get("model_type"),
+        "layers": text.get("num_hidden_layers"),
+        "hidden_size": hidden,
+        "heads": heads,
+        "kv_heads": text.get("num_key_value_heads") or heads,
+        "head_dim": text.get("head_dim") or (hidden // heads if hidden and heads else None),
+        "max_positions": max_positions(text) or None,
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _decoder_config(folder: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True).to_dict()
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
+
+
+def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:
+    """Raises `UserError` if `needed` tokens are more than the model has positions for; `what` begins the message."""
+    limit = facts.get("max_positions")
+    if limit and needed > limit:
+        raise UserError(f"{what} {needed:,} positions, the model has {limit:,}; ask for less")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json. Raises `UserError` if the folder, the file or the weights are missing."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such model folder (foveate fetch smollm2-135m --out {folder} makes one)")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: not a model folder (no config.json)") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / 'config.json'}: malformed JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / 'config.json'}: expected an object")
+    if not weight_files(folder):
+        raise UserError(f"{folder}: no weights (*.safetensors) in the model folder")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, sorted."""
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
+def model_digest(folder: Path, samples: int = 64, sample_bytes: int = 1 << 16) -> str:
+    """A fingerprint of a model folder (16 hex digits): its config, and its weights' names, sizes and sampled content.
+
+    Each file gives its header and `samples` evenly spaced pieces of `sample_bytes` bytes, so that large models take
+    no longer than small ones.
+    """
+    config = {key: value for key, value in read_config(folder).items() if not key.startswith(("_", "transformers_"))}
+    total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for sample in range(samples):
+                file.seek(max(0, size - sample_bytes) * sample // (samples - 1))
+                total.update(file.read(sample_bytes))
+    return total.hexdigest()[:16]

@@ -1,0 +1,39 @@
+import pytest
+
+from foveate.evaluation import costs
+
+
+def batch(steps, read, share, prefill, token):
+    stats = {
+        "decode_steps": steps,
+        "keys_read_per_step": read,
+        "keys_read_share": share,
+        "kv_bytes_per_step": 10 * read,
+        "resident_bytes": 7 * steps,
+        "tokens_evicted": 2,
+        "pages_refined": 0,
+        "notes": ["layer 1 stays as it is"],
+    }
+    times = {"prefill_ms": prefill, "decode_ms_per_token": token, "timing": "generate"}
+    return {"stats": stats, **times, "peak_bytes": steps, "peak_kind": "x", "commit": f"c{steps % 2}"}
+
+
+def test_costs_are_weighted_by_steps():
+    total = costs.add_up(
+        [batch(10, 50.0, 0.5, 1.0, 3.0), batch(30, 10.0, 0.1, 9.0, None), batch(0, 0.0, 1.0, 2.0, 4.0)]
+    )
+    assert total["keys_read_share"] == pytest.approx((10 * 50 + 30 * 10) / (10 * 100 + 30 * 100))
+    assert total["kv_bytes_per_step"] == pytest.approx((10 * 500 + 30 * 100) / 40)
+    assert total["decode_steps"] == 40
+    assert total["resident_bytes"] == 210
+    assert total["tokens_evicted"] == 6
+    assert total["indices_reused"] == 0
+    assert total["notes"] == ["layer 1 stays as it is"]
+    assert (total["prefill_ms"], total["decode_ms_per_token"]) == (2.0, 3.5)
+    assert total["commit"] == "c0"
+    shared = {**batch(10, 50.0, 0.5, None, 3.0), "timing": "generate, shared prompt"}
+    mixed = costs.add_up([shared, batch(10, 50.0, 0.5, 1.0, 3.0), shared])
+    assert (mixed["timing"], mixed["prefill_ms"]) == ("generate, shared prompt / generate", 1.0)
+    assert costs.add_up([shared])["prefill_ms"] is None
+    idle = costs.add_up([batch(0, 0.0, 1.0, 2.0, None)])
+    assert idle["keys_read_share"] is idle["kv_bytes_per_step"] is idle["decode_ms_per_token"] is None

@@ -1,0 +1,29 @@
+import subprocess
+
+import torch
+
+from foveate.results import circumstances
+
+
+def test_peak_memory_sees_what_was_freed_again():
+    memory = circumstances.PeakMemory("cpu")
+    torch.ones(60_000_000).sum()
+    memory.start()
+    before = memory.peak()
+    torch.ones(25_000_000).sum()  # 100 MB, gone at once
+    during = memory.peak()
+    assert "RSS" in memory.kind
+    assert during - before > 80_000_000 or "since the process began" in memory.kind
+    memory.start()
+    assert memory.peak() < during or "since the process began" in memory.kind
+
+
+def test_versions_device_and_commit(monkeypatch):
+    assert {"python", "foveate", "torch", "transformers"} <= circumstances.versions().keys()
+    assert circumstances.device_name("cpu").startswith("cpu: ")
+
+    def fail(*args, **kwargs):
+        raise subprocess.CalledProcessError(128, "git")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert circumstances.commit() == "unknown"
