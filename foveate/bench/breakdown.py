@@ -46,20 +46,50 @@ def _profiled(step: Callable[[], Any], repeats: int) -> dict[str, float]:
 
 
 def start() -> Callable[[], dict[str, float]]:
-    """Begins to watch a GPU's kernels; what it returns waits for them, and gives milliseconds by kernel.
+    """Begins to watch a GPU's kernels; what it returns waits for them, and gives milliseconds by kernel."""
+    stop = _watch(ProfilerActivity.CUDA)
+    return lambda: {event.key: event.device_time_total / 1e3 for event in stop()}
 
-    What watches is taken out of the process afterwards, unless ``TEARDOWN_CUPTI`` says otherwise: left in it, it would
-    slow every launch that is timed later. Before CUDA 12.6 that does not go together with CUDA graphs.
+
+def longest(step: Callable[[], Any], device: str, number: int) -> tuple[list[dict[str, Any]], float]:
+    """The kernels that most of a step's time goes to, or on a CPU the operators without those that they call.
+
+    Returns:
+        Of each ``name``, ``calls``, ``ms`` of all calls together and its ``share`` of all kernels' time, the longest
+        first; and the milliseconds of all kernels of the step.
     """
-    if tuple(map(int, (torch.version.cuda or "0").split("."))) >= (12, 6):
+    cuda = device == "cuda"
+    stop = _watch(ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU)
+    step()
+    found = []
+    for event in stop():
+        if cuda and event.is_user_annotation:  # the span of kernels that are counted themselves
+            continue
+        ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
+        found.append({"name": event.key, "calls": event.count, "ms": ms})
+    found.sort(key=lambda kernel: -kernel["ms"])
+    total = sum(kernel["ms"] for kernel in found)
+    timed = (kernel for kernel in found[:number] if kernel["ms"])
+    return [kernel | {"share": kernel["ms"] / total} for kernel in timed], total
+
+
+def _watch(activity: ProfilerActivity) -> Callable[[], Any]:
+    """Begins a profile; what it returns ends it, after waiting for the GPU, and gives the averages by name.
+
+    What watches a GPU is taken out of the process afterwards, unless ``TEARDOWN_CUPTI`` says otherwise: left in it, it
+    would slow every launch that is timed later. Before CUDA 12.6 that does not go together with CUDA graphs.
+    """
+    cuda = activity == ProfilerActivity.CUDA
+    if cuda and tuple(map(int, (torch.version.cuda or "0").split("."))) >= (12, 6):
         os.environ.setdefault("TEARDOWN_CUPTI", "1")
-    profiled = profile(activities=[ProfilerActivity.CUDA])
+    profiled = profile(activities=[activity])
     profiled.__enter__()
 
-    def stop() -> dict[str, float]:
-        torch.cuda.synchronize()
+    def stop() -> Any:
+        if cuda:
+            torch.cuda.synchronize()
         profiled.__exit__(None, None, None)
-        return {event.key: event.device_time_total / 1e3 for event in profiled.key_averages()}
+        return profiled.key_averages()
 
     return stop
 

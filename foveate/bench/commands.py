@@ -396,6 +396,10 @@ def hybrids(
         int | None,
         typer.Option(help="Generated tokens (memory) or timed steps (training).", show_default="16 and 10"),
     ] = None,
+    profile: Annotated[
+        bool | None,
+        typer.Option("--profile", help="List the 25 kernels that a step spends most time in (training)."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="bfloat16, float16 or float32 (all but training).", show_default="bfloat16"),
@@ -414,6 +418,7 @@ def hybrids(
     shape |= {"sliding": sliding, "context": context, "dtype": dtype}
     of_memory = {"preset": preset, "size": size, "chunk": chunk, "context": context, "steps": steps, "dtype": dtype}
     of_training = {"train": train, "tokens": tokens, "length": length, "compile": compiled, "steps": steps}
+    of_training |= {"profile": profile}
     own = {
         "decode": {**shape, "batch": batch, "nsa_kv_heads": nsa_kv_heads, "half": half},
         "prefill": {**shape, "share": share},

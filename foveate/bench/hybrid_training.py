@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from foveate.bench import breakdown
 from foveate.bench.hybrids import BENCH
 from foveate.models import PRESETS, SIZES, HybridConfig
 from foveate.ops.recur import rule_in_use
@@ -37,6 +38,10 @@ MODELS = (
 TOKENS = {"tiny": 1024, "27M": 65536, "60M": 65536, "0.4B": 32768, "1.4B": 8192}
 """Tokens of a step of one device, by size: what fits into 80 GB."""
 _WARM_UP = 5
+_KERNELS = 25
+"""Kernels that a profile lists."""
+_NAME = 120
+"""Characters of a kernel's name that are printed; a row has all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Plan:
     steps: int = 10
     """Timed steps, after some that are not."""
     compile: bool = True
+    profile: bool = False
+    """List the kernels of one more step, after the timed ones, that take most time."""
     seed: int = 0
     device: str = "cuda"
 
@@ -110,6 +117,8 @@ def run(
                 f"peak {row['peak_bytes'] / 1e9:.1f} GB{share}"
                 + (f"; delta rule by {row['gated_delta_rule']}" if row["gated_delta_rule"] else "")
             )
+            for line in _listed(row):
+                say(line)
             keep([row])
             rows.append(row)
     return rows
@@ -157,6 +166,10 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]
         step()
         moments.append(mark())
     times = [between(start, end) for start, end in itertools.pairwise(moments)]
+    peak = memory.peak()
+    profiled = {}
+    if plan.profile:
+        profiled["kernels"], profiled["kernels_ms"] = breakdown.longest(step, place.device.type, _KERNELS)
     mean = place.sum(torch.tensor(statistics.median(times), device=place.device)).item() / place.world
     return {
         "ms": mean,
@@ -164,9 +177,20 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]
         "parameters": sum(parameter.numel() for parameter in made.parameters()),
         "multiplied": network.matmul_parameters(made),
         "gated_delta_rule": delta_rule(made.config, place.device, torch.bfloat16 if cuda else torch.float32),
-        "peak_bytes": memory.peak(),
+        "peak_bytes": peak,
         "peak_counts": memory.kind,
+        **profiled,
     }
+
+
+def _listed(row: dict[str, Any]) -> Iterator[str]:
+    """A line for each kernel of a row, after one for all of them; none without a profile."""
+    if "kernels" in row:
+        what = "kernels" if row["case"]["device"] == "cuda" else "operators"
+        yield f"  {what} of one step: {row['kernels_ms']:,.2f} ms without gaps between them; the longest of them:"
+        for kernel in row["kernels"]:
+            times = f"{kernel['ms']:>10,.2f} ms {kernel['share']:>6.1%} {kernel['calls']:>6,} ×"
+            yield f"{times} {kernel['name'][:_NAME]}"
 
 
 def _step(

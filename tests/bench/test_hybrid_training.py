@@ -32,7 +32,25 @@ def test_a_row_for_each_model_beside_the_transformer():
     assert rows[0]["gated_delta_rule"] is None
     assert rows[1]["gated_delta_rule"].startswith("torch (")
     assert len(said) == 2
+    assert all("kernels" not in row for row in rows)
     assert "delta rule by torch (" in said[1]
+
+
+def test_a_profile_lists_what_a_step_s_time_goes_to():
+    said = []
+    (row,) = hybrid_training.run(hybrid_training.Plan(models=("lalte-tiny",), profile=True, **SMALL), said.append)
+    kernels = row["kernels"]
+    assert len(kernels) == 25
+    assert [set(kernel) for kernel in kernels] == [{"name", "calls", "ms", "share"}] * 25
+    times = [kernel["ms"] for kernel in kernels]
+    assert times == sorted(times, reverse=True)
+    assert 0 < sum(times) <= row["kernels_ms"]
+    assert sum(kernel["share"] for kernel in kernels) == pytest.approx(sum(times) / row["kernels_ms"])
+    multiplied = next(kernel for kernel in kernels if kernel["name"] in ("aten::mm", "aten::addmm"))
+    assert multiplied["calls"] > 2, "of a step forward and backward"
+    assert f"operators of one step: {row['kernels_ms']:,.2f} ms" in said[1]
+    assert len(said) == 2 + len(kernels)
+    assert all(kernel["name"] in line for kernel, line in zip(kernels, said[2:], strict=True))
 
 
 def test_a_step_moves_the_weights_and_the_sparsity_feedback(monkeypatch):
@@ -72,12 +90,13 @@ def test_two_processes_train_together_and_the_first_has_the_row(tmp_path):
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "foveate.cli", "bench", "hybrids", "--phase=training", "--train=gdn_swa-tiny", "--tokens=128"]
-    command += ["--length=64", "--steps=2", "--no-compile", "--device=cpu", f"--out={out}"]
+    command += ["--length=64", "--steps=2", "--no-compile", "--profile", "--device=cpu", f"--out={out}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert row["case"]["processes"] == 2
+    assert len(row["kernels"]) == 25
     assert row["tokens_per_s"] == pytest.approx(2 * 128_000 / row["ms"])
 
 
