@@ -31,7 +31,7 @@ def load_kernel(path: str | Path, changed: Sequence[tuple[str, str]] = ()) -> Mo
         assert old in text, old
         text = text.replace(old, new)
     text = re.sub(r"from triton\.experimental[.\w]* import (\([^)]*\)|[^\n]*)\n", "", text)
-    text = re.sub(r"from foveate\.ops\._tile import multiprocessors\n", "", text)
+    text = re.sub(r"from foveate\.ops\.gpu\.tiles import multiprocessors\n", "", text)
     text = re.sub(r"\w+\.type\.layout", "None", text)
     module, launch = ModuleType("emulated"), _Launch()
     module.__dict__.update(

@@ -28,7 +28,7 @@ LAYERS = (
 
 LAYERS_OF_OPS = (
     ("_math", "_dispatch"),
-    ("gpu", "_tile", "_softcap_kernel"),
+    ("gpu",),
     ("score", "select", "attend", "compress", "retain", "recur"),
     ("summaries",),
 )

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), and their inverse: what a key was before it was rotated."""
+"""Rotary positions (Su et al. 2021)."""
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,10 @@ class Rotary(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor], inverse: bool = False) -> Tensor:
-    """Heads ``[B, H, L, D]`` rotated by :meth:`Rotary.angles`, or rotated back."""
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Heads ``[B, H, L, D]`` rotated by :meth:`Rotary.angles`."""
     cos, sin = (angle[:, None] for angle in angles)
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     a, b = exact.chunk(2, -1)
-    half = torch.cat([b, -a] if inverse else [-b, a], -1)
+    half = torch.cat([-b, a], -1)
     return (exact * cos + half * sin).to(x.dtype)

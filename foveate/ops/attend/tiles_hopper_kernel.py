@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from foveate.ops._tile import multiprocessors
 from foveate.ops.attend.reference import Attended
 from foveate.ops.attend.tiles_kernel import strides_of
+from foveate.ops.gpu.tiles import multiprocessors
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-3.4e38)

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._softcap_kernel import capped, constant
-from foveate.ops._tile import Tile
 from foveate.ops.attend.reference import Attended, check_sinks
 from foveate.ops.attend.tiles import check_selection, sums_before
+from foveate.ops.gpu.softcap import capped, constant
+from foveate.ops.gpu.tiles import Tile
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import Tile, multiprocessors, split
+from foveate.ops.gpu.tiles import Tile, multiprocessors, split
 from foveate.ops.score.nodes import check_pool
 from foveate.ops.score.pooled_kernel import per_head
 

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._softcap_kernel import capped, constant
-from foveate.ops._tile import Tile, multiprocessors, split
+from foveate.ops.gpu.softcap import capped, constant
+from foveate.ops.gpu.tiles import Tile, multiprocessors, split
 from foveate.ops.score.fp8 import FP8
 from foveate.ops.score.pooled import check
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from foveate.ops._tile import multiprocessors
+from foveate.ops.gpu.tiles import multiprocessors
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 

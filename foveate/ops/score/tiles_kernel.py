@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._softcap_kernel import capped, constant
-from foveate.ops._tile import Tile
+from foveate.ops.gpu.softcap import capped, constant
+from foveate.ops.gpu.tiles import Tile
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _WALK = tl.constexpr(16)
@@ -73,54 +73,19 @@ def tile_block_mass(
     if not number:
         return mass
     queries, lse = queries.contiguous(), lse.contiguous()
+    inputs = (queries, k, lse, begins, mass, *k.stride(), heads, tiles, rows, number)
+    sizes = {"SOFTCAP": cap, "LARGEST": largest, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     tile, each = tile_for(k.dtype, dim, _MOST), triton.next_power_of_2(rows)
-    if 2 * each <= tile.block_m:
+    small = 2 * each <= tile.block_m
+    if not small:
+        tile = tile_for(k.dtype, dim, rows)
+    sizes |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **tile.options}
+    walks, scale = triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value), scaling * _LOG2E.value
+    if small:
         groups = triton.cdiv(tiles, tile.block_m // each)
-        _mass_of_small_tiles[triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value) * groups, batch * heads](
-            queries,
-            k,
-            lse,
-            begins,
-            mass,
-            *k.stride(),
-            heads,
-            tiles,
-            rows,
-            number,
-            groups,
-            scaling * _LOG2E.value,
-            SOFTCAP=cap,
-            LARGEST=largest,
-            DIM=dim,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            EACH=each,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            **tile.options,
-        )
-        return mass
-    tile = tile_for(k.dtype, dim, rows)
-    _tile_block_mass[triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value) * tiles, batch * heads](
-        queries,
-        k,
-        lse,
-        begins,
-        mass,
-        *k.stride(),
-        heads,
-        tiles,
-        rows,
-        number,
-        scaling * _LOG2E.value,
-        SOFTCAP=cap,
-        LARGEST=largest,
-        DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        ONE=rows <= tile.block_m,
-        **tile.options,
-    )
+        _mass_of_small_tiles[walks * groups, batch * heads](*inputs, groups, scale, EACH=each, **sizes)
+    else:
+        _tile_block_mass[walks * tiles, batch * heads](*inputs, scale, ONE=rows <= tile.block_m, **sizes)
     return mass
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops._tile import multiprocessors
+from foveate.ops.gpu.tiles import multiprocessors
 from foveate.ops.select.blocks_kernel import (
     _HELD,
     _HIGHEST,

@@ -160,7 +160,7 @@ class SummariesLaunch:
         if how.score != "summary":
             rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
         rank_lse = None
-        if not stage.few or how.score != "summary":  # else it is that of what is attended to
+        if not stage.few or how.score != "summary":  # else nodes are ranked by the log-sum-exp of attention itself
             rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
         blocks, bounds, recent, recent_strides = triton.cdiv(stage.width, self.tile.block_n), None, None, (0, 0, 0)
         if stage.few and blocks > stage.at_once:
