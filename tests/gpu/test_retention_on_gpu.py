@@ -7,7 +7,7 @@ from foveate import ops
 from foveate.layers import LearnedEviction, RetentionScores
 from foveate.ops import _dispatch
 from foveate.ops.score import retention
-from foveate.state import RetainedMemory
+from foveate.state.hybrid import RetainedMemory
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.retention import in_slots, weights

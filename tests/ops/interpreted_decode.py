@@ -6,10 +6,10 @@ import pytest
 import torch
 import triton.language as tl
 
-from foveate.ops import _tile
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode_kernel, reference
 from foveate.ops.attend.pooled import attend_pooled
+from foveate.ops.gpu import tiles as gpu_tiles
 from foveate.ops.score import fp8_range, pooled, pooled_kernel, write_fp8
 from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
@@ -300,7 +300,7 @@ def test_what_attention_refuses():
 @pytest.mark.parametrize("rows", [1, 8, 512])
 @pytest.mark.parametrize("blocks", [0, 1, 7, 2048, 8192])
 def test_splits_cover_all_blocks_and_none_is_empty(rows, blocks):
-    splits, each = _tile.split(rows, blocks, 264)
+    splits, each = gpu_tiles.split(rows, blocks, 264)
     assert splits * each >= blocks
     assert (splits - 1) * each < max(blocks, 1)
     assert blocks < 64 or rows * splits >= min(264, rows * 128)
