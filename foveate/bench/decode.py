@@ -31,7 +31,7 @@ from foveate.results import circumstances
 from foveate.results.errors import UserError
 from foveate.state import Counters, Geometry, SlotCache
 from foveate.state.counters import Tally
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 
 BENCH = "decode"
 METHODS = ("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3", "luka", "quest", "omnikv", "lessismore")
@@ -291,17 +291,17 @@ def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
 
 def _between_steps(policy: Method, cache: SlotCache) -> float:
     """Milliseconds of the kernels of what a layer does between replayed steps, without what it shares with others."""
-    rows = MovingRows(cache.batch_size, cache.evicts, cache.device)
+    rows = DeviceRows(cache.batch_size, cache.evicts, cache.device)
     rows.write(cache.rows, None, cache.capacity)
-    cache.move(rows, None)
-    rows.sealed = True
+    cache.move_to_device(rows, None)
+    rows.capturing = True
     try:
         rows.pause()
         policy.keep_up(cache)
         return breakdown.total(functools.partial(policy.keep_up, cache))
     finally:
-        rows.sealed = False
-        cache.settle()
+        rows.capturing = False
+        cache.sync_to_host()
 
 
 def _bytes_read(layer: Layer) -> float:

@@ -15,7 +15,7 @@ from foveate import ops
 from foveate.bench import cold
 from foveate.methods import Method
 from foveate.state import SlotCache
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 
 _WARM_UP, _STEPS = 8, 32
 """Tokens that are not timed where steps are not replayed, and those that are."""
@@ -107,7 +107,7 @@ class Replayed:
         other.token(*self._token)
         layer.token(*self._token)
         freed = None if cache.freed is None else cache.freed.rows
-        self.rows = MovingRows(cache.batch_size, cache.evicts, cache.device)
+        self.rows = DeviceRows(cache.batch_size, cache.evicts, cache.device)
         self.rows.write(cache.rows, freed, cache.capacity)
         self._moving = [self.rows.numbers, self.rows.freed]
         for one in (cache, other.cache):
@@ -116,7 +116,7 @@ class Replayed:
                 one.own_memory()
                 places = torch.full((one.batch_size, one.geometry.num_kv_heads), -1, device=one.device)
                 self._moving += [places, one.tensors["positions"]]
-            one.move(self.rows, places)
+            one.move_to_device(self.rows, places)
         self._decoded = cache.decoded
         self._first = [numbers.clone() for numbers in self._moving]
 
@@ -153,11 +153,11 @@ class Replayed:
     @contextmanager
     def sealed(self) -> Iterator[None]:
         """Within a step: nothing asks the host for numbers that change."""
-        self.rows.sealed = True
+        self.rows.capturing = True
         try:
             yield
         finally:
-            self.rows.sealed = False
+            self.rows.capturing = False
 
     def _begin(self) -> None:
         self.rows.begin()
@@ -170,7 +170,7 @@ class Replayed:
 
     def _count(self) -> None:
         """Add what a token has counted to the totals, as steps do for all layers at their end."""
-        self.rows.tally.settle()
+        self.rows.tally.flush()
         for one in (self.other.cache, self.layer.cache):
             one.counters.count_steps(1, one.batch_size, 0)
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from foveate.ops import first_keys, put_token
 from foveate.state.counters import Counters, Tally, over_rows
 from foveate.state.description import Channel, Geometry
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 from foveate.state.eviction import Eviction, Freed, movable
-from foveate.state.row_numbers import Moving, RowNumbers
-from foveate.state.snapshots import Undoing
+from foveate.state.row_numbers import DeviceState, RowNumbers
+from foveate.state.snapshots import Snapshots
 
 _ALIGN = 64
 
 
-class SlotCache(RowNumbers, Eviction, Undoing):
+class SlotCache(RowNumbers, Eviction, Snapshots):
     """Keys, values and method state of one layer for a batch of sequences.
 
     Args:
@@ -269,7 +269,7 @@ class SlotCache(RowNumbers, Eviction, Undoing):
         step = self.step
         if step is not None:
             newest = step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
-            self._put(step.slots, self.moving.places, k, v, newest, take=True)
+            self._put(step.slots, self.device_state.places, k, v, newest, take=True)
             return
         counts = self.rows["counts"]
         if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
@@ -287,7 +287,7 @@ class SlotCache(RowNumbers, Eviction, Undoing):
 
     # Steps that are replayed
 
-    def move(self, rows: MovingRows, places: Tensor | None) -> None:
+    def move_to_device(self, rows: DeviceRows, places: Tensor | None) -> None:
         """From now on steps advance the numbers of the rows on the device, until someone asks for them.
 
         Args:
@@ -296,17 +296,17 @@ class SlotCache(RowNumbers, Eviction, Undoing):
         """
         if places is not None:
             places.copy_(self.freed.slots) if self.freed is not None else places.fill_(-1)
-        self.moving, self.freed = Moving(rows, places), None
+        self.device_state, self.freed = DeviceState(rows, places), None
 
-    def settle(self) -> None:
-        if self.moving is not None and self.moving.places is not None:
-            freed = self.moving.rows.read()[1]
-            self.freed = Freed(self.moving.places.clone(), list(freed)) if any(freed) else None
+    def sync_to_host(self) -> None:
+        if self.device_state is not None and self.device_state.places is not None:
+            freed = self.device_state.rows.read()[1]
+            self.freed = Freed(self.device_state.places.clone(), list(freed)) if any(freed) else None
             self.ordered = False
-        super().settle()
+        super().sync_to_host()
 
     def __getstate__(self) -> dict[str, Any]:  # of a copy, which has tensors of its own
-        self.settle()
+        self.sync_to_host()
         return dict(self.__dict__)
 
     # Rows of a batch

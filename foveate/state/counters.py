@@ -94,7 +94,7 @@ class Tally:
         """Leave out what has been counted since the last step."""
         self._counted.clear()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Add it, in place."""
         alike: dict[Hashable, list[tuple[Tensor, float | Tensor]]] = {}
         turns: dict[Hashable, int] = {}  # what is added at once goes to different totals

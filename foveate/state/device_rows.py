@@ -14,7 +14,7 @@ NAMES = ("lengths", "counts", "live", "prompt", "pages", "paged")
 """The numbers that a step may read; it advances the first three."""
 
 
-class MovingRows:
+class DeviceRows:
     """What a step knows of its rows: tensors at fixed addresses, the same for all layers whose rows are alike.
 
     A step reads them after :meth:`begin` has counted its token. The host knows how many steps there were, and asks the
@@ -38,7 +38,7 @@ class MovingRows:
         """No row is longer, as long as there is room; widths of selections follow from it."""
         self.steps = 0
         """Steps since the numbers were written."""
-        self.sealed = False
+        self.capturing = False
         """A step is being run, which must not ask the host for numbers that change from step to step."""
         self.tally = Tally()
         """What the layers of a step count."""
@@ -122,7 +122,7 @@ class MovingRows:
             change()
         self._after.clear()
 
-    def told(self, rule: Callable[[dict[str, list[int]]], dict[str, list[int]]]) -> None:
+    def apply_on_host(self, rule: Callable[[dict[str, list[int]]], dict[str, list[int]]]) -> None:
         """Change the host's numbers by a rule, as something between two steps has changed those of the device."""
         self._rows |= rule(self.read()[0])
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 
 
-class Moving(NamedTuple):
+class DeviceState(NamedTuple):
     """What a cache goes by while steps advance the numbers of its rows on the device."""
 
-    rows: MovingRows
+    rows: DeviceRows
     places: Tensor | None
     """int64 ``[B, Hkv]``: the slots freed last, -1 for none; None where none is ever given up."""
 
@@ -41,30 +41,30 @@ class RowNumbers:
         Raises:
             RuntimeError: in a step that is replayed, which must go by what is on the device.
         """
-        if self.moving is not None:
-            if self.moving.rows.sealed:
+        if self.device_state is not None:
+            if self.device_state.rows.capturing:
                 raise RuntimeError(
                     "a decode step for a graph asked for numbers of the host, which change with each step"
                 )
-            self.settle()
+            self.sync_to_host()
         return self._rows
 
     @rows.setter
     def rows(self, rows: dict[str, list[int]]) -> None:
         self._rows: dict[str, list[int]] = rows
-        self.moving: Moving | None = None
+        self.device_state: DeviceState | None = None
 
     @property
-    def step(self) -> MovingRows | None:
+    def step(self) -> DeviceRows | None:
         """The numbers on the device, in a step that is replayed; None elsewhere, where they are on the host."""
-        if self.moving is not None and not self.moving.rows.sealed:
-            self.settle()
-        return None if self.moving is None else self.moving.rows
+        if self.device_state is not None and not self.device_state.rows.capturing:
+            self.sync_to_host()
+        return None if self.device_state is None else self.device_state.rows
 
-    def settle(self) -> None:
+    def sync_to_host(self) -> None:
         """Bring the numbers back that were moving on the device."""
-        if self.moving is not None:
-            moved = self.moving.rows.read()[0]  # of all layers that share them: each needs lists of its own
+        if self.device_state is not None:
+            moved = self.device_state.rows.read()[0]  # of all layers that share them: each needs lists of its own
             self.rows = self._rows | {name: list(numbers) for name, numbers in moved.items()}
 
     @property
@@ -84,7 +84,7 @@ class RowNumbers:
     @property
     def decoded(self) -> int:
         """Tokens of a row since its prompt, which are as many in every row; asks the device for nothing."""
-        steps = 0 if self.moving is None else self.moving.rows.steps
+        steps = 0 if self.device_state is None else self.device_state.rows.steps
         return self._rows["lengths"][0] + steps - self._rows["prompt"][0]
 
     @property

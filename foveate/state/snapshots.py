@@ -15,7 +15,7 @@ class _Snapshot(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-class Undoing:
+class Snapshots:
     """What a :class:`~foveate.state.SlotCache` can undo."""
 
     snapshots: dict[int, _Snapshot]
@@ -26,7 +26,7 @@ class Undoing:
             used = self.used
             tensors = {
                 name: (self.tensors[name][:, :, :used] if spec.per == 1 else self.tensors[name]).clone()
-                for name, spec in self._undone_specs().items()
+                for name, spec in self._snapshot_specs().items()
             }
             rows = {name: list(numbers) for name, numbers in self.rows.items()}
             self.snapshots[clock] = _Snapshot(rows, tensors)
@@ -36,7 +36,7 @@ class Undoing:
         saved = self.snapshots[clock]
         self.rows = {name: list(numbers) for name, numbers in saved.rows.items()}
         for name, tensor in saved.tensors.items():
-            if self._undone_specs()[name].per:  # by slot or page: there may be more of them now
+            if self._snapshot_specs()[name].per:  # by slot or page: there may be more of them now
                 self.tensors[name][:, :, : tensor.shape[2]] = tensor
                 if name == "positions":
                     self.tensors[name][:, :, tensor.shape[2] :] = -1
@@ -50,7 +50,7 @@ class Undoing:
             self.rows[name] = [number - tokens for number in self.rows[name]]
         self.rows["observed"] = [max(number - tokens, 0) for number in self.rows["observed"]]
 
-    def _undone_specs(self) -> dict[str, Channel]:
+    def _snapshot_specs(self) -> dict[str, Channel]:
         """What a snapshot holds: all that a later token may change."""
         specs = {name: spec for name, spec in self.specs.items() if not spec.recomputed}
         return specs | ({"positions": Channel(dtype=torch.int32)} if self.evicts else {})

@@ -644,6 +644,6 @@ def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeyp
     object.__setattr__(plan, "device", "cuda")
     assert decode._upkeep(plan, kind.policy, layer) == 0.75 / 16
     assert ran == [True, True]
-    assert layer.cache.moving is None
+    assert layer.cache.device_state is None
     assert layer.cache.rows == numbers
     torch.testing.assert_close(layer.decode(layer.cache), expected, rtol=1e-3, atol=1e-3)

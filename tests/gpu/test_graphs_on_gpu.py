@@ -85,7 +85,7 @@ def test_a_replay_waits_for_nothing_and_allocates_nothing(method, lengths):
     """Neither does what is done between steps, here every fifth step or more often."""
     replayed.feed_steps(some[:20])
     store, at = replayed.driver.store, 20
-    while not method.records_pauses and (method.pauses(store.decoded + 1) or store.moving is None):
+    while not method.records_pauses and (method.pauses(store.decoded + 1) or store.device_state is None):
         replayed.feed_steps(some[at : at + 1])  # until the next steps are replays
         at += 1
     following = [some[n : n + 1] for n in range(at, at + (6 if method.records_pauses else 1))]

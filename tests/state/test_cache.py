@@ -1,4 +1,4 @@
-"""SlotCache: packing, growth, eviction, rows, undoing."""
+"""SlotCache: packing, growth, eviction, rows, snapshots."""
 
 import copy
 import operator
@@ -8,7 +8,7 @@ import torch
 
 from foveate.state import Channel, Counters, Geometry, SlotCache
 from foveate.state.counters import Tally
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 
 GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
 MASS = {"mass": Channel()}
@@ -417,7 +417,7 @@ def test_a_branch_takes_over_what_was_filled_for_it():
     assert cache.channel("0.mass").eq(7).all()
 
 
-# Undoing
+# Snapshots
 
 
 def state(cache: SlotCache):
@@ -613,11 +613,11 @@ def test_rules_give_whole_numbers_or_shares_even_where_they_are_equal():
 
 def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
     cache = filled(8, evicts=True)
-    places, rows = torch.full((2, 2), -1), MovingRows(2, True, cache.device)
+    places, rows = torch.full((2, 2), -1), DeviceRows(2, True, cache.device)
     rows.write(cache.rows, None, cache.capacity)
-    cache.move(rows, places)
+    cache.move_to_device(rows, places)
     rows.begin()
-    rows.sealed = True
+    rows.capturing = True
     cache.write_step(*kv(8, 1, [0, 1]))
     assert cache.each_row(operator.sub, 1).tolist() == [8, 8]
     assert cache.rows_where(operator.lt).tolist() == [False, False]
@@ -628,12 +628,12 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
     for ask in (lambda: cache.rows, lambda: cache.lengths, lambda: cache.uniform):
         with pytest.raises(RuntimeError, match="asked for numbers of the host"):
             ask()
-    rows.sealed, rows.steps = False, 1
+    rows.capturing, rows.steps = False, 1
     twin = copy.deepcopy(cache)
     for one in (cache, twin):
         assert one.rows["lengths"] == one.rows["counts"] == [9, 9]
         assert one.rows["live"] == [8, 9]
-        assert one.moving is None
+        assert one.device_state is None
         assert one.freed.rows == [True, False]
         assert one.freed.slots.tolist() == [[3, 3], [-1, -1]]
         assert one.used == 9
@@ -654,7 +654,7 @@ def test_one_total_gets_no_two_numbers_in_one_launch(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_add_", distinct)
     for number in (2.0, 3.0, torch.ones(2, 3), torch.full((2, 3), 4.0), torch.tensor(5.0)):
         tally.add(total, number)
-    tally.settle()
+    tally.flush()
     assert total == 1 + 5 + 2 * 5 + 5
 
 
@@ -672,10 +672,10 @@ def test_what_layers_count_together_is_added_once():
         tally.add(total, number)
     assert totals[-1] == 3
     for _ in range(2):  # the second time there is nothing left
-        tally.settle()
+        tally.flush()
         for total, its in zip(totals, expected):
             torch.testing.assert_close(total.double(), its.double(), rtol=1e-12, atol=0)
     tally.add(totals[0], numbers[0])
     tally.forget()
-    tally.settle()
+    tally.flush()
     assert totals[0] == expected[0]

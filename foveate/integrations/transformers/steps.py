@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.cache import Cache, Layer, recurrent_states
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 
 ROOM = 256
 """Tokens for which a cache gets room before its steps are recorded, where it has less: a full one is recorded anew."""
@@ -101,7 +101,7 @@ class Steps:
         """What is done between steps, by the layers that do it; None: done once, and not recorded yet."""
         self._inputs: dict[str, Tensor] = {}
         self._options: dict[str, Any] = {}
-        self._groups: list[MovingRows] = []
+        self._groups: list[DeviceRows] = []
         self._grouping: list[int] = []
         self._batch = 0
         self._places: list[Tensor | None] = []
@@ -187,8 +187,8 @@ class Steps:
         if len(layers) != len(self._grouping) or any(rows.steps >= self._room for rows in self._groups):
             return False
         for layer, group in zip(layers, self._grouping):
-            moving = layer.store.moving
-            if moving is None or moving.rows is not self._groups[group]:
+            state = layer.store.device_state
+            if state is None or state.rows is not self._groups[group]:
                 return False
         return True
 
@@ -221,7 +221,7 @@ class Steps:
             self._forget()
             self._grouping, self._batch = grouping, stores[0].batch_size
             of_groups = [stores[grouping.index(group)] for group in range(len(different))]
-            self._groups = [MovingRows(store.batch_size, store.evicts, store.device) for store in of_groups]
+            self._groups = [DeviceRows(store.batch_size, store.evicts, store.device) for store in of_groups]
             with torch.inference_mode(False):
                 self._places = [
                     torch.full((one.batch_size, one.geometry.num_kv_heads), -1, device=one.device)
@@ -244,7 +244,7 @@ class Steps:
             self._forget()
             self._memory, self._methods = [weakref.ref(tensor) for tensor in memory], methods
         for store, group, places in zip(stores, self._grouping, self._places):
-            store.move(self._groups[group], places)
+            store.move_to_device(self._groups[group], places)
         alike: dict[Hashable, list[int]] = {}
         for index, (layer, group) in enumerate(zip(layers, self._grouping)):
             alike.setdefault((group, methods[index], layer.dense_below, layer.replays_dense), []).append(index)
@@ -272,7 +272,7 @@ class Steps:
         def run() -> None:
             moving = [self._groups[group] for group in groups]
             for rows in moving:
-                rows.sealed = True
+                rows.capturing = True
                 rows.pause()
             try:
                 for n in which:
@@ -281,7 +281,7 @@ class Steps:
                     rows.resume()
             finally:
                 for rows in moving:
-                    rows.sealed = False
+                    rows.capturing = False
 
         if which not in self._pauses:
             run()
@@ -296,20 +296,20 @@ class Steps:
                     self._pauses[which] = Recording(None, run)
             self._pauses[which].replay()
         for group, method in groups.items():
-            self._groups[group].told(method.numbers_after)
+            self._groups[group].apply_on_host(method.numbers_after)
 
     def _run(self, run: Callable[..., Any], cache: Cache) -> ModelOutput:
         """The step itself: what is recorded, or done once to make ready what is made at a first use."""
         for rows in self._groups:
-            rows.sealed = True
+            rows.capturing = True
             rows.begin()
         try:
             out = run(**self._inputs, **self._options, **{releases.CACHE: cache})
             for rows in self._groups:
-                rows.tally.settle()
+                rows.tally.flush()
         finally:
             for rows in self._groups:
-                rows.sealed = False
+                rows.capturing = False
         # the cache would keep itself alive through what was recorded for it
         return releases.without_cache(out)
 

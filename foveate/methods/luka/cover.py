@@ -13,7 +13,7 @@ from foveate.methods.base import Number, budget, clamp
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging, nodes_over
 from foveate.state import Geometry, SlotCache
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 
 
 def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
@@ -38,7 +38,7 @@ def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
         numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
         rows = _rows(paging, budgets, paging.spec, *numbers, cache.geometry.num_heads, cache.device)
     else:
-        rows = step.once(("tree", paging.spec), lambda: _moving_rows(pages, budgets, step, cache.geometry))
+        rows = step.once(("tree", paging.spec), lambda: _device_rows(pages, budgets, step, cache.geometry))
     return ops.Tree(levels, rows, pages.width, None if paging.fixed else cache.channel("page_end"))
 
 
@@ -72,7 +72,7 @@ def _rows(
     )
 
 
-def _moving_rows(pages: Pages, budgets: Budgets, rows: MovingRows, geometry: Geometry) -> ops.Rows:
+def _device_rows(pages: Pages, budgets: Budgets, rows: DeviceRows, geometry: Geometry) -> ops.Rows:
     """The same for a step that is replayed: in as many places as the rows ever need."""
     sizes, levels = pages.sizes, range(len(pages.sizes))
     lengths, paged, number = (rows[name] for name in ("lengths", "paged", "pages"))

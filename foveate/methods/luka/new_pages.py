@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 
 
 class UniformPages(NamedTuple):
@@ -46,7 +46,7 @@ class RaggedPages(NamedTuple):
     """Pages that each row gets."""
     size: int
     """Tokens of a page."""
-    step: MovingRows
+    step: DeviceRows
     spec: str
     """Of the method: the places of its new pages are computed once for all layers."""
 

@@ -12,7 +12,7 @@ from foveate.methods.luka.new_pages import RaggedPages, UniformPages
 from foveate.methods.luka.paging import KL_LAG, Paging, nodes_over
 from foveate.ops.compress import segments
 from foveate.state import Channel, Geometry, SlotCache
-from foveate.state.device_rows import MovingRows
+from foveate.state.device_rows import DeviceRows
 
 
 class Pages:
@@ -128,7 +128,7 @@ class Pages:
         under = self.group * self.sizes[0]
         return (under - 1 + self.paging.compress_every) // under
 
-    def _due(self, rows: Mapping[str, Tensor] | MovingRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _due(self, rows: Mapping[str, Tensor] | DeviceRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Each row's pages, the slot where its next page begins, and its numbers once due pages are made."""
         pages, paged = rows["pages"].clone(), rows["paged"]
         start = torch.where(paged > 0, paged, self.paging.sinks)
