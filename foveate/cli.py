@@ -177,26 +177,26 @@ def generate(
     from transformers import TextStreamer
 
     import foveate
-    from foveate.evaluation import inference, model_folder
+    from foveate.evaluation import generation, loading, model_folder
     from foveate.evaluation.prompting import encode
 
     _quiet()
     facts = model_folder.model_facts(model)
-    place = inference.choose_device(device)
-    form = inference.choose_dtype(dtype, model, place)
-    tokenizer = inference.load_tokenizer(model)
+    place = loading.choose_device(device)
+    form = loading.choose_dtype(dtype, model, place)
+    tokenizer = loading.load_tokenizer(model)
     if chat and not tokenizer.chat_template:
         raise UserError(f"{model}: the tokenizer has no chat template; leave --chat away")
     ids = encode(tokenizer, [{"role": "user", "content": text}] if chat else text)
     model_folder.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
-    network = inference.load_model(model, form, place)
+    network = loading.load_model(model, form, place)
     tensor = torch.tensor([ids], device=place)
     with foveate.attached(network, chosen, dense_below=0), torch.inference_mode():
         made = network.generate(
             tensor,
             attention_mask=torch.ones_like(tensor),
             max_new_tokens=max_new_tokens,
-            pad_token_id=inference.pad_token(network, tokenizer),
+            pad_token_id=generation.pad_token(network, tokenizer),
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             return_dict_in_generate=True,
         )

@@ -39,7 +39,7 @@ UPWARD = {
     "training": {
         "cli",
         "evaluation.data",
-        "evaluation.inference",
+        "evaluation.loading",
         "evaluation.model_folder",
         "evaluation.multihop",
         "evaluation.prompting",

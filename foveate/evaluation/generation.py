@@ -1,25 +1,18 @@
 """Asking a model a batch of items, for answers or teacher-forced, with the time of prefill and decode.
 
 A batch is asked in two steps: the prompt is read, and what follows is generated or scored. So one reading can serve
-several methods, each of which goes on from it exactly as if it had read the prompt alone, or along the answers that
-another has given.
+several methods. Each continues exactly as if it had read the prompt alone, or along the answers of another run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import random
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -28,22 +21,16 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from foveate.evaluation import data
-from foveate.evaluation.model_folder import read_config, weight_files
+from foveate.evaluation.decoding import Along, Clock, Greedy, Paused, Sampled, Trace, check_finite, decode, kl
 from foveate.evaluation.tasks.base import Item, Output
 from foveate.integrations.transformers import releases
-from foveate.results.errors import DataError, UserError, unknown
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 GENERATE, TEACHER_FORCED, SHARED = "generate", "teacher-forced", ", shared prompt"
 """How a batch was timed, and what is added where its prompt was read for several methods at once."""
 ALONG = "tokens given, decode not timed"
-"""The same of a batch that went along answers given before."""
+"""The same for a batch decoded along answers given before."""
 _FORWARD_TOKENS, _SHORTEST_CHUNK = 1 << 18, 512
 """Tokens of a forward pass over prompts: more are read in chunks, whose activations fit beside a large cache."""
-_TOKENIZER_FILES = {"tokenizer.json": "model", "tokenizer_config.json": None}
-"""Of a tokenizer, and the object that each has to hold."""
 _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, vocabulary]
 
 
@@ -57,105 +44,6 @@ class Batch:
     decode_steps: int
     timing: str
     cache: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """Answers to a batch of items, and the distributions that they were chosen from."""
-
-    tokens: torch.Tensor
-    """int64 [B, T], padded behind a row's end."""
-    lengths: torch.Tensor
-    """int64 [B]: tokens of each answer, its end among them."""
-    logits: list[torch.Tensor]
-    """T of them, [B, vocabulary]."""
-
-
-def choose_device(device: str) -> str:
-    """ "cpu" or "cuda" from the user's choice; "auto" is the GPU if there is one. Raises `UserError`."""
-    if device not in DEVICES:
-        raise unknown("device", device, DEVICES)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is available; use --device cpu or auto")
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
-
-
-def choose_dtype(dtype: str, folder: Path, device: str) -> str:
-    """A torch dtype's name; "auto" is the checkpoint's own on a GPU and float32 on a CPU. Raises `UserError`."""
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    if dtype != "auto":
-        return dtype
-    if device == "cpu":
-        return "float32"
-    config = read_config(folder)
-    config = config.get("text_config", config)
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder. Raises `UserError` if there is none, or one of its files is damaged."""
-    read_config(folder)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # KeyError, TypeError and what tokenizers raises: a damaged file leads to any of them
-        for name, needed in _TOKENIZER_FILES.items():
-            if (Path(folder) / name).exists():
-                _check_object(Path(folder) / name, needed)
-        raise UserError(f"{folder}: no usable tokenizer in the model folder ({_first_line(error)})") from None
-
-
-def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
-    """The causal language model of a folder, in eval mode, its generation defaults cleared to plain greedy decoding.
-
-    Raises `UserError` if Transformers cannot load it as such, a file of weights is damaged, or the weights are not
-    those of the configuration: some are missing (tied ones need not be there), unexpected or of another shape.
-    """
-    read_config(folder)
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: a damaged file of weights ({_first_line(error)})") from None
-    try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{folder}: not loadable as a causal language model ({_first_line(error)})") from None
-    _check_loaded(folder, loaded)
-    ends = model.generation_config.eos_token_id
-    model.generation_config = GenerationConfig(eos_token_id=ends, do_sample=False)
-    return model.to(device).eval()
-
-
-def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:
-    """Refuses weights that Transformers would make up, leave out or replace without a word."""
-    faults = []
-    for kind, what in (("missing_keys", "missing from the files"), ("unexpected_keys", "unknown to the model")):
-        if names := sorted(loaded[kind]):
-            faults.append(f"{len(names)} {what}, such as {names[0]}")
-    if others := sorted(loaded["mismatched_keys"]):
-        name, there, wanted = others[0]
-        faults.append(f"{len(others)} of another shape, such as {name}, {list(there)} and not {list(wanted)}")
-    if faults:
-        raise UserError(f"{folder}: the weights are not those of config.json: {'; '.join(faults)}")
-
-
-def _check_object(path: Path, needed: str | None) -> None:
-    """Raises `DataError` if a file is no JSON object, or has no object `needed`."""
-    value = data.read_json(path)
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: expected an object")
-    if needed is not None:
-        data.field(value, needed, dict, str(path))
 
 
 def run_batch(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Batch:
@@ -206,7 +94,7 @@ class Prompt:
         each of them, one after the other; otherwise once. Raises `UserError` for predictions that are not finite.
         """
         cache = self.cache.branch(model) if shared else self.cache
-        clock = _Clock(model.device)
+        clock = Clock(model.device)
         if along is None:
             outputs, steps = self._follow(model, cache, clock)
         else:
@@ -231,7 +119,7 @@ class Prompt:
         """
         raise TypeError("texts whose continuation is given have no answers to go along")
 
-    def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
+    def _follow(self, model: PreTrainedModel, cache: Any, clock: Clock) -> tuple[list[Output], int]:
         """Outputs and the number of decode steps; the clock ticks when the first step begins and when the last ends."""
         raise NotImplementedError
 
@@ -270,13 +158,13 @@ class _Questions(Prompt):
             more = _padded([item.prompt_ids[cut:] for item, cut in zip(items, cuts)], self._pad, model.device)
             self._asked = torch.cat([ids, more[0]], 1), torch.cat([mask, more[1]], 1)
         self._width = (self._context if self._asked is None else self._asked)[0].shape[1]
-        clock = _Clock(model.device)
+        clock = Clock(model.device)
         clock.tick()
         self._paused = self._read(model, *self._context)
         clock.tick()
         self.prefill_ms, self.cache = clock.elapsed_ms, self._paused.cache
 
-    def _read(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cache: Any = None) -> _Paused:
+    def _read(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cache: Any = None) -> Paused:
         """Reads a turn, up to the first token of its answer; `cache` holds the turns before it."""
         stops = [_StopAt(self._tokenizer, self._stop, self._width)] if self._stop else []
         return model.generate(
@@ -290,7 +178,7 @@ class _Questions(Prompt):
             **({} if cache is None else {releases.CACHE: cache}),
         )
 
-    def _ask(self, model: PreTrainedModel, cache: Any) -> _Paused:
+    def _ask(self, model: PreTrainedModel, cache: Any) -> Paused:
         """Before the first token of the answers: a question that comes after the context is read now, on `cache`."""
         if self._asked is None:
             return dataclasses.replace(self._paused, cache=cache)
@@ -300,14 +188,14 @@ class _Questions(Prompt):
     def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
         paused = self._ask(model, self.cache.branch(model) if shared else self.cache)
         chooser = self._chooser(paused, keep=True)
-        ids = _decode(model, paused, chooser)
-        _check_finite(model, self._items, chooser.finite)
+        ids = decode(model, paused, chooser)
+        check_finite(model, self._items, chooser.finite)
         return Trace(ids[:, self._width :], chooser.lengths, chooser.logits)
 
     @torch.inference_mode()
     def divergence(self, model: PreTrainedModel, trace: Trace, shared: bool = False) -> torch.Tensor:
         paused = self._ask(model, self.cache.branch(model) if shared else self.cache)
-        of_prompt, steps = _kl(trace.logits[0], paused.logits[:, -1]), trace.tokens.shape[1] - 1
+        of_prompt, steps = kl(trace.logits[0], paused.logits[:, -1]), trace.tokens.shape[1] - 1
         if not steps:
             return of_prompt
         ids, kwargs = torch.cat([paused.ids, trace.tokens[:, :steps]], 1), dict(paused.kwargs)
@@ -318,48 +206,35 @@ class _Questions(Prompt):
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=steps, **kwargs)
         with model._optimize_model_for_decode():
             out = model(**inputs, return_dict=True)
-        divergence = torch.stack([_kl(*pair) for pair in zip(trace.logits[1:], out.logits.unbind(1), strict=True)], 1)
+        divergence = torch.stack([kl(*pair) for pair in zip(trace.logits[1:], out.logits.unbind(1), strict=True)], 1)
         outside = torch.arange(1, steps + 1, device=ids.device) >= trace.lengths[:, None]
         return (of_prompt + divergence.masked_fill(outside, 0.0).sum(1)) / trace.lengths
 
-    def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
+    def _follow(self, model: PreTrainedModel, cache: Any, clock: Clock) -> tuple[list[Output], int]:
         paused = self._ask(model, cache)
         chooser = self._chooser(paused)
-        rows = _decode(model, paused, chooser, clock)[:, self._width :].tolist()
-        _check_finite(model, self._items, chooser.finite)
+        rows = decode(model, paused, chooser, clock)[:, self._width :].tolist()
+        check_finite(model, self._items, chooser.finite)
         outputs = [Output(text=self._text(row), tokens=n) for row, n in zip(rows, chooser.lengths.tolist())]
         return outputs, len(rows[0]) - 1
 
     def _compare(self, model: PreTrainedModel, cache: Any, trace: Trace) -> list[Output]:
-        along = _Along(trace)
-        _decode(model, self._ask(model, cache), along)
-        _check_finite(model, self._items, along.divergence.isfinite())
+        along = Along(trace)
+        decode(model, self._ask(model, cache), along)
+        check_finite(model, self._items, along.divergence.isfinite())
         columns = (trace.tokens, trace.lengths, along.divergence, along.agreed)
         return [
             Output(text=self._text(row[:length]), tokens=length, divergence=divergence, agreed=agreed)
             for row, length, divergence, agreed in zip(*(column.tolist() for column in columns))
         ]
 
-    def _chooser(self, paused: _Paused, keep: bool = False) -> _Greedy:
+    def _chooser(self, paused: Paused, keep: bool = False) -> Greedy:
         if self._items[0].sampling is None:
-            return _Greedy(paused, keep)
-        return _Sampled(paused, self._items, keep)
+            return Greedy(paused, keep)
+        return Sampled(paused, self._items, keep)
 
     def _text(self, row: list[int]) -> str:
         return _text(self._tokenizer, row, self._ends, self._stop)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Paused:
-    """A call of `generate` before its first token: the prompt's ids and logits, and what was prepared for decoding."""
-
-    ids: torch.Tensor
-    logits: torch.Tensor
-    cache: Any
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    pad: int
-    kwargs: dict[str, Any]
 
 
 def _pause(
@@ -369,7 +244,7 @@ def _pause(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     **kwargs: Any,
-) -> _Paused:
+) -> Paused:
     """Takes the place of `generate`'s decoding loop, and only reads the prompt."""
     chunk = max(_SHORTEST_CHUNK, _FORWARD_TOKENS // len(input_ids))
     attachment = getattr(model, "foveate", None)
@@ -379,117 +254,7 @@ def _pause(
         generation_config.prefill_chunk_size = chunk
     out = model._prefill(input_ids, generation_config, kwargs)
     cache, pad = releases.returned_cache(out), generation_config.pad_token_id
-    return _Paused(input_ids, out.logits, cache, logits_processor, stopping_criteria, pad, kwargs)
-
-
-class _Greedy:
-    """`generate`'s greedy choice, step for step; `keep` the logits that it was made from."""
-
-    def __init__(self, paused: _Paused, keep: bool = False):
-        self._paused, self._has_ends = paused, any(hasattr(criterion, "eos_token_id") for criterion in paused.criteria)
-        self._unfinished = torch.ones_like(paused.ids[:, 0])
-        self.lengths = torch.zeros_like(self._unfinished)
-        self.finite = torch.ones_like(self._unfinished, dtype=torch.bool)
-        """Whether the logits of each answer had a finite maximum; stays on the device."""
-        self.logits: list[torch.Tensor] | None = [] if keep else None
-
-    def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The next token, [B], of the ids so far, [B, n], and the logits, [B, vocabulary]."""
-        if self.logits is not None:
-            self.logits.append(logits)
-        self.finite &= logits.amax(-1).isfinite() | (self._unfinished == 0)
-        token = self._pick(self._paused.processors(ids, logits.float()))
-        return token.where(self._unfinished > 0, self._paused.pad) if self._has_ends else token
-
-    def ended(self, ids: torch.Tensor) -> bool:
-        """Whether nothing follows these ids."""
-        self.lengths += self._unfinished
-        self._unfinished = self._unfinished & ~self._paused.criteria(ids, None)
-        return not self._unfinished.any()
-
-    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
-        """A token each, [B], by the scores, float32 [B, vocabulary]."""
-        return scores.argmax(-1)
-
-
-class _Sampled(_Greedy):
-    """Tokens drawn as the items' `sampling` says.
-
-    A number of [0, 1) for every token of every item, drawn beforehand, is looked up in the cumulated probabilities, in
-    the order of the vocabulary: distributions that differ little give the same token but for a small share of numbers.
-    """
-
-    def __init__(self, paused: _Paused, items: Sequence[Item], keep: bool = False):
-        super().__init__(paused, keep)
-        rngs = [random.Random(item.sampling.seed) for item in items]
-        draws = [[rng.random() for _ in range(item.max_new_tokens)] for rng, item in zip(rngs, items)]
-        bounds = [[item.sampling.temperature, item.sampling.top_p] for item in items]
-        device = paused.ids.device
-        self._draws = iter(torch.tensor(draws, dtype=torch.float64, device=device).T[..., None])
-        self._temperature, self._top_p = torch.tensor(bounds, dtype=torch.float64, device=device).T[..., None]
-
-    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
-        probabilities = (scores.double() / self._temperature).softmax(-1)
-        falling, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        outside = falling.cumsum(-1) - falling >= self._top_p
-        kept = probabilities.masked_fill(outside.scatter(-1, order, outside), 0.0).cumsum(-1)
-        drawn = torch.searchsorted(kept, next(self._draws) * kept[:, -1:], right=True)[:, 0]
-        return drawn.clamp_max(scores.shape[-1] - 1)  # NaN is behind all
-
-
-class _Along:
-    """The choices of a trace, and how the logits found on the way compare with its own."""
-
-    def __init__(self, trace: Trace):
-        self._trace, self._step = trace, 0
-        self.divergence = trace.lengths.double() * 0.0
-        self.agreed = torch.zeros_like(trace.lengths)
-
-    def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        inside, theirs = self._step < self._trace.lengths, self._trace.logits[self._step]
-        self.agreed += (logits.argmax(-1) == theirs.argmax(-1)) & inside
-        self.divergence += _kl(theirs, logits).masked_fill(~inside, 0.0)
-        self._step += 1
-        return self._trace.tokens[:, self._step - 1]
-
-    def ended(self, ids: torch.Tensor) -> bool:
-        return self._step == self._trace.tokens.shape[1]
-
-
-def _check_finite(model: PreTrainedModel, items: Sequence[Item], finite: torch.Tensor) -> None:
-    """Refuses NaN and infinite predictions, of which greedy answers are made without a word; `finite`: bool [B]."""
-    strange = [item.id for item, fine in zip(items, finite.tolist()) if not fine]
-    if strange:
-        method = getattr(getattr(model, "foveate", None), "method", None)
-        who = f"method '{method.spec}', " if method else ""
-        raise UserError(
-            f"{who}item {strange[0]}: the predictions of the model are not finite (NaN or infinite); is a weight so, "
-            f"or does {str(model.dtype).removeprefix('torch.')} not hold its activations?"
-        )
-
-
-def _kl(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
-    """KL divergence (nats) of distributions from others, by their logits [B, vocabulary]: float64 [B]."""
-    theirs, ours = theirs.float().log_softmax(-1), ours.float().log_softmax(-1)
-    return (theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0.0).double()  # below 0 by rounding alone
-
-
-def _decode(
-    model: PreTrainedModel, paused: _Paused, chooser: _Greedy | _Along, clock: _Clock | None = None
-) -> torch.Tensor:
-    """Ids [B, prompt and answer]: `generate`'s decoding loop, step for step, from a cache that holds the prompt."""
-    ids, kwargs = paused.ids, dict(paused.kwargs)
-    out = CausalLMOutputWithPast(logits=paused.logits, **{releases.CACHE: paused.cache})
-    with model._optimize_model_for_decode():
-        while True:
-            if clock is not None:
-                clock.tick()
-            token = chooser.choose(ids, out.logits[:, -1])
-            ids = torch.cat([ids, token[:, None]], 1)
-            if chooser.ended(ids):
-                return ids
-            kwargs = model._update_model_kwargs_for_generation(out, kwargs)
-            out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs), return_dict=True)
+    return Paused(input_ids, out.logits, cache, logits_processor, stopping_criteria, pad, kwargs)
 
 
 class _Texts(Prompt):
@@ -510,7 +275,7 @@ class _Texts(Prompt):
         self._mask = torch.arange(width, device=device) >= width - self._lengths[:, None]
         self._padded = any(len(text.prompt_ids) < width for text in texts)
         prompt = torch.tensor(rows, device=device)
-        clock = _Clock(device)
+        clock = Clock(device)
         clock.tick()
         out = model(prompt, use_cache=True, logits_to_keep=1, **self._placed(-width, 0))
         clock.tick()
@@ -524,7 +289,7 @@ class _Texts(Prompt):
         positions = self._lengths[:, None] + torch.arange(start, end, device=mask.device)
         return {"attention_mask": mask.long(), "position_ids": positions.clamp_min(0)}
 
-    def _follow(self, model: PreTrainedModel, cache: Any, clock: _Clock) -> tuple[list[Output], int]:
+    def _follow(self, model: PreTrainedModel, cache: Any, clock: Clock) -> tuple[list[Output], int]:
         target, steps = self._target, self._target.shape[1] - 1
         clock.tick()
         scores = [_scores(self._logits, target[:, :1])]
@@ -538,7 +303,7 @@ class _Texts(Prompt):
         sums = iter([(math.fsum(row[:count]), tuple(hit[:count])) for row, hit, count in rows])
         by_item = [[next(sums) for _ in item.texts] for item in self._items]
         finite = [all(math.isfinite(nll) for nll, _ in of_item) for of_item in by_item]
-        _check_finite(model, self._items, torch.tensor(finite))
+        check_finite(model, self._items, torch.tensor(finite))
         return [_scored(item, of_item) for item, of_item in zip(self._items, by_item)], steps
 
 
@@ -555,24 +320,6 @@ def _scores(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
     chosen = logits.gather(-1, target[..., None])[..., 0].float()
     nll = (torch.logsumexp(logits.float(), dim=-1) - chosen).double()
     return nll, logits.argmax(-1) == target
-
-
-class _Clock:
-    """Notes times, waiting for the device."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._ticks: list[float] = []
-
-    def tick(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._ticks.append(time.perf_counter())
-
-    @property
-    def elapsed_ms(self) -> float:
-        """From the first tick to the last."""
-        return 1e3 * (self._ticks[-1] - self._ticks[0])
 
 
 class _StopAt(StoppingCriteria):
@@ -597,7 +344,3 @@ def _as_list(value: Any) -> list[int]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

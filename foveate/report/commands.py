@@ -151,7 +151,7 @@ def attention_map(
     """Attention of one head over interwoven topics: unless told, the one that joins segments of a topic most."""
     from transformers.utils import logging
 
-    from foveate.evaluation import inference, model_folder
+    from foveate.evaluation import loading, model_folder
     from foveate.evaluation.data import read_text
     from foveate.report import attention_map as maps
     from foveate.report import figure
@@ -163,11 +163,11 @@ def attention_map(
         raise UserError("--text and --topics go together: a file of paragraphs, and the topic of each of them")
     figure.check(out)
     names = maps.TOPICS if topics is None else tuple(topic.strip() for topic in topics.split(","))
-    cut = maps.segments(inference.load_tokenizer(model), maps.TEXT if text is None else read_text(text), names)
+    cut = maps.segments(loading.load_tokenizer(model), maps.TEXT if text is None else read_text(text), names)
     model_folder.check_positions(len(cut.ids), model_folder.model_facts(model), "the text needs")
-    place = inference.choose_device(device)
-    form = inference.choose_dtype(dtype, model, place)
-    found = maps.look(inference.load_model(model, form, place), cut, layer, head)
+    place = loading.choose_device(device)
+    form = loading.choose_dtype(dtype, model, place)
+    found = maps.look(loading.load_model(model, form, place), cut, layer, head)
     maps.draw(found, cut, f"{model.name} · {form} · {circumstances.device_name(place)}", out)
     _say(out, [f"layer {found.layer}, head {found.head}"])
 

@@ -3,7 +3,7 @@ import torch
 from evaluation import tiny
 from matplotlib.image import imread
 
-from foveate.evaluation.inference import load_model
+from foveate.evaluation.loading import load_model
 from foveate.report import attention_map as maps
 from foveate.results.errors import UserError
 

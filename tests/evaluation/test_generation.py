@@ -1,22 +1,18 @@
 import contextlib
-import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import foveate
-from foveate.evaluation import inference
+from foveate.evaluation import decoding, generation, loading
 from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item, Option
-from foveate.results.errors import UserError
 from tests.helpers import cached, returned_cache
 
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return inference.load_model(tiny_folder, "float32", "cpu")
+    return loading.load_model(tiny_folder, "float32", "cpu")
 
 
 def question(tokenizer, text, stop="", new=12):
@@ -32,8 +28,8 @@ TEXTS = ["Call me Ishmael.", "It was the whale, and", "Queequeg"]
 
 def test_a_batch_answers_what_single_items_do(model, tokenizer):
     items = [question(tokenizer, text) for text in TEXTS]
-    together = inference.run_batch(model, tokenizer, items)
-    alone = [inference.run_batch(model, tokenizer, [item]) for item in items]
+    together = generation.run_batch(model, tokenizer, items)
+    alone = [generation.run_batch(model, tokenizer, [item]) for item in items]
     assert [output.text for output in together.outputs] == [batch.outputs[0].text for batch in alone]
     assert len({output.text for output in together.outputs}) > 1
     for batch in [together, *alone]:
@@ -51,14 +47,14 @@ def test_greedy_whatever_the_checkpoint_says(tiny_folder, tokenizer, model):
             made.append(int(model(torch.cat([ids, torch.tensor([made], dtype=torch.int64)], 1)).logits[0, -1].argmax()))
     assert model.generation_config.eos_token_id not in made
     assert set(made) & set(item.prompt_ids)
-    (output,) = inference.run_batch(model, tokenizer, [item]).outputs
+    (output,) = generation.run_batch(model, tokenizer, [item]).outputs
     assert output.text == tokenizer.decode(made).strip()
 
 
 def test_an_answer_ends_at_the_stop_string_and_takes_no_more_steps(model, tokenizer):
-    (full,) = inference.run_batch(model, tokenizer, [question(tokenizer, TEXTS[1], new=40)]).outputs
+    (full,) = generation.run_batch(model, tokenizer, [question(tokenizer, TEXTS[1], new=40)]).outputs
     stop = full.text[len(full.text) // 3]
-    batch = inference.run_batch(model, tokenizer, [question(tokenizer, TEXTS[1], stop, new=40)])
+    batch = generation.run_batch(model, tokenizer, [question(tokenizer, TEXTS[1], stop, new=40)])
     assert batch.outputs[0].text == full.text.split(stop, 1)[0].rstrip()
     assert batch.cache.get_seq_length() < len(question(tokenizer, TEXTS[1]).prompt_ids) + 39
 
@@ -74,11 +70,11 @@ def test_answers_are_those_of_generate(model, tokenizer, monkeypatch, method, en
     with foveate.attached(model, method) if method else contextlib.nullcontext():
         made = model.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=30, do_sample=False, pad_token_id=0)
         steps = foveate.stats(model, reset=True).to_dict() if method else None
-        prompt = inference.read_prompt(model, tokenizer, items)
-        clock = inference._Clock(model.device)
+        prompt = generation.read_prompt(model, tokenizer, items)
+        clock = decoding.Clock(model.device)
         with torch.inference_mode():
-            greedy = inference._Greedy(prompt._paused)
-            assert torch.equal(inference._decode(model, prompt._paused, greedy, clock), made)
+            greedy = decoding.Greedy(prompt._paused)
+            assert torch.equal(decoding.decode(model, prompt._paused, greedy, clock), made)
         assert steps is None or foveate.stats(model).to_dict() == steps
     assert len(clock._ticks) == made.shape[1] - width
 
@@ -98,12 +94,12 @@ def test_long_prompts_are_read_in_chunks(model, tokenizer, monkeypatch, method):
 
     monkeypatch.setattr(type(model), "forward", noted)
     with foveate.attached(model, method) if method else contextlib.nullcontext():
-        whole = inference.run_batch(model, tokenizer, items)
+        whole = generation.run_batch(model, tokenizer, items)
         assert widths[0] == width
-        monkeypatch.setattr(inference, "_FORWARD_TOKENS", 2 * len(items))
-        monkeypatch.setattr(inference, "_SHORTEST_CHUNK", 1)
+        monkeypatch.setattr(generation, "_FORWARD_TOKENS", 2 * len(items))
+        monkeypatch.setattr(generation, "_SHORTEST_CHUNK", 1)
         widths.clear()
-        chunked = inference.run_batch(model, tokenizer, items)
+        chunked = generation.run_batch(model, tokenizer, items)
     prompt = [width] if method == "lined_as_published" else [2] * (width // 2) + [1] * (width % 2)
     assert widths[: len(prompt)] == prompt
     assert set(widths[len(prompt) :]) == {1}
@@ -129,11 +125,11 @@ def test_long_prompts_are_cut_between_tiles(model, tokenizer, monkeypatch, metho
         return forward(self, input_ids, **kwargs)
 
     with foveate.attached(model, method):
-        whole = inference.read_prompt(model, tokenizer, items)._paused.logits[:, -1]
+        whole = generation.read_prompt(model, tokenizer, items)._paused.logits[:, -1]
         monkeypatch.setattr(type(model), "forward", noted)
-        monkeypatch.setattr(inference, "_FORWARD_TOKENS", 17 * len(items))
-        monkeypatch.setattr(inference, "_SHORTEST_CHUNK", 1)
-        chunked = inference.read_prompt(model, tokenizer, items)._paused.logits[:, -1]
+        monkeypatch.setattr(generation, "_FORWARD_TOKENS", 17 * len(items))
+        monkeypatch.setattr(generation, "_SHORTEST_CHUNK", 1)
+        chunked = generation.read_prompt(model, tokenizer, items)._paused.logits[:, -1]
     assert widths == [piece] * (70 // piece) + [70 % piece]
     torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
 
@@ -145,16 +141,16 @@ METHODS = ["dense", "h2o:top_k=8,window=4", "luka:page_size=2,tail=3,compressor=
 def test_methods_go_on_from_one_prompt(model, tokenizer, stop):
     items = [question(tokenizer, text, new=20) for text in TEXTS]
     with foveate.attached(model, "dense"):
-        full = inference.run_batch(model, tokenizer, items).outputs[1].text
+        full = generation.run_batch(model, tokenizer, items).outputs[1].text
     items = [question(tokenizer, text, full[len(full) // 2] if stop else "", new=20) for text in TEXTS]
     with foveate.attached(model, foveate.methods.Together(tuple(map(foveate.methods.parse, METHODS)))):
-        prompt = inference.read_prompt(model, tokenizer, items)
+        prompt = generation.read_prompt(model, tokenizer, items)
     for method in METHODS[::-1]:
         with foveate.attached(model, method):
             batch = prompt.go_on(model, shared=True)
             stats = foveate.stats(model).to_dict()
         with foveate.attached(model, method):
-            alone = inference.run_batch(model, tokenizer, items)
+            alone = generation.run_batch(model, tokenizer, items)
             assert stats == foveate.stats(model).to_dict()
         assert batch.outputs == alone.outputs
         assert batch.prefill_ms is None
@@ -169,18 +165,18 @@ def test_predictions_along_the_answers_of_dense(model, tokenizer, monkeypatch, m
     """Row by row and by hand: what dense answers, and then what the method makes of each of these tokens."""
     items = [question(tokenizer, text, new=20) for text in TEXTS]
     with foveate.attached(model, "dense"):
-        longest = inference.read_prompt(model, tokenizer, items).trace(model).tokens.tolist()
+        longest = generation.read_prompt(model, tokenizer, items).trace(model).tokens.tolist()
     ends = [1, longest[0][9], longest[1][14]]
     monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
     together = foveate.methods.Together(tuple(map(foveate.methods.parse, dict.fromkeys(["dense", method]))))
     with foveate.attached(model, together):
-        prompt = inference.read_prompt(model, tokenizer, items)
+        prompt = generation.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):
         trace = prompt.trace(model, shared=True)
         answers = prompt.go_on(model, shared=True)
     with foveate.attached(model, method):
         batch = prompt.go_on(model, shared=True, along=trace)
-        alone = inference.read_prompt(model, tokenizer, items).go_on(model, along=trace)
+        alone = generation.read_prompt(model, tokenizer, items).go_on(model, along=trace)
     assert [output.text for output in batch.outputs] == [output.text for output in answers.outputs]
     assert batch.outputs == alone.outputs
     assert (batch.timing, alone.timing) == (
@@ -210,7 +206,7 @@ def test_predictions_along_the_answers_of_dense(model, tokenizer, monkeypatch, m
 
 
 def test_given_texts_have_no_answers_to_trace(model, tokenizer):
-    prompt = inference.read_prompt(model, tokenizer, [Item("a", "", (5, 6, 7), target_ids=(8, 9))])
+    prompt = generation.read_prompt(model, tokenizer, [Item("a", "", (5, 6, 7), target_ids=(8, 9))])
     with pytest.raises(TypeError, match="no answers to trace"):
         prompt.trace(model)
 
@@ -220,7 +216,7 @@ def test_likelihood_is_that_of_one_full_forward(model, tokenizer):
         "Call me Ishmael. Some years ago - never mind how long precisely - having little money. " * 9
     )
     items = [scored(ids, 30, 150), scored(ids[5:], 30, 150)]
-    batch = inference.run_batch(model, tokenizer, items)
+    batch = generation.run_batch(model, tokenizer, items)
     assert batch.timing == "teacher-forced"
     for item, output in zip(items, batch.outputs):
         with torch.inference_mode():
@@ -239,14 +235,16 @@ def test_texts_of_any_lengths_share_a_batch(model, tokenizer, method):
     items = [scored(ids, 30, 70), scored(ids[5:], 11, 1), scored(ids[7:], 44, 9)]
     weighed = [Item("a", "", options[0].prompt_ids, options=options), Item("b", "", (5,), options=options[:1])]
     with applied(model, Own() if method == "own" else foveate.methods.parse(method)):
-        together, alone = inference.run_batch(model, tokenizer, items), []
+        together, alone = generation.run_batch(model, tokenizer, items), []
         for item in items:
-            alone += inference.run_batch(model, tokenizer, [item]).outputs
+            alone += generation.run_batch(model, tokenizer, [item]).outputs
         by_option = [
-            inference.run_batch(model, tokenizer, [Item("o", "", one.prompt_ids, target_ids=one.target_ids)]).outputs[0]
+            generation.run_batch(model, tokenizer, [Item("o", "", one.prompt_ids, target_ids=one.target_ids)]).outputs[
+                0
+            ]
             for one in options
         ]
-        chosen = inference.run_batch(model, tokenizer, weighed).outputs
+        chosen = generation.run_batch(model, tokenizer, weighed).outputs
     assert together.decode_steps == 69
     for item, output, expected in zip(items, together.outputs, alone):
         assert output.nll == pytest.approx(expected.nll, rel=1e-4)
@@ -263,7 +261,7 @@ def test_hits_are_greedy_choices(model, tokenizer):
         second = int(model(torch.tensor([[*ids, first]])).logits[0, -1].argmax())
     wrong = (second + 1) % 600
     items = [Item("a", "", tuple(ids), target_ids=target) for target in ((first, second), (first, wrong))]
-    assert [output.hits for output in inference.run_batch(model, tokenizer, items).outputs] == [
+    assert [output.hits for output in generation.run_batch(model, tokenizer, items).outputs] == [
         (True, True),
         (True, False),
     ]
@@ -271,7 +269,7 @@ def test_hits_are_greedy_choices(model, tokenizer):
 
 def test_a_single_target_needs_no_decode_step(model, tokenizer):
     ids = tokenizer.encode("Call me Ishmael. Some years ago")
-    batch = inference.run_batch(model, tokenizer, [scored(ids, 5, 1)])
+    batch = generation.run_batch(model, tokenizer, [scored(ids, 5, 1)])
     assert batch.decode_ms_per_token is None
     assert batch.outputs[0].nll > 0
 
@@ -281,131 +279,5 @@ def test_only_items_of_one_kind_share_a_batch(tokenizer):
     ask = question(tokenizer, "a")
     texts, weighed = [scored(ids, 4, 3), scored(ids, 5, 2)], Item("w", "", (), options=(Option((5,), (6,)),))
     items = [ask, ask, ask, question(tokenizer, "a", new=3), *texts, scored(ids, 5, 3), weighed]
-    assert [len(group) for group in inference.batches(items, 2)] == [2, 1, 1, 2, 1, 1]
-    assert [item for group in inference.batches(items, 3) for item in group] == items
-
-
-def test_choices(tiny_folder, tmp_path):
-    assert inference.choose_dtype("auto", tiny_folder, "cpu") == "float32"
-    assert inference.choose_dtype("auto", tiny_folder, "cuda") == "float32"  # the checkpoint's own
-    assert inference.choose_dtype("float16", tiny_folder, "cpu") == "float16"
-    with pytest.raises(UserError, match=r"unknown dtype 'float61'\. Did you mean 'float16'"):
-        inference.choose_dtype("float61", tiny_folder, "cpu")
-    with pytest.raises(UserError, match="unknown device 'gpu'"):
-        inference.choose_device("gpu")
-
-
-def test_folders_that_are_no_model(tiny_folder, tmp_path):
-    with pytest.raises(UserError, match="no such model folder"):
-        inference.load_model(tmp_path / "none", "float32", "cpu")
-    with pytest.raises(UserError, match=r"not a model folder \(no config.json\)"):
-        inference.load_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="no weights"):
-        inference.load_tokenizer(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes())
-    with pytest.raises(UserError, match="no usable tokenizer"):
-        inference.load_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(UserError, match="not loadable as a causal language model"):
-        inference.load_model(tmp_path, "float32", "cpu")
-
-
-@pytest.fixture
-def copied(tiny_folder, tmp_path):
-    """A copy of the tiny model's folder, to be damaged."""
-    return shutil.copytree(tiny_folder, tmp_path / "copied")
-
-
-def configure(folder, **settings):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-
-
-def refused(folder):
-    with pytest.raises(UserError) as error:
-        inference.load_model(folder, "float32", "cpu")
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"num_hidden_layers": 3}, "9 missing from the files, such as model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 1}, "9 unknown to the model, such as model.layers.1.input_layernorm.weight"),
-        (
-            {"intermediate_size": 48},
-            "6 of another shape, such as model.layers.0.mlp.down_proj.weight, [32, 64] and not [32, 48]",
-        ),
-        ({"attention_bias": True}, "8 missing from the files, such as model.layers.0.self_attn.k_proj.bias"),
-    ],
-)
-def test_weights_that_are_not_those_of_the_configuration(copied, settings, fault):
-    configure(copied, **settings)
-    assert refused(copied) == f"{copied}: the weights are not those of config.json: {fault}"
-
-
-def test_every_kind_of_strange_weights_is_named(copied):
-    weights = load_file(copied / "model.safetensors")
-    del weights["model.norm.weight"]
-    weights["extra.weight"] = torch.zeros(2)
-    weights["lm_head.weight"] = torch.zeros(3, 4)
-    save_file(weights, copied / "model.safetensors", {"format": "pt"})
-    assert refused(copied).endswith(
-        "1 missing from the files, such as model.norm.weight; 1 unknown to the model, such as extra.weight; "
-        "1 of another shape, such as lm_head.weight, [3, 4] and not [600, 32]"
-    )
-
-
-def test_weights_that_need_not_be_there_or_may_be_left_out(copied):
-    weights = load_file(copied / "model.safetensors")
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # as older checkpoints have it
-    save_file(weights, copied / "model.safetensors", {"format": "pt"})
-    inference.load_model(copied, "float32", "cpu")
-    configure(copied, tie_word_embeddings=True)
-    del weights["lm_head.weight"]
-    save_file(weights, copied / "model.safetensors", {"format": "pt"})
-    model = inference.load_model(copied, "float32", "cpu")
-    assert torch.equal(model.lm_head.weight, weights["model.embed_tokens.weight"])
-
-
-@pytest.mark.parametrize("length", [0, 5, 1000, -1])
-def test_a_truncated_file_of_weights_is_named(copied, length):
-    path = copied / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:length])
-    assert refused(copied).startswith(f"{path}: a damaged file of weights (")
-
-
-def test_a_shard_that_is_not_there(copied):
-    weights = load_file(copied / "model.safetensors")
-    (copied / "model.safetensors").unlink()
-    save_file(weights, copied / "model-00001-of-00002.safetensors", {"format": "pt"})
-    places = dict.fromkeys(weights, "model-00001-of-00002.safetensors")
-    index = {"metadata": {}, "weight_map": places | {"lm_head.weight": "model-00002-of-00002.safetensors"}}
-    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert refused(copied).startswith(f"{copied}: not loadable as a causal language model (")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "fault"),
-    [
-        ("tokenizer.json", "{}", "expected an object with 'model' (object)"),
-        ("tokenizer.json", "[]", "expected an object"),
-        ("tokenizer.json", "{\n]", "malformed JSON, column 1"),
-        ("tokenizer_config.json", "[]", "expected an object"),
-        ("tokenizer_config.json", "{", "malformed JSON, column 2"),
-    ],
-)
-def test_a_damaged_file_of_a_tokenizer_is_named(copied, name, content, fault):
-    (copied / name).write_text(content)
-    with pytest.raises(UserError) as error:
-        inference.load_tokenizer(copied)
-    assert str(error.value).startswith(f"{copied / name}:")
-    assert fault in str(error.value)
-
-
-def test_a_tokenizer_that_nothing_can_be_made_of(copied):
-    (copied / "tokenizer.json").write_text('{"model": {}, "added_tokens": []}')
-    with pytest.raises(UserError, match="no usable tokenizer in the model folder"):
-        inference.load_tokenizer(copied)
+    assert [len(group) for group in generation.batches(items, 2)] == [2, 1, 1, 2, 1, 1]
+    assert [item for group in generation.batches(items, 3) for item in group] == items
