@@ -35,7 +35,6 @@ LAYERS_OF_OPS = (
 """The same of ``foveate.ops``."""
 
 UPWARD = {
-    "report": {"bench.breakdown", "bench.decode_model"},
     "training": {
         "cli",
         "evaluation.data",
@@ -47,9 +46,8 @@ UPWARD = {
         "evaluation.tasks.mqar",
         "evaluation.tasks.niah",
         "evaluation.words",
-        "report.commands",
-        "report.table",
-        "report.training",
+        "report.terminal",
+        "report.plots.training",
     },
 }
 """Modules that a lower layer still imports, by the folder that does. Entries may only be removed."""

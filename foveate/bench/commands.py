@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.report.commands import announce
+from foveate.results.outfile import announce
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed, and what the scores of pages miss.")
 
@@ -90,7 +90,7 @@ def prefill(
 
     from foveate.bench import prefill as bench
     from foveate.bench import prefill_model
-    from foveate.report.prefill import table
+    from foveate.report.tables.prefill import table
 
     lists = {"methods": method, "contexts": context}
     options = {**lists, **of_layers, **of_model, "repeats": repeats, "dtype": dtype, "seed": seed, "device": device}
@@ -170,7 +170,7 @@ def decode(
 
     from foveate.bench import decode as bench
     from foveate.bench import decode_model
-    from foveate.report.decode import table
+    from foveate.report.tables.decode import table
 
     lists = {"methods": method, "contexts": context, "batches": batch}
     options = {**lists, **of_layers, **of_model, "dtype": dtype, "seed": seed, "device": device}
@@ -476,7 +476,7 @@ def page_scores(
 
     from foveate.bench import page_scores as bench
     from foveate.evaluation import tasks
-    from foveate.report.markdown import tables
+    from foveate.report.tables.general import tables
 
     logging.disable_progress_bar()
     sizes, shares = tuple(page_size or bench.PAGE_SIZES), tuple(budget or bench.BUDGETS)
@@ -498,8 +498,7 @@ def _measure(
     run: Callable[[Callable[[str], None]], list[dict[str, Any]]],
     markdown: Callable[[list[dict[str, Any]]], str] | None = None,
 ) -> None:
-    from foveate.report.speeds import speeds
-    from foveate.report.table import console
+    from foveate.report.terminal import console, speeds
     from foveate.results import measurements as files
 
     if out is not None:

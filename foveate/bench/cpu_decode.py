@@ -24,9 +24,9 @@ from foveate.evaluation.data import read_novels
 from foveate.integrations.transformers import releases
 from foveate.results import circumstances
 from foveate.results.errors import UserError
+from foveate.results.measurements import TRANSFORMERS
 
 BENCH = "cpu-decode"
-TRANSFORMERS = "transformers-sdpa"
 METHODS = (
     *("dense", "streaming:window=1024", "h2o", "quest", "omnikv", "kascade:decode_only=true"),
     *("luka:page_size=16,top_k=3", "luka:page_size=16,top_k=0.12", "luka"),

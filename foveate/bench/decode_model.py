@@ -36,8 +36,8 @@ from foveate.bench.decode import BENCH, command
 from foveate.evaluation import loading, model_folder
 from foveate.results import circumstances
 from foveate.results.errors import UserError, unknown
+from foveate.results.measurements import TRANSFORMERS
 
-TRANSFORMERS = "transformers-sdpa"
 METHODS = ("dense", "kascade:decode_only=true", "luka")
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama-3.1-8b": LlamaConfig(

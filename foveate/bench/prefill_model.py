@@ -24,8 +24,8 @@ from foveate.bench.prefill import BENCH, DTYPES, parsed
 from foveate.evaluation import loading, model_folder
 from foveate.results import circumstances
 from foveate.results.errors import UserError, unknown
+from foveate.results.measurements import TRANSFORMERS
 
-TRANSFORMERS = "transformers-sdpa"
 METHODS = (
     "dense",
     "streaming",

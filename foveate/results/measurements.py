@@ -42,6 +42,13 @@ PAGE_SCORE_FIELDS = (
 """What every row on the scores of pages has at least."""
 
 
+PARTS = ("score", "select", "attend", "other")
+"""The parts of a step's time: the verbs of :mod:`foveate.ops` whose kernels run, and PyTorch's own kernels. Kernels of
+attention libraries count as ``attend``."""
+TRANSFORMERS = "transformers-sdpa"
+"""The name of Transformers' own attention among the methods of a bench."""
+
+
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that a row has to have, by its bench."""
     return PAGE_SCORE_FIELDS if row.get("bench") == "page-scores" else FIELDS

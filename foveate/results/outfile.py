@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
+
 from foveate.results.errors import UserError
 
 
@@ -33,6 +35,13 @@ def check_folder(folder: Path) -> None:
 def new_folder(folder: Path) -> Path | None:
     """The folder itself if it is not there and can be made, else None."""
     return folder if not folder.exists() and _nearest(folder).is_dir() else None
+
+
+def announce(out: Path | None) -> Path | None:
+    """Callback of each ``--out``: names a folder that is about to be made, so that a misspelt one is seen."""
+    if out is not None and (folder := new_folder(out.parent)):
+        typer.echo(f"{folder} is a new folder: it is made", err=True)
+    return out
 
 
 @contextmanager

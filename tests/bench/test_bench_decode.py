@@ -19,7 +19,7 @@ from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.methods import parse
 from foveate.methods.luka.pages import Pages
-from foveate.report import decode as report
+from foveate.report.tables import decode as report
 from foveate.results import measurements, timing
 from foveate.results.errors import UserError
 

@@ -15,8 +15,8 @@ from foveate.bench import breakdown, decode_model, dense_peers, layer_kinds, pre
 from foveate.cache import SlotCache
 from foveate.cli import app
 from foveate.methods import parse
-from foveate.report import markdown
-from foveate.report import prefill as report
+from foveate.report.tables import general as markdown
+from foveate.report.tables import prefill as report
 from foveate.results import measurements
 from foveate.results.errors import UserError
 

@@ -13,7 +13,8 @@ from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.models import HybridForCausalLM, make_config
-from foveate.report import markdown, table
+from foveate.report import terminal
+from foveate.report.tables import general as markdown
 from foveate.results.errors import UserError
 from foveate.results.rows import ROW_FIELDS
 
@@ -77,7 +78,7 @@ def test_a_hybrid_as_it_is(folders, tmp_path, preset, spec):
     else:
         assert "| – | – |" in markdown.tables([row])
         assert "+0.0" not in markdown.tables([row])
-    assert table.comparison([row]).row_count == 1
+    assert terminal.comparison([row]).row_count == 1
 
 
 def test_an_interrupted_run_goes_on(folders, tmp_path):

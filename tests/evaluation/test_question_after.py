@@ -9,7 +9,8 @@ import foveate
 from foveate.evaluation import generation, loading, runner, tasks
 from foveate.evaluation.prompting import encode, encode_turns, question_of
 from foveate.evaluation.tasks import Item
-from foveate.report import lines, markdown
+from foveate.report import lines
+from foveate.report.tables import general as markdown
 from foveate.results.errors import UserError
 
 TASKS = {

@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from report.test_plots import drawn, entries
+from report.plots.test_plots import drawn, entries
 from typer.testing import CliRunner
 
 from foveate.cli import app
-from foveate.report import csa, figure, indexer, indexer_plots, indexer_study
-from foveate.report import streamindex_paper as paper
+from foveate.report.plots import figure
+from foveate.report.plots import indexer as indexer_plots
+from foveate.report.published import streamindex as paper
 from foveate.report.rows import read_bench
+from foveate.report.tables import csa, indexer, indexer_study
 from foveate.results.errors import DataError, UserError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from foveate.report import table
+from foveate.report import terminal
 
 
 def row(spec="dense", **more):
@@ -44,7 +44,7 @@ def row(spec="dense", **more):
 
 def printed(renderable):
     stream = io.StringIO()
-    Console(file=stream, width=table.WIDTH, highlight=False).print(renderable)
+    Console(file=stream, width=terminal.WIDTH, highlight=False).print(renderable)
     return stream.getvalue()
 
 
@@ -61,7 +61,7 @@ WORST = row(
 
 
 def test_everything_fits_into_100_columns_and_nothing_is_cut():
-    text = printed(table.results([row(), WORST], answers=2))
+    text = printed(terminal.results([row(), WORST], answers=2))
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text
     assert "niah / single · 16,384 tokens · 200 items · smollm2-135m · bfloat16 · cuda · batch 8" in text
@@ -74,42 +74,42 @@ def test_everything_fits_into_100_columns_and_nothing_is_cut():
 
 
 def test_answers_only_where_asked_for():
-    assert "1234567" not in printed(table.results([row()]))
-    assert "gold" in printed(table.results([row()], answers=1))
+    assert "1234567" not in printed(terminal.results([row()]))
+    assert "gold" in printed(terminal.results([row()], answers=1))
 
 
 def test_the_ceiling_and_further_metrics_stand_below():
     metrics = {"em_paper": {"value": 30.0}, "em": {"value": 12.5}, "f1": {"value": 20.25}}
-    text = printed(table.results([row(metrics=metrics, ceiling=61.67)]))
+    text = printed(terminal.results([row(metrics=metrics, ceiling=61.67)]))
     assert "ceiling 61.7" in text
     assert "dense: em 12.5, f1 20.25" in text
 
 
 def test_a_note_of_all_methods_stands_once_and_alone():
-    text = printed(table.results([row(notes=["a note"]), row("h2o", notes=["a note"])]))
+    text = printed(terminal.results([row(notes=["a note"]), row("h2o", notes=["a note"])]))
     assert text.count("a note") == 1
     assert "h2o: a note" not in text
 
 
 def test_what_was_not_measured_is_a_dash():
-    text = printed(table.comparison([row(keys_read_share=None, kv_bytes_per_step=None, timing="teacher-forced")]))
+    text = printed(terminal.comparison([row(keys_read_share=None, kv_bytes_per_step=None, timing="teacher-forced")]))
     assert "123.4" not in text
     assert text.count("–") == 4  # the difference of dense to itself, keys, bytes, time
 
 
 def test_a_shared_prompt_has_no_prefill_time_and_says_why():
     shared = {"prefill_ms": None, "timing": "generate, shared prompt"}
-    text = printed(table.results([row(**shared), row("streaming")]))
+    text = printed(terminal.results([row(**shared), row("streaming")]))
     assert "methods without a prefill time shared one reading of each prompt; --no-share-prompt times" in text
     assert text.count("1.28 s") == 1
     assert text.count("123.4 ms") == 2
     assert "is no speed" not in text
-    assert "--no-share-prompt" not in printed(table.results([row()]))
+    assert "--no-share-prompt" not in printed(terminal.results([row()]))
 
 
 def test_small_scores_get_a_digit_more():
     text = printed(
-        table.comparison(
+        terminal.comparison(
             [
                 row(score=3.046, low=2.6, high=3.9),
                 row("h2o", score=2.992, low=2.6, high=3.8, diff_to_dense=-0.054, diff_high=-0.001),
@@ -126,7 +126,7 @@ def test_small_scores_get_a_digit_more():
     [(None, "–"), (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (5e13, "50000 GB")],
 )
 def test_sizes(count, text):
-    assert table.size(count) == text
+    assert terminal.size(count) == text
 
 
 def test_reading():
@@ -139,10 +139,10 @@ def test_reading():
         "pages_refined": 0,
         "notes": ["a note"],
     }
-    assert table.reading(summary) == (
+    assert terminal.reading(summary) == (
         "9 decode steps · 25.0 % of the keys read (2.6 MB a step) · 6.0 MB resident · 1,200 tokens evicted · a note"
     )
-    assert "keys" not in table.reading({**summary, "decode_steps": 0})
+    assert "keys" not in terminal.reading({**summary, "decode_steps": 0})
 
 
 @pytest.mark.parametrize(
@@ -159,4 +159,4 @@ def test_reading():
     ],
 )
 def test_short_times_keep_their_digits(milliseconds, text):
-    assert table.time(milliseconds) == text
+    assert terminal.time(milliseconds) == text

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foveate.evaluation.prompting import leading_ids
 from foveate.integrations.transformers.probe import Seen, watched
-from foveate.report.figure import drawing, title
+from foveate.report.plots.figure import drawing, title
 from foveate.results.errors import UserError
 
 TOPICS = ("tides", "bread", "tides", "question")

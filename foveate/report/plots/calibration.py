@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from foveate.calibration import Calibration
-from foveate.report.calibrations import tasks
-from foveate.report.figure import INK, drawing, look, title
+from foveate.report.plots.figure import INK, drawing, look, title
+from foveate.report.tables.calibrations import tasks
 from foveate.results.errors import DataError
 
 _HEIGHT, _WIDTH = 4.2, 13.0

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.bench.breakdown import PARTS
-from foveate.bench.decode_model import TRANSFORMERS
-from foveate.report import figure
 from foveate.report.markdown import made_with
+from foveate.report.plots import figure
+from foveate.report.tables.decode import mean_parts
 from foveate.results.errors import UserError
+from foveate.results.measurements import PARTS, TRANSFORMERS
 
 Row = Mapping[str, Any]
 _COLORS = dict(zip((*PARTS, "upkeep", "idle"), ("#0072B2", "#E69F00", "#009E73", "#7A7A7A", "#CC79A7", "#D9D9D9")))
@@ -113,11 +113,3 @@ def _told(group: tuple[str, int, str]) -> str:
 def _of_step(row: Row) -> dict[str, float]:
     """Milliseconds of a model's step by what its kernels do; empty where they were not watched."""
     return row.get("parts_ms") or {}
-
-
-def mean_parts(row: Row) -> dict[str, float]:
-    """Milliseconds of the mean layer by what its kernels do; empty without a profile of them."""
-    kinds = [one for one in (row.get("layers") or {}).values() if one.get("parts_ms")]
-    number = sum(one["layers"] for one in kinds)
-    found = {part: sum(one["layers"] * one["parts_ms"][part] for one in kinds) / number for part in PARTS if kinds}
-    return found | {"upkeep": sum(one["layers"] * one["upkeep_ms"] for one in kinds) / number} if kinds else {}

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foveate.report import figure, lines, pooled
-from foveate.report.figure import Look, Point
+from foveate.report import lines, pooled
+from foveate.report.plots import figure
+from foveate.report.plots.figure import Look, Point
 from foveate.report.ratio import perplexity_ratio
 from foveate.results.errors import UserError, unknown
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foveate.evaluation.data import read_jsonl
-from foveate.report import figure
+from foveate.report.plots import figure
 from foveate.report.rows import Row
 from foveate.results.errors import DataError, UserError
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.report import figure
-from foveate.report import streamindex_paper as paper
-from foveate.report.figure import Look, Point
+from foveate.report.plots import figure
+from foveate.report.plots.figure import Look, Point
+from foveate.report.published import streamindex as paper
 from foveate.results.errors import UserError
 
 Row = Mapping[str, Any]

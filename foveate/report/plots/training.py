@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.report import figure
+from foveate.report.plots import figure
 from foveate.results.errors import UserError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foveate.report import streamindex_paper as paper
-from foveate.report.indexer import MEMORY, NONE, duration, published, size
 from foveate.report.markdown import made_with, markdown_table
+from foveate.report.published import streamindex as paper
+from foveate.report.tables.indexer import MEMORY, NONE, duration, published, size
 
 Row = Mapping[str, Any]
 

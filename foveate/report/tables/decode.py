@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foveate.bench.breakdown import PARTS
 from foveate.methods import parse
-from foveate.report import kascade_paper as paper
-from foveate.report.decode_plots import mean_parts
 from foveate.report.markdown import made_with, markdown_table
+from foveate.report.published import kascade as paper
 from foveate.results.errors import UserError
+from foveate.results.measurements import PARTS
 
 Row = Mapping[str, Any]
 _BELOW = " (below its floor)"
@@ -214,3 +213,11 @@ def _steps(rows: Sequence[Row]) -> str:
             times = (f"{ms:.2f}" for ms in parts.values())
             lines.append((f"`{case['method']}`", f"{case['context']:,}", str(case["batch"]), *times))
     return markdown_table(lines) if len(lines) > 1 else ""
+
+
+def mean_parts(row: Row) -> dict[str, float]:
+    """Milliseconds of the mean layer by what its kernels do; empty without a profile of them."""
+    kinds = [one for one in (row.get("layers") or {}).values() if one.get("parts_ms")]
+    number = sum(one["layers"] for one in kinds)
+    found = {part: sum(one["layers"] * one["parts_ms"][part] for one in kinds) / number for part in PARTS if kinds}
+    return found | {"upkeep": sum(one["layers"] * one["upkeep_ms"] for one in kinds) / number} if kinds else {}

@@ -1,16 +1,14 @@
-"""Result rows as Markdown tables, so that the documentation shows what the files in `benchmarks/results` say."""
+"""Rows of any kind, grouped by what they measure, as `foveate report` prints them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from foveate.report import page_scores
 from foveate.report.lines import split_of
+from foveate.report.markdown import NONE, made_with, markdown_table
 from foveate.report.ratio import perplexity_ratio
-
-Row = Mapping[str, Any]
-_NONE = "–"
+from foveate.report.rows import Row
+from foveate.report.tables import page_scores
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -21,21 +19,8 @@ def tables(rows: Sequence[Row]) -> str:
     return "\n\n".join(f"{what} ({made_with(group)}):\n\n{table(group)}" for (what, table, _), group in groups.items())
 
 
-def made_with(rows: Sequence[Row], commits: bool = True) -> str:
-    """Devices, versions and commits of some rows, each once."""
-    versions = [", ".join(f"{name} {row['versions'][name]}" for name in ("torch", "transformers")) for row in rows]
-    parts = [[row["device"] for row in rows], versions]
-    if commits:
-        parts.append([f"commit {', '.join(_once(commit for row in rows for commit in row['commit'].split(', ')))}"])
-    return "; ".join(", ".join(_once(part)) for part in parts)
-
-
 def _share(share: float | None) -> str:
-    return _NONE if share is None else f"{100 * share:.1f} %"
-
-
-def _once(words: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(words))
+    return NONE if share is None else f"{100 * share:.1f} %"
 
 
 def _table(row: Row) -> Callable[[Sequence[Row]], str]:
@@ -73,7 +58,7 @@ def _comparison(rows: Sequence[Row]) -> str:
             f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
             "" if row["method"] == "dense" or not compared else difference,
             _share(row["keys_read_share"]),
-            _NONE if row["kv_bytes_per_step"] is None else f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
+            NONE if row["kv_bytes_per_step"] is None else f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
             f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
         )
         length = "{value:.0f} [{low:.0f}, {high:.0f}]".format(**row["metrics"]["answer_tokens"]) if lengths else ""
@@ -144,10 +129,3 @@ _BESIDE_SPEED: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
 
 def _page_scores(rows: Sequence[Row]) -> str:
     return markdown_table(page_scores.cells(rows))
-
-
-def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells, the first of them the head; the first column is text, the others are numbers."""
-    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
-    rule = "|" + "|".join("---" if i == 0 else "--:" for i in range(len(lines[0]))) + "|"
-    return "\n".join([head, rule, *body])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foveate.report.markdown import made_with, markdown_table
-from foveate.report.table import size, time
+from foveate.report.terminal import size, time
 
 Row = Mapping[str, Any]
 _NONE = "–"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foveate.bench.breakdown import PARTS
-from foveate.report.markdown import made_with, markdown_table, tables
-from foveate.report.table import size, time
+from foveate.report.markdown import made_with, markdown_table
+from foveate.report.tables.general import tables
+from foveate.report.terminal import size, time
+from foveate.results.measurements import PARTS
 
 Row = Mapping[str, Any]
 _NONE = "–"

@@ -4,7 +4,7 @@ from evaluation import tiny
 from matplotlib.image import imread
 
 from foveate.evaluation.loading import load_model
-from foveate.report import attention_map as maps
+from foveate.report.plots import attention_map as maps
 from foveate.results.errors import UserError
 
 TEXT = "Tides rise\nand fall.\n\nBread is baked.\n\n\n\nThe sea rose again.\n\nWhat now?\n"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from foveate.calibration import Calibration
 from foveate.cli import app
-from foveate.report import calibration
+from foveate.report.plots import calibration
 from foveate.results.errors import DataError, UserError
 
 LAYERS, HEADS = 12, 4

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from foveate import methods
 from foveate.cli import app
-from foveate.report import figure, lines, plots
+from foveate.report import lines
+from foveate.report.plots import figure
+from foveate.report.plots import frontier as plots
 from foveate.report.rows import chosen, read, spelled
 from foveate.results.errors import DataError, UserError
 

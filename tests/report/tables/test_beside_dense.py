@@ -1,10 +1,10 @@
 """Tables of methods beside dense attention."""
 
 import pytest
-from report.test_markdown import MORE
-from report.test_plots import FRONTIER, row
+from report.tables.test_general import MORE
+from report.plots.test_plots import FRONTIER, row
 
-from foveate.report.beside_dense import differences, least_keys
+from foveate.report.tables.beside_dense import differences, least_keys
 
 ROWS = [one | MORE | {"ceiling": 100.0} for one in FRONTIER]
 

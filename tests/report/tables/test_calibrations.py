@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from foveate.calibration import Calibration, best_anchors, objective
-from foveate.report.calibrations import table
+from foveate.report.tables.calibrations import table
 from foveate.results.errors import UserError
 
 LAYERS = [0, 1, 2, 4, 5]  # layer 3 is not one that can be an anchor

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from foveate.report import hybrid_tasks
+from foveate.report.tables import hybrid_tasks
 from foveate.results.errors import UserError
 
 MADE = {"device": "H100", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc", "seed": 0}

@@ -1,6 +1,6 @@
 """Tables of hybrids' speed: what a time is held against."""
 
-from foveate.report import hybrids
+from foveate.report.tables import hybrids
 
 SHAPE = {"heads": 32, "kv_heads": 8, "nsa_kv_heads": 2, "head_dim": 64, "window": 768, "buffer": 512, "sliding": 1024}
 MADE = {"device": "H100", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc"}

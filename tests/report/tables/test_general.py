@@ -1,6 +1,6 @@
-from report.test_plots import FIGURE_4, FRONTIER, MODES
+from report.plots.test_plots import FIGURE_4, FRONTIER, MODES
 
-from foveate.report.markdown import tables
+from foveate.report.tables.general import tables
 
 MORE = {"versions": {"torch": "2", "transformers": "5"}, "commit": "abc", "batch_size": 1}
 COSTS = {"kv_bytes_per_step": 1e6, "resident_bytes": 2e6}
