@@ -18,7 +18,7 @@ from foveate.report.plots import frontier as plots
 from foveate.report.rows import chosen, read, spelled
 from foveate.results.errors import DataError, UserError
 
-NIAH = Path(__file__).parents[2] / "benchmarks" / "results" / "luka-niah.jsonl"
+NIAH = Path(__file__).parents[3] / "benchmarks" / "results" / "luka-niah.jsonl"
 
 
 SCORES = {"string_match": [80.0] * 50}

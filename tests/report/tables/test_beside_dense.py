@@ -1,8 +1,8 @@
 """Tables of methods beside dense attention."""
 
 import pytest
-from report.tables.test_general import MORE
 from report.plots.test_plots import FRONTIER, row
+from report.tables.test_general import MORE
 
 from foveate.report.tables.beside_dense import differences, least_keys
 

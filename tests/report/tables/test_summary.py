@@ -10,7 +10,7 @@ from foveate.cli import app
 from foveate.report import pooled
 from foveate.report.tables.summary import summary
 
-FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "luka-niah.jsonl"
+FILE = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "luka-niah.jsonl"
 H2O = "h2o:top_k=0.1,window=64"
 
 
