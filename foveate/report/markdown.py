@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from foveate.report.rows import Row
 
@@ -24,6 +24,11 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
     rule = "|" + "|".join("---" if i == 0 else "--:" for i in range(len(lines[0]))) + "|"
     return "\n".join([head, rule, *body])
+
+
+def columns(rows: Sequence[Row], cells: Mapping[str, Callable[[Row], str]]) -> str:
+    """A Markdown table with a line for each row; ``cells`` names the columns, and gives each column's cell of a row."""
+    return markdown_table([tuple(cells), *(tuple(cell(row) for cell in cells.values()) for row in rows)])
 
 
 def _once(words: Iterable[str]) -> list[str]:

@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from foveate.report.lines import split_of
+from foveate.report.markdown import NONE
+from foveate.report.rows import Row
 
 WIDTH = 100
-_NONE = "–"
 _DIM = "dim"
-
-Row = Mapping[str, Any]
 
 
 def console(stderr: bool = False) -> Console:
@@ -49,8 +48,8 @@ def comparison(rows: Sequence[Row]) -> Table:
         table.add_row(
             _method(row),
             _interval(row["score"], row["low"], row["high"], f".{digits}f"),
-            _NONE if dense else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], f"+.{digits}f"),
-            _NONE if row["keys_read_share"] is None else f"{100 * row['keys_read_share']:.1f} %",
+            NONE if dense else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], f"+.{digits}f"),
+            NONE if row["keys_read_share"] is None else f"{100 * row['keys_read_share']:.1f} %",
             size(row["kv_bytes_per_step"]),
             size(row["resident_bytes"]),
             time(row["prefill_ms"]),
@@ -68,11 +67,11 @@ def answer_table(rows: Sequence[Row], limit: int) -> Table:
     for index, example in enumerate(rows[0]["examples"][:limit]):
         if index:
             table.add_section()
-        gold = " | ".join(example["gold"]) or _NONE
+        gold = " | ".join(example["gold"]) or NONE
         table.add_row(Text(example["id"]), Text("gold", style="green"), Text(gold, style="green"))
         for row in rows:
             table.add_row(
-                "", _method(row, settings=False), Text(" ".join(row["examples"][index]["answer"].split()) or _NONE)
+                "", _method(row, settings=False), Text(" ".join(row["examples"][index]["answer"].split()) or NONE)
             )
     return table
 
@@ -171,7 +170,7 @@ def _interval(value: float, low: float, high: float, form: str) -> Text:
 def size(count: float | None) -> str:
     """Bytes in B, kB, MB or GB."""
     if count is None:
-        return _NONE
+        return NONE
     unit = "B"
     for larger in ("kB", "MB", "GB"):
         if count < 1000:
@@ -183,7 +182,7 @@ def size(count: float | None) -> str:
 def time(milliseconds: float | None) -> str:
     """A time in µs, ms or s, with three digits or more."""
     if milliseconds is None:
-        return _NONE
+        return NONE
     if milliseconds < 1:
         return f"{1000 * milliseconds:#.3g}".rstrip(".") + " µs" if milliseconds < 0.9995 else "1.00 ms"
     if milliseconds < 10:

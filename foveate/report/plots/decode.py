@@ -8,11 +8,11 @@ from typing import Any
 
 from foveate.report.markdown import made_with
 from foveate.report.plots import figure
+from foveate.report.rows import Row
 from foveate.report.tables.decode import mean_parts
 from foveate.results.errors import UserError
 from foveate.results.measurements import PARTS, TRANSFORMERS
 
-Row = Mapping[str, Any]
 _COLORS = dict(zip((*PARTS, "upkeep", "idle"), ("#0072B2", "#E69F00", "#009E73", "#7A7A7A", "#CC79A7", "#D9D9D9")))
 _WORDS = {
     "score": "weigh keys or summaries",

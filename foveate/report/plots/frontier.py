@@ -10,9 +10,8 @@ from foveate.report import lines, pooled
 from foveate.report.plots import figure
 from foveate.report.plots.figure import Look, Point
 from foveate.report.ratio import perplexity_ratio
+from foveate.report.rows import Row
 from foveate.results.errors import UserError, unknown
-
-Row = Mapping[str, Any]
 
 BUDGETS = (
     *("top_k", "min_k", "expand", "epsilon", "top_p", "max_missed_mass", "max_refined"),

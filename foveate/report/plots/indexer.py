@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from foveate.report.plots import figure
 from foveate.report.plots.figure import Look, Point
 from foveate.report.published import streamindex as paper
+from foveate.report.rows import Row
 from foveate.results.errors import UserError
-
-Row = Mapping[str, Any]
 
 _LOOKS = {
     "foveate": Look("#0072B2", "o"),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from foveate.methods import parse
-from foveate.report.markdown import made_with, markdown_table
+from foveate.report.markdown import NONE, columns, made_with, markdown_table
 from foveate.report.published import kascade as paper
+from foveate.report.rows import Row
 from foveate.results.errors import UserError
 from foveate.results.measurements import PARTS
 
-Row = Mapping[str, Any]
 _BELOW = " (below its floor)"
 _LEVELS = {"kernel": "attention of a layer", "layer": "a layer with its cache"}
 _FLASH = "flash-attention-3"
@@ -52,7 +51,7 @@ def speedups(rows: Sequence[Row]) -> str:
     lines = [("times as fast as dense attention", *(f"`{method}`" for method in methods))]
     for place in places:
         what, batch, context, how = place
-        found = [cases[place].get(method, "–") for method in methods]
+        found = [cases[place].get(method, NONE) for method in methods]
         lines.append((f"{what}, {batch} × {context:,} tokens{how}", *found))
     return f"{made_with(rows)}:\n\n{markdown_table(lines)}"
 
@@ -62,28 +61,23 @@ def models(rows: Sequence[Row]) -> str:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["case"]["level"] == "model":
-            groups.setdefault(f"{_shape(row)}, {row['case']['batch']} × {row['case']['context']:,} tokens", []).append(
-                row
-            )
-    parts = []
-    for shape, group in groups.items():
-        lines = [("method", "keys read", "ms a step", "tokens/s", "over dense", "prompt, s", "cache", "peak")]
-        for row in group:
-            stats = row.get("stats") or {}  # Transformers' own path has none
-            lines.append(
-                (
-                    f"`{row['case']['method']}`",
-                    f"{100 * stats['keys_read_share']:.1f} %" if stats else "",
-                    _time(row, 2),
-                    f"{row['tokens_per_s']:,.1f}",
-                    f"{row['speedup']:.2f}×",
-                    f"{row['prefill_ms'] / 1e3:.2f}",
-                    f"{stats['resident_bytes'] / 1e9:.2f} GB" if stats else "",
-                    f"{row['peak_bytes'] / 1e9:.2f} GB",
-                )
-            )
-        parts.append(f"{shape} ({made_with(group)}):\n\n{markdown_table(lines)}")
-    return "\n\n".join(parts)
+            place = f"{_shape(row)}, {row['case']['batch']} × {row['case']['context']:,} tokens"
+            groups.setdefault(place, []).append(row)
+
+    def stats(row: Row) -> Row:
+        return row.get("stats") or {}  # Transformers' own path has none
+
+    cells: dict[str, Callable[[Row], str]] = {
+        "method": _method,
+        "keys read": lambda row: f"{100 * stats(row)['keys_read_share']:.1f} %" if stats(row) else "",
+        "ms a step": lambda row: _time(row, 2),
+        "tokens/s": lambda row: f"{row['tokens_per_s']:,.1f}",
+        "over dense": _speedup,
+        "prompt, s": lambda row: f"{row['prefill_ms'] / 1e3:.2f}",
+        "cache": lambda row: f"{stats(row)['resident_bytes'] / 1e9:.2f} GB" if stats(row) else "",
+        "peak": _peak,
+    }
+    return "\n\n".join(f"{shape} ({made_with(group)}):\n\n{columns(group, cells)}" for shape, group in groups.items())
 
 
 def kascade(rows: Sequence[Row]) -> str:
@@ -106,8 +100,8 @@ def kascade(rows: Sequence[Row]) -> str:
         how = "" if exact else f", chosen by {method.score_keys} keys (recall {row['recall']:.3f})"
         times = (_pair(theirs and theirs[i], ours[i]) for i in range(len(ours)))
         lines.append((f"{100 * case['share']:.0f} %{how}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
-    told = f"ms, and times as fast; the paper / here ({made_with([row for row, _ in found])}):"
-    return f"{told}\n\n{markdown_table(lines)}"
+    heading = f"ms, and times as fast; the paper / here ({made_with([row for row, _ in found])}):"
+    return f"{heading}\n\n{markdown_table(lines)}"
 
 
 def kinds(rows: Sequence[Row]) -> str:
@@ -123,7 +117,27 @@ def kinds(rows: Sequence[Row]) -> str:
 
 
 def _pair(theirs: float | None, ours: float) -> str:
-    return f"{'–' if theirs is None else format(theirs, '.2f')} / {ours:.2f}"
+    return f"{NONE if theirs is None else format(theirs, '.2f')} / {ours:.2f}"
+
+
+def _method(row: Row) -> str:
+    return f"`{row['case']['method']}`"
+
+
+def _speedup(row: Row) -> str:
+    return f"{row['speedup']:.2f}×"
+
+
+def _peak(row: Row) -> str:
+    return f"{row['peak_bytes'] / 1e9:.2f} GB"
+
+
+_PLACE: dict[str, Callable[[Row], str]] = {
+    "method": _method,
+    "tokens": lambda row: f"{row['case']['context']:,}",
+    "batch": lambda row: str(row["case"]["batch"]),
+}
+"""The first columns of the tables of one method and size a line."""
 
 
 def _shape(row: Row) -> str:
@@ -140,41 +154,28 @@ def _how(case: Row) -> str:
 
 
 def _layers(rows: Sequence[Row]) -> str:
-    lines = [("method", "tokens", "batch", "ms", "floor, ms", "over the fastest dense", "kinds of layers, ms each")]
-    for row in rows:
-        case, kinds = row["case"], row["layers"] or {}
-        told = "; ".join(f"{one['layers']} {name} {_time(one, 3)}" for name, one in kinds.items())
-        lines.append(
-            (
-                f"`{case['method']}`",
-                f"{case['context']:,}",
-                str(case["batch"]),
-                _time(row, 3),
-                f"{row['floor_ms']:.3f}",
-                f"{row['speedup']:.2f}×",
-                told if len(kinds) > 1 else "",
-            )
-        )
-    parts = _parts(rows)
-    return markdown_table(lines) + (f"\n\nKernels of the mean layer, ms:\n\n{parts}" if parts else "")
+    def kinds(row: Row) -> str:
+        found = row["layers"] or {}
+        words = (f"{one['layers']} {name} {_time(one, 3)}" for name, one in found.items())
+        return "; ".join(words) if len(found) > 1 else ""
+
+    cells: dict[str, Callable[[Row], str]] = {
+        **_PLACE,
+        "ms": lambda row: _time(row, 3),
+        "floor, ms": lambda row: f"{row['floor_ms']:.3f}",
+        "over the fastest dense": _speedup,
+        "kinds of layers, ms each": kinds,
+    }
+    # Upkeep is LuKA's making pages, its share a step.
+    parts = _parts(rows, mean_parts, (*PARTS, "upkeep"), 3)
+    return columns(rows, cells) + (f"\n\nKernels of the mean layer, ms:\n\n{parts}" if parts else "")
 
 
-def _parts(rows: Sequence[Row]) -> str:
-    """What they do, where a profile has told; empty where none has. Upkeep is LuKA's making pages, its share a step."""
-    lines = [("method", "tokens", "batch", "score", "select", "attend", "other", "upkeep")]
-    for row in rows:
-        parts, case = mean_parts(row), row["case"]
-        if not parts:
-            continue
-        lines.append(
-            (
-                f"`{case['method']}`",
-                f"{case['context']:,}",
-                str(case["batch"]),
-                *(f"{ms:.3f}" for ms in parts.values()),
-            )
-        )
-    return markdown_table(lines) if len(lines) > 1 else ""
+def _parts(rows: Sequence[Row], parts_of: Callable[[Row], Row], names: Sequence[str], digits: int) -> str:
+    """Milliseconds by what kernels do, of the rows with a profile of them; empty where no row has one."""
+    profiled = [row for row in rows if parts_of(row)]
+    cells = _PLACE | {name: lambda row, name=name: f"{parts_of(row)[name]:.{digits}f}" for name in names}
+    return columns(profiled, cells) if profiled else ""
 
 
 def _time(one: Row, digits: int) -> str:
@@ -184,35 +185,17 @@ def _time(one: Row, digits: int) -> str:
 
 
 def _models(rows: Sequence[Row]) -> str:
-    lines = [("method", "tokens", "batch", "ms a step", "floor, ms", "tokens/s", "over dense", "prompt, s", "peak")]
-    for row in rows:
-        case = row["case"]
-        lines.append(
-            (
-                f"`{case['method']}`",
-                f"{case['context']:,}",
-                str(case["batch"]),
-                _time(row, 2),
-                "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
-                f"{row['tokens_per_s']:,.1f}",
-                f"{row['speedup']:.2f}×",
-                f"{row['prefill_ms'] / 1e3:.2f}",
-                f"{row['peak_bytes'] / 1e9:.2f} GB",
-            )
-        )
-    parts = _steps(rows)
-    return markdown_table(lines) + (f"\n\nWhat a step goes to, ms:\n\n{parts}" if parts else "")
-
-
-def _steps(rows: Sequence[Row]) -> str:
-    """What the kernels of a model's step do, and how long none runs; empty where they were not watched."""
-    lines = [("method", "tokens", "batch", "score", "select", "attend", "other", "idle")]
-    for row in rows:
-        case, parts = row["case"], row.get("parts_ms")
-        if parts:
-            times = (f"{ms:.2f}" for ms in parts.values())
-            lines.append((f"`{case['method']}`", f"{case['context']:,}", str(case["batch"]), *times))
-    return markdown_table(lines) if len(lines) > 1 else ""
+    cells: dict[str, Callable[[Row], str]] = {
+        **_PLACE,
+        "ms a step": lambda row: _time(row, 2),
+        "floor, ms": lambda row: "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
+        "tokens/s": lambda row: f"{row['tokens_per_s']:,.1f}",
+        "over dense": _speedup,
+        "prompt, s": lambda row: f"{row['prefill_ms'] / 1e3:.2f}",
+        "peak": _peak,
+    }
+    parts = _parts(rows, lambda row: row.get("parts_ms") or {}, (*PARTS, "idle"), 2)
+    return columns(rows, cells) + (f"\n\nWhat a step goes to, ms:\n\n{parts}" if parts else "")
 
 
 def mean_parts(row: Row) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from foveate.report.lines import split_of
-from foveate.report.markdown import NONE, made_with, markdown_table
+from foveate.report.markdown import NONE, columns, made_with, markdown_table
 from foveate.report.ratio import perplexity_ratio
 from foveate.report.rows import Row
 from foveate.report.tables import page_scores
@@ -47,75 +47,80 @@ def _what(row: Row) -> str:
 
 
 def _comparison(rows: Sequence[Row]) -> str:
-    lengths = all("answer_tokens" in row["metrics"] for row in rows)
     compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
-    head = ("method", "score [95 %]", "Δ to dense [95 %]", "keys read", "KV read a step", "resident a sequence")
-    lines = [(*head, "answer, tokens [95 %]") if lengths else head]
-    for row in rows:
-        difference = f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
-        cells = (
-            f"`{row['spec']}`",
-            f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
-            "" if row["method"] == "dense" or not compared else difference,
-            _share(row["keys_read_share"]),
-            NONE if row["kv_bytes_per_step"] is None else f"{row['kv_bytes_per_step'] / 1e6:.1f} MB",
-            f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
-        )
-        length = "{value:.0f} [{low:.0f}, {high:.0f}]".format(**row["metrics"]["answer_tokens"]) if lengths else ""
-        lines.append((*cells, length) if lengths else cells)
-    return markdown_table(lines)
+
+    def difference(row: Row) -> str:
+        if row["method"] == "dense" or not compared:
+            return ""
+        return f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
+
+    cells: dict[str, Callable[[Row], str]] = {
+        "method": lambda row: f"`{row['spec']}`",
+        "score [95 %]": _score,
+        "Δ to dense [95 %]": difference,
+        "keys read": lambda row: _share(row["keys_read_share"]),
+        "KV read a step": lambda row: (
+            NONE if row["kv_bytes_per_step"] is None else f"{row['kv_bytes_per_step'] / 1e6:.1f} MB"
+        ),
+        "resident a sequence": lambda row: f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
+    }
+    if all("answer_tokens" in row["metrics"] for row in rows):
+        cells["answer, tokens [95 %]"] = lambda row: _interval(row["metrics"]["answer_tokens"], 0)
+    return columns(rows, cells)
 
 
 def _perplexities(rows: Sequence[Row]) -> str:
     dense = next((row for row in rows if row["method"] == "dense"), None)
-    lines = [("method", "perplexity [95 %]", "over dense [95 %, paired]", "keys read")]
-    for row in rows:
-        metric, ratio = row["metrics"]["perplexity"], ""
-        if dense is not None and row is not dense:
-            ratio = "{0.value:.3f} [{0.low:.3f}, {0.high:.3f}]".format(perplexity_ratio(row, dense))
-        lines.append(
-            (
-                f"`{row['spec']}`",
-                f"{metric['value']:.2f} [{metric['low']:.2f}, {metric['high']:.2f}]",
-                ratio,
-                _share(row["keys_read_share"]),
-            )
-        )
-    return markdown_table(lines)
+
+    def ratio(row: Row) -> str:
+        if dense is None or row is dense:
+            return ""
+        return "{0.value:.3f} [{0.low:.3f}, {0.high:.3f}]".format(perplexity_ratio(row, dense))
+
+    return columns(
+        rows,
+        {
+            "method": lambda row: f"`{row['spec']}`",
+            "perplexity [95 %]": lambda row: _interval(row["metrics"]["perplexity"], 2),
+            "over dense [95 %, paired]": ratio,
+            "keys read": lambda row: _share(row["keys_read_share"]),
+        },
+    )
 
 
 def _fidelities(rows: Sequence[Row]) -> str:
-    lines = [("method", "KL to dense, nats a token [95 %]", "same choice, % [95 %]", "keys read")]
-    for row in rows:
-        kl = row["metrics"]["kl"]
-        lines.append(
-            (
-                f"`{row['spec']}`",
-                f"{kl['value']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}]",
-                f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
-                _share(row["keys_read_share"]),
-            )
-        )
-    return markdown_table(lines)
+    return columns(
+        rows,
+        {
+            "method": lambda row: f"`{row['spec']}`",
+            "KL to dense, nats a token [95 %]": lambda row: _interval(row["metrics"]["kl"], 4),
+            "same choice, % [95 %]": _score,
+            "keys read": lambda row: _share(row["keys_read_share"]),
+        },
+    )
+
+
+def _score(row: Row) -> str:
+    return f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]"
+
+
+def _interval(metric: Mapping[str, float], digits: int) -> str:
+    value, low, high = (f"{metric[name]:.{digits}f}" for name in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
 
 
 def _speeds(rows: Sequence[Row]) -> str:
     """Times beside the baseline, and what else these rows have: quartiles, predictions, what the cache holds."""
-    more = [(name, cell) for field, name, cell in _BESIDE_SPEED if all(field in row for row in rows)]
-    head = ("method", "ms", "speed-up", "over", rows[0].get("peak_kind", "peak memory"))
-    lines = [(*head, *(name for name, _ in more))]
-    for row in rows:
-        lines.append(
-            (
-                f"`{row['case']['method']}`",
-                f"{row['ms']:.1f}",
-                f"{row['speedup']:.2f}×",
-                f"`{row['baseline']}`",
-                f"{row['peak_bytes'] / 1e6:,.0f} MB",
-                *(cell(row) for _, cell in more),
-            )
-        )
-    return markdown_table(lines)
+    cells: dict[str, Callable[[Row], str]] = {
+        "method": lambda row: f"`{row['case']['method']}`",
+        "ms": lambda row: f"{row['ms']:.1f}",
+        "speed-up": lambda row: f"{row['speedup']:.2f}×",
+        "over": lambda row: f"`{row['baseline']}`",
+        rows[0].get("peak_kind", "peak memory"): lambda row: f"{row['peak_bytes'] / 1e6:,.0f} MB",
+    }
+    return columns(
+        rows, cells | {name: cell for field, name, cell in _BESIDE_SPEED if all(field in row for row in rows)}
+    )
 
 
 _BESIDE_SPEED: tuple[tuple[str, str, Callable[[Row], str]], ...] = (

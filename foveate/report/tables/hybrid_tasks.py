@@ -9,11 +9,10 @@ import numpy as np
 
 from foveate.evaluation import tasks
 from foveate.evaluation.metrics import Interval, Values, bootstrap
-from foveate.report.markdown import made_with, markdown_table
+from foveate.report.markdown import NONE, made_with, markdown_table
 from foveate.report.rows import Row
 from foveate.results.errors import UserError
 
-_NONE = "–"
 _GROUPS = (
     ("needles in novels (S-NIAH-1 to 3, and one of several keys)", ("ruler",)),
     ("associative recall (MQAR)", ("mqar",)),
@@ -63,10 +62,10 @@ def _group(title: str, rows: Sequence[Row]) -> str:
     for line, of in found.items():
         cells = [_score(list(of[column].values()), line) if column in of else None for column in columns]
         numbers = sorted({seed for seeds in of.values() for seed in seeds}, key=int)
-        shown = [_NONE if cell is None else _cell(*cell) for cell in cells]
+        shown = [NONE if cell is None else _cell(*cell) for cell in cells]
         if average:
             whole = all(cell is not None for cell in cells)
-            shown.append(f"{np.mean([cell[0].value for cell in cells]):.1f}" if whole else _NONE)
+            shown.append(f"{np.mean([cell[0].value for cell in cells]):.1f}" if whole else NONE)
         lines.append([line, ", ".join(numbers), *shown])
     return f"{title}, scores [95 %] (range of the seeds) ({made_with(rows)}):\n\n{markdown_table(lines)}"
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from foveate.report.markdown import made_with, markdown_table
+from foveate.report.markdown import NONE, columns, made_with, markdown_table
+from foveate.report.rows import Row
 from foveate.report.terminal import size, time
 
-Row = Mapping[str, Any]
-_NONE = "–"
 _HEADS = {"nsa": "dense of nsa's heads"}
 """Cases whose dense attention has heads of its own."""
 _PARTS = ("lte, scores of a step", "lte, choice of what is retained")
@@ -48,12 +46,12 @@ def _attention(rows: Sequence[Row]) -> str:
             heads = own == "dense" and not what.startswith("dense") and window is not None
             cells += [
                 time(row["ms"]),
-                f"{row['ms'] / window:.2f}×" if heads else _NONE,
-                _NONE if what in _PARTS else f"{dense / row['ms']:.2f}×",
-                _NONE if row[rate[0]] is None else f"{row[rate[0]]:,.0f}",
+                f"{row['ms'] / window:.2f}×" if heads else NONE,
+                NONE if what in _PARTS else f"{dense / row['ms']:.2f}×",
+                NONE if row[rate[0]] is None else f"{row[rate[0]]:,.0f}",
             ]
             errors += [row["error"]] if row["error"] is not None else []
-        lines.append((what, *cells, f"{max(errors):.1e}" if errors else _NONE))
+        lines.append((what, *cells, f"{max(errors):.1e}" if errors else NONE))
     heads = f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']} (nsa {case['nsa_kv_heads']})"
     sizes = f"window {case['window']}, buffer {case['buffer']}, swa of {case['sliding']:,}"
     title = f"{case['phase']}, {case['context']:,} tokens, {heads}, {sizes}, {case['dtype']}"
@@ -78,7 +76,7 @@ def memory(rows: Sequence[Row]) -> str:
         for preset in presets:
             row = found.get(preset)
             cells += (
-                [_NONE] * len(parts)
+                [NONE] * len(parts)
                 if row is None
                 else [size(row["cache_bytes"]), size(row["peak_bytes"]), *map(time, _times(row))]
             )
@@ -94,36 +92,22 @@ def _times(row: Row) -> tuple[float, float]:
 
 def training(rows: Sequence[Row]) -> str:
     """A line for each model, its size and number of GPUs: tokens a second, over those of one GPU, of the peak."""
-    lines = [
-        (
-            "model",
-            "GPUs",
-            "tokens a step",
-            "tokens a second",
-            "over one GPU",
-            "over the baseline",
-            "of the peak",
-            "memory",
-        )
-    ]
     alone = {_model(row): row["tokens_per_s"] for row in rows if row["case"]["processes"] == 1}
-    for row in rows:
-        case, one = row["case"], alone.get(_model(row))
-        lines.append(
-            (
-                _model(row),
-                str(case["gpus"]),
-                f"{case['tokens'] * case['processes']:,}",
-                f"{row['tokens_per_s']:,.0f}",
-                _NONE if one is None else f"{row['tokens_per_s'] / one:.2f}×",
-                f"{row['speedup']:.2f}× `{row['baseline']}`",
-                _NONE if row["peak_share"] is None else f"{100 * row['peak_share']:.1f} %",
-                size(row["peak_bytes"]),
-            )
-        )
+    cells: dict[str, Callable[[Row], str]] = {
+        "model": _model,
+        "GPUs": lambda row: str(row["case"]["gpus"]),
+        "tokens a step": lambda row: f"{row['case']['tokens'] * row['case']['processes']:,}",
+        "tokens a second": lambda row: f"{row['tokens_per_s']:,.0f}",
+        "over one GPU": lambda row: (
+            f"{row['tokens_per_s'] / alone[_model(row)]:.2f}×" if _model(row) in alone else NONE
+        ),
+        "over the baseline": lambda row: f"{row['speedup']:.2f}× `{row['baseline']}`",
+        "of the peak": lambda row: NONE if row["peak_share"] is None else f"{100 * row['peak_share']:.1f} %",
+        "memory": lambda row: size(row["peak_bytes"]),
+    }
     case = rows[0]["case"]
     title = f"rows of {case['length']:,} tokens, {case['dtype']}{', compiled' if case['compile'] else ''}"
-    return f"{title} ({made_with(rows)}):\n\n{markdown_table(lines)}"
+    return f"{title} ({made_with(rows)}):\n\n{columns(rows, cells)}"
 
 
 def _model(row: Row) -> str:

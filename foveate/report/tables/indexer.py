@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from foveate.report.markdown import made_with, markdown_table
+from foveate.report.markdown import NONE, columns, made_with, markdown_table
 from foveate.report.published import streamindex as paper
+from foveate.report.rows import Row
 
-Row = Mapping[str, Any]
-NONE = "–"
 MEMORY = "out of memory"
 _SETTINGS = {
     "top_k": "k, fused",
@@ -64,19 +62,15 @@ def lengths(rows: Sequence[Row]) -> str:
 def gpus(rows: Sequence[Row]) -> str:
     """Time, memory of each and speed-up over one GPU, for every number of GPUs."""
     alone = next(row for row in rows if row["case"]["gpus"] == 1)
-    lines = [("GPUs", "time", "peak of each", "TFLOP/s together", "over one", "recall, least")]
-    for row in rows:
-        lines.append(
-            (
-                str(row["case"]["gpus"]),
-                duration(row["ms"]),
-                size(row["peak_bytes"]),
-                f"{row['tflop_per_s']:,.0f}",
-                f"{alone['ms'] / row['ms']:.2f}×",
-                f"{row['recall_min']:.4f}",
-            )
-        )
-    return f"{heading(rows)}\n\n{markdown_table(lines)}"
+    cells: dict[str, Callable[[Row], str]] = {
+        "GPUs": lambda row: str(row["case"]["gpus"]),
+        "time": lambda row: duration(row["ms"]),
+        "peak of each": lambda row: size(row["peak_bytes"]),
+        "TFLOP/s together": lambda row: f"{row['tflop_per_s']:,.0f}",
+        "over one": lambda row: f"{alone['ms'] / row['ms']:.2f}×",
+        "recall, least": lambda row: f"{row['recall_min']:.4f}",
+    }
+    return f"{heading(rows)}\n\n{columns(rows, cells)}"
 
 
 def settings(rows: Sequence[Row]) -> str:

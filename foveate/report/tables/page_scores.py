@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-Row = Mapping[str, Any]
+from foveate.report.rows import Row
+
 _LESS, _MORE = "▼", "▲"
 
 

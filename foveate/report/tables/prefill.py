@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from foveate.report.markdown import made_with, markdown_table
+from foveate.report.markdown import NONE, made_with, markdown_table
+from foveate.report.rows import Row
 from foveate.report.tables.general import tables
 from foveate.report.terminal import size, time
 from foveate.results.measurements import PARTS
-
-Row = Mapping[str, Any]
-_NONE = "–"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -30,7 +27,7 @@ def lengths(rows: Sequence[Row]) -> str:
     lines = [("attention", *(f"{context:,} tokens" for context in contexts), "memory above inputs and output, longest")]
     for method in dict.fromkeys(method for method, _ in found):
         mine = [found.get((method, context)) for context in contexts]
-        cells = [_NONE if row is None else f"{time(row['ms'])} ({row['speedup']:.2f}×)" for row in mine]
+        cells = [NONE if row is None else f"{time(row['ms'])} ({row['speedup']:.2f}×)" for row in mine]
         last = next(row for row in reversed(mine) if row)
         lines.append((f"`{method}`", *cells, size(last["peak_bytes"])))
     case = rows[0]["case"]
