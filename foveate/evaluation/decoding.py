@@ -22,7 +22,7 @@ class Trace:
     """Answers to a batch of items, and the distributions that they were chosen from."""
 
     tokens: torch.Tensor
-    """int64 [B, T], padded behind a row's end."""
+    """int64 [B, T], padded after a row's end."""
     lengths: torch.Tensor
     """int64 [B]: tokens of each answer, its end among them."""
     logits: list[torch.Tensor]
@@ -110,7 +110,7 @@ class Sampled(Greedy):
         outside = falling.cumsum(-1) - falling >= self._top_p
         kept = probabilities.masked_fill(outside.scatter(-1, order, outside), 0.0).cumsum(-1)
         drawn = torch.searchsorted(kept, next(self._draws) * kept[:, -1:], right=True)[:, 0]
-        return drawn.clamp_max(scores.shape[-1] - 1)  # NaN is behind all
+        return drawn.clamp_max(scores.shape[-1] - 1)  # NaN sorts last
 
 
 class Along:

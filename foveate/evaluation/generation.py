@@ -258,7 +258,7 @@ def _pause(
 
 
 class _Texts(Prompt):
-    """Texts with their continuations, which are scored teacher-forced: prompts padded on the left, targets behind."""
+    """Texts whose continuations are scored teacher-forced: prompts padded on the left, targets after them."""
 
     timing = TEACHER_FORCED
 
@@ -282,7 +282,7 @@ class _Texts(Prompt):
         self.prefill_ms, self.cache, self._logits = clock.elapsed_ms, releases.returned_cache(out), out.logits[:, -1:]
 
     def _placed(self, start: int, end: int) -> dict[str, torch.Tensor]:
-        """Mask and positions of tokens `start` to `end` behind the prompts; nothing where no prompt is padded."""
+        """Mask and positions of tokens `start` to `end` after the prompts; nothing where no prompt is padded."""
         if not self._padded:
             return {}
         mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), max(end, 0))], 1)

@@ -141,7 +141,7 @@ def attention_map(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
-    """Attention of one head over interwoven topics: unless told, the one that joins segments of a topic most."""
+    """Attention of one head over interwoven topics: by default the one that joins segments of a topic most."""
     from transformers.utils import logging
 
     from foveate.evaluation import loading, model_folder

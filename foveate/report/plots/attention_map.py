@@ -1,6 +1,6 @@
 """Where one head looks in a text of interwoven topics: the observation that LuKA's clustered attention starts from.
 
-The text is cut into segments, each of a topic. The head shown is, unless told otherwise, the one that joins distant
+The text is cut into segments, each of a topic. The head shown is, by default the one that joins distant
 segments of one topic most (LuKA, figure 1).
 """
 

@@ -15,7 +15,7 @@ from foveate.report.tables.calibrations import tasks
 from foveate.results.errors import DataError
 
 _HEIGHT, _WIDTH = 4.2, 13.0
-_LEAST = 1e-4  # of a divergence that is told apart from none
+_LEAST = 1e-4  # the smallest divergence that the colours distinguish
 
 
 def draw(found: Calibration, out: Path) -> None:

@@ -23,7 +23,7 @@ _WORDS = {
     "idle": "no kernel runs",
 }
 LEVELS = {"kernel": ("µs a layer", 1e3), "model": ("ms a step", 1.0)}
-"""What is drawn of rows of a level, and in what part of a millisecond."""
+"""The unit of an axis by level, and that unit in a millisecond."""
 
 
 def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
@@ -56,7 +56,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
         for part, (group, rows) in zip(figure.stacked(page, heights), groups.items()):
             methods, contexts = _methods(rows), sorted({row["case"]["context"] for row in rows})
             own = part.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
-            part.suptitle(_told(group), x=0.01, ha="left", fontsize=8.5)
+            part.suptitle(_group_title(group), x=0.01, ha="left", fontsize=8.5)
             for axis, context in zip(own, contexts):
                 of_context = [row for row in rows if row["case"]["context"] == context]
                 _bars(axis, methods, {row["case"]["method"]: of_row(row) for row in of_context}, scale)
@@ -66,8 +66,8 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
             own[0].set_ylim(len(methods) - 0.5, -0.5)
             axes += [*own]
         figure.legend(page, axes)
-        told = "a layer's decode step goes to: its kernels, without gaps" if level == "kernel" else "a step goes to"
-        figure.title(page, f"What {told}", made_with(profiled))
+        what = "a layer's decode step goes to: its kernels, without gaps" if level == "kernel" else "a step goes to"
+        figure.title(page, f"What {what}", made_with(profiled))
 
 
 def _bars(axis: Any, methods: Sequence[str], times: Mapping[str, Mapping[str, float]], scale: float) -> None:
@@ -105,7 +105,7 @@ def _group(row: Row) -> tuple[str, int, str]:
     return f"{case['model']}, " if case.get("model") else "", case["batch"], how
 
 
-def _told(group: tuple[str, int, str]) -> str:
+def _group_title(group: tuple[str, int, str]) -> str:
     model, batch, how = group
     return f"{model}{batch} sequence{'s' * (batch > 1)}{how}"
 

@@ -250,7 +250,7 @@ def _of_perplexity(rows: Sequence[Row]) -> list[Row]:
 
 
 def _refined(row: Row) -> float | None:
-    """The share of its pages that a row's method refines, if it is told as a share."""
+    """The share of its pages that a row's method refines, if its setting is a share."""
     settings = row["settings"]
     if not {"compressor", "zero_values", "mass"} <= settings.keys() or settings.get("refine") != "top_k":
         return None

@@ -19,7 +19,7 @@ def table(found: Sequence[Calibration]) -> str:
     chosen by divergence it is what they lose in sum. Anchors tried together have no such sum, and a line alone.
 
     Raises:
-        UserError: for calibrations of different models, ones that do not tell how they were found, or none with a sum.
+        UserError: for calibrations of different models or without a record of how they were found, or none with a sum.
     """
     first = found[0]
     try:
@@ -77,8 +77,8 @@ def _way(one: Calibration) -> str:
     by, answers = one.found["chosen_by"], one.found["run"].get("answers")
     if answers:
         together = "together, " if by["by"] == "together" else ""
-        behind = f", {answers['prompts']} prompts" if "prompts" in answers else ""
-        return f"{together}{answers['method']} along {answers['answer_tokens']} tokens{behind}"
+        prompts = f", {answers['prompts']} prompts" if "prompts" in answers else ""
+        return f"{together}{answers['method']} along {answers['answer_tokens']} tokens{prompts}"
     return f"{by['over']}, weights {by['weights']}"
 
 

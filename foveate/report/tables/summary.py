@@ -57,5 +57,5 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cell(row: Row) -> tuple[str, str]:
-    """The words that head a comparison's column, and what tells it from others under the same words: its items."""
+    """The words that head a comparison's column, and its items' fingerprint, since comparisons may share words."""
     return heading(row), row["run"]["items"]

@@ -518,7 +518,7 @@ class TestBadPlans:
             *(
                 (
                     {"by": "divergence", "method": Kascade(**idle)},
-                    f"{next(iter(idle))} has no effect: what is measured is decoding behind dense prompts",
+                    f"{next(iter(idle))} has no effect: what is measured is decoding after dense prompts",
                 )
                 for idle in ({"tile": 9}, {"rest": "mean"}, {"dense_last": 32})
             ),
