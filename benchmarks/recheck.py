@@ -28,8 +28,8 @@ from foveate.evaluation import tasks
 from foveate.evaluation.metrics import paired_bootstrap
 from foveate.evaluation.runner import Comparison, Prepared, parse_method, prepare, run
 from foveate.methods import Method, recorded
-from foveate.report.recheck import table
 from foveate.report.rows import read
+from foveate.report.tables.recheck import table
 from foveate.results import circumstances
 from foveate.results.errors import DataError, UserError, unknown
 

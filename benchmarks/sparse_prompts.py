@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import foveate
-from foveate.evaluation import inference, runner, tasks
+from foveate.evaluation import generation, loading, runner, tasks
 from foveate.evaluation.metrics import columns, paired_bootstrap
 from foveate.evaluation.tasks.base import Item, Task
 from foveate.results import circumstances
@@ -83,9 +83,9 @@ def variant(base: str, changed: dict[str, Any]) -> str:
 def measured(model: Any, tokenizer: Any, task: Task, items: Sequence[Item], spec: str, batch: int) -> dict[str, Any]:
     """Graded values of each item under a method, and the times of prompts and steps."""
     values, times = [], []
-    for group in inference.batches(items, batch):
+    for group in generation.batches(items, batch):
         with foveate.attached(model, spec, dense_below=0):
-            outputs = inference.run_batch(model, tokenizer, group)
+            outputs = generation.run_batch(model, tokenizer, group)
         values += [task.grade(item, output) for item, output in zip(group, outputs.outputs)]
         times.append((outputs.prefill_ms, outputs.decode_ms_per_token))
     prefill, steps = zip(*times)
@@ -100,14 +100,14 @@ def measured(model: Any, tokenizer: Any, task: Task, items: Sequence[Item], spec
 def study(given: argparse.Namespace, specs: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row for each method on each task, dense attention first; those that OUT has are not measured again."""
     begun = time.perf_counter()
-    device = inference.choose_device(given.device)
-    dtype = inference.choose_dtype(given.dtype, given.model, device)
-    tokenizer = inference.load_tokenizer(given.model)
+    device = loading.choose_device(given.device)
+    dtype = loading.choose_dtype(given.dtype, given.model, device)
+    tokenizer = loading.load_tokenizer(given.model)
     about = {"model": given.model.name, "limit": given.limit, "seed": given.seed, "dtype": dtype}
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     made = {row["task"] + row["spec"]: row for row in rows if about.items() <= row.items()}
     made = {key: row for key, row in made.items() if row["task_settings"].get("length") == given.length}
-    model = inference.load_model(given.model, dtype, device)
+    model = loading.load_model(given.model, dtype, device)
     for names in (given.tasks[:2], given.tasks[2:]):
         chosen = {name: tasks.parse(TASKS[name], length=given.length) for name in names}
         items = {name: task.items(given.data, tokenizer, given.limit, given.seed) for name, task in chosen.items()}
@@ -155,8 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=270.0, help="after which nothing new is begun")
-    parser.add_argument("--dtype", choices=inference.DTYPES, default="auto")
-    parser.add_argument("--device", choices=inference.DEVICES, default="auto")
+    parser.add_argument("--dtype", choices=loading.DTYPES, default="auto")
+    parser.add_argument("--device", choices=loading.DEVICES, default="auto")
     given = parser.parse_args(arguments)
     for name in ("model", "data", "out"):
         setattr(given, name, getattr(given, name).resolve())

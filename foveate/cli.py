@@ -16,8 +16,8 @@ import typer
 from typer.core import TyperGroup
 
 from foveate.bench.commands import app as bench_app
-from foveate.report.commands import announce
 from foveate.report.commands import app as plot_app
+from foveate.results.outfile import announce
 from foveate.training import lte_commands
 from foveate.training.commands import app as train_app
 
@@ -39,7 +39,7 @@ class _Commands(TyperGroup):
             if ctx.params["debug"] or not (no_memory or isinstance(error, _BAD_INPUT)):
                 raise
             message = "out of memory; try fewer sequences at once, or shorter ones" if no_memory else str(error)
-            _table().console(stderr=True).print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+            _terminal().console(stderr=True).print(f"error: {message}", style="red", markup=False, soft_wrap=True)
             raise typer.Exit(_FAILED) from None
 
 
@@ -86,7 +86,7 @@ def methods(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False, default=str))
     else:
-        _table().console().print(_table().methods(entries))
+        _terminal().console().print(_terminal().methods(entries))
 
 
 @app.command()
@@ -115,7 +115,7 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
-        _table().console().print(_table().facts(facts))
+        _terminal().console().print(_terminal().facts(facts))
 
 
 def _delta_rule(on_gpu: bool) -> str:
@@ -177,33 +177,33 @@ def generate(
     from transformers import TextStreamer
 
     import foveate
-    from foveate.evaluation import inference, model_folder
+    from foveate.evaluation import generation, loading, model_folder
     from foveate.evaluation.prompting import encode
 
     _quiet()
     facts = model_folder.model_facts(model)
-    place = inference.choose_device(device)
-    form = inference.choose_dtype(dtype, model, place)
-    tokenizer = inference.load_tokenizer(model)
+    place = loading.choose_device(device)
+    form = loading.choose_dtype(dtype, model, place)
+    tokenizer = loading.load_tokenizer(model)
     if chat and not tokenizer.chat_template:
         raise UserError(f"{model}: the tokenizer has no chat template; leave --chat away")
     ids = encode(tokenizer, [{"role": "user", "content": text}] if chat else text)
     model_folder.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
-    network = inference.load_model(model, form, place)
+    network = loading.load_model(model, form, place)
     tensor = torch.tensor([ids], device=place)
     with foveate.attached(network, chosen, dense_below=0), torch.inference_mode():
         made = network.generate(
             tensor,
             attention_mask=torch.ones_like(tensor),
             max_new_tokens=max_new_tokens,
-            pad_token_id=inference.pad_token(network, tokenizer),
+            pad_token_id=generation.pad_token(network, tokenizer),
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             return_dict_in_generate=True,
         )
         summary = foveate.stats(network).summary()
         del made  # the statistics are of the live cache
-    line = f"{chosen.spec} · {len(ids):,} prompt tokens · {_table().reading(summary)}"
-    _table().console(stderr=True).print(line, style="dim", markup=False)
+    line = f"{chosen.spec} · {len(ids):,} prompt tokens · {_terminal().reading(summary)}"
+    _terminal().console(stderr=True).print(line, style="dim", markup=False)
 
 
 @app.command()
@@ -252,7 +252,7 @@ def compare(
     from foveate.evaluation.runner import Comparison, parse_methods, prepare, run
     from foveate.evaluation.tasks.fidelity import Fidelity
 
-    notes = _table().console(stderr=True)
+    notes = _terminal().console(stderr=True)
     chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
     if fidelity:
         chosen_task = Fidelity(of=chosen_task)
@@ -277,7 +277,7 @@ def compare(
             soft_wrap=True,
         )
         raise typer.Exit(_INTERRUPTED) from None
-    _table().console().print(_table().results(rows, _SHOWN_ANSWERS if show_answers else 0))
+    _terminal().console().print(_terminal().results(rows, _SHOWN_ANSWERS if show_answers else 0))
 
 
 @app.command()
@@ -331,7 +331,7 @@ def calibrate(
     from foveate.evaluation.calibration.calibrate import Plan, partial_folder, run
     from foveate.evaluation.runner import parse_method
 
-    notes = _table().console(stderr=True)
+    notes = _terminal().console(stderr=True)
     chosen, *also = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])]
     _quiet()
     by_what = (by, over, weights, parse_method(method), answer_tokens, batch_size, rounds, prompts)
@@ -362,8 +362,10 @@ def report(
 ) -> None:
     """Print rows of results as Markdown tables, or calibrations (.json) side by side."""
     from foveate.calibration import load
-    from foveate.report import calibrations, markdown, rows
-    from foveate.report import summary as summaries
+    from foveate.report import rows
+    from foveate.report.tables import calibrations
+    from foveate.report.tables import general as markdown
+    from foveate.report.tables import summary as summaries
     from foveate.results.errors import DataError, UserError
 
     if all(file.suffix == ".json" for file in files):
@@ -442,10 +444,10 @@ def main() -> None:
     app(args=arguments, prog_name="foveate")
 
 
-def _table() -> Any:
-    from foveate.report import table
+def _terminal() -> Any:
+    from foveate.report import terminal
 
-    return table
+    return terminal
 
 
 def _quiet() -> None:

@@ -43,11 +43,10 @@ LAYERS_OF_STATE = (
 """The same of ``foveate.state``."""
 
 UPWARD = {
-    "report": {"bench.breakdown", "bench.decode_model"},
     "training": {
         "cli",
         "evaluation.data",
-        "evaluation.inference",
+        "evaluation.loading",
         "evaluation.model_folder",
         "evaluation.multihop",
         "evaluation.prompting",
@@ -55,9 +54,8 @@ UPWARD = {
         "evaluation.tasks.mqar",
         "evaluation.tasks.niah",
         "evaluation.words",
-        "report.commands",
-        "report.table",
-        "report.training",
+        "report.terminal",
+        "report.plots.training",
     },
 }
 """Modules that a lower layer still imports, by the folder that does. Entries may only be removed."""

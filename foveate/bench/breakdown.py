@@ -13,10 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from foveate import ops
+from foveate.results.measurements import PARTS
 
-PARTS = ("score", "select", "attend", "other")
-"""The packages of :mod:`foveate.ops` whose kernels run in a step, and PyTorch's own kernels; libraries' kernels of
-attention count as ``attend``."""
 _REPEATS = 5
 _SUMMARIES = {"score": "score", "ranks": "select", "select": "select", "select_few": "select"}
 """Parts of LuKA's fused operation, by the module in ``ops.summaries``; its other modules attend."""

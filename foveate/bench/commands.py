@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foveate.report.commands import announce
+from foveate.bench.level_commands import decode, prefill
+from foveate.bench.running import Methods, Model, Out
+from foveate.bench.running import flag as _flag
+from foveate.bench.running import kept as _kept
+from foveate.bench.running import measure as _measure
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed, and what the scores of pages miss.")
-
-Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        help="File for the rows (JSON Lines), those of other cases stay in it.", show_default=False, callback=announce
-    ),
-]
-Methods = Annotated[list[str] | None, typer.Option("--method", help="A method; may be given often.")]
 
 
 @app.command("cpu-decode")
@@ -43,161 +37,8 @@ def cpu_decode(
     )
 
 
-@app.command("prefill")
-def prefill(
-    level: Annotated[
-        str, typer.Option(help="kernel (attention of a layer) or model (time to the first token).")
-    ] = "kernel",
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Prompt tokens; may be given often.",
-            show_default="8192, 32768 and 131072; at level model 8192, 16384 and 32768",
-        ),
-    ] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads (kernel).", show_default="32")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads (kernel).", show_default="8")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Dimensions of a head (kernel).", show_default="128")] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="Layers, of which each kind is timed once (kernel).", show_default="32")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).", show_default="llama-3.1-8b"
-        ),
-    ] = None,
-    chunk: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Tokens of a prompt that are read at once, 0 for all; may be given often (model).", show_default="0"
-        ),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed runs.")] = 5,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    method: Methods = None,
-    out: Out = None,
-) -> None:
-    """A prompt: its attention, beside the fastest dense there is, or a model's time to the first token."""
-    of_layers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
-    of_model = {"model": model, "chunks": chunk}
-    _check_level(level, {"kernel": of_layers, "model": of_model})
-
-    from foveate.bench import prefill as bench
-    from foveate.bench import prefill_model
-    from foveate.report.prefill import table
-
-    lists = {"methods": method, "contexts": context}
-    options = {**lists, **of_layers, **of_model, "repeats": repeats, "dtype": dtype, "seed": seed, "device": device}
-    given = {name: value for name, value in options.items() if value is not None}
-    if level == "model":
-        of = prefill_model.Plan(**given)
-        _measure(bench.BENCH, out, lambda say: prefill_model.run(of, say, _kept(out)), table)
-    else:
-        plan = bench.Plan(**given)
-        _measure(bench.BENCH, out, lambda say: bench.run(plan, say, _kept(out)), table)
-
-
-@app.command("decode")
-def decode(
-    level: Annotated[str, typer.Option(help="kernel, layer (as a model decodes, with its bookkeeping) or model.")] = (
-        "kernel"
-    ),
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Tokens so far; may be given often.", show_default="8192, 32768 and 131072; at level model 32768"
-        ),
-    ] = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(help="Sequences; may be given often.", show_default="1 and 32; at level model 1"),
-    ] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads (kernel, layer).", show_default="32")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads (kernel, layer).", show_default="8")] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(help="Dimensions of a head (kernel, layer).", show_default="128")
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Layers, of which each kind is timed once (kernel, layer).", show_default="32"),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).", show_default="llama-3.1-8b"
-        ),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Timed tokens of a round (model).", show_default="64")] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(help="How often every method generates, one after the other (model).", show_default="1"),
-    ] = None,
-    liger: Annotated[
-        bool | None,
-        typer.Option(
-            "--liger",
-            help="Norms, rotations and MLPs by Liger's kernels, for all methods alike (model).",
-            show_default=False,
-        ),
-    ] = None,
-    dense_below: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of all sequences below which steps are dense, or auto: where methods are slower (model).",
-            show_default="0",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    method: Methods = None,
-    out: Out = None,
-) -> None:
-    """A decode step: its attention, beside the fastest dense there is, or tokens a second of a model's generate."""
-    of_layers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
-    below = int(dense_below) if dense_below is not None and dense_below.isdecimal() else dense_below
-    of_model = {"model": model, "steps": steps, "rounds": rounds, "liger": liger, "dense_below": below}
-    _check_level(level, {"kernel": of_layers, "layer": of_layers, "model": of_model})
-
-    from foveate.bench import decode as bench
-    from foveate.bench import decode_model
-    from foveate.report.decode import table
-
-    lists = {"methods": method, "contexts": context, "batches": batch}
-    options = {**lists, **of_layers, **of_model, "dtype": dtype, "seed": seed, "device": device}
-    given = {name: value for name, value in options.items() if value is not None}
-    if level == "model":
-        of = decode_model.Plan(**given)
-        _measure(bench.BENCH, out, lambda say: decode_model.run(of, say, _kept(out)), table)
-    else:
-        plan = bench.Plan(level=level, **given)
-        _measure(bench.BENCH, out, lambda say: bench.run(plan, say, _kept(out)), table)
-
-
-def _check_level(level: str, own: dict[str, dict[str, Any]]) -> None:
-    """Refuses a level that there is not, and options that others have and it has not."""
-    from foveate.results.errors import UserError, unknown
-
-    if level not in own:
-        raise unknown("level", level, own)
-    for options in own.values():
-        for name, value in options.items():
-            if value is not None and name not in own[level]:
-                allowed = ", ".join(map(_flag, own[level]))
-                raise UserError(f"{_flag(name)} {value} does nothing at level {level}; of its own it has {allowed}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}" if name != "chunks" else "--chunk"
+app.command("prefill")(prefill)
+app.command("decode")(decode)
 
 
 @app.command("indexer")
@@ -481,41 +322,10 @@ def page_scores(
 
     from foveate.bench import page_scores as bench
     from foveate.evaluation import tasks
-    from foveate.report.markdown import tables
+    from foveate.report.tables.general import tables
 
     logging.disable_progress_bar()
     sizes, shares = tuple(page_size or bench.PAGE_SIZES), tuple(budget or bench.BUDGETS)
     chosen = tuple(tasks.parse(spec) for spec in task)
     plan = bench.Plan(model, data, chosen, sizes, shares, limit, tokens, seed, dtype, device)
     _measure(bench.BENCH, out, lambda say: bench.run(plan, say), tables)
-
-
-def _kept(out: Path | None) -> Callable[[list[dict[str, Any]]], None]:
-    """What keeps rows as they come, so that who interrupts a long run has those before."""
-    from foveate.results import measurements as files
-
-    return functools.partial(files.write, out) if out is not None else lambda rows: None
-
-
-def _measure(
-    bench: str,
-    out: Path | None,
-    run: Callable[[Callable[[str], None]], list[dict[str, Any]]],
-    markdown: Callable[[list[dict[str, Any]]], str] | None = None,
-) -> None:
-    from foveate.report.speeds import speeds
-    from foveate.report.table import console
-    from foveate.results import measurements as files
-
-    if out is not None:
-        files.check_out(out, bench)
-    notes = console(stderr=True)
-    rows = run(lambda line: notes.print(line, style="dim", markup=False))
-    if not rows:
-        return  # one of several processes: the first has them
-    if out is not None:
-        files.write(out, rows)
-    if markdown is not None:
-        typer.echo(markdown(rows))
-    else:
-        console().print(speeds(rows))

@@ -19,14 +19,14 @@ import torch
 import transformers
 
 import foveate
-from foveate.evaluation import inference, model_folder
+from foveate.evaluation import loading, model_folder
 from foveate.evaluation.data import read_novels
 from foveate.integrations.transformers import releases
 from foveate.results import circumstances
 from foveate.results.errors import UserError
+from foveate.results.measurements import TRANSFORMERS
 
 BENCH = "cpu-decode"
-TRANSFORMERS = "transformers-sdpa"
 METHODS = (
     *("dense", "streaming:window=1024", "h2o", "quest", "omnikv", "kascade:decode_only=true"),
     *("luka:page_size=16,top_k=3", "luka:page_size=16,top_k=0.12", "luka"),
@@ -87,7 +87,7 @@ def run(
     model_folder.check_positions(needed, facts, "context and steps need")
     ids = _book(folder, data, needed)
     torch.set_num_threads(threads)
-    base = inference.load_model(folder, "float32", "cpu")
+    base = loading.load_model(folder, "float32", "cpu")
     contenders = [_prefill(TRANSFORMERS, base, None, ids[:, :context], say)]
     contenders += [_prefill(spec, _twin(base), spec, ids[:, :context], say) for spec in specs]
     for contender in contenders:
@@ -102,7 +102,7 @@ def run(
 
 
 def _book(folder: Path, data: Path, tokens: int) -> torch.Tensor:
-    tokenizer = inference.load_tokenizer(folder)
+    tokenizer = loading.load_tokenizer(folder)
     novel = max(read_novels(data), key=lambda novel: len(novel.text))
     ids = tokenizer(novel.text[: 12 * tokens], return_tensors="pt")["input_ids"][:, :tokens]
     if ids.shape[1] < tokens:

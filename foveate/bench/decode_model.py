@@ -33,11 +33,11 @@ from transformers import (
 import foveate
 from foveate.bench import breakdown, cold
 from foveate.bench.decode import BENCH, command
-from foveate.evaluation import inference, model_folder
+from foveate.evaluation import loading, model_folder
 from foveate.results import circumstances
 from foveate.results.errors import UserError, unknown
+from foveate.results.measurements import TRANSFORMERS
 
-TRANSFORMERS = "transformers-sdpa"
 METHODS = ("dense", "kascade:decode_only=true", "luka")
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama-3.1-8b": LlamaConfig(
@@ -105,7 +105,7 @@ class Plan:
             raise UserError(f"dense-below must be a number of tokens, at least 0, or auto, not {self.dense_below}")
         if self.dtype not in _DTYPES:
             raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
-        inference.choose_device(self.device)
+        loading.choose_device(self.device)
         for spec in self.methods:
             try:
                 foveate.methods.parse(spec)
@@ -212,7 +212,7 @@ def load(plan: Plan) -> PreTrainedModel:
 
 def _loaded(plan: Plan) -> PreTrainedModel:
     if plan.model not in SHAPES:
-        return inference.load_model(Path(plan.model), plan.dtype, plan.device)
+        return loading.load_model(Path(plan.model), plan.dtype, plan.device)
     torch.manual_seed(plan.seed)
     with torch.device(plan.device):
         model = AutoModelForCausalLM.from_config(plan.config(), dtype=getattr(torch, plan.dtype))

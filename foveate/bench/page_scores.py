@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from foveate.bench._page_estimates import COSTS, LIMIT, SINKS, TAIL, Case, Measures, measure
-from foveate.evaluation import inference, model_folder
+from foveate.evaluation import loading, model_folder
 from foveate.evaluation.metrics import bootstrap, columns, mean
 from foveate.evaluation.tasks import Item, Task
 from foveate.integrations.transformers.probe import Seen, watched
@@ -74,12 +74,12 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
         UserError: for items without answers, prompts without pages or beyond the model, or a model that has no layer
             with attention to all tokens.
     """
-    facts, device = model_folder.model_facts(plan.model), inference.choose_device(plan.device)
-    dtype = inference.choose_dtype(plan.dtype, plan.model, device)
+    facts, device = model_folder.model_facts(plan.model), loading.choose_device(plan.device)
+    dtype = loading.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
-    tokenizer = inference.load_tokenizer(plan.model)
+    tokenizer = loading.load_tokenizer(plan.model)
     of_tasks = [_items(plan, task, tokenizer, facts) for task in plan.tasks]
-    model = inference.load_model(plan.model, dtype, device)
+    model = loading.load_model(plan.model, dtype, device)
     rows = []
     for task, items in zip(plan.tasks, of_tasks):
         found = []

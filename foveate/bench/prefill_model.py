@@ -21,11 +21,11 @@ import foveate
 from foveate.bench import decode_model
 from foveate.bench.decode import command
 from foveate.bench.prefill import BENCH, DTYPES, parsed
-from foveate.evaluation import inference, model_folder
+from foveate.evaluation import loading, model_folder
 from foveate.results import circumstances
 from foveate.results.errors import UserError, unknown
+from foveate.results.measurements import TRANSFORMERS
 
-TRANSFORMERS = "transformers-sdpa"
 METHODS = (
     "dense",
     "streaming",
@@ -73,7 +73,7 @@ class Plan:
             parsed(spec)
         facts = {"max_positions": self.of_model.config().max_position_embeddings}
         model_folder.check_positions(max(self.contexts), facts, "the longest context needs")
-        inference.choose_device(self.device)
+        loading.choose_device(self.device)
 
     @property
     def of_model(self) -> decode_model.Plan:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 import foveate
-from foveate.evaluation.inference import Batch
+from foveate.evaluation.generation import Batch
 from foveate.integrations.transformers.cache import held_bytes
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import foveate
-from foveate.evaluation import costs, data, inference, model_folder
+from foveate.evaluation import costs, data, decoding, generation, loading, model_folder
 from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
 from foveate.evaluation.own import Own, applied, summary
 from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
@@ -135,16 +135,16 @@ def prepare(plan: Comparison) -> Prepared:
             "--fidelity compares with dense attention, which is not among the methods; leave one of them out"
         )
     facts = model_folder.model_facts(plan.model)
-    device = inference.choose_device(plan.device)
+    device = loading.choose_device(plan.device)
     plan = dataclasses.replace(
-        plan, model=plan.model.resolve(), device=device, dtype=inference.choose_dtype(plan.dtype, plan.model, device)
+        plan, model=plan.model.resolve(), device=device, dtype=loading.choose_dtype(plan.dtype, plan.model, device)
     )
     files = plan.task.files(plan.data)
     settings = plan.task.settings()
     asked = sum(settings.get(name, 0) for name in ("length", "continuation", "max_new_tokens"))
     what = f"task '{plan.task.name}' (prompt and answer) needs"
     model_folder.check_positions(asked, facts, what)
-    tokenizer = inference.load_tokenizer(plan.model)
+    tokenizer = loading.load_tokenizer(plan.model)
     items = plan.task.items(plan.data, tokenizer, plan.limit, plan.seed)
     model_folder.check_positions(max(item.positions for item in items), facts, what)
     run = {
@@ -163,7 +163,7 @@ def prepare(plan: Comparison) -> Prepared:
     }
     rows = resultfile.read_rows(plan.out, run)
     kept = resultfile.read_partial(plan.out, run)
-    sizes = {group[0].id: len(group) for group in inference.batches(items, plan.batch_size)}
+    sizes = {group[0].id: len(group) for group in generation.batches(items, plan.batch_size)}
     for record in kept:
         if (size := len(record["values"])) != sizes.get(record["first"]):
             wanted = sizes.get(record["first"], "no place in the run")
@@ -185,7 +185,7 @@ def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> 
         return prepared.rows
     with resultfile.PartialFile(plan.out, prepared.run) as partial:
         records = {(record["key"], record["first"]): record for record in partial.records}
-        groups = inference.batches(prepared.items, plan.batch_size)
+        groups = generation.batches(prepared.items, plan.batch_size)
         todo = []
         for group in groups:
             waiting = [method for method in missing if (_method_key(method), group[0].id) not in records]
@@ -219,7 +219,7 @@ class _Examiner:
         plan = self._plan = prepared.plan
         self._dense = next((method for method in plan.methods if method.name == "dense"), None)
         self._tokenizer = prepared.tokenizer
-        self._model = inference.load_model(plan.model, plan.dtype, plan.device)
+        self._model = loading.load_model(plan.model, plan.dtype, plan.device)
         self._memory = circumstances.PeakMemory(plan.device)
         self._commit = circumstances.commit()
         item = prepared.items[0]
@@ -236,7 +236,7 @@ class _Examiner:
         for method in methods:
             try:
                 with applied(self._model, method):
-                    inference.run_batch(self._model, self._tokenizer, [cut])
+                    generation.run_batch(self._model, self._tokenizer, [cut])
             except UserError:
                 raise
             except (ValueError, TypeError, NotImplementedError) as error:
@@ -261,41 +261,41 @@ class _Examiner:
             del prompt
         elif self._plan.task.along_dense:
             with foveate.attached(self._model, self._dense):
-                trace = inference.read_prompt(self._model, self._tokenizer, items).trace(self._model)
+                trace = generation.read_prompt(self._model, self._tokenizer, items).trace(self._model)
         for method in methods:
             if method not in together:
                 yield self._measure_alone(method, items, trace)
 
-    def _measure_alone(self, method: Any, items: Sequence[Item], trace: inference.Trace | None) -> Record:
+    def _measure_alone(self, method: Any, items: Sequence[Item], trace: decoding.Trace | None) -> Record:
         torch.manual_seed(self._plan.seed)
         with applied(self._model, method):
             self._memory.start()
-            prompt = inference.read_prompt(self._model, self._tokenizer, items)
+            prompt = generation.read_prompt(self._model, self._tokenizer, items)
             batch = prompt.go_on(self._model, along=trace)
             return self._record(method, items, batch, self._memory.peak(), self._memory_kind)
 
-    def _read_together(self, methods: Sequence[Any], items: Sequence[Item]) -> tuple[inference.Prompt, int]:
+    def _read_together(self, methods: Sequence[Any], items: Sequence[Item]) -> tuple[generation.Prompt, int]:
         """The prompt, read once for all of these methods and for dense, and the peak of memory."""
         readers = (self._dense, *(method for method in methods if method != self._dense))
         with foveate.attached(self._model, foveate.methods.Together(readers)):
             self._memory.start()
-            return inference.read_prompt(self._model, self._tokenizer, items), self._memory.peak()
+            return generation.read_prompt(self._model, self._tokenizer, items), self._memory.peak()
 
     def _go_on(
-        self, method: Any, items: Sequence[Item], prompt: inference.Prompt, peak: int, trace: inference.Trace | None
+        self, method: Any, items: Sequence[Item], prompt: generation.Prompt, peak: int, trace: decoding.Trace | None
     ) -> Record:
         torch.manual_seed(self._plan.seed)
         with foveate.attached(self._model, method, dense_below=0):
             self._memory.start()
             batch = prompt.go_on(self._model, shared=True, along=trace)
             peak = max(peak, self._memory.peak())
-            return self._record(method, items, batch, peak, f"{self._memory_kind}{inference.SHARED}")
+            return self._record(method, items, batch, peak, f"{self._memory_kind}{generation.SHARED}")
 
     @property
     def _memory_kind(self) -> str:
         return self._memory.kind + (", dense's logits included" if self._plan.task.along_dense else "")
 
-    def _record(self, method: Any, items: Sequence[Item], batch: inference.Batch, peak: int, peak_kind: str) -> Record:
+    def _record(self, method: Any, items: Sequence[Item], batch: generation.Batch, peak: int, peak_kind: str) -> Record:
         values = [self._plan.task.grade(item, output) for item, output in zip(items, batch.outputs)]
         if not all(math.isfinite(value) for graded in values for value in graded.values()):
             raise ArithmeticError(f"method '{method.spec}' gave a value that is not a number on item {items[0].id}")

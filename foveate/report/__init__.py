@@ -1,1 +1,1 @@
-"""Reports: results as tables."""
+"""Reports: result rows as Markdown tables, tables for the terminal, and plots."""

@@ -8,18 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from foveate.results.outfile import announce
+
 app = typer.Typer(no_args_is_help=True, help="Draw rows of results, or an attention map, as PNG.")
 
 Files = Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)]
-
-
-def announce(out: Path | None) -> Path | None:
-    """Callback of each `--out`: says that its folder is a new one, so that a misspelt one is seen."""
-    from foveate.results.outfile import new_folder
-
-    if out is not None and (folder := new_folder(out.parent)):
-        typer.echo(f"{folder} is a new folder: it is made", err=True)
-    return out
 
 
 Out = Annotated[Path, typer.Option(help="PNG file to write.", show_default=False, callback=announce)]
@@ -51,7 +44,7 @@ def frontier(
     where: Where = None,
 ) -> None:
     """Score against what decoding reads: a panel for each task, a line for each method."""
-    from foveate.report import plots
+    from foveate.report.plots import frontier as plots
 
     how = (to_dense, along or [], recommended, margin, over_splits, against)
     _say(out, plots.frontier(_rows(files, where), out, *how))
@@ -60,7 +53,7 @@ def frontier(
 @app.command()
 def perplexity(files: Files, out: Out, to_dense: ToDense = False, where: Where = None) -> None:
     """Perplexity against the share of pages refined: a line for each compressor, dashed without values."""
-    from foveate.report import plots
+    from foveate.report.plots import frontier as plots
 
     _say(out, plots.perplexity(_rows(files, where), out, to_dense))
 
@@ -68,7 +61,7 @@ def perplexity(files: Files, out: Out, to_dense: ToDense = False, where: Where =
 @app.command()
 def modes(files: Files, out: Out, to_dense: ToDense = False, where: Where = None) -> None:
     """Perplexity of each method, beside dense."""
-    from foveate.report import plots
+    from foveate.report.plots import frontier as plots
 
     _say(out, plots.modes(_rows(files, where), out, to_dense))
 
@@ -76,7 +69,7 @@ def modes(files: Files, out: Out, to_dense: ToDense = False, where: Where = None
 @app.command()
 def indexer(files: Files, out: Out) -> None:
     """Time and memory of `foveate bench indexer` against the length of the context."""
-    from foveate.report import indexer_plots
+    from foveate.report.plots import indexer as indexer_plots
     from foveate.report.rows import read_bench
 
     indexer_plots.lengths(read_bench(files, "indexer"), out)
@@ -86,7 +79,7 @@ def indexer(files: Files, out: Out) -> None:
 @app.command("indexer-tiles")
 def indexer_tiles(files: Files, out: Out) -> None:
     """Time and memory of `foveate bench indexer-study` against tiles and scores held."""
-    from foveate.report import indexer_plots
+    from foveate.report.plots import indexer as indexer_plots
     from foveate.report.rows import read_bench
 
     indexer_plots.tiles(read_bench(files, "indexer-study"), out)
@@ -100,7 +93,7 @@ def decode(
     level: Annotated[str, typer.Option(help="kernel: a layer's kernels; model: a model's whole step.")] = "kernel",
 ) -> None:
     """What a decode step goes to, by method: kernels of `foveate bench decode`."""
-    from foveate.report import decode_plots
+    from foveate.report.plots import decode as decode_plots
     from foveate.report.rows import read_bench
 
     decode_plots.parts(read_bench(files, "decode"), out, level)
@@ -110,7 +103,7 @@ def decode(
 @app.command("hybrid-losses")
 def hybrid_losses(files: Files, out: Out) -> None:
     """Training and held-out losses of hybrids, from rows of `benchmarks/hybrid_curves.py`."""
-    from foveate.report import hybrid_plots
+    from foveate.report.plots import hybrids as hybrid_plots
 
     hybrid_plots.losses(hybrid_plots.read(files), out)
     _say(out, [])
@@ -119,7 +112,7 @@ def hybrid_losses(files: Files, out: Out) -> None:
 @app.command("hybrid-retention")
 def hybrid_retention(files: Files, out: Out) -> None:
     """Share of tokens that each head of each LTE layer retains, from rows of `benchmarks/hybrid_curves.py`."""
-    from foveate.report import hybrid_plots
+    from foveate.report.plots import hybrids as hybrid_plots
 
     hybrid_plots.retention(hybrid_plots.read(files), out)
     _say(out, [])
@@ -131,7 +124,7 @@ def calibration(
 ) -> None:
     """A calibration of Kascade: similarity of layers, their importance, attention on few keys by head."""
     from foveate.calibration import load
-    from foveate.report.calibration import draw
+    from foveate.report.plots.calibration import draw
 
     draw(load(file), out)
     typer.echo(f"{out}: anchors of {file.name}")
@@ -148,13 +141,13 @@ def attention_map(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
-    """Attention of one head over interwoven topics: unless told, the one that joins segments of a topic most."""
+    """Attention of one head over interwoven topics: by default the one that joins segments of a topic most."""
     from transformers.utils import logging
 
-    from foveate.evaluation import inference, model_folder
+    from foveate.evaluation import loading, model_folder
     from foveate.evaluation.data import read_text
-    from foveate.report import attention_map as maps
-    from foveate.report import figure
+    from foveate.report.plots import attention_map as maps
+    from foveate.report.plots import figure
     from foveate.results import circumstances
     from foveate.results.errors import UserError
 
@@ -163,11 +156,11 @@ def attention_map(
         raise UserError("--text and --topics go together: a file of paragraphs, and the topic of each of them")
     figure.check(out)
     names = maps.TOPICS if topics is None else tuple(topic.strip() for topic in topics.split(","))
-    cut = maps.segments(inference.load_tokenizer(model), maps.TEXT if text is None else read_text(text), names)
+    cut = maps.segments(loading.load_tokenizer(model), maps.TEXT if text is None else read_text(text), names)
     model_folder.check_positions(len(cut.ids), model_folder.model_facts(model), "the text needs")
-    place = inference.choose_device(device)
-    form = inference.choose_dtype(dtype, model, place)
-    found = maps.look(inference.load_model(model, form, place), cut, layer, head)
+    place = loading.choose_device(device)
+    form = loading.choose_dtype(dtype, model, place)
+    found = maps.look(loading.load_model(model, form, place), cut, layer, head)
     maps.draw(found, cut, f"{model.name} · {form} · {circumstances.device_name(place)}", out)
     _say(out, [f"layer {found.layer}, head {found.head}"])
 
@@ -179,7 +172,7 @@ def _rows(files: Sequence[Path], where: Sequence[str] | None) -> list[Mapping[st
 
 
 def _say(out: Path, notes: Sequence[str]) -> None:
-    from foveate.report.table import console
+    from foveate.report.terminal import console
 
     for note in [*notes, f"wrote {out}"]:
         console(stderr=True).print(note, style="dim", markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ Line = tuple[str, tuple[tuple[str, str], ...]]
 """A method, and those of its settings that do not differ along the line."""
 
 _SPEAKING = ("compressor", "mass")  # settings whose values say what they are
-_SAID = {"calibration": ("anchors", "heads")}  # by a file, whose name stands for them
+_STANDS_FOR = {"calibration": ("anchors", "heads")}  # settings that a calibration's file determines
 
 
 def once(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
@@ -109,8 +109,8 @@ def circumstances(rows: Sequence[Row]) -> str:
 
 def _fixed(row: Row, along: Sequence[str]) -> dict[str, str]:
     """The settings that do not differ along a line; specs of other methods among them lose those that do."""
-    said = {name for source, names in _SAID.items() if row["settings"].get(source) for name in names}
-    settings = {name: value for name, value in row["settings"].items() if name not in along and name not in said}
+    implied = {name for source, names in _STANDS_FOR.items() if row["settings"].get(source) for name in names}
+    settings = {name: value for name, value in row["settings"].items() if name not in along and name not in implied}
     varying = re.compile(rf"\b(?:{'|'.join(along)})=[^,\"}}]*,?")
     return {name: re.sub(r"[:,](?=\"|$)", "", varying.sub("", _text(value))) for name, value in settings.items()}
 

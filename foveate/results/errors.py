@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one line that says what is wrong and what is allowed."""
+"""Errors that a user can mend: one line with what is wrong and what is allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DataError(UserError):
 
 
 def unknown(kind: str, value: str, allowed: Iterable[str], where: str = "") -> UserError:
-    """Error for an unknown name, found in `where`: the nearest allowed name, if one is near, and all of them."""
+    """The error for an unknown name found in `where`; it suggests the nearest allowed name and lists all of them."""
     names = list(allowed)
     near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     hint = f" Did you mean '{near[0]}'?" if near else ""

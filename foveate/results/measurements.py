@@ -1,4 +1,4 @@
-"""Rows of measurements in a results file: one file answers one question."""
+"""Rows of `foveate bench`: their schema, and the file that holds the rows of one bench."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIELDS = (
     "versions",
     "commit",
 )
-"""What every speed row has at least."""
+"""Fields of every row of a speed bench."""
 PAGE_SCORE_FIELDS = (
     "bench",
     "case",
@@ -39,19 +39,26 @@ PAGE_SCORE_FIELDS = (
     "versions",
     "commit",
 )
-"""What every row on the scores of pages has at least."""
+"""Fields of every row of the bench `page-scores`."""
+
+
+PARTS = ("score", "select", "attend", "other")
+"""The parts of a step's time: the verbs of :mod:`foveate.ops` whose kernels run, and PyTorch's own kernels. Kernels of
+attention libraries count as ``attend``."""
+TRANSFORMERS = "transformers-sdpa"
+"""The name of Transformers' own attention among the methods of a bench."""
 
 
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that a row has to have, by its bench."""
+    """The fields that a row must have, by its bench."""
     return PAGE_SCORE_FIELDS if row.get("bench") == "page-scores" else FIELDS
 
 
 def check_out(out: Path, bench: str) -> None:
-    """Refuse, before anything is measured, a file that cannot be written or that is not this bench's.
+    """Check, before anything is measured, that rows of a bench can be written to a file.
 
     Raises:
-        UserError: naming the file and what it holds.
+        UserError: if the file cannot be written or holds other rows; it names the file and what it holds.
     """
     outfile.check(out)
     if not out.exists():
@@ -71,7 +78,7 @@ def check_out(out: Path, bench: str) -> None:
 
 
 def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows as JSON lines, all or none; those of other cases that the file has already stay before them.
+    """Write the rows as JSON lines in one step; rows of other cases that the file already has stay first.
 
     Raises:
         ValueError: when a row lacks a field of :func:`needed`.

@@ -1,4 +1,4 @@
-"""The files that commands write: their places are checked before any work, and an error in writing names them."""
+"""The files that commands write: checked before any work, written in one step, and named in every error."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
+
 from foveate.results.errors import UserError
 
 
 def check(out: Path) -> None:
-    """Refuses an `out` that no file can be written to; leaves nothing behind.
+    """Raises `UserError` if no file can be written to `out`; creates nothing.
 
-    Devices and pipes are refused, too: results so far are read back from the file. Raises `UserError`.
+    Devices and pipes are refused, too, since a resumed run reads its results back from the file.
     """
     if out.exists() and not out.is_file():
         kind = "a folder" if out.is_dir() else "a device, pipe or socket"
@@ -23,16 +25,20 @@ def check(out: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that no file can be written to, or that cannot be made; leaves nothing behind.
-
-    Raises `UserError`.
-    """
+    """Raises `UserError` if `folder` cannot be made, or no file can be written to it; creates nothing."""
     _check_folder(folder, folder)
 
 
 def new_folder(folder: Path) -> Path | None:
-    """The folder itself if it is not there and can be made, else None."""
+    """`folder` if it does not exist and can be made, else None."""
     return folder if not folder.exists() and _nearest(folder).is_dir() else None
+
+
+def announce(out: Path | None) -> Path | None:
+    """Callback of each ``--out``: names a folder that is about to be made, so that a misspelt one is seen."""
+    if out is not None and (folder := new_folder(out.parent)):
+        typer.echo(f"{folder} is a new folder: it is made", err=True)
+    return out
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The files of a run: results so far, appended batch by batch to `OUT.partial`, and the finished rows in `OUT`.
+"""The files of a resumable run: results so far in `OUT.partial`, batch by batch, and the finished rows in `OUT`.
 
 Both carry the run's fingerprint, a mapping of JSON values. A file of another run is never written to.
 """

@@ -1,4 +1,7 @@
-"""What the rows of `foveate compare` and the records that they are made of hold; errors name file, line and field."""
+"""The schema of the rows of `foveate compare` and of the batch records they are made of, and its checks.
+
+Errors name file, line and field.
+"""
 
 from __future__ import annotations
 
@@ -128,10 +131,7 @@ def ordered(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_row(row: Any, needed: Collection[str], where: str) -> None:
-    """Refuses what is no row of `foveate compare`: a needed field is missing, or one holds another kind of value.
-
-    Raises `DataError`, which begins with `where`.
-    """
+    """Raises `DataError`, beginning with `where`, for a missing field or one of another kind."""
     fault = f"{where}: not a row of foveate compare"
     _check(row, {}, fault)
     _check(row, {name: kind for name, kind in _ROW.items() if name in needed or name in row}, fault)
@@ -141,7 +141,7 @@ def check_row(row: Any, needed: Collection[str], where: str) -> None:
 
 
 def check_record(record: Mapping[str, Any], where: str) -> None:
-    """Refuses what is no record of a batch's answers. Raises `DataError`, which begins with `where`."""
+    """Raises `DataError`, beginning with `where`, if `record` is not a record of a batch's answers."""
     fault = f"{where}: not a record of foveate compare"
     _check(record, _RECORD, fault)
     _check(record["stats"], _STATS, f"{fault}: 'stats'")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.report.commands import announce
+from foveate.results.outfile import announce
 from foveate.training.progress import Progress
 
 app = typer.Typer(help="Train a model on text and generated retrieval.")
@@ -129,7 +129,7 @@ class _Readings(Progress):
 
 def _plot(out: Path, say: Any) -> None:
     """Draws the loss, if matplotlib is there."""
-    from foveate.report import training
+    from foveate.report.plots import training
     from foveate.results.errors import UserError
     from foveate.training import journal
 
@@ -155,9 +155,9 @@ def _summary(out: Path, outcome: Any, say: Any) -> None:
 
 
 def _console() -> Any:
-    from foveate.report import table
+    from foveate.report import terminal
 
-    return table.console(stderr=True)
+    return terminal.console(stderr=True)
 
 
 def _first() -> bool:

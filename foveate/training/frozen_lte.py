@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from foveate.evaluation import data, inference, model_folder
+from foveate.evaluation import data, loading, model_folder
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
 from foveate.results import outfile
@@ -113,11 +113,11 @@ def train(plan: Plan, say: Callable[[str], None], progress: Progress = lambda *_
     outfile.check(plan.out)
     facts = model_folder.model_facts(plan.model)
     model_folder.check_positions(plan.length, facts, "sequences of training need")
-    device = inference.choose_device(plan.device)
-    dtype = inference.choose_dtype(plan.dtype, plan.model, device)
-    tokenizer = inference.load_tokenizer(plan.model)
+    device = loading.choose_device(plan.device)
+    dtype = loading.choose_dtype(plan.dtype, plan.model, device)
+    tokenizer = loading.load_tokenizer(plan.model)
     sequences = Sequences(plan.text, tokenizer, plan.length, plan.seed)
-    network = inference.load_model(plan.model, dtype, device)
+    network = loading.load_model(plan.model, dtype, device)
     return _Run(plan, network, sequences, say).train(progress)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foveate.report.commands import announce
+from foveate.results.outfile import announce
 from foveate.training.progress import Progress
 
 _INTERRUPTED = 130
@@ -41,11 +41,11 @@ def lte(
     """Learn which tokens of a frozen model later queries will need: resumable, one small file for --method lte."""
     from foveate.cli import _quiet
     from foveate.methods.base import get
-    from foveate.report import table
+    from foveate.report import terminal
     from foveate.training.frozen_lte import Plan, train
 
     plan = Plan(model, text, out, steps, minutes, length, window, lr, ranking, calibration, every, seed, dtype, device)
-    notes = table.console(stderr=True)
+    notes = terminal.console(stderr=True)
     _quiet()
     with _Readings(notes, steps) as progress:
         outcome = train(plan, progress.say, progress)

@@ -18,7 +18,7 @@ from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, d
 from foveate.cli import app
 from foveate.methods import parse
 from foveate.methods.luka.pages import Pages
-from foveate.report import decode as report
+from foveate.report.tables import decode as report
 from foveate.results import measurements, timing
 from foveate.results.errors import UserError
 from foveate.state import SlotCache

@@ -14,8 +14,8 @@ from foveate import ops
 from foveate.bench import breakdown, decode_model, dense_peers, layer_kinds, prefill, prefill_model, prompt_choice
 from foveate.cli import app
 from foveate.methods import parse
-from foveate.report import markdown
-from foveate.report import prefill as report
+from foveate.report.tables import general as markdown
+from foveate.report.tables import prefill as report
 from foveate.results import measurements
 from foveate.results.errors import UserError
 from foveate.state import SlotCache

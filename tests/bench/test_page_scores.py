@@ -16,7 +16,7 @@ from foveate.bench._page_estimates import COSTS, LIMIT, PRIOR, SINKS, TAIL, WIND
 from foveate.cli import app
 from foveate.evaluation.tasks import Item
 from foveate.integrations.transformers.probe import Seen
-from foveate.report.markdown import tables
+from foveate.report.tables.general import tables
 from foveate.results.errors import UserError
 from foveate.results.measurements import needed
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from evaluation import tiny
 
-from foveate.evaluation import inference, tasks
+from foveate.evaluation import generation, tasks
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.prompting import encode_continued
 from foveate.evaluation.tasks.base import Output, items_digest
@@ -105,7 +105,7 @@ def test_a_hybrid_weighs_answers(folder, tokenizer):
     model = HybridForCausalLM(make_config("lalte", "tiny", vocab_size=600)).eval()
     task = tasks.parse("choice:split=arc_easy")
     (item,) = task.items(folder, tokenizer, 1, 0)
-    (output,) = inference.run_batch(model, tokenizer, [item]).outputs
+    (output,) = generation.run_batch(model, tokenizer, [item]).outputs
     expected = []
     for prompt, continuation in zip(*PROMPTS["arc_easy"][:2]):
         size, ids = len(tokenizer.encode(prompt)), tokenizer.encode(prompt + continuation)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from foveate.evaluation import inference, tasks
+from foveate.evaluation import generation, loading, tasks
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.tasks.base import Output
 from foveate.results.errors import DataError, UserError
@@ -52,7 +52,7 @@ def test_grading_by_hand(folder, tokenizer):
 
 
 def test_a_word_is_right_if_each_token_is_the_likeliest(folder, tokenizer, tiny_folder):
-    model, task = inference.load_model(tiny_folder, "float32", "cpu"), tasks.parse("lambada")
+    model, task = loading.load_model(tiny_folder, "float32", "cpu"), tasks.parse("lambada")
     item = task.items(folder, tokenizer, 1, 0)[0]
     ids = list(item.prompt_ids)
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_a_word_is_right_if_each_token_is_the_likeliest(folder, tokenizer, tiny_
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     greedy = tuple(ids[-2:])
     words = [dataclasses.replace(item, target_ids=word) for word in (greedy, (greedy[0], greedy[1] ^ 1))]
-    batch = inference.run_batch(model, tokenizer, words)
+    batch = generation.run_batch(model, tokenizer, words)
     assert [task.grade(*pair)["right"] for pair in zip(words, batch.outputs)] == [1.0, 0.0]
 
 

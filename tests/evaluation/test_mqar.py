@@ -2,7 +2,7 @@ import pytest
 import torch
 from evaluation import tiny
 
-from foveate.evaluation import inference, tasks
+from foveate.evaluation import generation, tasks
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.tasks.base import Output
 from foveate.evaluation.tasks.mqar import halves
@@ -72,7 +72,7 @@ def test_queries_are_decoded_by_a_hybrid(sample, tokenizer):
     torch.manual_seed(0)
     model = HybridForCausalLM(make_config("lalte", "tiny", vocab_size=600)).eval()
     (item,) = tasks.parse("mqar:length=90,pairs=12").items(sample, tokenizer, 1, 0)
-    (output,) = inference.run_batch(model, tokenizer, [item]).outputs
+    (output,) = generation.run_batch(model, tokenizer, [item]).outputs
     with torch.inference_mode():
         best = model(torch.tensor([item.prompt_ids + item.target_ids])).logits[0, 89:-1].argmax(-1).tolist()
     assert output.hits == tuple(ours == theirs for ours, theirs in zip(best, item.target_ids))

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from evaluation import tiny
 
 import foveate
-from foveate.evaluation import inference, runner, tasks
+from foveate.evaluation import generation, loading, runner, tasks
 from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.models import HybridForCausalLM, make_config
-from foveate.report import markdown, table
+from foveate.report import terminal
+from foveate.report.tables import general as markdown
 from foveate.results.errors import UserError
 from foveate.results.rows import ROW_FIELDS
 
@@ -64,9 +65,9 @@ def test_a_hybrid_as_it_is(folders, tmp_path, preset, spec):
     assert row["prefill_ms"] > 0
     assert runner.run(runner.prepare(plan)) == [row]  # finished
 
-    model, tokenizer = load_model(plan.model), inference.load_tokenizer(plan.model)
+    model, tokenizer = load_model(plan.model), loading.load_tokenizer(plan.model)
     items = runner.prepare(plan).items
-    batches = [inference.run_batch(model, tokenizer, group) for group in (items[:2], items[2:])]
+    batches = [generation.run_batch(model, tokenizer, group) for group in (items[:2], items[2:])]
     assert row["resident_bytes"] == batches[0].cache.nbytes > batches[1].cache.nbytes
     if spec.startswith("perplexity"):
         with torch.inference_mode():
@@ -77,7 +78,7 @@ def test_a_hybrid_as_it_is(folders, tmp_path, preset, spec):
     else:
         assert "| – | – |" in markdown.tables([row])
         assert "+0.0" not in markdown.tables([row])
-    assert table.comparison([row]).row_count == 1
+    assert terminal.comparison([row]).row_count == 1
 
 
 def test_an_interrupted_run_goes_on(folders, tmp_path):
@@ -117,13 +118,13 @@ def test_own_beside_methods(folders, tmp_path):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_texts_of_any_lengths_share_a_batch(folders, preset):
-    model, tokenizer = (load(folders / preset) for load in (load_model, inference.load_tokenizer))
+    model, tokenizer = (load(folders / preset) for load in (load_model, loading.load_tokenizer))
     ids = tuple(
         tokenizer.encode("Call me Ishmael. Some years ago - never mind how long precisely - having little. " * 4)
     )
     cuts = [(9, 2), (70, 6), (31, 66)]
     items = [Item(f"{size}", "", ids[:size], target_ids=ids[size : size + count]) for size, count in cuts]
-    outputs = inference.run_batch(model, tokenizer, items).outputs
+    outputs = generation.run_batch(model, tokenizer, items).outputs
     for (size, count), output in zip(cuts, outputs):
         with torch.inference_mode():
             logits = model(torch.tensor([ids[: size + count]])).logits[0, size - 1 : -1]
@@ -133,7 +134,7 @@ def test_texts_of_any_lengths_share_a_batch(folders, preset):
 
 
 def load_model(folder):
-    return inference.load_model(folder, "float32", "cpu")
+    return loading.load_model(folder, "float32", "cpu")
 
 
 def test_no_method_stays_behind(folders):

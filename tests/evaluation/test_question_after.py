@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import foveate
-from foveate.evaluation import inference, runner, tasks
+from foveate.evaluation import generation, loading, runner, tasks
 from foveate.evaluation.prompting import encode, encode_turns, question_of
 from foveate.evaluation.tasks import Item
-from foveate.report import lines, markdown
+from foveate.report import lines
+from foveate.report.tables import general as markdown
 from foveate.results.errors import UserError
 
 TASKS = {
@@ -29,7 +30,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return inference.load_model(tiny_folder, "float32", "cpu")
+    return loading.load_model(tiny_folder, "float32", "cpu")
 
 
 @pytest.mark.parametrize("spec", TASKS)
@@ -100,7 +101,7 @@ def test_dense_attention_answers_as_if_asked_at_once(model, tokenizer):
     at_once = [dataclasses.replace(item, context_tokens=0) for item in items]
     for method in (None, "dense"):
         foveate.attach(model, method) if method else foveate.detach(model)
-        found, expected = (inference.run_batch(model, tokenizer, some).outputs for some in (items, at_once))
+        found, expected = (generation.run_batch(model, tokenizer, some).outputs for some in (items, at_once))
         assert found == expected
     foveate.detach(model)
 
@@ -116,7 +117,7 @@ def test_what_is_kept_of_a_context_does_not_depend_on_the_question(model, tokeni
     kept = []
     for item in (one, other):
         with foveate.attached(model, method):
-            prompt = inference.read_prompt(model, tokenizer, [item])
+            prompt = generation.read_prompt(model, tokenizer, [item])
             store = prompt.cache.layers[1].store
             kept.append(store.positions[0, :, : store.used].sort(-1).values.clone())
             assert store.lengths == [70]
@@ -133,17 +134,17 @@ ASKED = [drawn(70, 9), drawn(41, 22, 1), drawn(55, 13, 2)]
 @pytest.mark.parametrize("method", [*EVICTING, *KEEPING])
 def test_batches_change_no_answer(model, tokenizer, method):
     with foveate.attached(model, method):
-        alone = [inference.run_batch(model, tokenizer, [item]).outputs[0] for item in ASKED]
-        assert inference.run_batch(model, tokenizer, ASKED).outputs == alone
+        alone = [generation.run_batch(model, tokenizer, [item]).outputs[0] for item in ASKED]
+        assert generation.run_batch(model, tokenizer, ASKED).outputs == alone
 
 
 @pytest.mark.parametrize("method", [*(one for one in EVICTING if not one.startswith("streaming")), *KEEPING])
 def test_contexts_that_methods_share_change_no_answer(model, tokenizer, method):
     with foveate.attached(model, method):
-        alone = inference.run_batch(model, tokenizer, ASKED).outputs
+        alone = generation.run_batch(model, tokenizer, ASKED).outputs
     others = tuple(map(foveate.methods.parse, ("dense", "h2o:top_k=9,window=9", method)))
     with foveate.attached(model, foveate.methods.Together(others)):
-        prompt = inference.read_prompt(model, tokenizer, ASKED)
+        prompt = generation.read_prompt(model, tokenizer, ASKED)
     for one in (others[1], others[2], others[1], others[2]):
         with foveate.attached(model, one):
             shared = prompt.go_on(model, shared=True).outputs

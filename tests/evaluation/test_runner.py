@@ -8,7 +8,7 @@ from evaluation import tiny
 from safetensors.torch import load_file, save_file
 
 import foveate
-from foveate.evaluation import inference, runner, tasks
+from foveate.evaluation import generation, loading, runner, tasks
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.results import resultfile
 from foveate.results.errors import DataError, UserError
@@ -149,7 +149,7 @@ def test_fidelity_needs_answers():
 
 def test_a_prompt_is_read_once_for_all_methods_that_are_dense_in_prefill(plan, monkeypatch):
     methods = (*plan.methods, *runner.parse_methods(["streaming:window=9", "snapkv:top_k=9", "tova:top_k=9"])[0][1:])
-    read, load_model = [], inference.load_model
+    read, load_model = [], loading.load_model
 
     def counting(*args):
         model = load_model(*args)
@@ -159,7 +159,7 @@ def test_a_prompt_is_read_once_for_all_methods_that_are_dense_in_prefill(plan, m
         )
         return model
 
-    monkeypatch.setattr(inference, "load_model", counting)
+    monkeypatch.setattr(loading, "load_model", counting)
     task = tasks.parse("perplexity:continuation=12", length=70)  # warming up takes 64 tokens, and blocks are shorter
     runner.run(runner.prepare(dataclasses.replace(plan, task=task, methods=methods)))
     assert read == [2, 2, 2, 2, 1, 1]  # three batches: for streaming, and for all others
@@ -187,8 +187,8 @@ def test_a_method_that_has_no_company_reads_alone(plan):
 def test_dense_is_what_the_model_does_by_itself(plan, tokenizer):
     prepared = runner.prepare(dataclasses.replace(plan, batch_size=1))
     rows = runner.run(prepared)
-    model = inference.load_model(plan.model, "float32", "cpu")
-    alone = [inference.run_batch(model, tokenizer, [item]).outputs[0].nll for item in prepared.items]
+    model = loading.load_model(plan.model, "float32", "cpu")
+    alone = [generation.run_batch(model, tokenizer, [item]).outputs[0].nll for item in prepared.items]
     assert rows[0]["item_values"]["nll"] == pytest.approx(alone, rel=1e-5)
 
 
@@ -201,8 +201,8 @@ def test_an_ended_run_goes_on_where_it_was(plan, batches, monkeypatch, tmp_path)
     assert len(resultfile.partial_path(plan.out).read_text().splitlines()) == 1 + batches
 
     answered = []
-    go_on = inference.Prompt.go_on
-    monkeypatch.setattr(inference.Prompt, "go_on", lambda *args, **more: answered.append(1) or go_on(*args, **more))
+    go_on = generation.Prompt.go_on
+    monkeypatch.setattr(generation.Prompt, "go_on", lambda *args, **more: answered.append(1) or go_on(*args, **more))
     prepared = runner.prepare(plan)
     assert prepared.kept == {1: 2, 4: 8, 8: 14}[batches]  # the last batch of a method has one item
     told = []
@@ -217,7 +217,7 @@ def test_an_ended_run_goes_on_where_it_was(plan, batches, monkeypatch, tmp_path)
 def test_a_finished_run_only_reads_its_rows(plan, monkeypatch):
     rows = runner.run(runner.prepare(plan))
     before = plan.out.stat().st_mtime_ns
-    monkeypatch.setattr(inference, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     assert runner.run(runner.prepare(plan)) == rows
     assert plan.out.stat().st_mtime_ns == before
 
@@ -272,7 +272,7 @@ def test_another_run_is_refused_before_the_model_is_loaded(plan, monkeypatch, ch
     with pytest.raises(StoppedError):
         runner.run(runner.prepare(plan), stop_after(2))
     kept = resultfile.partial_path(plan.out).read_bytes()
-    monkeypatch.setattr(inference, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     with pytest.raises(UserError, match=message):
         runner.prepare(dataclasses.replace(plan, **change))
     assert resultfile.partial_path(plan.out).read_bytes() == kept
@@ -296,7 +296,7 @@ def test_other_prompts_make_another_run(plan, tmp_path):
 
 
 def test_bad_plans_end_before_the_model_is_loaded(plan, monkeypatch, tmp_path):
-    monkeypatch.setattr(inference, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     long = tasks.parse("perplexity:continuation=100", length=2000)
     for change, message in [
         ({"limit": 0}, "limit must be at least 1, got 0"),

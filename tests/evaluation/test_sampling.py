@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import foveate
-from foveate.evaluation import inference
+from foveate.evaluation import decoding, generation, loading
 from foveate.evaluation.tasks.base import Item, Sampling
 
 TEXTS = ["Call me Ishmael.", "It was the whale, and", "Queequeg"]
@@ -15,7 +15,7 @@ TEXTS = ["Call me Ishmael.", "It was the whale, and", "Queequeg"]
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return inference.load_model(tiny_folder, "float32", "cpu")
+    return loading.load_model(tiny_folder, "float32", "cpu")
 
 
 def question(tokenizer, text, seed, temperature=1.0, top_p=1.0, new=12):
@@ -24,7 +24,7 @@ def question(tokenizer, text, seed, temperature=1.0, top_p=1.0, new=12):
 
 
 def answers(model, tokenizer, items):
-    return [(output.text, output.tokens) for output in inference.run_batch(model, tokenizer, items).outputs]
+    return [(output.text, output.tokens) for output in generation.run_batch(model, tokenizer, items).outputs]
 
 
 def drawn(logits, temperature, top_p, count=4000):
@@ -32,7 +32,7 @@ def drawn(logits, temperature, top_p, count=4000):
     scores = torch.tensor(logits)
     paused = SimpleNamespace(ids=torch.zeros(1, 1, dtype=torch.int64), criteria=[], processors=None, pad=0)
     item = Item("a", "", (), max_new_tokens=count, sampling=Sampling(temperature, top_p, "seed"))
-    chooser = inference._Sampled(paused, [item])
+    chooser = decoding.Sampled(paused, [item])
     picked = torch.cat([chooser._pick(scores[None]) for _ in range(count)])
     return torch.bincount(picked, minlength=len(logits)) / count
 
@@ -78,7 +78,7 @@ def test_cold_answers_are_the_greedy_ones(model, tokenizer):
 def test_rows_end_and_are_counted(model, tokenizer, monkeypatch):
     monkeypatch.setattr(model.generation_config, "eos_token_id", list(range(1, 600, 9)))
     items = [question(tokenizer, TEXTS[0], f"{seed}", temperature=5.0, new=20) for seed in range(8)]
-    prompt = inference.read_prompt(model, tokenizer, items)
+    prompt = generation.read_prompt(model, tokenizer, items)
     trace = prompt.trace(model)
     lengths = [tokens for _, tokens in answers(model, tokenizer, items)]
     assert trace.lengths.tolist() == lengths
@@ -92,12 +92,12 @@ def test_methods_share_prompts_and_draws(model, tokenizer):
     items = [question(tokenizer, text, "a", new=20) for text in TEXTS]
     methods = tuple(map(foveate.methods.parse, ["dense", "h2o:top_k=8,window=4", "h2o:top_k=1000"]))
     with foveate.attached(model, foveate.methods.Together(methods)):
-        prompt = inference.read_prompt(model, tokenizer, items)
+        prompt = generation.read_prompt(model, tokenizer, items)
     outputs = []
     for method in methods:
         with foveate.attached(model, method):
             outputs.append(prompt.go_on(model, shared=True).outputs)
-            assert inference.run_batch(model, tokenizer, items).outputs == outputs[-1]
+            assert generation.run_batch(model, tokenizer, items).outputs == outputs[-1]
     assert outputs[0] == outputs[2]
     assert outputs[0] != outputs[1]
 
@@ -105,10 +105,10 @@ def test_methods_share_prompts_and_draws(model, tokenizer):
 def test_the_drawn_answers_of_dense_can_be_gone_along(model, tokenizer):
     items = [question(tokenizer, text, "a", new=20) for text in TEXTS]
     with foveate.attached(model, "dense"):
-        prompt = inference.read_prompt(model, tokenizer, items)
+        prompt = generation.read_prompt(model, tokenizer, items)
         trace = prompt.trace(model)
-        own = inference.run_batch(model, tokenizer, items).outputs
-        along = inference.read_prompt(model, tokenizer, items).go_on(model, along=trace).outputs
+        own = generation.run_batch(model, tokenizer, items).outputs
+        along = generation.read_prompt(model, tokenizer, items).go_on(model, along=trace).outputs
     assert [(output.text, output.tokens) for output in along] == [(output.text, output.tokens) for output in own]
     assert all(output.agreed == output.tokens for output in along)
     assert all(output.divergence < 1e-6 for output in along)
@@ -117,12 +117,12 @@ def test_the_drawn_answers_of_dense_can_be_gone_along(model, tokenizer):
 def test_greedy_and_sampled_items_share_no_batch(tokenizer):
     sampled = question(tokenizer, "a", "a")
     greedy = dataclasses.replace(sampled, sampling=None)
-    assert [len(group) for group in inference.batches([sampled, sampled, greedy, sampled], 4)] == [2, 1, 1]
+    assert [len(group) for group in generation.batches([sampled, sampled, greedy, sampled], 4)] == [2, 1, 1]
 
 
 def test_greedy_answers_are_counted(model, tokenizer, monkeypatch):
     greedy = [dataclasses.replace(question(tokenizer, text, "a"), sampling=None) for text in TEXTS]
-    (ids,) = inference.read_prompt(model, tokenizer, greedy[:1]).trace(model).tokens.tolist()
+    (ids,) = generation.read_prompt(model, tokenizer, greedy[:1]).trace(model).tokens.tolist()
     assert [tokens for _, tokens in answers(model, tokenizer, greedy)] == [12, 12, 12]
     monkeypatch.setattr(model.generation_config, "eos_token_id", ids[4])
     assert answers(model, tokenizer, greedy)[0][1] == ids.index(ids[4]) + 1

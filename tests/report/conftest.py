@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from foveate.report import figure
+from foveate.report.plots import figure
 
 
 @pytest.fixture

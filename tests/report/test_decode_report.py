@@ -9,8 +9,10 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.methods import parse
-from foveate.report import decode, decode_plots, figure
+from foveate.report.plots import decode as decode_plots
+from foveate.report.plots import figure
 from foveate.report.rows import of_cases
+from foveate.report.tables import decode
 from foveate.results.errors import UserError
 
 KASCADE, LUKA = "kascade:decode_only=true", "luka:page_size=16,score=summary,prior=0.0,top_k=3"

@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from report.test_plots import drawn, entries
+from report.plots.test_plots import drawn, entries
 from typer.testing import CliRunner
 
 from foveate.cli import app
-from foveate.report import csa, figure, indexer, indexer_plots, indexer_study
-from foveate.report import streamindex_paper as paper
+from foveate.report.plots import figure
+from foveate.report.plots import indexer as indexer_plots
+from foveate.report.published import streamindex as paper
 from foveate.report.rows import read_bench
+from foveate.report.tables import csa, indexer
 from foveate.results.errors import DataError, UserError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -97,9 +99,9 @@ class TestTables:
             of_study("ablation", "none", 16384),
             of_study("ablation", "A3: scores in fp16", 16384, recall=(0.99981, 0.99, 0.9)),
         ]
-        settings = cells(indexer_study.settings(rows))
+        settings = cells(indexer.settings(rows))
         assert [line["paper (chunked)"] for line in settings] == ["1.75 s, 0.35 GB", "–", "9.48 s, 1.58 GB"]
-        _, half = (line.split("|")[1:-1] for line in indexer_study.ablations(rows).splitlines()[-2:])
+        _, half = (line.split("|")[1:-1] for line in indexer.ablations(rows).splitlines()[-2:])
         assert [cell.strip() for cell in half[:5]] == ["A3: scores in fp16", "0.9998", "0.9900", "90.00 %", "0.9998"]
 
     def test_layer_and_model(self):

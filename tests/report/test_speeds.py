@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from foveate.report import table
-from foveate.report.speeds import speeds
+from foveate.report import terminal
+from foveate.report.terminal import speeds
 
 LONG = "dense of nsa's heads, flash-attention-3"
 
@@ -33,7 +33,7 @@ ROWS = [
 
 def printed(rows):
     stream = io.StringIO()
-    Console(file=stream, width=table.WIDTH, highlight=False).print(speeds(rows))
+    Console(file=stream, width=terminal.WIDTH, highlight=False).print(speeds(rows))
     return stream.getvalue()
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import foveate
 from foveate.cli import app
-from foveate.evaluation import inference
+from foveate.evaluation import loading
 from foveate.layers.eviction_scores import EvictionScores
 from foveate.results.errors import UserError
 from foveate.training import frozen_lte
@@ -260,4 +260,4 @@ def test_comparing_with_the_file(plan, planted, tmp_path):
     assert rows[1]["method"] == "lte"
     assert rows[1]["task_settings"]["question"] == "after"
     assert 0 < rows[1]["keys_read_share"] < 0.2
-    assert inference.choose_device("cpu") == "cpu"
+    assert loading.choose_device("cpu") == "cpu"

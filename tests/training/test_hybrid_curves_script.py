@@ -10,7 +10,7 @@ import torch
 from matplotlib.image import imread
 
 from foveate.models import HybridForCausalLM
-from foveate.report import hybrid_plots
+from foveate.report.plots import hybrids as hybrid_plots
 from foveate.results.errors import DataError, UserError
 from foveate.training import journal
 from foveate.training.configuration import parse

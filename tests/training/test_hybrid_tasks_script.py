@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foveate.report import hybrid_tasks
+from foveate.report.tables import hybrid_tasks
 from foveate.results.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

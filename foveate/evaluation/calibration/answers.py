@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foveate.calibration import Choice, grown, improved
-from foveate.evaluation import inference
+from foveate.evaluation import generation
 from foveate.evaluation.calibration import divergence
 from foveate.evaluation.calibration.partial_results import drop_others, made_how, partial_folder, read, write
 from foveate.evaluation.calibration.plan import Plan
@@ -50,7 +50,7 @@ class Answers:
 
     def __init__(self, plan: Plan, items: Sequence[Item], about: dict[str, Any] | None):
         self._plan, self._folder, self._how = plan, partial_folder(plan.out), json.dumps(about)
-        self._batches = inference.batches(items, plan.batch_size) if plan.diverges else []
+        self._batches = generation.batches(items, plan.batch_size) if plan.diverges else []
         self.paths: list[Path] = []
         """A file of each batch, if pairs of layers are compared; not all need be there."""
         if plan.by == "divergence":

@@ -20,7 +20,7 @@ import torch
 import foveate
 from foveate.calibration import Calibration, Choice, Measured, check_number, choose, counterparts, least_tokens, load
 from foveate.calibration.similarity import COVERAGE_KEYS
-from foveate.evaluation import data, inference, model_folder
+from foveate.evaluation import data, loading, model_folder
 from foveate.evaluation.calibration import layer_costs
 from foveate.evaluation.calibration.answers import Answers, named
 from foveate.evaluation.calibration.partial_results import GOES_ON, differing, partial_folder, read, take_up, write
@@ -50,12 +50,12 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     """
     outfile.check(plan.out)
     facts = model_folder.model_facts(plan.model)
-    device = inference.choose_device(plan.device)
-    dtype = inference.choose_dtype(plan.dtype, plan.model, device)
+    device = loading.choose_device(plan.device)
+    dtype = loading.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
     _check_anchors(plan, facts["layers"])
     files = list(dict.fromkeys(file for task in plan.tasks for file in task.files(plan.data)))
-    tokenizer = inference.load_tokenizer(plan.model)
+    tokenizer = loading.load_tokenizer(plan.model)
     items = [item for task in plan.tasks for item in _items(plan, task, tokenizer, facts)]
     if len(items) < FEWEST_PROMPTS:
         raise UserError(f"limit {plan.limit} gives one prompt, which shows too little: the others are the same")
@@ -107,7 +107,7 @@ def _calibrated(
     paths = [folder / _PROMPT.format(number) for number in range(len(items))]
     answers = Answers(plan, items, mark.get("answers"))
     _say_what_is_kept(paths, answers, say)
-    model = inference.load_model(plan.model, plan.dtype, plan.device)
+    model = loading.load_model(plan.model, plan.dtype, plan.device)
     with foveate.attached(model, "dense") as attachment:
         layers = sorted(attachment.policies)
         _check_anchors(plan, len(layers))

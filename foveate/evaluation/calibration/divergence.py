@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import foveate
-from foveate.evaluation import inference
+from foveate.evaluation import decoding, generation
 from foveate.evaluation.tasks.base import Item
 from foveate.methods import Together
 from foveate.methods._reuse import Place, TopKByMass
@@ -23,9 +23,9 @@ from foveate.methods.kascade import Kascade
 class Answered(NamedTuple):
     """Prompts that were read, and dense attention's answers."""
 
-    prompt: inference.Prompt
-    trace: inference.Trace
-    again: Callable[[], inference.Prompt]
+    prompt: generation.Prompt
+    trace: decoding.Trace
+    again: Callable[[], generation.Prompt]
     """Reads the prompts anew, with the method that is attached."""
 
 
@@ -133,7 +133,7 @@ def together(
 def answer(model: Any, tokenizer: Any, items: Sequence[Item]) -> Answered:
     """The items' prompts, read densely, and the model's answers to them."""
     with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
-        prompt = inference.read_prompt(model, tokenizer, items)
+        prompt = generation.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):
         trace = prompt.trace(model, shared=True)
-    return Answered(prompt, trace, functools.partial(inference.read_prompt, model, tokenizer, items))
+    return Answered(prompt, trace, functools.partial(generation.read_prompt, model, tokenizer, items))

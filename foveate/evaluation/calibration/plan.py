@@ -110,14 +110,14 @@ class Plan:
         for name in _OF_PROMPTS if self.prompts == "dense" else ():
             if getattr(method, name) != getattr(Kascade, name):
                 raise UserError(
-                    f"{name} has no effect: what is measured is decoding behind dense prompts: {method.spec}"
+                    f"{name} has no effect: what is measured is decoding after dense prompts: {method.spec}"
                 )
         if self.by == "divergence" and method.score_keys != "exact":
             raise UserError(f"score_keys has no effect by divergence, of keys that are scored exactly: {method.spec}")
 
     @property
     def dense_method(self) -> Kascade:
-        """The method behind dense prompts."""
+        """The method after dense prompts."""
         return dataclasses.replace(self.method, decode_only=True)
 
     @property

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, counterparts, load
-from foveate.evaluation import inference, tasks
+from foveate.evaluation import loading, tasks
 from foveate.evaluation.calibration import calibrate, divergence, layer_costs
 from foveate.evaluation.tasks.base import Sampling
 from foveate.integrations.transformers.study import Study
@@ -43,7 +43,7 @@ def plan(folder, sample, tmp_path):
 
 @pytest.fixture
 def no_model(monkeypatch):
-    monkeypatch.setattr(inference, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
 
 
 @pytest.fixture
@@ -77,14 +77,14 @@ def without_time(artefact):
 
 
 def prompts(plan):
-    tokenizer = inference.load_tokenizer(plan.model)
+    tokenizer = loading.load_tokenizer(plan.model)
     items = plan.task.items(plan.data, tokenizer, plan.limit, plan.seed)
     return [[*item.prompt_ids, *item.target_ids] for item in items]
 
 
 def studied(plan):
     """What each prompt shows."""
-    model, shown = inference.load_model(plan.model, "float32", "cpu"), []
+    model, shown = loading.load_model(plan.model, "float32", "cpu"), []
     with foveate.attached(model, "dense") as attachment, torch.no_grad():
         for prompt in prompts(plan):
             study = Study(model, attachment, plan.keys, plan.tile)
@@ -175,11 +175,11 @@ class TestTheArtefact:
     def test_is_for_the_model(self, plan, tmp_path):
         run(plan)
         method = foveate.methods.make("kascade", calibration=str(plan.out))
-        with foveate.attached(inference.load_model(plan.model, "bfloat16", "cpu"), method):
+        with foveate.attached(loading.load_model(plan.model, "bfloat16", "cpu"), method):
             pass
         other = tiny.build(tmp_path / "tiny-llama", seed=1, layers=LAYERS)
         with pytest.raises(ValueError, match="another model of the same shape"):
-            foveate.attach(inference.load_model(other, "float32", "cpu"), method)
+            foveate.attach(loading.load_model(other, "float32", "cpu"), method)
 
     def test_has_no_coverage_of_prompts_that_are_short(self, plan):
         artefact = run(dataclasses.replace(plan, task=tasks.parse("perplexity:continuation=1", length=60)))
@@ -199,7 +199,7 @@ class TestTheArtefact:
         artefact = run(plan)
         assert (artefact.anchors, list(artefact.heads), artefact.found["layers"]) == ((1,), ["3"], [1, 3])
         assert [one["anchors"] for one in artefact.found["by_number"]] == [[1], [1, 3]]
-        with foveate.attached(inference.load_model(folder, "float32", "cpu"), f"kascade:calibration={plan.out}") as one:
+        with foveate.attached(loading.load_model(folder, "float32", "cpu"), f"kascade:calibration={plan.out}") as one:
             assert one.policies[3].method.place.heads == tuple(artefact.heads["3"])
         with pytest.raises(UserError, match="anchors must be a number from 1 to 2"):
             run(dataclasses.replace(plan, out=plan.out.with_name("more.json"), anchors=3))
@@ -355,7 +355,7 @@ def stop_at_rename(number):
 class TestWhatIsInTheWay:
     def test_a_finished_run_is_only_read(self, plan, monkeypatch):
         artefact, before = run(plan), plan.out.stat().st_mtime_ns
-        monkeypatch.setattr(inference, "load_model", None)
+        monkeypatch.setattr(loading, "load_model", None)
         said = []
         assert run(plan, say=said.append) == artefact
         assert said == [f"{plan.out} is complete; nothing to run"]
@@ -378,7 +378,7 @@ class TestWhatIsInTheWay:
     def test_another_calibration_is_kept(self, plan, change, what, monkeypatch):
         run(plan)
         before = plan.out.read_bytes()
-        monkeypatch.setattr(inference, "load_model", None)
+        monkeypatch.setattr(loading, "load_model", None)
         told = rf"is another calibration \(it differs in {what}\); choose another --out, or move it away"
         with pytest.raises(UserError, match=told):
             run(dataclasses.replace(plan, **change))
@@ -411,7 +411,7 @@ class TestWhatIsInTheWay:
     def test_results_of_another_run_are_kept(self, plan, change, what, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run(plan, progress=stop_at(1))
-        monkeypatch.setattr(inference, "load_model", None)
+        monkeypatch.setattr(loading, "load_model", None)
         with pytest.raises(UserError, match=rf"belongs to another calibration \(it differs in {what}.*choose another"):
             run(dataclasses.replace(plan, **change))
         assert len(list(calibrate.partial_folder(plan.out).iterdir())) == 2
@@ -518,7 +518,7 @@ class TestBadPlans:
             *(
                 (
                     {"by": "divergence", "method": Kascade(**idle)},
-                    f"{next(iter(idle))} has no effect: what is measured is decoding behind dense prompts",
+                    f"{next(iter(idle))} has no effect: what is measured is decoding after dense prompts",
                 )
                 for idle in ({"tile": 9}, {"rest": "mean"}, {"dense_last": 32})
             ),

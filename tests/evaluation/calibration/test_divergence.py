@@ -8,7 +8,7 @@ from evaluation import tiny
 from transformers import AttentionInterface
 
 import foveate
-from foveate.evaluation import inference
+from foveate.evaluation import generation, loading
 from foveate.evaluation.calibration import divergence
 from foveate.evaluation.tasks.base import Item
 from foveate.methods import Together
@@ -24,12 +24,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(folder):
-    return inference.load_tokenizer(folder)
+    return loading.load_tokenizer(folder)
 
 
 @pytest.fixture
 def model(folder):
-    return inference.load_model(folder, "float32", "cpu")
+    return loading.load_model(folder, "float32", "cpu")
 
 
 def item(seed, length, new=6):
@@ -143,7 +143,7 @@ def test_is_of_some_layers_under_the_settings_of_the_method(model, tokenizer, sp
 
 def test_predictions_that_are_not_finite_name_the_layers(model, tokenizer, monkeypatch):
     nothing = torch.tensor([float("nan")], dtype=torch.float64)
-    monkeypatch.setattr(inference._Questions, "divergence", lambda self, model, trace, shared: nothing)
+    monkeypatch.setattr(generation._Questions, "divergence", lambda self, model, trace, shared: nothing)
     with pytest.raises(ValueError, match=r"layer 1: the predictions of the model are not finite .* choice of layer 0"):
         divergence.measure(model, tokenizer, [item(0, 50)], foveate.methods.parse("kascade"), range(LAYERS), MAPS)
 
@@ -163,7 +163,7 @@ def test_one_forward_pass_sees_what_steps_see(model, tokenizer, spec):
     items, method = [item(0, 50), item(1, 38), item(2, 64)], foveate.methods.parse(spec)
     model.generation_config.eos_token_id = int(answered(model, items[1])[0, -3])  # one ends before the others
     with foveate.attached(model, Together((foveate.methods.parse("dense"), method))):
-        prompt = inference.read_prompt(model, tokenizer, items)
+        prompt = generation.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):
         trace = prompt.trace(model, shared=True)
     with foveate.attached(model, method):
@@ -176,7 +176,7 @@ def test_one_forward_pass_sees_what_steps_see(model, tokenizer, spec):
 
 def test_an_answer_of_one_token_is_the_prompts(model, tokenizer):
     with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
-        prompt = inference.read_prompt(model, tokenizer, [item(0, 50, 1)])
+        prompt = generation.read_prompt(model, tokenizer, [item(0, 50, 1)])
     with foveate.attached(model, "dense"):
         assert prompt.divergence(model, prompt.trace(model, shared=True), shared=True).tolist() == [0.0]
 
@@ -188,7 +188,7 @@ def test_sparse_prompts_are_read_by_each_method_and_predict_the_first_token(mode
     behind_dense = dataclasses.replace(sparse, decode_only=True)
     found = divergence.together(model, answered, [sparse, behind_dense, Kascade(anchors=2, top_k=1.0)])
     with foveate.attached(model, sparse):
-        prompt = inference.read_prompt(model, tokenizer, items)
+        prompt = generation.read_prompt(model, tokenizer, items)
         steps = [output.divergence / output.tokens for output in prompt.go_on(model, along=answered.trace).outputs]
     assert float(found[0]) == pytest.approx(sum(steps) / 2, rel=1e-3)
     assert (float(found[1]) > 0) == (tokens > 1)
@@ -199,6 +199,6 @@ def test_sparse_prompts_are_read_by_each_method_and_predict_the_first_token(mode
 def test_given_texts_have_no_answers_to_go_along(model, tokenizer):
     text = dataclasses.replace(item(0, 50), target_ids=(5, 6, 7))
     with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
-        prompt = inference.read_prompt(model, tokenizer, [text])
+        prompt = generation.read_prompt(model, tokenizer, [text])
     with pytest.raises(TypeError, match="no answers to go along"):
         prompt.divergence(model, None)

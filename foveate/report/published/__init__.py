@@ -1,0 +1,1 @@
+"""What papers report, to stand beside our measurements."""

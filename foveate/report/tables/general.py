@@ -1,0 +1,136 @@
+"""Rows of any kind, grouped by what they measure, as `foveate report` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from foveate.report.lines import split_of
+from foveate.report.markdown import NONE, columns, made_with, markdown_table
+from foveate.report.ratio import perplexity_ratio
+from foveate.report.rows import Row
+from foveate.report.tables import page_scores
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All rows, grouped by what they measure, each group under one line that says on what."""
+    groups: dict[tuple[str, Callable[[Sequence[Row]], str], str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((_what(row), _table(row), made_with([row], commits=False)), []).append(row)
+    return "\n\n".join(f"{what} ({made_with(group)}):\n\n{table(group)}" for (what, table, _), group in groups.items())
+
+
+def _share(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.1f} %"
+
+
+def _table(row: Row) -> Callable[[Sequence[Row]], str]:
+    if "bench" in row:
+        return _page_scores if row["bench"] == "page-scores" else _speeds
+    return {"perplexity": _perplexities, "fidelity": _fidelities}.get(row["task"], _comparison)
+
+
+def _what(row: Row) -> str:
+    if row.get("bench") == "page-scores":
+        return page_scores.title(row)
+    if "bench" in row:
+        case = row["case"]
+        batch = "" if case["batch"] == 1 else f", batch {case['batch']}"
+        model = case.get("model") or f"a layer of {case['heads']} query and {case['kv_heads']} KV heads"
+        model += " (random weights)" * (case.get("weights") == "random")
+        chunk = f" in chunks of {case['chunk']:,}" if case.get("chunk") else ""
+        return f"{row['bench']}, {model}, {case['context']:,} tokens{chunk}, {case['dtype']}{batch}"
+    length = f", {row['length']:,.0f} tokens" if row["length"] else ""
+    if scored := row["task_settings"].get("continuation"):
+        length = f", {scored:,} tokens after a prompt of {row['length']:,}"
+    task = " on ".join(filter(None, (row["task"], row["task_settings"].get("of"))))
+    return f"{task} ({split_of(row)}), {row['model']}{length}, n = {row['n']}, {row['dtype']}"
+
+
+def _comparison(rows: Sequence[Row]) -> str:
+    compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
+
+    def difference(row: Row) -> str:
+        if row["method"] == "dense" or not compared:
+            return ""
+        return f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
+
+    cells: dict[str, Callable[[Row], str]] = {
+        "method": lambda row: f"`{row['spec']}`",
+        "score [95 %]": _score,
+        "Δ to dense [95 %]": difference,
+        "keys read": lambda row: _share(row["keys_read_share"]),
+        "KV read a step": lambda row: (
+            NONE if row["kv_bytes_per_step"] is None else f"{row['kv_bytes_per_step'] / 1e6:.1f} MB"
+        ),
+        "resident a sequence": lambda row: f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
+    }
+    if all("answer_tokens" in row["metrics"] for row in rows):
+        cells["answer, tokens [95 %]"] = lambda row: _interval(row["metrics"]["answer_tokens"], 0)
+    return columns(rows, cells)
+
+
+def _perplexities(rows: Sequence[Row]) -> str:
+    dense = next((row for row in rows if row["method"] == "dense"), None)
+
+    def ratio(row: Row) -> str:
+        if dense is None or row is dense:
+            return ""
+        return "{0.value:.3f} [{0.low:.3f}, {0.high:.3f}]".format(perplexity_ratio(row, dense))
+
+    return columns(
+        rows,
+        {
+            "method": lambda row: f"`{row['spec']}`",
+            "perplexity [95 %]": lambda row: _interval(row["metrics"]["perplexity"], 2),
+            "over dense [95 %, paired]": ratio,
+            "keys read": lambda row: _share(row["keys_read_share"]),
+        },
+    )
+
+
+def _fidelities(rows: Sequence[Row]) -> str:
+    return columns(
+        rows,
+        {
+            "method": lambda row: f"`{row['spec']}`",
+            "KL to dense, nats a token [95 %]": lambda row: _interval(row["metrics"]["kl"], 4),
+            "same choice, % [95 %]": _score,
+            "keys read": lambda row: _share(row["keys_read_share"]),
+        },
+    )
+
+
+def _score(row: Row) -> str:
+    return f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]"
+
+
+def _interval(metric: Mapping[str, float], digits: int) -> str:
+    value, low, high = (f"{metric[name]:.{digits}f}" for name in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def _speeds(rows: Sequence[Row]) -> str:
+    """Times beside the baseline, and what else these rows have: quartiles, predictions, what the cache holds."""
+    cells: dict[str, Callable[[Row], str]] = {
+        "method": lambda row: f"`{row['case']['method']}`",
+        "ms": lambda row: f"{row['ms']:.1f}",
+        "speed-up": lambda row: f"{row['speedup']:.2f}×",
+        "over": lambda row: f"`{row['baseline']}`",
+        rows[0].get("peak_kind", "peak memory"): lambda row: f"{row['peak_bytes'] / 1e6:,.0f} MB",
+    }
+    return columns(
+        rows, cells | {name: cell for field, name, cell in _BESIDE_SPEED if all(field in row for row in rows)}
+    )
+
+
+_BESIDE_SPEED: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
+    ("resident_bytes", "cache", lambda row: f"{row['resident_bytes'] / 1e6:,.0f} MB"),
+    ("ms_quartiles", "quartiles, ms", lambda row: f"{row['ms_quartiles'][0]:.0f} to {row['ms_quartiles'][-1]:.0f}"),
+    ("keys_read_share", "keys read", lambda row: f"{100 * row['keys_read_share']:.1f} %"),
+    ("same_next_token", "same next token", lambda row: f"{100 * row['same_next_token']:.0f} %"),
+)
+"""Fields that some benches have, with a column's head and its cells."""
+
+
+def _page_scores(rows: Sequence[Row]) -> str:
+    return markdown_table(page_scores.cells(rows))

@@ -1,0 +1,129 @@
+"""Hybrids trained on the same tokens, task by task, as in the tables 1 to 3 of the laLTE/laNSA paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from foveate.evaluation import tasks
+from foveate.evaluation.metrics import Interval, Values, bootstrap
+from foveate.report.markdown import NONE, made_with, markdown_table
+from foveate.report.rows import Row
+from foveate.results.errors import UserError
+
+_GROUPS = (
+    ("needles in novels (S-NIAH-1 to 3, and one of several keys)", ("ruler",)),
+    ("associative recall (MQAR)", ("mqar",)),
+    ("recall from a passage", ("recall",)),
+    ("language modelling and common sense", ("perplexity", "lambada", "choice")),
+)
+_NEEDLES = {
+    "niah_single_1": "S-NIAH-1",
+    "niah_single_2": "S-NIAH-2",
+    "niah_single_3": "S-NIAH-3",
+    "niah_multikey_1": "multi-key",
+}
+_SEED = re.compile(r"^(?P<model>.+)-(?P<seed>\d+)$")
+Column = tuple[str, str, str]
+"""Task, and the words of its head: what is asked, and of how many tokens or pairs."""
+_OWN = ("own", "dense")
+"""Methods that leave a model as it is."""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A table for each group of tasks: a line for each model, a column for each comparison.
+
+    Models are preset-size-seed. Seeds are averaged, with the 95 % interval over items and the range of the seeds. Full
+    attention under a method has a line of its own. Perplexity is better where it is lower.
+
+    Raises:
+        UserError: for a model name of another form, a task of no table, or seeds that answered other items.
+    """
+    known = {name for _, names in _GROUPS for name in names}
+    if strange := sorted({row["task"] for row in rows} - known):
+        raise UserError(f"task must be of {', '.join(sorted(known))}, not {', '.join(strange)}")
+    groups = ((title, [row for row in rows if row["task"] in names]) for title, names in _GROUPS)
+    return "\n\n".join(_group(title, some) for title, some in groups if some)
+
+
+def _group(title: str, rows: Sequence[Row]) -> str:
+    columns = sorted({_column(row) for row in rows}, key=_place)
+    found: dict[str, dict[Column, dict[str, Row]]] = {}
+    for row in rows:
+        line, seed = _line(row)
+        seeds = found.setdefault(line, {}).setdefault(_column(row), {})
+        if seeds.setdefault(seed, row) is not row:
+            raise UserError(f"two rows of {line}, seed {seed}, on {' '.join(filter(None, _column(row)[1:]))}")
+    average = len(columns) > 1 and not any(column[0] == "perplexity" for column in columns)
+    head = ["model", "seeds", *(_head(column, rows) for column in columns), *(["mean"] if average else [])]
+    lines = [head]
+    for line, of in found.items():
+        cells = [_score(list(of[column].values()), line) if column in of else None for column in columns]
+        numbers = sorted({seed for seeds in of.values() for seed in seeds}, key=int)
+        shown = [NONE if cell is None else _cell(*cell) for cell in cells]
+        if average:
+            whole = all(cell is not None for cell in cells)
+            shown.append(f"{np.mean([cell[0].value for cell in cells]):.1f}" if whole else NONE)
+        lines.append([line, ", ".join(numbers), *shown])
+    return f"{title}, scores [95 %] (range of the seeds) ({made_with(rows)}):\n\n{markdown_table(lines)}"
+
+
+def _line(row: Row) -> tuple[str, str]:
+    """The model without its seed, with the method where it is not as it is; and the seed."""
+    parts = _SEED.match(row["model"])
+    if parts is None:
+        raise UserError(f"model must be preset-size-seed, not '{row['model']}'")
+    method = "" if row["method"] in _OWN else f", `{row['spec']}`"
+    return f"{parts['model']}{method}", parts["seed"]
+
+
+def _column(row: Row) -> Column:
+    settings = row["task_settings"]
+    if row["task"] == "ruler":
+        return "ruler", _NEEDLES.get(row["split"], row["split"]), f"{settings['length']:,} tokens"
+    if row["task"] == "mqar":
+        return "mqar", f"{settings['pairs']:,} pairs", f"{settings['length']:,} tokens"
+    if row["task"] == "perplexity":
+        return "perplexity", "perplexity", f"after {settings['length']:,} tokens"
+    return row["task"], "lambada" if row["task"] == "lambada" else row["split"], ""
+
+
+def _place(column: Column) -> tuple[int, int, str, int]:
+    """Where a column stands: by task, what is asked (pairs by their number), and length."""
+    task, what, size = column
+    order, needles = [name for _, names in _GROUPS for name in names], [*_NEEDLES.values()]
+    first = needles.index(what) if what in needles else _number(what) if task == "mqar" else len(needles)
+    return order.index(task), first, what, _number(size)
+
+
+def _number(text: str) -> int:
+    return int("".join(filter(str.isdigit, text)) or 0)
+
+
+def _head(column: Column, rows: Sequence[Row]) -> str:
+    counts = sorted({row["n"] for row in rows if _column(row) == column})
+    return f"{', '.join(filter(None, column[1:]))} (n = {', '.join(map(str, counts))})"
+
+
+def _score(rows: Sequence[Row], line: str) -> tuple[Interval, list[float]]:
+    """The mean over the seeds with its interval over the items, and the score of each seed."""
+    if len({row["run"]["items"] for row in rows}) > 1:
+        raise UserError(f"seeds of {line} answered other items of {rows[0]['task']} {rows[0]['split']}")
+    task = rows[0]["task"]
+    metric = "perplexity" if task == "perplexity" else next(iter(rows[0]["metrics"]))
+    aggregate = tasks.get(task).metrics[metric]
+    seeds = [{name: np.array(values, dtype=np.float64) for name, values in row["item_values"].items()} for row in rows]
+
+    def mean(values: Values) -> np.ndarray:
+        own = [{name: values[f"{number} {name}"] for name in seed} for number, seed in enumerate(seeds)]
+        return np.mean([aggregate(one) for one in own], axis=0)
+
+    together = {f"{number} {name}": values for number, seed in enumerate(seeds) for name, values in seed.items()}
+    return bootstrap(mean, together, rows[0]["seed"]), [row["metrics"][metric]["value"] for row in rows]
+
+
+def _cell(score: Interval, seeds: Sequence[float]) -> str:
+    beside = f" ({min(seeds):.1f}–{max(seeds):.1f})" if len(seeds) > 1 else ""
+    return f"{score.value:.1f} [{score.low:.1f}, {score.high:.1f}]{beside}"

@@ -1,0 +1,114 @@
+"""Rows of `foveate bench hybrids` as Markdown: attention of layers, caches over long sequences, training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from foveate.report.markdown import NONE, columns, made_with, markdown_table
+from foveate.report.rows import Row
+from foveate.report.terminal import size, time
+
+_HEADS = {"nsa": "dense of nsa's heads"}
+"""Cases whose dense attention has heads of its own."""
+_PARTS = ("lte, scores of a step", "lte, choice of what is retained")
+"""Cases that are work beside attention."""
+
+
+def speed(rows: Sequence[Row]) -> str:
+    """A line for each kind of attention: time, time over a sliding window's, and factor over dense attention.
+
+    Decode and prompts are tables of their own. Of several windows or dense libraries the fastest counts.
+    """
+    phases: dict[str, list[Row]] = {}
+    for row in rows:
+        phases.setdefault(row["case"]["phase"], []).append(row)
+    return "\n\n".join(map(_attention, phases.values()))
+
+
+def _attention(rows: Sequence[Row]) -> str:
+    case, by_batch = rows[0]["case"], {}
+    for row in rows:
+        by_batch.setdefault(row["case"]["batch"], {})[row["case"]["what"]] = row
+    decode = case["phase"] == "decode"
+    rate = ("gb_per_s", "GB/s") if decode else ("tflop_per_s", "TFLOP/s")
+    head = ["attention"]
+    for batch in by_batch:
+        of = f", batch {batch}" if len(by_batch) > 1 else ""
+        head += [f"time{of}", f"over the window{of}", f"faster than dense{of}", f"{rate[1]}{of}"]
+    lines = [(*head, "error")]
+    for what in dict.fromkeys(row["case"]["what"] for row in rows):
+        cells, errors = [], []
+        for found in by_batch.values():
+            row = found[what]
+            window = min((one["ms"] for name, one in found.items() if _is(name, "swa")), default=None)
+            own = next((dense for name, dense in _HEADS.items() if what.startswith((name, dense))), "dense")
+            dense = min(one["ms"] for name, one in found.items() if _is(name, own))
+            heads = own == "dense" and not what.startswith("dense") and window is not None
+            cells += [
+                time(row["ms"]),
+                f"{row['ms'] / window:.2f}×" if heads else NONE,
+                NONE if what in _PARTS else f"{dense / row['ms']:.2f}×",
+                NONE if row[rate[0]] is None else f"{row[rate[0]]:,.0f}",
+            ]
+            errors += [row["error"]] if row["error"] is not None else []
+        lines.append((what, *cells, f"{max(errors):.1e}" if errors else NONE))
+    heads = f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']} (nsa {case['nsa_kv_heads']})"
+    sizes = f"window {case['window']}, buffer {case['buffer']}, swa of {case['sliding']:,}"
+    title = f"{case['phase']}, {case['context']:,} tokens, {heads}, {sizes}, {case['dtype']}"
+    return f"{title} ({made_with(rows)}):\n\n{markdown_table(lines)}"
+
+
+def _is(name: str, kind: str) -> bool:
+    """Whether a case is one of a kind: ``swa`` and ``swa, LIBRARY`` are the same attention."""
+    return name == kind or name.startswith(f"{kind}, ")
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """A line for each context, and for each preset what its cache holds, its peak and its times."""
+    contexts: dict[int, dict[str, Row]] = {}
+    for row in rows:
+        contexts.setdefault(row["case"]["context"], {})[row["case"]["preset"]] = row
+    presets = list(dict.fromkeys(row["case"]["preset"] for row in rows))
+    parts = ("cache", "peak above the weights", "last chunk", "a generated token")
+    lines = [("tokens", *(f"{preset}: {part}" for preset in presets for part in parts))]
+    for context, found in sorted(contexts.items()):
+        cells = []
+        for preset in presets:
+            row = found.get(preset)
+            cells += (
+                [NONE] * len(parts)
+                if row is None
+                else [size(row["cache_bytes"]), size(row["peak_bytes"]), *map(time, _times(row))]
+            )
+        lines.append((f"{context:,}", *cells))
+    case = rows[0]["case"]
+    title = f"{case['size']}, random weights, one sequence in chunks of {case['chunk']:,} tokens, {case['dtype']}"
+    return f"{title} ({made_with(rows)}):\n\n{markdown_table(lines)}"
+
+
+def _times(row: Row) -> tuple[float, float]:
+    return row["ms"], row["decode_ms_per_token"]
+
+
+def training(rows: Sequence[Row]) -> str:
+    """A line for each model, its size and number of GPUs: tokens a second, over those of one GPU, of the peak."""
+    alone = {_model(row): row["tokens_per_s"] for row in rows if row["case"]["processes"] == 1}
+    cells: dict[str, Callable[[Row], str]] = {
+        "model": _model,
+        "GPUs": lambda row: str(row["case"]["gpus"]),
+        "tokens a step": lambda row: f"{row['case']['tokens'] * row['case']['processes']:,}",
+        "tokens a second": lambda row: f"{row['tokens_per_s']:,.0f}",
+        "over one GPU": lambda row: (
+            f"{row['tokens_per_s'] / alone[_model(row)]:.2f}×" if _model(row) in alone else NONE
+        ),
+        "over the baseline": lambda row: f"{row['speedup']:.2f}× `{row['baseline']}`",
+        "of the peak": lambda row: NONE if row["peak_share"] is None else f"{100 * row['peak_share']:.1f} %",
+        "memory": lambda row: size(row["peak_bytes"]),
+    }
+    case = rows[0]["case"]
+    title = f"rows of {case['length']:,} tokens, {case['dtype']}{', compiled' if case['compile'] else ''}"
+    return f"{title} ({made_with(rows)}):\n\n{columns(rows, cells)}"
+
+
+def _model(row: Row) -> str:
+    return f"{row['case']['preset']}-{row['case']['size']}"

@@ -1,0 +1,79 @@
+"""Rows of `foveate bench prefill` as Markdown: times beside dense attention, and those of each kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foveate.report.markdown import NONE, made_with, markdown_table
+from foveate.report.rows import Row
+from foveate.report.tables.general import tables
+from foveate.report.terminal import size, time
+from foveate.results.measurements import PARTS
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows of each case beside its baseline; and what each kind of layers takes, of rows that are of layers."""
+    found = tables(rows)
+    of_layers = [row for row in rows if row.get("layers")]
+    return f"{found}\n\n{layers(of_layers)}" if of_layers else found
+
+
+def lengths(rows: Sequence[Row]) -> str:
+    """A line for each method or library: its mean layer at each length, and how often the fastest dense one fits in."""
+    if any(row["case"].get("level") != "kernel" for row in rows):
+        raise ValueError("rows must be of layers, by `foveate bench prefill --level kernel`")
+    contexts = sorted({row["case"]["context"] for row in rows})
+    found = {(row["case"]["method"], row["case"]["context"]): row for row in rows}
+    lines = [("attention", *(f"{context:,} tokens" for context in contexts), "memory above inputs and output, longest")]
+    for method in dict.fromkeys(method for method, _ in found):
+        mine = [found.get((method, context)) for context in contexts]
+        cells = [NONE if row is None else f"{time(row['ms'])} ({row['speedup']:.2f}×)" for row in mine]
+        last = next(row for row in reversed(mine) if row)
+        lines.append((f"`{method}`", *cells, size(last["peak_bytes"])))
+    case = rows[0]["case"]
+    what = f"a layer of {case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
+    return f"{what}: mean time, over the fastest dense attention ({made_with(rows)}):\n\n{markdown_table(lines)}"
+
+
+def layers(rows: Sequence[Row]) -> str:
+    """A line for each kind of layers of a method: its time, and what that goes to.
+
+    *Learning* and *prompt's end* are what a method adds to attention, and the surcharge is both of them, as a share of
+    the fastest dense pass. Parts are of attention: kernels that weigh keys, choose some, attend, and PyTorch's others.
+    *Recall* and *mass* are of approximate choices: the share of the exact choice that they have, and the attention that
+    they keep relative to what it keeps.
+    """
+    head = (
+        "method",
+        "tokens",
+        "layers",
+        "of",
+        "ms",
+        *(f"{part}, ms" for part in PARTS),
+        "learning, ms",
+        "prompt's end, ms",
+    )
+    lines = [(*head, "surcharge", "memory above inputs and output", "recall", "mass")]
+    for row in rows:
+        case, above = row["case"], row["peak_kind"] == "above inputs and output"
+        for name, kind in row["layers"].items():
+            parts = kind["parts_ms"] or {}
+            lines.append(
+                (
+                    f"`{case['method']}`",
+                    f"{case['context']:,}",
+                    str(kind["layers"]),
+                    name,
+                    f"{kind['ms']:.2f}",
+                    *(f"{parts[part]:.2f}" if part in parts else "–" for part in PARTS),
+                    f"{kind['learn_ms']:.2f}",
+                    f"{kind['end_ms']:.2f}",
+                    f"{100 * kind['surcharge']:.0f} %",
+                    f"{kind['peak_bytes'] / 1e9:.2f} GB" if above else "–",
+                    *(
+                        f"{100 * kind['choice'][name]:.1f} %" if "choice" in kind else "–"
+                        for name in ("recall", "mass")
+                    ),
+                )
+            )
+    return markdown_table(lines)

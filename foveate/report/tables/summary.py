@@ -1,0 +1,61 @@
+"""One table over many comparisons: methods by tasks, and the paired difference to dense pooled over all items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foveate.report import pooled
+from foveate.report.lines import heading
+from foveate.report.markdown import markdown_table
+from foveate.report.rows import Row
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A Markdown table: a line a method, a column a comparison (its score), and at the end the pooled difference.
+
+    Only methods that every comparison has are listed; comparisons of several models are tables of their own.
+
+    Raises:
+        ValueError: when a comparison has no row of `dense`, or a metric that is not the mean of its items'.
+    """
+    if not all(map(pooled.averages, rows)):
+        raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
+    models = dict.fromkeys(row["model"] for row in rows)
+    return "\n\n".join(_table([row for row in rows if row["model"] == model]) for model in models)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    cells = list(dict.fromkeys(map(_cell, rows)))
+    by_spec: dict[str, dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        by_spec.setdefault(row["spec"], {})[_cell(row)] = row
+    dense = by_spec.get("dense", {})
+    if missing := [cell for cell in cells if cell not in dense]:
+        raise ValueError(f"no row of dense in {missing[0][0]}")
+    n = sum(row["n"] for row in dense.values())
+    title = f"{rows[0]['model']}, scores, n = {', '.join(str(dense[cell]['n']) for cell in cells)}:"
+    lines = [("method", "keys read", *(cell[0] for cell in cells), f"Δ to dense [95 %], pooled, n = {n:,}")]
+    for spec, found in by_spec.items():
+        if any(cell not in found for cell in cells):
+            continue
+        ours = [found[cell] for cell in cells]
+        shares = [100 * (row["keys_read_share"] or 0.0) for row in ours]  # no decode step: nothing was read
+        read = f"{min(shares):.1f}–{max(shares):.1f} %" if len(cells) > 1 else f"{shares[0]:.1f} %"
+        difference = pooled.difference(ours, [dense[cell] for cell in cells])
+        lines.append(
+            (
+                f"`{spec}`",
+                read if ours[0]["method"] != "own" else "–",  # nobody counts what a model reads as it is
+                *(f"{row['score']:.1f}" for row in ours),
+                "" if spec == "dense" else f"{difference.value:+.1f} [{difference.low:+.1f}, {difference.high:+.1f}]",
+            )
+        )
+    ceilings = [dense[cell]["ceiling"] for cell in cells]
+    if any(ceiling < 100 for ceiling in ceilings):
+        lines.append(("evidence ceiling", "", *(f"{ceiling:.1f}" for ceiling in ceilings), ""))
+    return f"{title}\n\n{markdown_table(lines)}"
+
+
+def _cell(row: Row) -> tuple[str, str]:
+    """The words that head a comparison's column, and its items' fingerprint, since comparisons may share words."""
+    return heading(row), row["run"]["items"]

@@ -1,0 +1,255 @@
+"""Result rows as tables for the terminal, at most 100 columns wide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from foveate.report.lines import split_of
+from foveate.report.markdown import NONE
+from foveate.report.rows import Row
+
+WIDTH = 100
+_DIM = "dim"
+
+
+def console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or 100 columns where the output is no terminal."""
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
+
+
+def results(rows: Sequence[Row], answers: int = 0) -> RenderableType:
+    """The comparison table of one run's rows (one per method), and below it the answers to the first items."""
+    parts: list[RenderableType] = [comparison(rows), *_footnotes(rows)]
+    if answers:
+        parts += ["", answer_table(rows, answers)]
+    return Group(*parts)
+
+
+def comparison(rows: Sequence[Row]) -> Table:
+    """One line of figures per method, intervals below their values."""
+    table = Table(
+        title=_title(rows[0]), title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("method", overflow="fold")
+    for name in ("score", "Δ to dense", "keys read", "KV/step", "resident", "prefill", "time/token"):
+        table.add_column(name, justify="right", no_wrap=True)
+    digits = 1 if max(row["high"] for row in rows) >= 10 else 2
+    compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
+    for row in rows:
+        dense = row["method"] == "dense" or not compared
+        table.add_row(
+            _method(row),
+            _interval(row["score"], row["low"], row["high"], f".{digits}f"),
+            NONE if dense else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], f"+.{digits}f"),
+            NONE if row["keys_read_share"] is None else f"{100 * row['keys_read_share']:.1f} %",
+            size(row["kv_bytes_per_step"]),
+            size(row["resident_bytes"]),
+            time(row["prefill_ms"]),
+            time(row["decode_ms_per_token"] if row["timing"].startswith("generate") else None),
+        )
+    return table
+
+
+def answer_table(rows: Sequence[Row], limit: int) -> Table:
+    """What each method said to the first `limit` items, under the gold answers."""
+    table = Table(title="Answers", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("item", no_wrap=True)
+    table.add_column("method", overflow="fold", max_width=36)
+    table.add_column("answer", overflow="fold")
+    for index, example in enumerate(rows[0]["examples"][:limit]):
+        if index:
+            table.add_section()
+        gold = " | ".join(example["gold"]) or NONE
+        table.add_row(Text(example["id"]), Text("gold", style="green"), Text(gold, style="green"))
+        for row in rows:
+            table.add_row(
+                "", _method(row, settings=False), Text(" ".join(row["examples"][index]["answer"].split()) or NONE)
+            )
+    return table
+
+
+def reading(summary: Mapping[str, Any]) -> str:
+    """One line on what a generation read, from the summary of `foveate.stats`."""
+    share = summary["keys_read_share"]
+    parts = [f"{summary['decode_steps']} decode steps"]
+    if share is not None and summary["decode_steps"]:
+        parts.append(f"{100 * share:.1f} % of the keys read ({size(summary['kv_bytes_per_step'])} a step)")
+    parts.append(f"{size(summary['resident_bytes'])} resident")
+    for counter in ("tokens_evicted", "pages_refined", "indices_reused"):
+        if summary.get(counter):
+            parts.append(f"{summary[counter]:,} {counter.replace('_', ' ')}")
+    return " · ".join([*parts, *summary["notes"]])
+
+
+def methods(entries: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The methods with their sources and settings; entries as `foveate methods --json` prints them."""
+    parts: list[RenderableType] = []
+    for entry in entries:
+        parts.append(Text.assemble((entry["name"], "bold cyan"), "  ", entry["summary"]))
+        parts.append(Padding(Text(entry["source"], _DIM), (0, 0, 0, 4)))
+        if entry["settings"]:
+            table = Table(box=None, show_header=False, pad_edge=False)
+            table.add_column(no_wrap=True)
+            table.add_column(no_wrap=True)
+            table.add_column(overflow="fold")
+            for setting in entry["settings"]:
+                table.add_row(Text(setting["name"]), Text(_value(setting["default"]), _DIM), Text(setting["help"]))
+            parts.append(Padding(table, (0, 0, 0, 4)))
+        parts.append("")
+    return Group(*parts[:-1])
+
+
+def facts(entries: Mapping[str, Any]) -> Table:
+    """Names and values in two columns; lists a line each."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            value = "\n".join(f"{key} {version}" for key, version in value.items())
+        table.add_row(name, Text(", ".join(value) if isinstance(value, list) else str(value)))
+    return table
+
+
+def _title(row: Row) -> str:
+    parts = [f"{row['task']} / {split_of(row)}", f"{row['length']:,} tokens", f"{row['n']} items", row["model"]]
+    parts += [row["dtype"], row["run"]["device"]]
+    return " · ".join(parts + ([f"batch {row['batch_size']}"] if row["batch_size"] > 1 else []))
+
+
+def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
+    first = rows[0]
+    main = next(iter(first["metrics"]))
+    lines = [f"score: {main}, 0–100, with its 95 % bootstrap interval; Δ is paired on the same items"]
+    if first["ceiling"] < 100:
+        lines.append(f"ceiling {first['ceiling']:.1f}: the share of questions whose answer is in the prompt")
+    lines += [f"{row['spec']}: {others}" for row in rows if (others := _others(row))]
+    if first["timing"].startswith("teacher-forced"):
+        lines.append("decode was teacher-forced in blocks: its time is no speed of generation")
+    if any("shared prompt" in row["timing"] for row in rows):
+        lines.append("methods without a prefill time shared one reading of each prompt; --no-share-prompt times them")
+    for note in dict.fromkeys(note for row in rows for note in row["notes"]):
+        owners = [row["spec"] for row in rows if note in row["notes"]]
+        lines.append(note if len(owners) == len(rows) else f"{', '.join(owners)}: {note}")
+    return [Text(line, style=_DIM) for line in lines]
+
+
+def _others(row: Row) -> str:
+    """The metrics beside the score, but for those that say the same."""
+    values = {name: metric["value"] for name, metric in list(row["metrics"].items())[1:]}
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value != row["score"])
+
+
+def _method(row: Row, settings: bool = True) -> Text:
+    name, _, rest = row["spec"].partition(":")
+    text = Text(name, style="bold")
+    if rest and settings:
+        text.append("\n" + rest.replace(",", "\n"), style="not bold dim")
+    elif rest:
+        text.append(" " + rest, style="not bold dim")
+    return text
+
+
+def _interval(value: float, low: float, high: float, form: str) -> Text:
+    """A value over its interval; a signed one is red if surely below zero, green if surely above."""
+    signed = form.startswith("+")
+    style = "bold red" if signed and high < 0 else "bold green" if signed and low > 0 else "bold"
+    shown = [f"{number:{form}}" for number in (value, low, high)]
+    value_text, low_text, high_text = (text.replace("-", "+") if float(text) == 0 else text for text in shown)
+    return Text.assemble((value_text, style), (f"\n[{low_text}, {high_text}]", _DIM))
+
+
+def size(count: float | None) -> str:
+    """Bytes in B, kB, MB or GB."""
+    if count is None:
+        return NONE
+    unit = "B"
+    for larger in ("kB", "MB", "GB"):
+        if count < 1000:
+            break
+        count, unit = count / 1000, larger
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+
+
+def time(milliseconds: float | None) -> str:
+    """A time in µs, ms or s, with three digits or more."""
+    if milliseconds is None:
+        return NONE
+    if milliseconds < 1:
+        return f"{1000 * milliseconds:#.3g}".rstrip(".") + " µs" if milliseconds < 0.9995 else "1.00 ms"
+    if milliseconds < 10:
+        return f"{milliseconds:.2f} ms"
+    return f"{milliseconds:.1f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.2f} s"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}" if value.is_integer() else f"{value:.4g}"  # 1.0 is a share, 1 a number
+    return "none" if value is None else str(value)
+
+
+# Rows of benches
+
+
+_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("gb_per_s", "GB/s", lambda rate: f"{rate:,.1f}"),
+    ("tflop_per_s", "TFLOP/s", lambda rate: f"{rate:,.2f}"),
+    ("peak_bytes", "peak", size),
+)
+"""Fields, their columns and cells; a table leaves out a column that would be empty."""
+
+
+def speeds(rows: Sequence[Row]) -> Group:
+    """One table for each phase of the bench, one line for each row: case, time, factor over the baseline, rates, peak.
+
+    What all cases of a table have in common stands in its title.
+    """
+    phases: dict[Any, list[Row]] = {}
+    for row in rows:
+        phases.setdefault(row["case"].get("phase"), []).append(row)
+    return Group(*map(_speed_table, phases.values()))
+
+
+def _speed_table(rows: Sequence[Row]) -> Table:
+    first = next(iter(rows[0]["case"]))  # which names a row that is alone
+    common = {
+        key: value
+        for key, value in rows[0]["case"].items()
+        if all(row["case"].get(key) == value for row in rows) and (len(rows) > 1 or key != first)
+    }
+    title = f"{rows[0]['bench']} · " + " · ".join(f"{key} {value}" for key, value in common.items())
+    table = Table(
+        title=f"{title}\n{rows[0]['device']}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    own = list(dict.fromkeys(key for row in rows for key in row["case"] if key not in common))
+    figures = [one for one in _FIGURES if any(row[one[0]] is not None for row in rows)]
+    texts = {key: [str(row["case"].get(key, "–")) for row in rows] for key in own}
+    for key in own:
+        table.add_column(key, min_width=_longest_word([key, *texts[key]]), overflow="fold")
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("speed-up", justify="right", no_wrap=True)
+    table.add_column("over", min_width=_longest_word([row["baseline"] for row in rows]), overflow="fold")
+    for _, name, _ in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, row in enumerate(rows):
+        table.add_row(
+            *(texts[key][number] for key in own),
+            time(row["ms"]),
+            f"{row['speedup']:.2f}×",
+            row["baseline"],
+            *("–" if row[field] is None else cell(row[field]) for field, _, cell in figures),
+        )
+    return table
+
+
+def _longest_word(texts: Sequence[str]) -> int:
+    """Columns that a text needs so that no word is broken."""
+    return max(len(word) for text in texts for word in text.split() or [""])

@@ -1,0 +1,76 @@
+"""One table over several comparisons."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foveate.cli import app
+from foveate.report import pooled
+from foveate.report.tables.summary import summary
+
+FILE = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "luka-niah.jsonl"
+H2O = "h2o:top_k=0.1,window=64"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    found = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+    found = [row for row in found if row["model"] == found[0]["model"] and row["length"] < 20000]
+    return sorted(found, key=lambda row: row["length"])
+
+
+def test_a_line_a_method_and_a_column_a_comparison(rows):
+    lines = summary(rows).splitlines()
+    n = sum(row["n"] for row in rows if row["method"] == "dense")
+    assert lines[2].startswith(
+        "| method | keys read | niah single 8K | niah single 16K | Δ to dense [95 %], pooled, n = " + str(n)
+    )
+    specs = list(dict.fromkeys(row["spec"] for row in rows))
+    assert [line.split("`")[1] for line in lines[4:]] == specs
+    for line in lines[4:]:
+        scores = [f"{row['score']:.1f}" for row in rows if row["spec"] == line.split("`")[1]]
+        assert line.split(" | ")[2:4] == scores
+
+
+def test_the_pooled_difference_is_the_mean_over_all_items_paired(rows):
+    dense = [row for row in rows if row["method"] == "dense"]
+    for spec in ("tova:top_k=0.1", H2O):
+        ours = [row for row in rows if row["spec"] == spec]
+        found = pooled.difference(ours, dense)
+        items = [value for row in ours for value in row["item_values"]["string_match"]]
+        theirs = [value for row in dense for value in row["item_values"]["string_match"]]
+        assert found.value == pytest.approx(100 * (sum(items) - sum(theirs)) / len(items))
+        assert found.low <= found.value <= found.high
+    same = pooled.difference(dense, dense)
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+
+
+def test_methods_that_a_comparison_lacks_are_left_out_and_dense_is_needed(rows):
+    some = [row for row in rows if row["spec"] != H2O or row["length"] == 8192]
+    assert f"`{H2O}`" not in summary(some)
+    assert f"`{H2O}`" in summary([row for row in rows if row["length"] == 8192])
+    with pytest.raises(ValueError, match="no row of dense in niah single 8K"):
+        summary([row for row in rows if row["method"] != "dense"])
+
+
+def test_the_command_prints_it(tmp_path, rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(app, ["report", "--summary", str(file)])
+    assert done.exit_code == 0
+    assert done.stdout.strip() == summary(rows)
+    empty = tmp_path / "none.jsonl"
+    empty.write_text("")
+    assert CliRunner().invoke(app, ["report", "--summary", str(empty)]).exit_code != 0
+
+
+def test_comparisons_of_other_items_are_columns_of_their_own(rows):
+    short = [row for row in rows if row["length"] == 8192 and row["spec"] in ("dense", H2O)]
+    fewer = [{**row, "n": 3, "run": {**row["run"], "items": "other"}} for row in short]
+    fewer = [{**row, "item_values": {key: values[:3] for key, values in row["item_values"].items()}} for row in fewer]
+    assert summary(short + fewer).splitlines()[2].count("niah single 8K") == 2
+    perplexities = [{**row, "metrics": {"inverse_perplexity": row["metrics"]["string_match"]}} for row in short]
+    with pytest.raises(ValueError, match="no pooled difference"):
+        summary(perplexities)

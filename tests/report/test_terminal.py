@@ -1,0 +1,162 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from foveate.report import terminal
+
+
+def row(spec="dense", **more):
+    name = spec.partition(":")[0]
+    return {
+        "method": name,
+        "spec": spec,
+        "task": "niah",
+        "split": "single",
+        "length": 16384,
+        "n": 200,
+        "model": "smollm2-135m",
+        "dtype": "bfloat16",
+        "run": {"device": "cuda"},
+        "batch_size": 8,
+        "metrics": {"string_match": {"value": 100.0, "low": 100.0, "high": 100.0}},
+        "score": 100.0,
+        "low": 100.0,
+        "high": 100.0,
+        "ceiling": 100.0,
+        "diff_to_dense": 0.0,
+        "diff_low": 0.0,
+        "diff_high": 0.0,
+        "keys_read_share": 1.0,
+        "kv_bytes_per_step": 1_234_567_890.0,
+        "resident_bytes": 50_100_000,
+        "prefill_ms": 1284.0,
+        "decode_ms_per_token": 123.4,
+        "timing": "generate",
+        "notes": [],
+        "examples": [
+            {"id": "0", "gold": ["1234567"], "answer": "It is\n1234567"},
+            {"id": "1", "gold": [], "answer": ""},
+        ],
+        **more,
+    }
+
+
+def printed(renderable):
+    stream = io.StringIO()
+    Console(file=stream, width=terminal.WIDTH, highlight=False).print(renderable)
+    return stream.getvalue()
+
+
+WORST = row(
+    "luka:compressor=attention,page_size=16,temperature=7.25,top_k=0.125",
+    score=0.0,
+    low=0.0,
+    high=0.0,
+    diff_to_dense=-100.0,
+    diff_low=-100.0,
+    diff_high=-100.0,
+    notes=["sliding-window layers stay as they are"],
+)
+
+
+def test_everything_fits_into_100_columns_and_nothing_is_cut():
+    text = printed(terminal.results([row(), WORST], answers=2))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    assert "niah / single · 16,384 tokens · 200 items · smollm2-135m · bfloat16 · cuda · batch 8" in text
+    for cell in ["[100.0, 100.0]", "-100.0", "[-100.0, -100.0]", "100.0 %", "1.2 GB", "50.1 MB", "1.28 s", "123.4 ms"]:
+        assert cell in text
+    for setting in ["compressor=attention", "page_size=16", "temperature=7.25", "top_k=0.125"]:
+        assert setting in text
+    assert "top_k=0.125: sliding-window layers stay as they are" in " ".join(text.split())
+    assert "It is 1234567" in text
+
+
+def test_answers_only_where_asked_for():
+    assert "1234567" not in printed(terminal.results([row()]))
+    assert "gold" in printed(terminal.results([row()], answers=1))
+
+
+def test_the_ceiling_and_further_metrics_stand_below():
+    metrics = {"em_paper": {"value": 30.0}, "em": {"value": 12.5}, "f1": {"value": 20.25}}
+    text = printed(terminal.results([row(metrics=metrics, ceiling=61.67)]))
+    assert "ceiling 61.7" in text
+    assert "dense: em 12.5, f1 20.25" in text
+
+
+def test_a_note_of_all_methods_stands_once_and_alone():
+    text = printed(terminal.results([row(notes=["a note"]), row("h2o", notes=["a note"])]))
+    assert text.count("a note") == 1
+    assert "h2o: a note" not in text
+
+
+def test_what_was_not_measured_is_a_dash():
+    text = printed(terminal.comparison([row(keys_read_share=None, kv_bytes_per_step=None, timing="teacher-forced")]))
+    assert "123.4" not in text
+    assert text.count("–") == 4  # the difference of dense to itself, keys, bytes, time
+
+
+def test_a_shared_prompt_has_no_prefill_time_and_says_why():
+    shared = {"prefill_ms": None, "timing": "generate, shared prompt"}
+    text = printed(terminal.results([row(**shared), row("streaming")]))
+    assert "methods without a prefill time shared one reading of each prompt; --no-share-prompt times" in text
+    assert text.count("1.28 s") == 1
+    assert text.count("123.4 ms") == 2
+    assert "is no speed" not in text
+    assert "--no-share-prompt" not in printed(terminal.results([row()]))
+
+
+def test_small_scores_get_a_digit_more():
+    text = printed(
+        terminal.comparison(
+            [
+                row(score=3.046, low=2.6, high=3.9),
+                row("h2o", score=2.992, low=2.6, high=3.8, diff_to_dense=-0.054, diff_high=-0.001),
+            ]
+        )
+    )
+    assert "3.05" in text
+    assert "-0.05" in text
+    assert "[+0.00, +0.00]" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, "–"), (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (5e13, "50000 GB")],
+)
+def test_sizes(count, text):
+    assert terminal.size(count) == text
+
+
+def test_reading():
+    summary = {
+        "decode_steps": 9,
+        "keys_read_share": 0.25,
+        "kv_bytes_per_step": 2_600_000.0,
+        "resident_bytes": 6_000_000,
+        "tokens_evicted": 1200,
+        "pages_refined": 0,
+        "notes": ["a note"],
+    }
+    assert terminal.reading(summary) == (
+        "9 decode steps · 25.0 % of the keys read (2.6 MB a step) · 6.0 MB resident · 1,200 tokens evicted · a note"
+    )
+    assert "keys" not in terminal.reading({**summary, "decode_steps": 0})
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "text"),
+    [
+        (None, "–"),
+        (0.0023019682793390182, "2.30 µs"),
+        (0.0307, "30.7 µs"),
+        (0.68992, "690 µs"),
+        (0.99961, "1.00 ms"),
+        (1.446, "1.45 ms"),
+        (14.546, "14.5 ms"),
+        (2500.0, "2.50 s"),
+    ],
+)
+def test_short_times_keep_their_digits(milliseconds, text):
+    assert terminal.time(milliseconds) == text
