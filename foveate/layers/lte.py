@@ -202,10 +202,12 @@ class LearnedEviction(SlidingWindowAttention):
         retained[:, :, : self.sinks].fill_(True)
         # A value's share in the loss is the gradient of its score (equation 6): the factor is 1, its gradient is not.
         v = v * (1 + scores - scores.detach())[..., None].to(v.dtype)
-        window, group = self.window, self.num_heads // self.num_kv_heads
+        length, group = k.shape[2], self.num_heads // self.num_kv_heads
+        leaves = torch.arange(length, dtype=torch.int32, device=k.device) + self.window
+        last = torch.where(retained, length, leaves)  # the last query that sees a key, int32 [B, Hkv, L]
 
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (i - j <= window) | retained[b, h // group, j]
+            return i <= last[b, h // group, j]
 
         return attend_masked(rotate(q, angles), rotate(k, angles), v, sees, scaling=self.scaling), scores
 

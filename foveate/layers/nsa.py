@@ -14,6 +14,8 @@ from foveate.state.hybrid import BlockMemory, Packing
 
 _PIECE = 256
 """Queries of a prompt that are attended to at once."""
+_WORD = 64
+"""Blocks in a word of bits."""
 
 
 class NativeSparseAttention(nn.Module):
@@ -153,8 +155,12 @@ class NativeSparseAttention(nn.Module):
         complete, selected = self._select(q, block_keys, at)
         compressed = _attend(q, block_keys, block_values, complete, self.scaling)
 
+        words = _packed(selected)
+
         def chosen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return selected[b, h // group, i, j // block]
+            number = j // block
+            word = words[b, h // group, i, 0 if words.shape[3] == 1 else number // _WORD]
+            return (word >> number % _WORD) & 1 != 0
 
         def near(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return i - j < window
@@ -164,6 +170,12 @@ class NativeSparseAttention(nn.Module):
             attend_masked(q, k, v, chosen, scaling=self.scaling),
             attend_masked(q, k, v, near, scaling=self.scaling, reach=window),
         ]
+
+
+def _packed(selected: Tensor) -> Tensor:
+    """Bits of a bool ``[B, Hkv, L, N]``, 64 in a word: int64 ``[B, Hkv, L, ceil(N / 64)]``."""
+    padded = F.pad(selected, (0, -selected.shape[3] % _WORD)).unflatten(3, (-1, _WORD))
+    return (padded.long() << torch.arange(_WORD, device=selected.device)).sum(-1)
 
 
 class _BlockMLP(nn.Module):

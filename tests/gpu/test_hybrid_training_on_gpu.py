@@ -21,10 +21,11 @@ def close(found, exact, dtype, name):
 
 
 def attended(attend, q, k, v, retained, window, reach):
-    group = q.shape[1] // k.shape[1]
+    group, at = q.shape[1] // k.shape[1], torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
+    last = torch.where(retained, k.shape[2], at + window)
 
     def sees(b, h, i, j):
-        return (i - j <= window) | retained[b, h // group, j]
+        return i <= last[b, h // group, j]
 
     return attend(q, k, v, sees, q.shape[-1] ** -0.5, reach)
 

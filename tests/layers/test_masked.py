@@ -10,10 +10,11 @@ from foveate.layers import masked
 
 
 def attended(attend, q, k, v, retained, window, reach):
-    group = q.shape[1] // k.shape[1]
+    group, at = q.shape[1] // k.shape[1], torch.arange(k.shape[2], dtype=torch.int32)
+    last = torch.where(retained, k.shape[2], at + window)
 
     def sees(b, h, i, j):
-        return (i - j <= window) | retained[b, h // group, j]
+        return i <= last[b, h // group, j]
 
     return attend(q, k, v, sees, 0.3, reach)
 

@@ -54,6 +54,18 @@ def test_what_a_query_sees():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("length", [83, 300])
+def test_branches_of_whole_sequences(length):
+    """Chosen blocks as bits, 75 of them in two words, are the chosen blocks."""
+    layer = native_sparse()
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, heads, length, 8, generator=generator) for heads in (layer.num_heads, 2, 2))
+    pieces = layer._branches(q, k, v, torch.zeros(2, dtype=torch.int64))
+    for found, expected in zip(layer._fused(q, k, v), pieces, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
 def test_a_group_of_three():
     torch.manual_seed(0)
     layer = NativeSparseAttention(WIDTH, 6, 2, 8, block=4, blocks=3, window=5)

