@@ -155,11 +155,13 @@ class NativeSparseAttention(nn.Module):
         complete, selected = self._select(q, block_keys, at)
         compressed = _attend(q, block_keys, block_values, complete, self.scaling)
 
-        words = _packed(selected)
+        words = [word.contiguous() for word in _packed(selected).unbind(3)]
 
         def chosen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             number = j // block
-            word = words[b, h // group, i, 0 if words.shape[3] == 1 else number // _WORD]
+            word = words[0][b, h // group, i]
+            for place, later in enumerate(words[1:], 1):  # each word is loaded for queries, and none for pairs
+                word = torch.where(number // _WORD == place, later[b, h // group, i], word)
             return (word >> number % _WORD) & 1 != 0
 
         def near(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
