@@ -44,7 +44,7 @@ def test_tokens_in_slots(dtype, dims, kind, batch, heads, length):
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found, exact, atol=tolerance, rtol=tolerance)
     plain = ops.retention_logits(*tokens, *given, real=options["real"])
-    torch.testing.assert_close(plain, found, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(plain, found, atol=2 * tolerance, rtol=2 * tolerance)  # the roundings of both
 
 
 @every_pair(DTYPES, ("kind", ["conv", "mlp"]), ("dim", [64, 128]))
