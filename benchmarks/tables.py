@@ -48,7 +48,7 @@ KINDS = {
     "decode-speedups": decode.speedups,
     "decode-kascade": decode.kascade,
     "decode-kinds": decode.kinds,
-    "dsa-model": csa.model,
+    "csa-model": csa.model,
     "hybrid-tasks": hybrid_tasks.table,
     "hybrids-speed": hybrids.speed,
     "hybrids-memory": hybrids.memory,

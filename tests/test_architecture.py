@@ -13,7 +13,7 @@ LAYERS = (
     ("ops",),
     ("layer_state", "undoing", "row_numbers", "moving_rows", "cache", "state"),
     ("calibration",),
-    ("modules", "csa", "layers"),
+    ("layers",),
     ("models",),
     ("methods",),
     ("integrations",),
@@ -59,10 +59,7 @@ CIRCLES = (
     {"cli", "training.commands", "training.lte_commands"},
     {
         f"integrations.transformers.{name}"
-        for name in (
-            *("attach", "attention", "auto", "cache", "graphs", "handover", "hooks", "stats", "steps", "study"),
-            *("dsa", "dsa.compressed", "dsa.pooled", "dsa.tokens"),
-        )
+        for name in ("attach", "attention", "auto", "cache", "graphs", "handover", "hooks", "steps", "study")
     },
 )
 """Circles that still stand. Modules may only be removed."""

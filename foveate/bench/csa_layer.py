@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate import csa, ops
+from foveate import ops
 from foveate.bench import indexer as bench
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
+from foveate.layers import csa
 from foveate.ops._dispatch import reference_only
 
 BENCH = "csa"

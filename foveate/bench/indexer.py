@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foveate import csa, ops
+from foveate import ops
 from foveate.bench.peers import PEERS
-from foveate.csa import indexer
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
+from foveate.layers import csa
+from foveate.layers.csa import indexer
 
 BENCH = "indexer"
 IMPLEMENTATIONS = {"foveate": "fused", "chunked": "chunked", "materialised": "materialised"}

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate import csa, ops
+from foveate import ops
 from foveate.bench import indexer as bench
-from foveate.csa import indexer
 from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
+from foveate.layers import csa
+from foveate.layers.csa import indexer
 
 BENCH = "indexer-study"
 TOP_K = (64, 256, 512, 1024, 2048)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate import methods
-from foveate.bench.rows import needed
+from foveate.bench.rows import bench_of, needed
 from foveate.evaluation.accounting import ROW_FIELDS
 from foveate.evaluation.data import read_jsonl
 from foveate.evaluation.errors import DataError, UserError, unknown
@@ -77,7 +77,7 @@ def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
     rows = []
     for file in files:
         for number, row in numbered(file):
-            if not isinstance(row, dict) or row.get("bench") != bench or not row.keys() >= set(needed(row)):
+            if not isinstance(row, dict) or bench_of(row) != bench or not row.keys() >= set(needed(row)):
                 raise DataError(f"{file}:{number}: not a row of foveate bench {bench}")
             rows.append(row)
     return rows

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from foveate.bench import indexer_study as study
 from foveate.bench.rows import FIELDS
 from foveate.cli import app
-from foveate.csa import indexer
 from foveate.evaluation.errors import UserError
+from foveate.layers.csa import indexer
 
 SMALL = {"heads": 4, "dim": 8, "top_k": 60, "ratio": 1, "dtype": "float32", "repeats": 1, "device": "cpu"}
 

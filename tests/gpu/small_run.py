@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from matrix import Driver, Tokens
 
-from foveate import csa, methods, ops
+from foveate import methods, ops
 from foveate.cache import SlotCache
-from foveate.layers import LearnedEviction, NativeSparseAttention
+from foveate.layers import LearnedEviction, NativeSparseAttention, csa
 from foveate.ops import _dispatch
 from foveate.state import BlockMemory, RetainedMemory
 

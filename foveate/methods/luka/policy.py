@@ -16,12 +16,12 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.cache import Channel, Geometry, SlotCache
+from foveate.layers.page_summariser import PageSummariser
 from foveate.methods._common import attend_all, note_queries, observed_mass
 from foveate.methods.base import Method, setting
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import KL_LAG, Budgets, Paging
-from foveate.modules import PageSummariser
 
 WEIGHT_SPREAD = 0.6
 """Share of the deviation that enters a summary's own weight under bias=spread. A summary's value is the mean of the
@@ -61,7 +61,7 @@ class LuKA(Method):
         "mean", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"
     )
     temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
-    summariser: str = setting("", "file of a foveate.modules.PageSummariser under compressor=trained")
+    summariser: str = setting("", "file of a foveate.layers.page_summariser.PageSummariser under compressor=trained")
     zero_values: bool = setting(False, "summaries have values of zero (the paper's figure 6)")
     refine: str = setting("top_k", "which pages are read raw: top_k, threshold, top_p or missed_mass")
     top_k: int | float = setting(0.11, "pages refined under refine=top_k: a number (0: none), or a share of the pages")

@@ -11,7 +11,7 @@ from luka_written_out import Sequence
 from matrix import DIM, HEADS, KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, close, padded
 
 from foveate import methods
-from foveate.modules import PageSummariser
+from foveate.layers.page_summariser import PageSummariser
 from tests.helpers import LargestTensor
 
 GROUP = HEADS // KV_HEADS

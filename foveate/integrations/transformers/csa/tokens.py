@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foveate import csa
 from foveate.integrations.transformers import releases
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.dsa import Selection
+from foveate.integrations.transformers.csa.selection import Selection
+from foveate.layers import csa
 
 
 class Select:

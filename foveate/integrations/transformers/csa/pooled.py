@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foveate import csa
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.dsa.attention import first_real
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.dsa import Selection
+from foveate.integrations.transformers.csa.attention import first_real
+from foveate.integrations.transformers.csa.selection import Selection
+from foveate.layers import csa
 
 _BLOCK = 65536
 """Tokens that are pooled at once, in fp32."""

@@ -5,13 +5,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from foveate import ops
-from foveate.csa.attention import Window, sparse_attention
-from foveate.csa.compressor import compress_tokens
-from foveate.csa.indexer import lightning_indexer
+from foveate.layers.csa.attention import Window, sparse_attention
+from foveate.layers.csa.compressor import compress_tokens
+from foveate.layers.csa.indexer import lightning_indexer
 
 
 class Tokens(NamedTuple):
-    """What compressed keys are made of; see :func:`foveate.csa.compress_tokens`."""
+    """What compressed keys are made of; see :func:`foveate.layers.csa.compress_tokens`."""
 
     values: Tensor
     """``[B, L, W]``"""
@@ -42,7 +42,7 @@ def forward(
     its output (StreamIndex, sections 3 and 5).
 
     Query i is at position ``offset + i``. Where a model norms or rotates what it has compressed, as DeepSeek-V4 does,
-    it calls :func:`foveate.csa.compress_tokens` itself, and hands over what comes of it.
+    it calls :func:`foveate.layers.csa.compress_tokens` itself, and hands over what comes of it.
 
     Args:
         q: ``[B, Hq, S, D]``.
@@ -57,7 +57,7 @@ def forward(
         window: raw tokens beside them, or None.
         sinks: ``[Hq]``: a logit for each head, or None.
         key_scales: ``[B, T]``: scales of the indexer's keys, or None.
-        path: of :func:`foveate.csa.lightning_indexer`.
+        path: of :func:`foveate.layers.csa.lightning_indexer`.
 
     Returns:
         Output ``[B, Hq, S, D]`` in the dtype of q, and the log-sum-exp ``[B, Hq, S]``, the sink's included.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foveate import csa
+from foveate.layers import csa
 
-IMPLEMENTATION = "foveate-dsa"
+IMPLEMENTATION = "foveate-csa"
 _slot = threading.local()
 
 

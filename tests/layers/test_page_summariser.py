@@ -5,7 +5,7 @@ import torch
 from matrix import KV_HEADS, PROMPT, Driver, Tokens, close
 
 from foveate import methods
-from foveate.modules import PageSummariser
+from foveate.layers.page_summariser import PageSummariser
 
 SMALL = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
 

@@ -38,8 +38,8 @@ def sparse_attention(
     Args:
         q: ``[B, Hq, S, D]``; query i is number ``offset + i`` of the window's tokens.
         k, v: ``[B, Hkv, T, D(v)]``: the compressed keys; one tensor may be both.
-        indices: int ``[B, S, K]`` of :func:`foveate.csa.lightning_indexer`, -1 for none. None: a query at position t
-            reads all of the first ``⌊(t + 1) / ratio⌋`` keys (heavily compressed attention).
+        indices: int ``[B, S, K]`` of :func:`foveate.layers.csa.lightning_indexer`, -1 for none. None: a query at
+            position t reads all of the first ``⌊(t + 1) / ratio⌋`` keys (heavily compressed attention).
         scaling: factor of the logits.
         window: raw tokens beside them, or None.
         offset: tokens of the window before the first query's.

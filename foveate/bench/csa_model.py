@@ -21,7 +21,7 @@ from foveate.evaluation import accounting
 from foveate.evaluation.errors import UserError
 from foveate.integrations.transformers import releases
 
-BENCH = "dsa"
+BENCH = "csa-model"
 TOKENS, SMALL = (262144,), 8192
 _DTYPES = ("bfloat16", "float16", "float32")
 _KEPT = 64

@@ -10,17 +10,15 @@ from __future__ import annotations
 import copy
 import threading
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foveate import csa
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.dsa.attention import clear, first_real, post
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.dsa import Selection
+from foveate.integrations.transformers.csa.attention import clear, first_real, post
+from foveate.integrations.transformers.csa.selection import Selection
+from foveate.layers import csa
 
 _forward = threading.local()
 _ROWS = "rows"

@@ -1,10 +1,10 @@
 """Compressed sparse attention (DeepSeek-V3.2, DeepSeek-V4): the lightning indexer in bounded memory (StreamIndex)."""
 
-from foveate.csa.attention import Window, sparse_attention
-from foveate.csa.compressor import Carry, compress_tokens
-from foveate.csa.indexer import lightning_indexer, to_fp8
-from foveate.csa.layer import Tokens, forward
-from foveate.csa.sharded import pieces, sharded_lightning_indexer
+from foveate.layers.csa.attention import Window, sparse_attention
+from foveate.layers.csa.compressor import Carry, compress_tokens
+from foveate.layers.csa.indexer import lightning_indexer, to_fp8
+from foveate.layers.csa.layer import Tokens, forward
+from foveate.layers.csa.sharded import pieces, sharded_lightning_indexer
 
 __all__ = [
     "Carry",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foveate import ops
-from foveate.csa.indexer import DTYPES, check, refusal, select
+from foveate.layers.csa.indexer import DTYPES, check, refusal, select
 
 KEYS = ("replicated", "gather", "ring")
 _TOGETHER = 8192
