@@ -1,4 +1,7 @@
-"""Compressed sparse attention (DeepSeek-V3.2, DeepSeek-V4): the lightning indexer in bounded memory (StreamIndex)."""
+"""Compressed sparse attention (CSA; DeepSeek-V3.2, DeepSeek-V4) in bounded memory (StreamIndex).
+
+``forward`` is the whole layer. Its parts are ``compress_tokens``, ``lightning_indexer`` and ``sparse_attention``.
+"""
 
 from foveate.layers.csa.attention import Window, sparse_attention
 from foveate.layers.csa.compressor import Carry, compress_tokens
