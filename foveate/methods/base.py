@@ -70,7 +70,7 @@ class Method:
     """Whether a decode step can be captured in a CUDA graph: it asks for numbers of rows by their rules alone, see
     :class:`~foveate.state.row_numbers.RowNumbers`, and for nothing else that changes from step to step."""
     retired: ClassVar[Mapping[str, Any]] = {}
-    """Settings that older rows still record, with the value under which the method was what it is without them."""
+    """Removed settings that older rows record, each with the value under which it had no effect."""
     full_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which nothing of any context is left out."""
     small_budget: ClassVar[dict[str, Any]] = {}
