@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import ModelOutput
 
-from foveate.integrations.transformers.steps import Recording, Steps, Use
+from foveate.integrations.transformers.stats import Use
+from foveate.integrations.transformers.steps import Recording, Steps
 from tests.helpers import cached
 
 _WAITING = {

@@ -13,7 +13,7 @@ LAYERS = (
     ("ops",),
     ("state",),
     ("calibration",),
-    ("modules", "csa", "layers"),
+    ("layers",),
     ("models",),
     ("methods",),
     ("integrations",),
@@ -64,10 +64,7 @@ CIRCLES = (
     {"cli", "training.commands", "training.lte_commands"},
     {
         f"integrations.transformers.{name}"
-        for name in (
-            *("attach", "attention", "auto", "cache", "graphs", "handover", "hooks", "stats", "steps", "study"),
-            *("dsa", "dsa.compressed", "dsa.pooled", "dsa.tokens"),
-        )
+        for name in ("attach", "attention", "auto", "cache", "graphs", "handover", "hooks", "steps", "study")
     },
 )
 """Circles that still stand. Modules may only be removed."""

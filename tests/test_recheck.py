@@ -96,7 +96,7 @@ def test_every_cell_has_its_row_and_its_method():
         row = cell.row(RECHECK["read"]([RESULTS / cell.file]), "qwen2.5-coder-0.5b-instruct")
         method = RECHECK["_method"](row, RESULTS / "calibrations" / row["model"])
         assert method.name == cell.name == row["method"]
-        settings = json.loads(json.dumps(method.settings()))
+        settings = json.loads(json.dumps({**method.retired, **method.settings()}))
         assert {name: settings[name] for name in row["settings"] if name != "calibration"} == {
             name: value for name, value in row["settings"].items() if name != "calibration"
         }

@@ -87,8 +87,8 @@ def indexer_study(
     _measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.tables)
 
 
-@app.command("dsa")
-def dsa(
+@app.command("csa-model")
+def csa_model(
     tokens: Annotated[list[int] | None, typer.Option(help="Prompt tokens; may be given often.")] = None,
     small: Annotated[int, typer.Option(help="Prompt tokens for both implementations; 0 for none.")] = 8192,
     chunk: Annotated[int, typer.Option(help="Prompt tokens of one forward.")] = 4096,
@@ -108,7 +108,7 @@ def dsa(
     out: Out = None,
 ) -> None:
     """DeepSeek-V4 with random weights and less width: long prompts in bounded memory, beside Transformers' own path."""
-    from foveate.bench import dsa as bench
+    from foveate.bench import csa_model as bench
 
     lengths = bench.TOKENS if tokens is None else tuple(tokens)
     plan = bench.Plan(

@@ -1,7 +1,7 @@
-"""A layer of compressed sparse attention: the indexer, and attention over what it selects, a window and sinks.
+"""A layer of compressed sparse attention: the indexer, and attention over its selection, a window and sinks.
 
-Queries come in chunks, as a model's projections make them: those of one chunk are drawn, and stand for all others; a
-chunk's output is dropped before the next one's is made.
+Queries come in chunks, as a model's projections produce them. The queries of one chunk are drawn at random and used
+for every chunk; a chunk's output is freed before the next chunk runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate import csa, ops
+from foveate import ops
 from foveate.bench import indexer as bench
+from foveate.layers import csa
 from foveate.ops._dispatch import reference_only
 from foveate.results import circumstances
 from foveate.results.errors import UserError
@@ -23,17 +24,17 @@ from foveate.results.errors import UserError
 BENCH = "csa"
 IMPLEMENTATIONS = ("foveate", "reference")
 TOKENS = (8192, 32768, 65536, 131072, 262144)
-"""Those of StreamIndex's table 5."""
+"""The lengths of StreamIndex's table 5."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _LONGEST = 65536
-"""Tokens up to which the reference is measured: it takes seconds for them."""
+"""Most tokens for which the reference is measured; beyond, it takes too long."""
 _CHECKED = 16
-"""Queries at the end whose outputs are compared with those in fp64."""
+"""Last queries, whose outputs are compared with fp64."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to measure; the defaults are those of DeepSeek-V4's sparse layers."""
+    """What to measure; the defaults are the sizes of DeepSeek-V4's sparse layers."""
 
     tokens: Sequence[int] = TOKENS
     implementations: Sequence[str] = IMPLEMENTATIONS
@@ -51,7 +52,7 @@ class Plan:
     device: str = "cuda"
 
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
+        """Raise UserError that names the invalid option, its value and what is allowed."""
         for name in ("heads", "dim", "window", "chunk"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -79,10 +80,10 @@ class Plan:
 
 @torch.inference_mode()
 def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Measure a layer at every length. The baseline has the same indexer, and attention without a kernel.
+    """Measure a layer at every length. The baseline has the same indexer, and the reference of the attention.
 
     Raises:
-        UserError: for a plan that cannot be.
+        UserError: for an invalid plan.
     """
     plan.check()
     ceiling = bench.matmul_rate(plan.dtype, plan.device)
@@ -136,7 +137,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
 
 
 class _Inputs(NamedTuple):
-    """Queries of one chunk, keys of all tokens."""
+    """The queries of one chunk and the keys of all tokens."""
 
     q: Tensor
     compressed: Tensor
@@ -148,7 +149,7 @@ class _Inputs(NamedTuple):
 
 
 def _draw(plan: Plan, tokens: int) -> _Inputs:
-    """Normal numbers; the indexer's as in its own bench."""
+    """Random normal inputs; those of the indexer are scaled as in its own bench."""
     dtype, generator = getattr(torch, plan.dtype), torch.Generator(plan.device).manual_seed(plan.seed)
 
     def draw(*shape: int, std: float = 1.0) -> Tensor:
@@ -168,13 +169,13 @@ def _draw(plan: Plan, tokens: int) -> _Inputs:
 
 
 def _keys_read(plan: Plan, tokens: int) -> int:
-    """Selected keys and those of windows, over all queries."""
+    """Number of keys, selected and in windows, that all queries together read."""
     seen = torch.arange(1, tokens + 1)
     return int(((seen // plan.ratio).clamp_max(plan.top_k) + seen.clamp_max(plan.window)).sum())
 
 
 def _measure(plan: Plan, name: str, tokens: int, inputs: _Inputs) -> dict[str, Any]:
-    """Median milliseconds of the layer and its parts, peak bytes above the inputs, and the error at the end."""
+    """Median milliseconds of the layer and of its parts, peak bytes above the inputs, and the last queries' error."""
     starts = range(0, tokens, plan.chunk)
 
     def select(first: int) -> Tensor:
@@ -192,7 +193,7 @@ def _measure(plan: Plan, name: str, tokens: int, inputs: _Inputs) -> dict[str, A
     def layer() -> Tensor:
         out = None
         for first in starts:
-            del out  # before the next is made
+            del out  # free it before the next chunk
             if name == "foveate":
                 some = slice(0, min(plan.chunk, tokens - first))
                 index = inputs.index_q[:, some], inputs.index_k, inputs.index_weights[:, some], plan.top_k
@@ -219,7 +220,7 @@ def _measure(plan: Plan, name: str, tokens: int, inputs: _Inputs) -> dict[str, A
 
 
 def _error(plan: Plan, inputs: _Inputs, out: Tensor, first: int, indices: Tensor) -> float:
-    """Of the last queries, relative to attention in fp64 over the same keys."""
+    """Relative error of the last queries against attention in fp64 over the same keys."""
     count = min(_CHECKED, out.shape[2])
     begin = out.shape[2] - count
     compressed, raw = inputs.compressed.double(), inputs.raw[:, :, : first + out.shape[2]].double()

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foveate import csa, ops
+from foveate import ops
 from foveate.bench.peers import PEERS
-from foveate.csa import indexer
+from foveate.layers import csa
+from foveate.layers.csa import indexer
 from foveate.results import circumstances, timing
 from foveate.results.errors import UserError
 

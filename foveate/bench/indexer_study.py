@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate import csa, ops
+from foveate import ops
 from foveate.bench import indexer as bench
-from foveate.csa import indexer
+from foveate.layers import csa
+from foveate.layers.csa import indexer
 from foveate.results import circumstances
 from foveate.results.errors import UserError
 

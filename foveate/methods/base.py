@@ -69,6 +69,8 @@ class Method:
     graphs: ClassVar[bool] = False
     """Whether a decode step can be captured in a CUDA graph: it asks for numbers of rows by their rules alone, see
     :class:`~foveate.state.row_numbers.RowNumbers`, and for nothing else that changes from step to step."""
+    retired: ClassVar[Mapping[str, Any]] = {}
+    """Removed settings that older rows record, each with the value under which it had no effect."""
     full_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which nothing of any context is left out."""
     small_budget: ClassVar[dict[str, Any]] = {}
@@ -319,9 +321,29 @@ def recorded(method: str, **settings: Any) -> Method:
 
 
 def complete(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings on record with those that have come since, as the method was before."""
-    since = {field.name: field.metadata.get("before") for field in dataclasses.fields(get(method))}
-    return {name: value for name, value in since.items() if value is not None} | dict(settings)
+    """The settings of a row in terms of the present ones, in methods within settings as well.
+
+    Settings added since the row was written get the value that the method had before. Retired settings are left out if
+    they have the value of :attr:`Method.retired`; another value stays, so that :func:`make` refuses it.
+    """
+    cls = get(method)
+    since = {field.name: field.metadata.get("before") for field in dataclasses.fields(cls)}
+    present = {
+        name: _completed(value)
+        for name, value in settings.items()
+        if name not in cls.retired or value != cls.retired[name]
+    }
+    return {name: value for name, value in since.items() if value is not None} | present
+
+
+def _completed(value: Any) -> Any:
+    """A recorded value, in which every method written as ``{"method": name, ...}`` has its present settings."""
+    if not isinstance(value, Mapping):
+        return value
+    if isinstance(value.get("method"), str):
+        inner = {name: setting for name, setting in value.items() if name != "method"}
+        return {"method": value["method"], **complete(value["method"], inner)}
+    return {name: _completed(inner) for name, inner in value.items()}
 
 
 def parse(spec: str) -> Method:

@@ -10,7 +10,7 @@ from typing import Any
 from foveate import methods
 from foveate.evaluation.data import read_jsonl
 from foveate.results.errors import DataError, UserError, unknown
-from foveate.results.measurements import needed
+from foveate.results.measurements import bench_of, needed
 from foveate.results.resultfile import method_of
 from foveate.results.rows import ROW_FIELDS, check_row, each_once
 
@@ -76,7 +76,7 @@ def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
     rows = []
     for file in files:
         for number, row in numbered(file):
-            if not isinstance(row, dict) or row.get("bench") != bench or not row.keys() >= set(needed(row)):
+            if not isinstance(row, dict) or bench_of(row) != bench or not row.keys() >= set(needed(row)):
                 raise DataError(f"{file}:{number}: not a row of foveate bench {bench}")
             rows.append(row)
     return rows

@@ -48,6 +48,15 @@ attention libraries count as ``attend``."""
 TRANSFORMERS = "transformers-sdpa"
 """The name of Transformers' own attention among the methods of a bench."""
 
+FORMER = {"dsa": "csa-model"}
+"""Benches that were renamed, by the name that older rows carry."""
+
+
+def bench_of(row: Mapping[str, Any]) -> str | None:
+    """The present name of the bench that wrote a row; None for a row that no bench wrote."""
+    name = row.get("bench")
+    return FORMER.get(name, name)
+
 
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that a row must have, by its bench."""
@@ -66,7 +75,7 @@ def check_out(out: Path, bench: str) -> None:
     for number, line in enumerate(out.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            holds = row.get("bench")
+            holds = bench_of(row)
         except (json.JSONDecodeError, AttributeError):
             raise UserError(f"{out}:{number}: not a results row; name another --out") from None
         if holds != bench:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from foveate.bench import indexer_study as study
 from foveate.cli import app
-from foveate.csa import indexer
+from foveate.layers.csa import indexer
 from foveate.results.errors import UserError
 from foveate.results.measurements import FIELDS
 

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from matrix import Driver, Tokens
 
-from foveate import csa, methods, ops
-from foveate.layers import LearnedEviction, NativeSparseAttention
+from foveate import methods, ops
+from foveate.layers import LearnedEviction, NativeSparseAttention, csa
 from foveate.ops import _dispatch
 from foveate.state import SlotCache
 from foveate.state.hybrid import BlockMemory, RetainedMemory

@@ -112,7 +112,7 @@ class TestTables:
         )
         assert first["its TFLOP/s (of matmul)"] == "200 (50 %)"
         assert second["paper, materialised indexer"] == second["paper, chunked indexer"] == "–"
-        (line, *_) = cells(csa.model(read_bench([RESULTS / "dsa.jsonl"], "dsa")))
+        (line, *_) = cells(csa.model(read_bench([RESULTS / "csa-model.jsonl"], "csa-model")))
         assert line["by"] == "transformers"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from foveate.integrations.transformers import attention, dsa, releases
+from foveate.integrations.transformers import attention, csa, releases
 from foveate.integrations.transformers.auto import Auto, is_auto
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.facts import kv_heads, model_facts, rotary_facts
@@ -152,7 +152,7 @@ def attach(
     cuda_graph: bool | str = "auto",
     dense_below: int | str = "auto",
     **settings: Any,
-) -> Attachment | dsa.SparseAttachment:
+) -> Attachment | csa.SparseAttachment:
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
 
     Args:
@@ -188,10 +188,10 @@ def attach(
         if dense_below not in ("auto", 0):
             raise ValueError(f"dense_below={dense_below} needs a method: a model's own sparse attention stays as it is")
         decoder = decoder_of(model)
-        dsa.check(model, decoder)
+        csa.check(model, decoder)
         releases.check(model, decoder)
         detach(model)
-        own = dsa.SparseAttachment()
+        own = csa.SparseAttachment()
         own.put_on(model)
         return own
     chosen = make(method, **settings)
@@ -231,7 +231,7 @@ def detach(model: nn.Module) -> None:
 @contextmanager
 def attached(
     model: nn.Module, method: str | Method | None = None, **options: Any
-) -> Iterator[Attachment | dsa.SparseAttachment]:
+) -> Iterator[Attachment | csa.SparseAttachment]:
     """:func:`attach`, with its options, for the length of a ``with`` block.
 
     Afterwards what was attached before is back, with its counters, and caches made for it go on.
@@ -259,7 +259,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     attachment = model.__dict__.get("foveate")
     if attachment is None:
         raise ValueError("the model is not attached: there is nothing to report")
-    if isinstance(attachment, dsa.SparseAttachment):
+    if isinstance(attachment, csa.SparseAttachment):
         return attachment.stats(reset)
     heads = {policy.counters.prompt_heads for policy in attachment.policies.values()} - {None}
     dense_prompts = ", ".join(sorted({prompt_path(one) for one in heads}))

@@ -12,7 +12,8 @@ from transformers.generation import GenerationMode
 
 from foveate.integrations.transformers import handover, releases
 from foveate.integrations.transformers.cache import Cache, Layer
-from foveate.integrations.transformers.steps import CaptureError, CudaRecorder, Recording, Steps, Use
+from foveate.integrations.transformers.stats import Use
+from foveate.integrations.transformers.steps import CaptureError, CudaRecorder, Recording, Steps
 from foveate.ops._dispatch import runs_kernel
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.cache import Cache, Layer, recurrent_states
+from foveate.integrations.transformers.stats import Use
 from foveate.state.device_rows import DeviceRows
 
 ROOM = 256
@@ -58,20 +58,6 @@ class CudaRecorder:
                 out = run()
         self._graphs.add(graph)
         return Recording(out, graph.replay)
-
-
-@dataclass
-class Use:
-    """How decode steps were run since the last reset."""
-
-    replayed: int = 0
-    captured: int = 0
-    reason: str = ""
-    """Why the last step that could not be replayed was not."""
-
-    def reset(self) -> None:
-        """Count from zero again."""
-        self.replayed = self.captured = 0
 
 
 class _Alike(NamedTuple):

@@ -58,9 +58,6 @@ class Pages:
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         """State to keep beside the keys, by name."""
         paging, channels = self.paging, {}
-        shape = (geometry.num_kv_heads, geometry.head_dim)
-        if paging.compressor == "trained" and paging.trained.func.direction.shape[1:] != shape:
-            raise ValueError(f"{paging.name}: summariser {paging.summariser!r} was trained for another model")
         least = self.sizes[0] if paging.segmenter != "gaussian" else segments.shortest(self.sizes[0])
         for level in range(len(self.sizes)):
             per = least * (self.sizes[level] // self.sizes[0])
@@ -231,8 +228,6 @@ class Pages:
             return ops.root_weights(got, used)
         if paging.compressor == "attention":
             return ops.importance_weights(got, paging.temperature, used)
-        if paging.compressor == "trained":
-            return paging.trained(children.k, used=used)
         heads, width, device = children.k.shape[1], children.k.shape[3], children.k.device
         number = torch.arange(new.first // over, new.last // over, device=device)
         sizes = torch.full_like(number, width) if used is None else used.sum(-1)[0, 0]

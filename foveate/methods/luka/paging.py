@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -32,7 +31,6 @@ class Paging:
     zero_values: bool
     seed: int
     window: int
-    summariser: str
     spread: bool
     """Whether nodes keep the variance of the keys beneath."""
     bounds: bool
@@ -43,8 +41,6 @@ class Paging:
     """Whether accumulated attention is kept: :attr:`LuKA.weighs_mass`."""
     recent: bool
     """Whether recent attention is kept: :attr:`LuKA.looks_back`."""
-    trained: Callable[..., Tensor] | None = field(default=None, compare=False)
-    """Weights of children under ``compressor=trained``, by their keys."""
 
     @property
     def fixed(self) -> bool:

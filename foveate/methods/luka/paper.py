@@ -23,7 +23,7 @@ class LuKAPaper(LuKA):
     page_size: Any = setting(16, "tokens of a page; several, each a multiple of the one before, for several levels")
     sinks: int = setting(0, "first tokens that stay raw")
     compressor: str = setting(
-        "attention", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"
+        "attention", "what stands for a page: mean, recent or attention (weighted by attention), random"
     )
     top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
     expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +18,6 @@ from foveate.methods.base import Method, setting
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import KL_LAG, Budgets, Paging
-from foveate.modules import PageSummariser
 from foveate.state import Channel, Geometry, SlotCache
 
 WEIGHT_SPREAD = 0.6
@@ -45,6 +42,7 @@ class LuKA(Method):
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
     graphs: ClassVar[bool] = True
+    retired: ClassVar[dict] = {"summariser": ""}
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
 
@@ -58,10 +56,9 @@ class LuKA(Method):
     page_deviation: float = setting(16.0, "standard deviation of the page lengths under segmenter=gaussian, tokens")
     kl_threshold: float = setting(0.5, "divergence that ends a page under segmenter=kl, nats")
     compressor: str = setting(
-        "mean", "what stands for a page: mean, recent or attention (weighted by attention), random, trained"
+        "mean", "what stands for a page: mean, recent or attention (weighted by attention), random"
     )
     temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
-    summariser: str = setting("", "file of a foveate.modules.PageSummariser under compressor=trained")
     zero_values: bool = setting(False, "summaries have values of zero (the paper's figure 6)")
     refine: str = setting("top_k", "which pages are read raw: top_k, threshold, top_p or missed_mass")
     top_k: int | float = setting(0.11, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
@@ -98,7 +95,7 @@ class LuKA(Method):
         for name in ("sinks", "first", "seed"):
             self._check_count(name)
         self._check_choice("segmenter", "fixed", "gaussian", "kl")
-        self._check_choice("compressor", "mean", "recent", "attention", "random", "trained")
+        self._check_choice("compressor", "mean", "recent", "attention", "random")
         self._check_choice("refine", "top_k", "threshold", "top_p", "missed_mass")
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("score", "summary", "spread", "box", "bound")
@@ -115,8 +112,6 @@ class LuKA(Method):
         for name in ("expand", "max_refined"):
             self._check_budget(name)
         self._check("zero_values", isinstance(self.zero_values, bool), "true or false")
-        given = isinstance(self.summariser, str) and bool(self.summariser) == (self.compressor == "trained")
-        self._check("summariser", given, "a file under compressor=trained, and only there")
         if self.segmenter == "kl":
             self._check("tail", self.tail > KL_LAG, f"more than {KL_LAG}, the lag of the KL segmenter")
         if self.refine == "missed_mass":
@@ -154,13 +149,11 @@ class LuKA(Method):
                 zero_values=self.zero_values,
                 seed=self.seed,
                 window=self.window,
-                summariser=self.summariser,
                 spread=self.uses_spread,
                 bounds=self.uses_bounds,
                 entropy=self.bias == "entropy",
                 mass=self.weighs_mass,
                 recent=self.looks_back,
-                trained=self.__dict__.get("trained"),
             )
         )
 
@@ -203,21 +196,6 @@ class LuKA(Method):
     def reads_per_summary(self) -> float:
         """Cost of reading a summary, as a multiple of a raw token's key and value."""
         return 1.0 + 0.5 * self.uses_spread + 1.0 * self.uses_bounds
-
-    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> LuKA:
-        if self.compressor != "trained":
-            return self
-        file = Path(self.summariser)
-        state = (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else None
-        trained = _summariser(file, state)
-        if len(trained.direction) != num_layers:
-            raise ValueError(
-                f"{self.name}: summariser {self.summariser!r} was trained for {len(trained.direction)} layers, but the "
-                f"model has {num_layers}"
-            )
-        own = dataclasses.replace(self)
-        own.__dict__["trained"] = functools.partial(trained, layer=layer)
-        return own
 
     # Prompt
 
@@ -377,12 +355,6 @@ class LuKA(Method):
             self.compressor == "mean" and self.pages.fixed,
             WEIGHT_SPREAD,
         )
-
-
-@functools.lru_cache(maxsize=4)
-def _summariser(path: Path, state: tuple[int, int] | None) -> PageSummariser:
-    """The file's content, read once for all layers; a changed ``state`` reads it again."""
-    return PageSummariser.load(path)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of `foveate bench csa` and `foveate bench dsa` as Markdown: a layer, and a whole model."""
+"""Rows of `foveate bench csa` and `foveate bench csa-model` as Markdown: a layer, and a whole model."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "decode-speedups": decode.speedups,
     "decode-kascade": decode.kascade,
     "decode-kinds": decode.kinds,
-    "dsa-model": csa.model,
+    "csa-model": csa.model,
     "hybrid-tasks": hybrid_tasks.table,
     "hybrids-speed": hybrids.speed,
     "hybrids-memory": hybrids.memory,

@@ -201,9 +201,6 @@ class Sequence:
         if self.method.compressor == "attention":
             received = np.array([self.mass[head, child.tokens].sum() for child in children]) / self.group
             return softmax(received / self.method.temperature)
-        if self.method.compressor == "trained":
-            direction = self.method.trained.func.direction[self.method.trained.keywords["layer"], head]
-            return softmax(np.stack([child.key for child in children]) @ direction.double().numpy())
         x = (number * 0x9E3779B1 + head * 0x85EBCA77 + self.method.seed * 0xC2B2AE3D + 1) % 2**32
         for _ in range(2):
             x = ((x >> 16) ^ x) * 0x45D9F3B % 2**32

@@ -11,7 +11,6 @@ from luka_written_out import Sequence
 from matrix import DIM, HEADS, KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, close, padded
 
 from foveate import methods
-from foveate.modules import PageSummariser
 from tests.helpers import LargestTensor
 
 GROUP = HEADS // KV_HEADS
@@ -258,17 +257,6 @@ def test_a_threshold_has_room_for_all_that_heads_look_at(pool):
     assert float(driver.layer.counters.pages_refined) == (12 if pool == "layer" else 6)
 
 
-@pytest.mark.parametrize("page_size", [4, [3, 6]], ids=str)
-@pytest.mark.parametrize("segmenter", ["fixed", "gaussian"])
-def test_trained_summaries_equal_the_method_written_out(tmp_path, page_size, segmenter):
-    summariser, path = PageSummariser(3, KV_HEADS, DIM), tmp_path / "summariser.safetensors"
-    torch.nn.init.normal_(summariser.direction, generator=torch.Generator().manual_seed(0))
-    summariser.save(path)
-    settings = SMALL | {"page_size": page_size, "segmenter": segmenter, "bias": "entropy"}
-    method = methods.make("luka", compressor="trained", summariser=str(path), **settings)
-    assert_equals_written_out(method.for_layer(1, 3), [PROMPT - 5], 13)
-
-
 # Memory
 
 
@@ -289,7 +277,6 @@ NESTS = "page_size must be an integer of at least 1, or several, each a multiple
 POSITIVE, SHARE, COUNT = "must be a number above 0, not ", "must be between 0 and 1, not ", "an integer of at least "
 KL_TAIL = "tail must be more than 8, the lag of the KL segmenter, not "
 FIRST = "first must be 0 under refine=missed_mass, whose bound chooses every page, not "
-SUMMARISER = "summariser must be a file under compressor=trained, and only there, not "
 BUDGET = "(a number) or a float in (0, 1] (a share), not "
 
 BAD = [
@@ -321,7 +308,7 @@ BAD = [
         ({name: value}, f"{name} must be one of {allowed}, not {value!r}")
         for name, allowed in {
             "segmenter": "fixed, gaussian, kl",
-            "compressor": "mean, recent, attention, random, trained",
+            "compressor": "mean, recent, attention, random",
             "refine": "top_k, threshold, top_p, missed_mass",
             "pool": "kv_head, layer",
             "score": "summary, spread, box, bound",
@@ -331,8 +318,6 @@ BAD = [
         for value in ("", "Mean", None, 1, ["fixed"])
     ),
     *(({"zero_values": value}, f"zero_values must be true or false, not {value!r}") for value in (1, 0, "true", None)),
-    *(({"summariser": value}, f"{SUMMARISER}{value!r}") for value in ("some.safetensors", None, 1)),
-    ({"compressor": "trained"}, f"{SUMMARISER}''"),
     *(({"segmenter": "kl", "tail": tail}, f"{KL_TAIL}{tail}") for tail in (1, 8)),
     ({"refine": "missed_mass", "first": 2}, f"{FIRST}2"),
 ]
@@ -418,3 +403,20 @@ def test_spec_of_any_settings_reads_back_as_the_same_method(seed):
 def test_specs_with_pages_that_do_not_nest(spec):
     with pytest.raises(ValueError, match="luka: page_size must be"):
         methods.parse(spec)
+
+
+@pytest.mark.parametrize("name", ["luka", "luka_paper"])
+def test_rows_that_record_the_retired_summariser_are_read(name):
+    method = methods.make(name, top_k=3)
+    old = method.settings() | {"summariser": ""}
+    assert methods.recorded(name, **old) == method
+    nested = methods.make("mixed", clustered=method, ends=0.1)
+    settings = nested.settings() | {"clustered": {"method": name, **old}}
+    assert methods.recorded("mixed", **settings) == nested
+    assert methods.complete("mixed", settings) == methods.complete("mixed", nested.settings())
+    layers = methods.per_layer({"0": method, "rest": "dense"})
+    settings = layers.settings()
+    settings["layers"]["0"]["summariser"] = ""
+    assert methods.complete("per_layer", settings) == methods.complete("per_layer", layers.settings())
+    with pytest.raises(ValueError, match=f"{name} has no setting 'summariser'"):
+        methods.recorded(name, **(old | {"summariser": "some.safetensors"}))

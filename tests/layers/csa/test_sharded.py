@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_sharded
 import torch
-from csa import run_sharded
 
-from foveate import csa
-from foveate.csa.sharded import _merge
+from foveate.layers import csa
+from foveate.layers.csa.sharded import _merge
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_one_rank_selects_what_it_would_alone(monkeypatch, capfd):
@@ -29,7 +29,7 @@ def test_ranks_select_what_one_would(ranks):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, str(ROOT / "tests/csa/run_sharded.py")],
+        [*command, str(ROOT / "tests/layers/csa/run_sharded.py")],
         cwd=ROOT,
         env=environment,
         capture_output=True,

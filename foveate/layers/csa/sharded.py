@@ -1,7 +1,7 @@
-"""The lightning indexer over several ranks of torch.distributed: queries sharded, the selections those of one rank.
+"""The lightning indexer over ranks of torch.distributed: queries are sharded, selections equal those of one rank.
 
-How keys are cut is no matter (any cut gives the same set, docs/streamindex.md), so that a rank can select from the keys
-of one rank after the other and merge what it has selected.
+Any partition of the keys gives the same set (docs/streamindex.md). A rank can therefore select from the keys of one
+rank after the other and merge the selections.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foveate import ops
-from foveate.csa.indexer import DTYPES, check, refusal, select
+from foveate.layers.csa.indexer import DTYPES, check, refusal, select
 
 KEYS = ("replicated", "gather", "ring")
 _TOGETHER = 8192
 """Queries whose selections are merged at once."""
 _SHARED = ("keys", "batch", "heads", "dim", "dtype", "key_scales", "top_k", "ratio")
-"""What all ranks have to agree about, and tell each other as numbers."""
+"""Arguments that must be the same on all ranks; ranks exchange them as integers."""
 _SAID = {"keys": KEYS, "dtype": DTYPES, "key_scales": ("none", "some")}
-"""What the numbers of some stand for."""
+"""Values that the integers of some arguments encode."""
 
 
 def pieces(length: int, rank: int, world: int) -> list[tuple[int, int]]:
-    """A rank's share of the queries of a sequence: one piece of its first half and one of its second, so that all ranks
-    have as many keys to look at.
+    """A rank's share of the queries of a sequence: one piece of the first half and one of the second, so that all
+    ranks score about equally many keys.
 
     Returns:
         ``(start, stop)`` of each, ascending; a piece may be empty.
@@ -50,22 +50,22 @@ def sharded_lightning_indexer(
     """:func:`lightning_indexer` for a rank's share of the queries; all ranks of the group call it.
 
     Args:
-        q: ``[B, S, H, D]``: the queries of the pieces, one behind the other.
-        k: ``[B, T, D]``: all keys, or a rank's share of them, the first rank's first.
+        q: ``[B, S, H, D]``: the queries of the pieces, concatenated.
+        k: ``[B, T, D]``: all keys, or this rank's share; shares are in the order of the ranks.
         weights: ``[B, S, H]``.
         pieces: the positions ``(start, stop)`` of this rank's queries, as :func:`pieces` gives them.
-        key_scales: ``[B, T]``, of the same keys as k.
-        keys: ``replicated``: k has all keys; ``gather``: each rank has a share, and gathers the others'; ``ring``:
-            shares are passed around, and a rank has three of them at most: its own, one that it selects from, and one
-            that is coming.
+        key_scales: ``[B, T]``, of the keys in ``k``.
+        keys: ``replicated``: every rank has all keys; ``gather``: each rank has a share and gathers the others;
+            ``ring``: ranks pass their shares around, and each holds at most three: its own, the one that it selects
+            from, and the one that it receives.
         group: ranks; None for all.
 
     Returns:
-        int32 ``[B, S, top_k]``: the same as on one rank, up to how products are rounded.
+        int32 ``[B, S, top_k]``: the same as on one rank, up to the rounding of products.
 
     Raises:
-        ValueError: as :func:`lightning_indexer`; for pieces that are not the queries'; for ranks that disagree about
-            shapes, dtype, scales or settings. What is an error on any rank is one on all of them.
+        ValueError: as :func:`lightning_indexer`; for pieces that do not add up to the queries; for ranks that differ in
+            shapes, dtype, scales or settings. An error on one rank raises on all.
     """
     lengths = _agreed(q, k, weights, top_k, pieces, ratio, key_scales, keys, group)
     weights = weights.float()
@@ -94,7 +94,7 @@ def _agreed(
     keys: str,
     group: dist.ProcessGroup | None,
 ) -> list[int]:
-    """How many keys each rank has, after all have checked their arguments: raises on all ranks, or on none."""
+    """Check the arguments of all ranks and return the number of keys of each; raises on all ranks or on none."""
     error, told = None, [0] * (len(_SHARED) + 2)
     try:
         if keys not in KEYS:
@@ -127,12 +127,12 @@ def _agreed(
 
 
 class _Share(NamedTuple):
-    """Keys of one rank."""
+    """The keys of one rank."""
 
     k: Tensor
     scales: Tensor | None
     first: int
-    """Keys before them."""
+    """Keys of the ranks before."""
 
 
 def _selected(
@@ -144,7 +144,7 @@ def _selected(
     ratio: int,
     scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the queries would select if there were these keys alone, and whether a score is NaN."""
+    """The selection among this share alone, and bool ``[1]``: whether a score is NaN."""
     found = torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32, device=q.device)
     lost = torch.zeros(1, dtype=torch.bool, device=q.device)
     if scores is not None:
@@ -178,7 +178,7 @@ def _around(
     ratio: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Selects from the keys of one rank after the other; the next ones are on their way meanwhile."""
+    """Select from the share of one rank after the other, while the next share is in transfer."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     firsts = [sum(lengths[:i]) for i in range(world)]
     share = share._replace(first=firsts[rank])
@@ -205,7 +205,7 @@ def _around(
 
 
 def _merge(best: Tensor, of_best: Tensor, found: Tensor, scores: Tensor) -> None:
-    """The first of two selections of different keys, in place of the first: indices and scores ``[B, S, k]``."""
+    """Merge a selection into ``best`` and ``of_best``, in place: indices and scores ``[B, S, k]`` of disjoint keys."""
     indices, values = torch.cat([best, found], -1), torch.cat([of_best, scores], -1)
     order = indices.where(indices >= 0, torch.iinfo(torch.int32).max).argsort(-1)
     indices, values = indices.gather(-1, order), values.gather(-1, order)
@@ -232,7 +232,7 @@ def _gathered(share: _Share, lengths: list[int], group: dist.ProcessGroup | None
 def _pass_on(
     share: _Share, length: int, first: int, rank: int, world: int, group: dist.ProcessGroup | None
 ) -> tuple[_Share, list[dist.Work]]:
-    """Sends keys to the next rank, and gets those of the one before; what comes is there when the requests are done."""
+    """Send a share to the next rank and receive that of the rank before; it is complete once the requests are done."""
     after, before = (dist.get_global_rank(group, one % world) if group else one % world for one in (rank + 1, rank - 1))
     operations, got = [], []
     for x in (share.k, share.scales):
@@ -246,5 +246,5 @@ def _pass_on(
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The same memory as bytes: not every backend knows every dtype."""
+    """The same memory as bytes, because not every backend supports every dtype."""
     return x.view(torch.uint8)

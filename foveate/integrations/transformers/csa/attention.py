@@ -1,4 +1,4 @@
-"""What stands in for a model's masks and attention: positions instead of pairs, and what was selected for a query."""
+"""Attention and mask functions registered with Transformers: key positions as the mask, attention over a selection."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foveate import csa
+from foveate.layers import csa
 
-IMPLEMENTATION = "foveate-dsa"
+IMPLEMENTATION = "foveate-csa"
 _slot = threading.local()
 
 
 def post(compressor: nn.Module, entries: Tensor, indices: Tensor | None, ratio: int, padded: bool) -> None:
-    """Leave for the attention of a layer what its compressor made: entries ``[B, T, D]`` and the selection of them, and
-    whether some rows have padding."""
+    """Hand a layer's compressed entries ``[B, T, D]`` and their selection to its attention function.
+
+    ``padded`` says whether some rows have padding.
+    """
     _slot.posted = (compressor, entries, indices, ratio, padded)
 
 
 def clear() -> None:
-    """Forget what a layer has left whose attention did not come."""
+    """Drop what was posted by a layer whose attention did not run."""
     _slot.posted = None
 
 
 def _take(module: nn.Module) -> tuple[Tensor, Tensor | None, int, bool] | None:
-    """What the compressor of this very layer has left; the slot is empty afterwards."""
+    """Take what the compressor of this layer posted, and empty the slot."""
     compressor, *posted = getattr(_slot, "posted", None) or (None,)
     _slot.posted = None
     return tuple(posted) if compressor is not None and compressor is getattr(module, "compressor", None) else None
@@ -45,14 +47,15 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over what was selected, or a window of tokens beside compressed ones; ``[B, H, S, D]`` to
-    ``[B, S, H, Dv]``.
+    """Attention over selected keys, or over a sliding window and compressed entries.
+
+    Takes ``query [B, H, S, D]`` and returns ``[B, S, H, Dv]``.
 
     Args:
-        attention_mask: what :func:`key_positions` gave, or indices.
-        indices: int32 ``[B, S, K]``: what an indexer of tokens selected.
+        attention_mask: the result of :func:`key_positions`, or indices.
+        indices: int32 ``[B, S, K]``: the selection of an indexer of tokens.
         s_aux: ``[H]``: sink logits.
-        sliding_window: tokens that a query reads, itself included, in layers without such an indexer.
+        sliding_window: tokens that a query reads, itself included, in layers without an indexer of tokens.
     """
     if dropout > 0:
         raise ValueError(f"dropout must be 0 with sparse attention, not {dropout}: set the model to eval()")
@@ -98,9 +101,9 @@ def key_positions(
     device: torch.device | str = "cpu",
     **__: Any,
 ) -> Tensor:
-    """In place of a mask of pairs: each key's position in its row, int64 ``[B, 1, 1, T]``; negative for padding.
+    """Each key's position in its row, int64 ``[B, 1, 1, T]``, in place of a mask; negative for padding.
 
-    The last keys are the queries' own.
+    The last keys are those of the queries.
     """
     keys = torch.arange(kv_offset, kv_offset + kv_length, device=device)
     if attention_mask is None:
@@ -111,7 +114,8 @@ def key_positions(
 def first_real(attention_mask: Tensor, check: bool) -> Tensor:
     """The first real position of each row, int64 ``[B]``, of a mask ``[B, T]``.
 
-    What is padding behind a real token is refused with the prompt: a decode step does not wait to look for it.
+    With ``check``, padding after a real token raises ValueError. Only prompts are checked, because the check
+    synchronises with the device.
     """
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must be [B, T] with sparse attention, not {list(attention_mask.shape)}")

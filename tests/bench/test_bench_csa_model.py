@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from foveate.bench import dsa
+from foveate.bench import csa_model
 from foveate.cli import app
 from foveate.results.errors import UserError
 from foveate.results.measurements import FIELDS
@@ -33,7 +33,7 @@ SMALL = {
 
 def test_the_short_prompt_is_compared_and_the_long_one_measured():
     said = []
-    rows = dsa.run(dsa.Plan(**SMALL), said.append)
+    rows = csa_model.run(csa_model.Plan(**SMALL), said.append)
     found = [(row["impl"], row["case"]["tokens"], row["baseline"]) for row in rows]
     assert found == [("transformers", 90, "transformers"), ("foveate", 90, "transformers"), ("foveate", 150, "foveate")]
     assert all(field in row for row in rows for field in FIELDS)
@@ -43,29 +43,29 @@ def test_the_short_prompt_is_compared_and_the_long_one_measured():
     assert rows[0]["cache_bytes"] == rows[1]["cache_bytes"] < rows[2]["cache_bytes"]
     assert all(row["ms"] > 0 and row["decode_ms_per_token"] > 0 for row in rows)
     assert len(said) == 4
-    lines = dsa.table(rows).splitlines()
+    lines = csa_model.table(rows).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| transformers", "| foveate", "| foveate"]
 
 
 def test_a_wrong_result_is_seen(monkeypatch):
-    import foveate.csa
+    import foveate.layers.csa
 
-    real = foveate.csa.lightning_indexer
-    monkeypatch.setattr(foveate.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).clamp(-1, 3))
-    row = dsa.run(dsa.Plan(**(SMALL | {"tokens": ()})), lambda _: None)[1]
+    real = foveate.layers.csa.lightning_indexer
+    monkeypatch.setattr(foveate.layers.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).clamp(-1, 3))
+    row = csa_model.run(csa_model.Plan(**(SMALL | {"tokens": ()})), lambda _: None)[1]
     assert row["max_logit_difference"] > 1e-3
 
 
 def test_layers_are_those_of_flash():
-    model = dsa.build(dsa.Plan(**(SMALL | {"layers": 7})))
+    model = csa_model.build(csa_model.Plan(**(SMALL | {"layers": 7})))
     kinds = [kind.split("_")[0] for kind in model.config.layer_types]
     assert kinds == ["sliding", "sliding", "compressed", "heavily", "compressed", "heavily", "compressed"]
 
 
 def test_what_does_not_fit_is_said(monkeypatch):
     said = []
-    monkeypatch.setattr(dsa, "_ROOM", 0.0)
-    rows = dsa.run(dsa.Plan(**(SMALL | {"tokens": ()})), said.append)
+    monkeypatch.setattr(csa_model, "_ROOM", 0.0)
+    rows = csa_model.run(csa_model.Plan(**(SMALL | {"tokens": ()})), said.append)
     assert [row["impl"] for row in rows] == ["foveate"]
     assert any("transformers at 90 tokens" in line and "do not fit" in line for line in said)
 
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_said(monkeypatch):
 )
 def test_plans_that_cannot_be(change, message):
     with pytest.raises(UserError, match=message):
-        dsa.run(dsa.Plan(**(SMALL | change)))
+        csa_model.run(csa_model.Plan(**(SMALL | change)))
 
 
 def test_from_the_command_line(tmp_path):
@@ -90,8 +90,8 @@ def test_from_the_command_line(tmp_path):
         "--tokens 70 --small 0 --chunk 32 --layers 3 --hidden 32 --heads 4 --head-dim 16 --experts 4 --index-heads 8"
     )
     more = "--index-dim 16 --top-k 5 --window 8 --steps 1 --dtype bfloat16 --device cpu"
-    out = tmp_path / "dsa.jsonl"
-    done = CliRunner().invoke(app, ["bench", "dsa", *sizes.split(), *more.split(), "--out", str(out)])
+    out = tmp_path / "csa-model.jsonl"
+    done = CliRunner().invoke(app, ["bench", "csa-model", *sizes.split(), *more.split(), "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert "| foveate | 70 |" in done.output
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())

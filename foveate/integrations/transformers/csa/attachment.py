@@ -1,9 +1,7 @@
-"""Sparse attention as models were trained with it (DeepSeek-V3.2, DeepSeek-V4, and kin), in bounded memory.
+"""What `attach` changes on a model with compressed sparse attention of its own, and how it is undone.
 
-Transformers scores all keys at once, ``[B, S, H, T]``, and turns the selection into masks ``[B, S, T]``. Here the
-forward of an indexer or compressor is replaced by one with the same projections that selects in bounded memory; the
-attention reads what it selected; and instead of a mask the layers are handed the positions of the keys. This is the
-one place where a forward of a model is replaced. A model of a known kind is added to :data:`MODELS`.
+The indexers or compressors get another forward: this is the one place where a forward of a model is replaced. To
+support one more model, add its type to :data:`MODELS`.
 """
 
 from __future__ import annotations
@@ -13,14 +11,14 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.dsa import compressed, pooled, tokens
-from foveate.integrations.transformers.dsa.attention import IMPLEMENTATION, attention, clear, key_positions
+from foveate.integrations.transformers.csa import compressed, pooled, tokens
+from foveate.integrations.transformers.csa.attention import IMPLEMENTATION, attention, clear, key_positions
+from foveate.integrations.transformers.csa.selection import Selection
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.support import decoder_of
 
@@ -34,51 +32,19 @@ MODELS: dict[str, type[tokens.Select | pooled.SelectPools | compressed.Compress]
     "hy_v4": tokens.RotatedLast,
     "mistral_large4_text": tokens.FromHidden,
 }
-"""By the model type of the decoder, what replaces a forward in each of its layers that has one like it."""
+"""The class of the replacing forward, by the model type of the decoder."""
 _MASK_OF_INDICES = "build_attention_mask_from_topk"
 
 
 @dataclass
-class Selection:
-    """What one layer selected since it was attached, or its counters were reset; a pass over one token is a step."""
-
-    prompt_tokens: int = 0
-    steps: int = 0
-    read: int = 0
-    available: int = 0
-    lost: Tensor | None = None
-    """int64 ``[1]``: selections that were nothing because a score was NaN."""
-
-    def count(self, queries: int, read: int, available: int) -> None:
-        """One forward over ``queries`` tokens, each of which reads at most ``read`` keys of ``available``."""
-        if queries == 1 and available > 1:
-            self.steps, self.read, self.available = self.steps + 1, self.read + read, self.available + available
-        else:
-            self.prompt_tokens += queries
-
-    def counter(self, device: torch.device) -> Tensor:
-        """Where the indexer counts what it has lost, on the device."""
-        if self.lost is None or self.lost.device != device:
-            with torch.inference_mode(False):  # it goes on to be written to outside of any such block
-                self.lost = torch.zeros(1, dtype=torch.int64, device=device)
-        return self.lost
-
-    def reset(self) -> None:
-        """Begin anew, with the same counter, which a CUDA graph may hold."""
-        self.prompt_tokens = self.steps = self.read = self.available = 0
-        if self.lost is not None:
-            self.lost.zero_()
-
-
-@dataclass
 class SparseAttachment:
-    """What :func:`attach` put on a model with sparse attention of its own."""
+    """What :func:`foveate.attach` put on a model with sparse attention of its own."""
 
     layers: dict[int, Selection] = field(default_factory=dict)
     _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
 
     def stats(self, reset: bool) -> Stats:
-        """See :func:`foveate.stats`; bytes are not counted."""
+        """The layers' counters, as :func:`foveate.stats` returns them; bytes are not counted."""
         rows = [
             LayerStats(
                 layer=index,
@@ -97,7 +63,7 @@ class SparseAttachment:
         return Stats(rows, 0)
 
     def put_on(self, model: nn.Module) -> None:
-        """Replace what the indexers or compressors and the attention of a model compute with; the weights stay."""
+        """Replace the forwards of a model's indexers or compressors, attention and masks; its weights stay."""
         decoder = decoder_of(model)
         kind, memo, replacements = MODELS[_kind(decoder)], {}, []
         for module in decoder.modules():
@@ -125,7 +91,7 @@ class SparseAttachment:
         model.foveate = self
 
     def take_off(self, model: nn.Module) -> None:
-        """Give the model back what was replaced."""
+        """Restore what :meth:`put_on` replaced."""
         clear()
         for module, config in self._undo:
             module.config = config
@@ -142,7 +108,7 @@ class SparseAttachment:
 
 
 def check(model: nn.Module, decoder: nn.Module) -> None:
-    """Raises ValueError for models without sparse attention that is known."""
+    """Raise ValueError for a model that is not of a type in :data:`MODELS`."""
     if _kind(decoder) not in MODELS:
         raise ValueError(f"{type(model).__name__} has no sparse attention of its own that is known: name a method")
 
@@ -152,7 +118,7 @@ def _kind(decoder: nn.Module) -> str:
 
 
 def _check_inputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Pre-hook of the decoder: nothing can be asked for that is not computed."""
+    """Pre-hook of the decoder: raise ValueError for inputs and outputs that sparse attention does not support."""
     if kwargs.get("output_attentions", decoder.config.output_attentions):
         raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
     kwargs = releases.arguments(decoder, args, kwargs)
@@ -162,5 +128,5 @@ def _check_inputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
     positions, cached = kwargs.get("position_ids"), kwargs.get("use_cache", decoder.config.use_cache)
     if positions is None or mask is not None or cached or kwargs.get("cache") is not None:
         return
-    if bool((positions.diff(dim=-1) != 1).any()):  # which Transformers takes for sequences one behind the other
+    if bool((positions.diff(dim=-1) != 1).any()):  # Transformers reads that as packed sequences
         raise ValueError("position_ids must rise by one with sparse attention: packed sequences are not told apart")

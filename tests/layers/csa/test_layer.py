@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate import csa
+from foveate.layers import csa
 from tests.helpers import assert_close
 
 HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 8, 6, 5

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foveate import csa, ops
+from foveate import ops
+from foveate.layers import csa
 from tests.helpers import LargestTensor, Shape, assert_close, naive, problem, shapes
 
 

@@ -10,10 +10,10 @@ from foveate.ops.attend.selected import check
 
 
 class Window(NamedTuple):
-    """The raw tokens at the end of what each query may read."""
+    """The recent tokens, uncompressed, that each query reads besides the selected keys."""
 
     k: Tensor
-    """``[B, Hkv, L, D]``: those before the queries that a query sees, or more, and the queries' own."""
+    """``[B, Hkv, L, D]``: at least the ``size - 1`` tokens before the first query, and the queries' own."""
     v: Tensor
     """``[B, Hkv, L, Dv]``; the same tensor as ``k`` where keys are the values."""
     size: int
@@ -36,24 +36,24 @@ def sparse_attention(
     """Softmax attention over ``TopK(t) ∪ Window(t)``.
 
     Args:
-        q: ``[B, Hq, S, D]``; query i is number ``offset + i`` of the window's tokens.
+        q: ``[B, Hq, S, D]``; query i is token ``offset + i`` of the window.
         k, v: ``[B, Hkv, T, D(v)]``: the compressed keys; one tensor may be both.
-        indices: int ``[B, S, K]`` of :func:`foveate.csa.lightning_indexer`, -1 for none. None: a query at position t
-            reads all of the first ``⌊(t + 1) / ratio⌋`` keys (heavily compressed attention).
+        indices: int ``[B, S, K]`` of :func:`foveate.layers.csa.lightning_indexer`, -1 for none. None: a query at
+            position t reads all of the first ``⌊(t + 1) / ratio⌋`` keys (heavily compressed attention).
         scaling: factor of the logits.
-        window: raw tokens beside them, or None.
-        offset: tokens of the window before the first query's.
-        positions: int ``[B, S]``: those of the queries in their rows, which no window reaches beyond; negative for
-            padding, which reads nothing. None for ``offset + i``.
-        ratio: tokens a key, where ``indices`` is None.
-        sinks: ``[Hq]``: a logit for each head that takes its share of the softmax and has no value, or None.
+        window: recent tokens read uncompressed, or None.
+        offset: tokens of the window before the first query.
+        positions: int ``[B, S]``: each query's position in its row. The window stops at position 0 of the row. A
+            query at a negative position is padding and reads nothing. None means ``offset + i``.
+        ratio: tokens that a key stands for; used if ``indices`` is None.
+        sinks: ``[Hq]``: a logit for each head that enters the softmax without a value, or None.
 
     Returns:
-        Output ``[B, Hq, S, Dv]`` in the dtype of q, and the log-sum-exp ``[B, Hq, S]``, the sink's included.
+        Output ``[B, Hq, S, Dv]`` in the dtype of q, and the log-sum-exp ``[B, Hq, S]``, sink included.
 
     Raises:
-        ValueError: for shapes that do not agree, indices that are not those of keys (on the CPU: what a GPU reads for
-            them is not defined), a window without the queries' tokens or of no size, sinks of other heads, and
+        ValueError: for shapes that do not agree, an index beyond the keys (on the CPU only: on a GPU the result is then
+            undefined), a window of size 0 or without the queries' tokens, sinks of another number of heads, and
             ``offset`` or ``ratio`` out of range.
     """
     recent = (None, None, 0) if window is None else window

@@ -1,7 +1,7 @@
-"""DeepSeek-V4 from end to end: a long prompt in bounded memory, and a short one beside Transformers' own path.
+"""DeepSeek-V4 end to end: a long prompt in bounded memory, and a short one compared with Transformers' own path.
 
-The weights are random, and the width is less than that of DeepSeek-V4-Flash; depth, order of the layers, window,
-ratios, heads of the indexer and the number of entries selected are the same.
+The weights are random, and the model is narrower than DeepSeek-V4-Flash. Depth, order of the layers, window,
+compression ratios, index heads and the number of selected entries are those of DeepSeek-V4-Flash.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from foveate.integrations.transformers import releases
 from foveate.results import circumstances, timing
 from foveate.results.errors import UserError
 
-BENCH = "dsa"
+BENCH = "csa-model"
 TOKENS, SMALL = (262144,), 8192
 _DTYPES = ("bfloat16", "float16", "float32")
 _KEPT = 64
-"""Positions at the end of each piece of a prompt whose logits are compared."""
+"""Positions at the end of each chunk of a prompt whose logits are compared."""
 _ROOM = 0.8
-"""Share of a GPU's free memory that Transformers' products may ask for."""
+"""Share of a GPU's free memory that Transformers' path may need."""
 _SPARSE, _HEAVY, _WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to measure; widths that have no option are in proportion to those that have one."""
+    """What to measure. Widths without an option are proportional to those with one."""
 
     tokens: Sequence[int] = TOKENS
     small: int = SMALL
-    """Tokens of the prompt that Transformers' own path is given as well; 0 for none."""
+    """Tokens of the prompt that both paths read; 0 for none."""
     chunk: int = 4096
     layers: int = 43
     hidden: int = 1024
@@ -55,7 +55,7 @@ class Plan:
     device: str = "cuda"
 
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
+        """Raise UserError that names the invalid option, its value and what is allowed."""
         least = {"chunk": 1, "layers": 1, "hidden": 8, "heads": 1, "experts": 2, "steps": 1, "small": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
@@ -72,10 +72,10 @@ class Plan:
 
 @torch.inference_mode()
 def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Measure foveate at every length, and both at the small one; the baseline there is Transformers.
+    """Measure foveate at every length, and Transformers, the baseline, at the small one.
 
     Raises:
-        UserError: for a plan that cannot be.
+        UserError: for an invalid plan.
     """
     plan.check()
     model = build(plan)
@@ -122,7 +122,10 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
 
 
 def build(plan: Plan) -> nn.Module:
-    """A DeepSeek-V4 with random weights: layers as in V4-Flash (two windows alone, then selected and all entries)."""
+    """A DeepSeek-V4 with random weights and the layers of V4-Flash.
+
+    Two layers have a window alone. The others alternate: sparse (selected entries), heavily compressed (all entries).
+    """
     torch.manual_seed(plan.seed)
     between = [_HEAVY if place % 2 else _SPARSE for place in range(plan.layers)]
     config = transformers.DeepseekV4Config(
@@ -149,7 +152,7 @@ def build(plan: Plan) -> nn.Module:
     with torch.device(plan.device):
         model = transformers.DeepseekV4ForCausalLM._from_config(config, dtype=getattr(torch, plan.dtype)).eval()
         for module in model.modules():
-            if hasattr(module, "tid2eid"):  # experts by token: different ones
+            if hasattr(module, "tid2eid"):  # routes tokens to experts; zeros would use the same ones for all
                 module.tid2eid.copy_(torch.rand(config.vocab_size, plan.experts).topk(module.tid2eid.shape[1]).indices)
     return model
 
@@ -173,10 +176,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any], Tensor]:
-    """Time, memory and rates of a prompt in pieces and of the steps after it, and some of its logits."""
+    """Time, memory and rates of a chunked prompt and the decode steps after it, and the logits to compare."""
     generator = torch.Generator().manual_seed(plan.seed + 1)
     ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(plan.device)
-    model(ids[:, : min(tokens, plan.chunk)], use_cache=False, logits_to_keep=1)  # what is compiled or tuned once
+    model(ids[:, : min(tokens, plan.chunk)], use_cache=False, logits_to_keep=1)  # compiles and tunes kernels
     cuda, memory = plan.device.startswith("cuda"), circumstances.PeakMemory(plan.device)
     before = torch.cuda.memory_allocated(plan.device) if cuda else 0
     memory.start()
@@ -203,7 +206,7 @@ def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any],
 
 
 def _compared(found: Tensor, expected: Tensor) -> dict[str, float]:
-    """How far logits ``[n, V]`` of the prompt are apart; in half precision another expert or entry may be chosen."""
+    """Differences of logits ``[n, V]``. In half precision a path may choose another expert or entry."""
     return {
         "max_logit_difference": float((found - expected).abs().max()),
         "mean_logit_difference": float((found - expected).abs().mean()),
@@ -214,7 +217,7 @@ def _compared(found: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 def _bytes(cache: transformers.DynamicCache) -> int:
-    """What the layers hold; keys that are the values count once."""
+    """Bytes that the layers hold; a tensor that is both keys and values counts once."""
     held = {}
     for layer in cache.layers:
         states = [value for states in vars(layer).values() if isinstance(states, dict) for value in states.values()]
@@ -225,13 +228,13 @@ def _bytes(cache: transformers.DynamicCache) -> int:
 
 
 def _products(plan: Plan, tokens: int) -> int:
-    """Bytes of the largest tensor that Transformers' indexer makes."""
+    """Bytes of the largest tensor that Transformers' indexer allocates."""
     return 4 * min(plan.chunk, tokens) * plan.index_heads * (tokens // plan.ratios[0])
 
 
 def _fits(plan: Plan, tokens: int) -> bool:
     room = torch.cuda.mem_get_info(plan.device)[0] if plan.device.startswith("cuda") else 8 << 30
-    return 3.2 * _products(plan, tokens) <= _ROOM * room  # the products, what ReLU leaves of them, and that weighted
+    return 3.2 * _products(plan, tokens) <= _ROOM * room  # the products, their ReLU and the weighted ones
 
 
 def _case(plan: Plan) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""A layer of compressed sparse attention from its projections on (StreamIndex, section 3)."""
+"""A layer of compressed sparse attention between its input and output projections (StreamIndex, section 3)."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
 from foveate import ops
-from foveate.csa.attention import Window, sparse_attention
-from foveate.csa.compressor import compress_tokens
-from foveate.csa.indexer import lightning_indexer
+from foveate.layers.csa.attention import Window, sparse_attention
+from foveate.layers.csa.compressor import compress_tokens
+from foveate.layers.csa.indexer import lightning_indexer
 
 
 class Tokens(NamedTuple):
-    """What compressed keys are made of; see :func:`foveate.csa.compress_tokens`."""
+    """Input of the compressor; see :func:`foveate.layers.csa.compress_tokens`."""
 
     values: Tensor
     """``[B, L, W]``"""
@@ -38,32 +38,32 @@ def forward(
     key_scales: Tensor | None = None,
     path: str = "auto",
 ) -> ops.Attended:
-    """Compress, index, and attend over ``TopK(t) ∪ Window(t)``: the layer's forward between its projections and that of
-    its output (StreamIndex, sections 3 and 5).
+    """Compress tokens, select entries, and attend over ``TopK(t) ∪ Window(t)`` (StreamIndex, sections 3 and 5).
 
-    Query i is at position ``offset + i``. Where a model norms or rotates what it has compressed, as DeepSeek-V4 does,
-    it calls :func:`foveate.csa.compress_tokens` itself, and hands over what comes of it.
+    Query i is at position ``offset + i``. A model that normalises or rotates its compressed tokens, as DeepSeek-V4
+    does, calls :func:`foveate.layers.csa.compress_tokens` itself and passes the result.
 
     Args:
         q: ``[B, Hq, S, D]``.
-        entries: compressed tokens ``[B, T, D]``, which are keys and values of all heads, or the :class:`Tokens` from
-            the first one on to compress.
+        entries: compressed tokens ``[B, T, D]``, used as keys and values of all heads, or the :class:`Tokens` to
+            compress, from the first token of the sequence on.
         index_q: ``[B, S, H, Di]``, bf16, fp16, fp32 or fp8.
-        index_entries: keys of the indexer ``[B, T, Di]`` for the same tokens, or what they are made of.
+        index_entries: keys of the indexer ``[B, T, Di]`` for the same tokens, or the :class:`Tokens` to compress.
         index_weights: ``[B, S, H]``.
         top_k: compressed tokens that a query reads.
-        ratio: tokens of an entry.
+        ratio: tokens per entry.
         scaling: factor of the attention's logits.
-        window: raw tokens beside them, or None.
+        window: recent tokens read uncompressed, or None.
         sinks: ``[Hq]``: a logit for each head, or None.
         key_scales: ``[B, T]``: scales of the indexer's keys, or None.
-        path: of :func:`foveate.csa.lightning_indexer`.
+        path: as in :func:`foveate.layers.csa.lightning_indexer`.
 
     Returns:
-        Output ``[B, Hq, S, D]`` in the dtype of q, and the log-sum-exp ``[B, Hq, S]``, the sink's included.
+        Output ``[B, Hq, S, D]`` in the dtype of q, and the log-sum-exp ``[B, Hq, S]``, sink included.
 
     Raises:
-        ValueError: as the three functions; for entries and index entries of different numbers of tokens.
+        ValueError: for what the three functions refuse, and for entries and index entries of different numbers
+            of tokens.
     """
     kv, index_k = _compressed(entries, ratio), _compressed(index_entries, ratio)
     if kv.dim() != 3 or kv.shape[:2] != index_k.shape[:2]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foveate import csa
+from foveate.layers import csa
 from tests.helpers import assert_close
 
 

@@ -1,30 +1,31 @@
-"""Indexers of pools of tokens (GLM-5.3): the tokens of the best pools, and of the one that is not complete yet."""
+"""Indexers of pools of tokens (GLM-5.3): they select the tokens of the best pools and of the incomplete last pool."""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foveate import csa
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.dsa.attention import first_real
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.dsa import Selection
+from foveate.integrations.transformers.csa.attention import first_real
+from foveate.integrations.transformers.csa.selection import Selection
+from foveate.layers import csa
 
 _BLOCK = 65536
-"""Tokens that are pooled at once, in fp32."""
+"""Tokens pooled at once, in fp32."""
 
 
 class SelectPools:
-    """The forward of the indexer. Pools begin at each row's first real token, so that rows with padding are computed
-    one after the other, and a decode step of such a batch waits to learn where they begin.
+    """The forward of the indexer.
 
-    A query that has no complete pool, and is given no incomplete one, reads nothing; in Transformers it reads all keys.
+    Pools begin at each row's first real token. Rows of a padded batch are therefore computed one by one, and a decode
+    step of such a batch synchronises with the device to find where rows begin.
+
+    A query without a complete pool reads the incomplete one if the model always selects it, and otherwise nothing; in
+    Transformers it reads all keys.
     """
 
     replaces = "indexer"
@@ -58,7 +59,7 @@ class SelectPools:
         return selected
 
     def _starts(self, real: Tensor, length: int, layer: Any) -> list[int] | None:
-        """Where rows begin; None for all at once. With the prompt a cache layer learns whether it has padding."""
+        """The first real token of each row; None without padding, which a prompt records in the cache layer."""
         if length == 1 and layer is not None and not getattr(layer, "foveate_padded", True):
             return None
         starts = first_real(real, check=length > 1).tolist()
@@ -67,7 +68,7 @@ class SelectPools:
         return starts if any(starts) else None
 
     def _selected(self, q: Tensor, states: Tensor, weights: Tensor, start: int) -> Tensor:
-        """int32 ``[B, S, K]``: what queries ``[B, S, H, D]`` select of rows that begin at ``start``."""
+        """The selection int32 ``[B, S, K]`` of queries ``[B, S, H, D]`` in rows that begin at ``start``."""
         own, size = self.own, self.own.index_kpool
         before, padding = states.shape[1] - q.shape[1] - start, 0
         if before < 0:  # some of these queries are padding
@@ -87,7 +88,7 @@ class SelectPools:
         return F.pad(chosen, (0, 0, padding, 0), value=-1)
 
     def _pools(self, keys: Tensor, gates: Tensor) -> Tensor:
-        """``[B, T / size, D]``, in blocks of tokens: all are made anew at every call, as in Transformers."""
+        """Pools ``[B, T / size, D]``, computed in blocks of tokens, and all again at every call, as in Transformers."""
         bias, carry, made = self.own.index_kpool_compress_ape.float(), None, []
         for some in zip(keys.split(_BLOCK, 1), gates.split(_BLOCK, 1)):
             pools, carry = csa.compress_tokens(some[0], some[1].float(), bias, overlap=False, carry=carry)
@@ -96,5 +97,5 @@ class SelectPools:
 
 
 def as_selected(topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
-    """In place of the attention's ``build_attention_mask_from_topk``: the indices, which are what attention reads."""
+    """Replaces ``build_attention_mask_from_topk`` of an attention module: our attention function takes the indices."""
     return topk_indices

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foveate import csa
-from foveate.csa import sharded
+from foveate.layers import csa
+from foveate.layers.csa import sharded
 
 
 def problem(queries, number, dtype, ties):

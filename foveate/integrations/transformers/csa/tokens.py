@@ -1,27 +1,25 @@
-"""Indexers of tokens (DeepSeek-V3.2 and its kind): the model's projections, and a selection in bounded memory."""
+"""Indexers of tokens (DeepSeek-V3.2 and kin): the model's projections, and a selection in bounded memory."""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foveate import csa
 from foveate.integrations.transformers import releases
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.dsa import Selection
+from foveate.integrations.transformers.csa.selection import Selection
+from foveate.layers import csa
 
 
 class Select:
-    """The forward of DeepSeek-V3.2's indexer; a kin of it says in a subclass where it differs."""
+    """The forward of DeepSeek-V3.2's indexer; subclasses hold what other models do differently."""
 
     replaces = "indexer"
-    """The submodule of an attention layer whose forward this is."""
+    """Name of the submodule of an attention layer whose forward this replaces."""
     rotation = "apply_rotary_pos_emb"
-    """The function of the model's file that rotates queries and keys."""
+    """Function of the modeling file that rotates queries and keys."""
     rotated_last = False
     """Whether the rotated dimensions are the last ones of a head."""
 
@@ -51,7 +49,10 @@ class Select:
         attention_mask: Tensor,
         cache: Any,
     ) -> Tensor:
-        """int32 ``[B, S, K]`` for queries ``[B, S, H, D]`` that are not rotated yet; no rotation if there is none."""
+        """The selection int32 ``[B, S, K]`` of queries ``[B, S, H, D]``.
+
+        Queries and keys are rotated here, unless ``position_embeddings`` is None.
+        """
         own = self.own
         k = own.k_norm(own.wk(hidden_states).to(own.k_norm.weight.dtype)).to(hidden_states.dtype)[:, :, None]
         if position_embeddings is not None:

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foveate import csa, ops
-from foveate.csa import indexer
+from foveate import ops
+from foveate.layers import csa
+from foveate.layers.csa import indexer
 from tests.helpers import LargestTensor
 
 PATHS = ("materialised", "chunked", "fused")

@@ -1,8 +1,9 @@
-"""DeepSeek-V4's compressors: entries for windows of tokens, and a selection of them in bounded memory.
+"""DeepSeek-V4's compressors: an entry for each window of tokens, and a selection of entries in bounded memory.
 
-Transformers cuts the windows of all rows at the same slots, so that padding on the left moves them: entries then mix
-padding with tokens, and what a row gives depends on how long its neighbours are. Here a row with padding is cut at its
-own first token, has its own compressor state, and gives what it would give alone.
+In Transformers the windows of all rows begin at the same slots. Left padding then shifts the tokens of a row within its
+windows: entries mix padding with tokens, and outputs depend on the length of the longest row. Here the windows of a
+padded row begin at its own first token, and the row has its own compressor state. Its outputs are those that it has
+alone.
 """
 
 from __future__ import annotations
@@ -10,24 +11,22 @@ from __future__ import annotations
 import copy
 import threading
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foveate import csa
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.dsa.attention import clear, first_real, post
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.dsa import Selection
+from foveate.integrations.transformers.csa.attention import clear, first_real, post
+from foveate.integrations.transformers.csa.selection import Selection
+from foveate.layers import csa
 
 _forward = threading.local()
 _ROWS = "rows"
 
 
 class Rows:
-    """Compressor states of padded rows, one for each, among the states of a cache layer, which reorders them."""
+    """Compressor states, one per row of a padded batch. A cache layer stores and reorders them as it does its own."""
 
     def __init__(self, layers: list[Any]):
         self.layers = layers
@@ -41,16 +40,16 @@ class Rows:
 
 
 def _twin(layer: Any) -> Any:
-    """A state that may go another way; its tensors are replaced and never written to."""
+    """A copy of a state that can diverge from it. Tensors are shared, because states replace and never write them."""
     twin = copy.copy(layer)
     vars(twin).update({name: dict(states) for name, states in vars(layer).items() if isinstance(states, dict)})
     return twin
 
 
 class Compress:
-    """The forward of a compressor: its entries, and of the sparse layers those that the indexer selects.
+    """The forward of a compressor: it computes the entries and, in sparse layers, the indexer's selection.
 
-    It hands both to the layer's attention, and returns no entries for the model to append to the window's tokens.
+    It posts both for the layer's attention. To the model it returns no entries to append to the window.
     """
 
     replaces = "compressor"
@@ -83,7 +82,7 @@ class Compress:
         return entries[:, None, :0], None
 
     def _rows(self, layer: Any, position_ids: Tensor) -> list[tuple[Any, int]] | None:
-        """The state of each row and its real tokens in this call; None without padding: then the layer is the state."""
+        """Each row's state and number of real tokens in this call; None without padding: the layer is the state."""
         (batch, length), real = position_ids.shape, getattr(_forward, "real", None)
         rows = None if layer is None else layer.compressed_kv.get(_ROWS)
         if rows is None and real is None:
@@ -95,7 +94,7 @@ class Compress:
                 raise ValueError("the cache holds padded rows that were compressed without foveate: begin anew")
             config = self.own.rotary_emb.config
             rows = layer.compressed_kv[_ROWS] = Rows([type(layer)(config) for _ in range(batch)])
-            # without foveate it could not go on, and would not tell
+            # so that a forward without foveate fails instead of reading states that are out of date
             for states in (layer.buffer_kv, layer.entry_count):
                 del states["compressor"]
         if real is None:
@@ -106,7 +105,7 @@ class Compress:
     def _by_row(
         self, given: tuple[Tensor, Tensor, Tensor], rows: list[tuple[Any, int]]
     ) -> tuple[Tensor, Tensor | None, int]:
-        """Rows one after the other; -1 is selected for padding, and zeros follow the entries of shorter rows."""
+        """Compute rows one by one. Padding selects -1, and the entries of shorter rows are padded with zeros."""
         length, made = given[0].shape[1], []
         for b, (state, number) in enumerate(rows):
             made.append(self._made(*(x[b : b + 1, length - number :] for x in given), state))
@@ -124,8 +123,8 @@ class Compress:
     def _made(
         self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, layer: Any
     ) -> tuple[Tensor, Tensor | None, int]:
-        """Entries ``[B, T, D]``, what is selected of them, int32 ``[B, S, K]`` (None without an indexer or entries),
-        and the tokens before these."""
+        """Entries ``[B, T, D]``, their selection int32 ``[B, S, K]`` (None without an indexer or entries), and
+        the number of tokens before this call."""
         before = 0 if layer is None else _tokens(layer)
         overlap = self.indexer is not None
         entries = self._entries(self.own, "compressor", hidden_states, layer, overlap)
@@ -146,7 +145,7 @@ class Compress:
         return entries, indices, before
 
     def _entries(self, own: nn.Module, name: str, hidden_states: Tensor, layer: Any, overlap: bool) -> Tensor:
-        """All entries ``[B, T, D]`` up to these tokens, through the states of Transformers' cache layer."""
+        """All entries ``[B, T, D]`` so far, with the states of Transformers' cache layer updated."""
         kv, gate = own.kv_proj(hidden_states), own.gate_proj(hidden_states)
         ratio, first = own.compress_rate, 0
         if layer is None:
@@ -155,7 +154,7 @@ class Compress:
         else:
             kv, gate, first = layer.store_compression_weights(name, kv, gate)
             for buffer in (layer.buffer_kv, layer.buffer_gate):
-                buffer[name] = buffer[name].clone()  # or the few tokens left would keep all of the call's alive
+                buffer[name] = buffer[name].clone()  # a view would keep all tokens of the call alive
         carry, count = None, kv.shape[1] // ratio
         if overlap and layer is not None and count:
             last = kv[:, None, -ratio:], gate[:, None, -ratio:] + own.position_bias
@@ -172,18 +171,18 @@ class Compress:
 
 
 def _tokens(layer: Any) -> int:
-    """How many tokens the compressor of a cache layer has seen."""
+    """Number of tokens that the compressor of a cache layer has seen."""
     buffered = layer.buffer_kv["compressor"]
     held = 0 if buffered is None else buffered.shape[1]
     return layer.entry_count["compressor"] * layer.compress_rate + held
 
 
 def before_forward(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Pre-hook of a decoder with compressors: positions are counted from the first real token of each row."""
+    """Pre-hook of a decoder with compressors: count positions from the first real token of each row."""
     kwargs = releases.arguments(decoder, args, kwargs)
     inputs = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if inputs is None:
-        return (), releases.for_module(decoder, kwargs)  # which the model refuses
+        return (), releases.for_module(decoder, kwargs)  # the model raises its own error
     cache, mask, given = (kwargs.get(name) for name in ("cache", "attention_mask", "position_ids"))
     past, (batch, length) = 0 if cache is None else int(cache.get_seq_length()), inputs.shape[:2]
     positions = torch.arange(past, past + length, device=inputs.device).expand(batch, -1)

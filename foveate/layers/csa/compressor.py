@@ -1,4 +1,4 @@
-"""What stands for a window of tokens: gated sums, over the window before as well (DeepSeek-V4's compressors)."""
+"""Token compression: gated sums over windows, optionally overlapping with the window before (DeepSeek-V4)."""
 
 from typing import NamedTuple
 
@@ -7,39 +7,39 @@ from torch import Tensor
 
 
 class Carry(NamedTuple):
-    """What the next call needs of this one's tokens."""
+    """State that one call of :func:`compress_tokens` hands to the next."""
 
     values: Tensor
-    """``[B, n, W]``: tokens of the last window that is not complete."""
+    """``[B, n, W]``: tokens of the last, incomplete window."""
     gates: Tensor
-    """``[B, n, W]``"""
+    """``[B, n, W]``: their gates."""
     before: tuple[Tensor, Tensor] | None
-    """Values and gates ``[B, ratio, D]`` of the last complete window's first series, gates of -inf while there is none;
-    None without overlap."""
+    """Values and gates ``[B, ratio, D]`` of the first series of the last complete window; the gates are -inf before the
+    first window is complete. None without overlap."""
 
 
 def compress_tokens(
     values: Tensor, gates: Tensor, bias: Tensor, *, overlap: bool, carry: Carry | None = None
 ) -> tuple[Tensor, Carry]:
-    """One entry for every ``ratio`` tokens: ``C_w = Σ_j softmax_j(Z_j + B_j) ⊙ V_j``, for each dimension apart.
+    """Compress every ``ratio`` tokens into one entry: ``C_w = Σ_j softmax_j(Z_j + B_j) ⊙ V_j``, per dimension.
 
     Without overlap j runs over the tokens of window w. With overlap a token has two series of D dimensions each, and j
-    runs over the first series of window w - 1 and the second of window w; window 0 has the latter alone.
+    runs over the first series of window w - 1 and the second of window w; window 0 has only the second.
 
     Args:
         values: ``[B, L, W]``: the new tokens; W is D, or 2 D with overlap.
         gates: ``[B, L, W]``.
-        bias: ``[ratio, W]``: added to the gates by place in the window.
-        overlap: see above.
-        carry: what the call before returned, or None at the first token.
+        bias: ``[ratio, W]``: added to the gates, by position in the window.
+        overlap: whether windows overlap, as described above.
+        carry: state returned by the previous call, or None at the first token.
 
     Returns:
-        ``[B, n, D]`` for the n windows that are complete now, in the dtype of ``values`` (softmax and sum in fp32), and
-        what the next call needs. Calls over any pieces of a sequence give the entries of one call over all of it.
+        ``[B, n, D]`` for the n windows completed by this call, in the dtype of ``values`` (softmax and sum in fp32),
+        and the state for the next call. However a sequence is split into calls, the entries are the same.
 
     Raises:
-        ValueError: for shapes that do not agree, tensors that are not floating, and a carry of other tokens: of another
-            batch or width, or with the other ``overlap``.
+        ValueError: for shapes that do not agree, tensors that are not floating, and a carry of another batch size or
+            width, or made with the other ``overlap``.
     """
     _check(values, gates, bias, overlap, carry)
     ratio, width = bias.shape

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import foveate
-from foveate.integrations.transformers import dsa
+from foveate.integrations.transformers import csa
 from tests.helpers import LargestTensor, cached, tiny_model
 
 SMALL = {
@@ -141,7 +141,7 @@ def test_generation(model, padded):
     assert torch.equal(model.generate(ids(), prefill_chunk_size=11, **how), expected)
     total = foveate.stats(model, reset=True)
     assert len(total.layers) == sum(
-        isinstance(m.__dict__.get("forward"), tuple(dsa.MODELS.values())) for m in model.modules()
+        isinstance(m.__dict__.get("forward"), tuple(csa.MODELS.values())) for m in model.modules()
     )
     assert len(total.layers) >= 2
     assert total.layers[0].method == "csa"
@@ -157,7 +157,7 @@ def test_no_tensor_of_queries_by_keys(model, monkeypatch):
     if "linear_attention" in model.get_decoder().config.layer_types:
         pytest.skip("what linear layers work with is larger at this length")
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
-        monkeypatch.setattr(f"foveate.csa.indexer.{name}", 96)
+        monkeypatch.setattr(f"foveate.layers.csa.indexer.{name}", 96)
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 14)
     foveate.attach(model)
     with LargestTensor() as gauge:
@@ -178,7 +178,7 @@ def test_a_copy_is_attached_too(model):
         torch.testing.assert_close(twin(ids()).logits, expected, rtol=1e-4, atol=1e-4)
     assert foveate.stats(twin).layers[0].prompt_tokens == 40
     foveate.detach(twin)
-    assert not any(isinstance(m.__dict__.get("forward"), tuple(dsa.MODELS.values())) for m in twin.modules())
+    assert not any(isinstance(m.__dict__.get("forward"), tuple(csa.MODELS.values())) for m in twin.modules())
 
 
 def test_what_is_refused(model):
@@ -220,7 +220,7 @@ def test_sets_are_those_that_transformers_selects(model):
 
 @torch.no_grad()
 def test_a_decode_step_that_does_not_wait_says_afterwards_that_it_was_lost(model, monkeypatch):
-    monkeypatch.setattr("foveate.csa.indexer._waits", lambda found: found.shape[1] > 1)  # as on a GPU
+    monkeypatch.setattr("foveate.layers.csa.indexer._waits", lambda found: found.shape[1] > 1)  # as on a GPU
     cache = transformers.DynamicCache(config=model.config)
     indexer = next(module for module in model.modules() if type(module).__name__.endswith("Indexer"))
     with foveate.attached(model):

@@ -1,9 +1,9 @@
 """Which compressed keys each query reads: exact top-k of the lightning indexer's scores, in bounded memory.
 
-Three paths give the same sets, up to how products are rounded. ``materialised`` is the specification, with the tensor
-of products ``[B, S, H, T]`` that public implementations make. ``chunked`` is StreamIndex's algorithm 2: tiles of
-queries and keys, a top-k of each tile merged into a running one. ``fused`` holds the scores of some queries for all
-keys that they see, and the largest of every few of them, so that selection reads little of what scoring wrote.
+Three paths select the same sets, up to the rounding of products. ``materialised`` is the specification: it computes the
+tensor of products ``[B, S, H, T]``, as public implementations do. ``chunked`` is StreamIndex's algorithm 2: it scores
+tiles of queries and keys and merges the top-k of each tile into a running top-k. ``fused`` scores a chunk of queries
+against all keys that they see and keeps each block's maximum, so that selection reads only a few blocks of scores.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,15 @@ from foveate.ops.score.indexer import lost_scores
 
 PATHS = ("auto", "materialised", "chunked", "fused")
 SCORES_BYTES = 512 << 20
-"""Scores that the fused path holds at once."""
+"""Bytes of scores that the fused path holds at once."""
 MATERIALISED = 1 << 20
-"""Products of queries, heads and keys up to which a CPU makes all of them at once: no slower there than in tiles."""
+"""Products (queries × heads × keys) up to which a CPU takes the materialised path, which is no slower there."""
 _SHORT = 2048
-"""Keys up to which rows are not told apart."""
+"""Keys up to which queries are scored together, however different the number of keys that they see."""
 _FEWEST = 16
-"""Rows that are scored at once at least, whatever memory they take: a few would be scored by another kernel, with other
-roundings. Their scores, of 31 at most, are no more than half of what keys of 128 dimensions take in bf16."""
+"""Least number of queries scored together, whatever memory their scores take. Fewer would run another kernel, which
+rounds differently. At most 31 queries are scored so, and their scores take at most half the bytes of bf16 keys of 128
+dimensions."""
 QUERY_CHUNK, KEY_CHUNK = 2048, 8192
 """Tiles of the chunked path, as in StreamIndex, section 6.2."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -45,34 +46,34 @@ def lightning_indexer(
     path: str = "auto",
     lost: Tensor | None = None,
 ) -> Tensor:
-    """The ``top_k`` keys with the largest ``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])`` for each query.
+    """Select the ``top_k`` keys with the largest ``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])`` for each query.
 
-    Query i is at position ``offset + i`` and may read the first ``(offset + i + 1) // ratio`` keys, of which each
+    Query i is at position ``offset + i`` and may read the first ``(offset + i + 1) // ratio`` keys, each of which
     stands for ``ratio`` tokens. The order is total: the larger score first, then the smaller index (StreamIndex,
     section 4.1).
 
     Args:
         q: ``[B, S, H, D]``, bf16, fp16, fp32 or fp8 (e4m3, :func:`to_fp8`). Gradients do not reach it.
         k: ``[B, T, D]``, of the same dtype.
-        weights: ``[B, S, H]``, of any sign and finite, with all scales of queries and heads in them; read as fp32.
-        top_k: keys a query.
-        ratio: tokens a key.
-        offset: tokens before the first query's.
-        starts: int64 ``[B]``: the first key of each row that is not padding, or None. Padding queries get -1.
-        key_scales: ``[B, T]``: what a key's scores are multiplied by, read as fp32; None for 1.
+        weights: ``[B, S, H]``, of any sign and finite, with scales of queries and heads multiplied in; read as fp32.
+        top_k: keys per query.
+        ratio: tokens per key.
+        offset: tokens before the first query.
+        starts: int64 ``[B]``: the first key of each row after its padding, or None. Padding queries get -1.
+        key_scales: ``[B, T]``: factors of the keys' scores, read as fp32; None for 1.
         path: see above; ``auto`` is ``fused`` on a GPU, whatever the size, and elsewhere ``materialised`` up to
             :data:`MATERIALISED` products and ``chunked`` beyond.
-        lost: int64 ``[1]`` on the same device, to which 1 is added where a call that does not wait (below) selects
-            nothing; None to count nothing.
+        lost: int64 ``[1]`` on the same device. A decode step that selects nothing because of NaN (see below) adds 1 to
+            it. None to count nothing.
 
     Returns:
         int32 ``[B, S, top_k]``: indices, ascending; -1 at the end where a query may read fewer.
 
     Raises:
         ValueError: for shapes that do not agree, tensors on several devices, a dtype that is not supported, ``top_k``,
-            ``ratio`` or ``offset`` out of range, and, of queries that see a key, weights that are not finite and scores
-            that are NaN. A decode step on a GPU (one query, or inside a CUDA graph) does not wait to find these two
-            out: its rows select nothing, -1, if there is one in the batch.
+            ``ratio`` or ``offset`` out of range, and, for queries that see a key, weights that are not finite and
+            scores that are NaN. A decode step on a GPU (one query, or inside a CUDA graph) does not synchronise to
+            check these two: if one occurs in the batch, all rows select nothing (-1).
     """
     check(q, k, weights, top_k, ratio, offset, starts, key_scales, path)
     if lost is not None and (lost.shape != (1,) or lost.dtype != torch.int64 or lost.device != q.device):
@@ -100,14 +101,14 @@ def select(
     path: str = "auto",
     scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`lightning_indexer`, for arguments that are right, and without looking at what is lost.
+    """Select keys as :func:`lightning_indexer` does, without checks of arguments and without raising for NaN.
 
     Args:
         weights, key_scales: fp32.
         scores: fp32 ``[B, S, top_k]`` to write the scores of the selected keys to, -inf for none.
 
     Returns:
-        The indices, and whether a score is NaN or a weight is not finite: bool ``[1]``.
+        The indices, and bool ``[1]``: whether a score is NaN or a weight is not finite.
     """
     keys = k[:, : min((offset + q.shape[1]) // ratio, k.shape[1])]
     if path == "auto":
@@ -126,9 +127,9 @@ def select(
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors in fp8 and their scales, as DeepSeek-V3.2 has its index queries and keys.
+    """Quantise vectors to fp8 with one scale each, as DeepSeek-V3.2 does for index queries and keys.
 
-    A scale is the least power of two with which the largest component of a vector is not beyond what e4m3 holds::
+    A scale is the least power of two for which the largest component of the vector fits e4m3::
 
         q, of_q = to_fp8(q)
         k, of_k = to_fp8(k)
@@ -149,12 +150,12 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"x must be [..., D] with D of at least 1, not {list(x.shape)}")
     largest = x.abs().amax(-1).float().clamp_min(torch.finfo(torch.float32).tiny * _LARGEST)
     scale = torch.exp2(torch.log2(largest / _LARGEST).ceil())
-    scale = torch.where(largest > _LARGEST * scale, 2 * scale, scale)  # where that was rounded
+    scale = torch.where(largest > _LARGEST * scale, 2 * scale, scale)  # log2 may have been rounded down
     return (x.float() / scale[..., None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale
 
 
 class _Asked(NamedTuple):
-    """What is selected from: the arguments of :func:`select`, with the keys that some query may read."""
+    """Arguments of :func:`select`; ``k`` holds only keys that some query may read."""
 
     q: Tensor
     k: Tensor
@@ -179,7 +180,7 @@ def _materialised(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor
 
 
 def materialised_scores(q: Tensor, k: Tensor, weights: Tensor, key_scales: Tensor | None) -> Tensor:
-    """fp32 ``[B, S, T]``, of all keys, seen or not, by way of all products ``[B, S, H, T]``."""
+    """Scores of all keys, future ones included, fp32 ``[B, S, T]``, from the tensor of products ``[B, S, H, T]``."""
     products = torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu_()
     scores = (products * weights[..., None]).sum(2)
     return scores if key_scales is None else scores.mul_(key_scales[:, None])
@@ -229,12 +230,12 @@ def _fused(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
         visible = ops.visible_keys(rows, keys.shape[1], ratio, at, q.device)
         found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK, starts)
         _look_up(scores, found[:, some], None if values is None else values[:, some])
-        del scores, maxima  # before the next are made
+        del scores, maxima  # free them before the next chunk
     return lost > 0
 
 
 def cuts(queries: int, batch: int, keys: int, ratio: int, offset: int) -> Iterator[slice]:
-    """The queries whose scores the fused path holds together, piece by piece."""
+    """Slices of queries that the fused path scores together, in order."""
     first = 0
     while first < queries:
         rows = _rows(queries - first, batch, keys, ratio, offset + first)
@@ -243,9 +244,12 @@ def cuts(queries: int, batch: int, keys: int, ratio: int, offset: int) -> Iterat
 
 
 def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
-    """How many of the queries to hold scores of: as many as there is room for, the later they stand the fewer; no more
-    than have at most twice the keys of the first, because what selection does is by the longest row; and never a few,
-    nor all but a few."""
+    """Number of queries to score together.
+
+    Their scores fit :data:`SCORES_BYTES`. The last query sees at most twice the keys of the first, because selection
+    costs as much for each row as for the longest. Neither these queries nor those left over are fewer than
+    :data:`_FEWEST`, unless the call has fewer.
+    """
     room = _SHORT
     while room * ratio - offset < 2 * _FEWEST:
         room *= 2
@@ -258,14 +262,14 @@ def _rows(queries: int, batch: int, keys: int, ratio: int, offset: int) -> int:
 
 
 def _look_up(scores: Tensor, found: Tensor, values: Tensor | None) -> None:
-    """The scores ``[B, S, T]`` of what is selected, where they are wanted."""
+    """Write the scores of the selected keys to ``values``, if it is given."""
     if values is not None:
         chosen = scores.gather(-1, found.clamp_min(0).long()).nan_to_num_(0.0, float("inf"), float("-inf"))
         values.copy_(chosen.masked_fill_(found < 0, float("-inf")))
 
 
 def _waits(found: Tensor) -> bool:
-    """Whether a call looks at what is lost: all but decode steps on a GPU and what a CUDA graph records."""
+    """Whether a call may synchronise to check for NaN: not in a decode step on a GPU, nor while a graph is captured."""
     return not (found.is_cuda and (found.shape[1] == 1 or torch.cuda.is_current_stream_capturing()))
 
 
@@ -276,8 +280,10 @@ def refusal(
     key_scales: Tensor | None,
     otherwise: str = "scores are NaN: sums over heads are beyond fp32",
 ) -> ValueError:
-    """Why nothing was selected: which of the tensors are not finite. It waits for each, and is for when that is known
-    of one; ``otherwise`` is said if none is found."""
+    """The error for a selection that was lost: it names the tensors that are not finite, or says ``otherwise``.
+
+    It synchronises with the device, so it is for the error path alone.
+    """
     given = {"q": q, "k": k, "weights": weights, "key_scales": key_scales}
     names = [name for name, x in given.items() if x is not None and not _finite(x)]
     why = f"{' and '.join(names)} must be finite, without NaN and infinities" if names else otherwise
@@ -300,7 +306,7 @@ def check(
     key_scales: Tensor | None,
     path: str,
 ) -> None:
-    """Raises ValueError for arguments of :func:`lightning_indexer` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`lightning_indexer`."""
     given = {"q": q, "k": k, "weights": weights, "starts": starts, "key_scales": key_scales}
     given = {name: x for name, x in given.items() if x is not None or name in ("q", "k", "weights")}
     for name, x in given.items():
