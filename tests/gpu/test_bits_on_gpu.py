@@ -77,7 +77,9 @@ def test_attention_over_bits(room, rest, monkeypatch):
 
 
 @pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("spec", ["kascade:anchors=[0,1],exact_anchors=false", "kascade:anchors=[0,1],top_k=0.2"])
+@pytest.mark.parametrize(
+    "spec", [f"kascade:anchors=[0,1],{setting}" for setting in ("exact_anchors=false", "top_k=0.2", "rest=mean")]
+)
 @pytest.mark.parametrize(("length", "chunk"), [(131_072, 131_072), (262_144, 262_144), (524_288, 32_768)])
 def test_memory_of_a_long_prompt(spec, length, chunk):
     """Above inputs, outputs and a bit for each key: bounded scratch, for layers that choose and layers that read."""

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from foveate import ops
+from foveate.ops import _math
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.attend import chosen as chosen_keys
 from foveate.ops.attend import tiles, tiles_kernel
 from foveate.ops.score import reference
 from foveate.ops.score import tiles_kernel as mass_kernel
@@ -187,6 +190,24 @@ def test_tiles_of_as_many_places_as_they_need(mapped, small_blocks):
         )
     with pytest.raises(ValueError, match=r"with starts \(9,\) do not fit 9 tiles"):
         tiles_kernel.attend_tiles(q, k, v, ragged, starts=starts[1:], tile=8, scaling=0.3, offset=14)
+
+
+@pytest.mark.parametrize("room", [1, 3000, 1 << 20])
+@pytest.mark.parametrize("rest", [False, True])
+def test_pieces_of_a_prompt_are_the_whole_bit_for_bit(room, rest, small_blocks, monkeypatch):
+    """Over keys as bits a kernel runs once a piece. The sums for the rest are those of the whole prompt."""
+    shape = SOME._replace(batch=2, kv_heads=2, queries=200, offset=45)
+    q, k, v = problem(shape, extra=3)
+    indices = selection(shape, 8, 11, holes=False)
+    before = 8 * torch.arange(5, 31)
+    begins, starts = (F.pad(x.cumsum(0), (1, 0)) for x in (-(-before // ops.WORD_KEYS), torch.full_like(before, 11)))
+    words = torch.zeros(2, 2, int(begins[-1]), dtype=torch.int32)
+    ops.set_bits(words, indices, begins)
+    monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
+    monkeypatch.setattr(chosen_keys, "_attend_tiles", tiles_kernel.attend_tiles)
+    how = {"tile": 8, "scaling": 0.3, "offset": 45, "rest": rest}
+    found = ops.attend_tile_keys(q, k, v, ops.TileKeys(words, begins, starts, tuple(starts.tolist())), **how).out
+    assert torch.equal(found, tiles_kernel.attend_tiles(q, k, v, indices, **how).out)
 
 
 @pytest.mark.parametrize("heads", [[1, 1, 0], [2, 0, 1]])

@@ -494,6 +494,32 @@ def test_causal_attention_makes_no_square_matrix(grad, need_lse, offset, value_d
     assert largest.bytes <= scratch, largest.what
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_merging_and_sinks_make_no_output_in_fp32(parts, grad, monkeypatch):
+    """What is computed in fp32 is there of a block of queries at a time; blocks change nothing, gradients included."""
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(parts, 2, 6, 500, 24, generator=generator).half().requires_grad_(grad)
+    lses = (3 * torch.randn(parts, 2, 6, 500, generator=generator)).requires_grad_(grad)
+    lses.data[1:, 0, 1, 7] = float("-inf")
+    sinks, out_bytes = torch.randn(6, generator=generator), outs[0].nbytes
+
+    def run():
+        with LargestTensor() as gauge:
+            parted = [ops.Attended(out, lse) for out, lse in zip(outs.unbind(), lses.unbind())]
+            merged = ops.with_sinks(ops.merge(parted), sinks)
+        found = torch.autograd.grad(merged.out.double().square().sum(), [outs, lses]) if grad else []
+        return gauge.bytes, [merged.out, merged.lse, *found]
+
+    largest, whole = run()
+    assert largest == 2 * out_bytes
+    monkeypatch.setattr(_math, "SCRATCH_BYTES", 1 << 14)
+    largest, in_blocks = run()
+    assert largest == out_bytes
+    for found, expected in zip(in_blocks, whole, strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("window", [64, 4096])
 def test_window_attention_makes_no_square_matrix(window):
     scratch = 4 << 20

@@ -7,6 +7,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import _math
+from foveate.ops.attend import tiles
 from foveate.ops.select.bits import WORD_KEYS, TileKeys, keys_of_bits, set_bits
 from tests.problems import LargestTensor, Shape, assert_close, problem
 
@@ -128,6 +129,24 @@ def test_memory_of_attention_over_bits_is_bounded(monkeypatch):
         largest.append(gauge.bytes)
         assert gauge.bytes <= max(8 * room, out.nbytes), gauge.what
     assert largest[1] <= max(largest[0], out.nbytes)
+
+
+def test_sums_for_the_rest_are_computed_once(monkeypatch):
+    """From all keys and values, in whichever pieces the tiles are read; those of other tiles are refused."""
+    q, k, v = problem(SHAPE)
+    chosen, indices = tiles_of(SHAPE, 8, 0.4, 2)
+    summed, sums_before = [], tiles.sums_before
+    monkeypatch.setattr(tiles, "sums_before", lambda *how: summed.append(how) or sums_before(*how))
+    monkeypatch.setattr(_math, "SCRATCH_BYTES", 1)
+    how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": True}
+    ops.attend_tile_keys(q, k, v, chosen, **how)
+    assert len(summed) == 2
+    assert all(one[1:] == (8, 8, 11) for one in summed)
+    sums = tuple(sums_before(*one) for one in summed)
+    given, own = (ops.attend_tiles(q, k, v, indices, starts=chosen.starts, sums=x, **how).out for x in (sums, None))
+    assert torch.equal(given, own)
+    with pytest.raises(ValueError, match=r"sums of values must be \(2, 2, 11, 16\), not \(2, 2, 10, 16\)"):
+        ops.attend_tiles(q, k, v, indices, starts=chosen.starts, sums=(sums[0], sums[1][:, :, 1:]), **how)
 
 
 def test_tiles_without_keys_are_refused():

@@ -6,15 +6,14 @@ from foveate.ops.attend.causal import attend_causal, prompt_path
 from foveate.ops.attend.chosen import attend_tile_keys
 from foveate.ops.attend.gated import choose_blocks
 from foveate.ops.attend.library import PromptHeads, dense_obstacles
+from foveate.ops.attend.partials import merge, with_sinks
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.attend.reference import (
     Attended,
     gather_fields,
     gather_pages,
     gather_slots,
-    merge,
     page_slots,
-    with_sinks,
 )
 
 attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")

@@ -9,7 +9,8 @@ from foveate.ops._dispatch import dispatch, runs_kernel
 from foveate.ops._math import check_softcap
 from foveate.ops.attend import library, reference
 from foveate.ops.attend.library import PromptHeads
-from foveate.ops.attend.reference import Attended, check_keys, scaled_dot_product, with_sinks
+from foveate.ops.attend.partials import with_sinks
+from foveate.ops.attend.reference import Attended, check_keys, scaled_dot_product
 
 _capped = dispatch(reference.attend_capped, "foveate.ops.attend.kernel")
 

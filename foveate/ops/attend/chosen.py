@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from typing import Any
 
 from torch import Tensor
 
@@ -18,14 +19,24 @@ _keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")
 
 
 def attend_tile_keys(
-    q: Tensor, k: Tensor, v: Tensor, chosen: TileKeys, *, tile: int, scaling: float, offset: int = 0, **how
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: TileKeys,
+    *,
+    tile: int,
+    scaling: float,
+    offset: int = 0,
+    rest: bool = False,
+    **how: Any,
 ) -> Attended:
-    """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order and so to the same last bit.
+    """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order; kernels give the same bits.
 
-    A few tiles at a time, whose lists of keys and outputs take bounded memory: 256 MB on a GPU.
+    A few tiles at a time, whose lists of keys and outputs take bounded memory: 256 MB on a GPU. With ``rest`` the sums
+    before all tiles are computed once, from one pass over the keys and values: fp32, one key and one value a tile.
 
     Args:
-        q, k, v, tile, scaling, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``.
+        q, k, v, tile, scaling, offset, rest, how: as for :func:`attend_tiles`; ``how`` without ``starts`` and ``sums``.
         chosen: of ``H`` heads, those of the keys and values, or one for all.
 
     Raises:
@@ -36,6 +47,7 @@ def attend_tile_keys(
     number = len(chosen.places) - 1
     if number != -(-(end - start) // tile):
         raise ValueError(f"keys of {number} tiles do not fit {-(-(end - start) // tile)} tiles of queries")
+    sums = [tiles.sums_before(x, start, tile, number) for x in (k, v)] if rest else []
     out = None
     row, own = 4 * batch * chosen.words.shape[1], q.element_size() * batch * q.shape[1] * tile * v.shape[3]
     sizes = [row * places + own * t for t, places in enumerate(chosen.places)]  # of all tiles before each
@@ -44,7 +56,8 @@ def attend_tile_keys(
         indices = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
         indices = indices.expand(-1, heads, -1)
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
-        some = {"tile": tile, "scaling": scaling, "offset": since, "starts": starts - starts[0], **how}
+        some = {"tile": tile, "scaling": scaling, "offset": since, "starts": starts - starts[0], "rest": rest, **how}
+        some["sums"] = tuple(x[:, :, first:last] for x in sums) if rest else None
         attended = _attend_tiles(q[:, :, since - offset : until - offset], k, v, indices, **some)
         if last - first == number:
             return attended

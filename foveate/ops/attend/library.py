@@ -19,7 +19,8 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from foveate.ops._dispatch import kernels_wanted
 from foveate.ops.attend import reference
-from foveate.ops.attend.reference import Attended, merge, scaled_dot_product
+from foveate.ops.attend.partials import merge
+from foveate.ops.attend.reference import Attended, scaled_dot_product
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST = 256

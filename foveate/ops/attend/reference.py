@@ -1,4 +1,4 @@
-"""Softmax attention over chosen keys, with log-sum-exp, and exact merging of partial results."""
+"""Softmax attention over chosen keys, with log-sum-exp."""
 
 import functools
 from collections.abc import Sequence
@@ -112,21 +112,6 @@ def check_sinks(sinks: Tensor | None, heads: int) -> None:
     """Raise unless there are none, or one logit for each head."""
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sink_logits must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
-
-
-def with_sinks(attended: Attended, sinks: Tensor | None) -> Attended:
-    """Attention ``[B, Hq, Lq, Dv]`` of which a logit of each head, ``[Hq]``, takes its share, and has no value.
-
-    Raises:
-        ValueError: for sinks of other heads.
-    """
-    out, lse, heads = attended.out, attended.lse, attended.out.shape[1]
-    if sinks is None:
-        return Attended(out, lse)
-    check_sinks(sinks, heads)
-    total = torch.logaddexp(lse, sinks.float()[:, None])
-    share = (lse - total.masked_fill(total.isneginf(), 0.0)).exp()
-    return Attended((out.float() * share[..., None]).to(out.dtype), total)
 
 
 def attend_causal(
@@ -309,18 +294,6 @@ def check_pages(q: Tensor, k: Tensor, pages: Tensor) -> None:
     """Raise unless pages are of the KV heads or of the query heads."""
     if len(pages) != len(k) or pages.shape[1] not in (k.shape[1], q.shape[1]):
         raise ValueError(f"pages {tuple(pages.shape)} do not fit q {tuple(q.shape)} and k {tuple(k.shape)}")
-
-
-def merge(parts: list[Attended]) -> Attended:
-    """Exact attention over the union of disjoint sets of keys, from the attention over each of them.
-
-    Each part is weighted by ``exp(lse_part - lse)``; a part that saw nothing (``lse = -inf``) has weight 0.
-    """
-    lses = torch.stack([part.lse for part in parts])
-    lse = torch.logsumexp(lses, 0)
-    weights = (lses - lse.masked_fill(lse.isneginf(), 0.0)).exp()[..., None]
-    out = sum(weight * part.out.float() for weight, part in zip(weights, parts))
-    return Attended(out.to(parts[0].out.dtype), lse)
 
 
 def gather_slots(x: Tensor, indices: Tensor) -> Tensor:

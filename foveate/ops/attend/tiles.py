@@ -20,6 +20,7 @@ def attend_tiles(
     starts: Tensor | None = None,
     heads: Tensor | None = None,
     rest: bool = False,
+    sums: tuple[Tensor, Tensor] | None = None,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
 ) -> Attended:
@@ -38,10 +39,12 @@ def attend_tiles(
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         rest: whether the keys before a tile that are not chosen for it count as one: their mean key, with the logarithm
             of their number added to its logit, capped, and their mean value. A key must not be chosen twice then.
+        sums: with ``rest``: fp32 (fp64 of fp64) ``[B, Hkv, T, D(v)]``, the sums of all keys and of all values before
+            each tile, see :func:`sums_before`; None: they are computed.
         sink_logits, softcap: see :func:`attend`.
 
     Raises:
-        ValueError: when there are not as many selections as tiles.
+        ValueError: when there are not as many selections as tiles, or sums of other tiles.
     """
     batch, num_kv_heads = k.shape[:2]
     rows, lead = tile_rows(q, num_kv_heads, tile, offset)
@@ -51,7 +54,7 @@ def attend_tiles(
     own_k, own_v = (
         F.pad(x[:, :, start:end], (0, 0, 0, start + tiles * tile - end)).unflatten(2, (tiles, tile)) for x in (k, v)
     )
-    sums = [sums_before(x, start, tile, tiles) for x in (k, v)] if rest else []
+    sums = sums_for_rest(k, v, sums, start, tile, tiles) if rest else ()
     future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1).repeat(width // tile, 1)
     seen = tile + (indices.shape[3] if starts is None else int(starts.diff().max()))
     step = block_length(4 * batch * num_kv_heads * seen * (width + k.shape[3] + v.shape[3]), tiles)
@@ -121,6 +124,19 @@ def side_by_side(indices: Tensor, starts: Tensor) -> Tensor:
     place = torch.arange(int(numbers.max()), device=indices.device)
     within = place < numbers[:, None]
     return indices[:, :, (starts[:-1, None] + place).where(within, 0)].masked_fill(~within, -1)
+
+
+def sums_for_rest(
+    k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None, start: int, tile: int, tiles: int
+) -> tuple[Tensor, Tensor]:
+    """The sums of keys and values before each tile: those given, which must fit, or new ones."""
+    if sums is None:
+        return sums_before(k, start, tile, tiles), sums_before(v, start, tile, tiles)
+    for name, x, of_all in (("keys", k, sums[0]), ("values", v, sums[1])):
+        expected = (*x.shape[:2], tiles, x.shape[3])
+        if of_all.shape != expected:
+            raise ValueError(f"sums of {name} must be {expected}, not {tuple(of_all.shape)}")
+    return sums
 
 
 def sums_before(x: Tensor, start: int, tile: int, tiles: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.reference import Attended, check_sinks
-from foveate.ops.attend.tiles import check_selection, sums_before
+from foveate.ops.attend.tiles import check_selection, sums_for_rest
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
 
@@ -78,6 +78,7 @@ def attend_tiles(
     starts: Tensor | None = None,
     heads: Tensor | None = None,
     rest: bool = False,
+    sums: tuple[Tensor, Tensor] | None = None,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
 ) -> Attended:
@@ -111,7 +112,9 @@ def attend_tiles(
             return hopper.attend_tiles(q, k, v, indices, starts, used, **how)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
-    sums = [sums_before(x, offset - lead, tile, tiles) for x in (k, v)] if rest else [None, None]
+    key_sums, value_sums = None, None
+    if rest:
+        key_sums, value_sums = (x.contiguous() for x in sums_for_rest(k, v, sums, offset - lead, tile, tiles))
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
     _attend_tiles[tiles * parts, batch * num_kv_heads](
         q,
@@ -121,7 +124,8 @@ def attend_tiles(
         starts,
         used,
         heads,
-        *sums,
+        key_sums,
+        value_sums,
         sink_logits,
         out,
         *q.stride(),
