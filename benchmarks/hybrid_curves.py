@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from foveate.layers.lte import THRESHOLD
-from foveate.models import HybridForCausalLM
+from foveate.models import HybridConfig, HybridForCausalLM
 from foveate.results import outfile
 from foveate.results.errors import UserError
 from foveate.training import journal
@@ -67,14 +67,15 @@ def row(out: Path, name: str, store: TokenStore, given: argparse.Namespace) -> d
     """What one model has to show."""
     run = out / "runs" / name
     header = json.loads((run / journal.LOG).read_text(encoding="utf-8").partition("\n")[0])
-    model = HybridForCausalLM.from_pretrained(out / "models" / name).to(given.device)
+    config = HybridConfig.from_pretrained(out / "models" / name)
     kept = None
-    if "lte" in model.config.mixers:
+    if "lte" in config.mixers:
+        model = HybridForCausalLM.from_pretrained(out / "models" / name).to(given.device)
         kept = {
             "length": given.length,
             "sequences": given.sequences,
-            "window": model.config.lte_window,
-            "layers": [index for index, mixer in enumerate(model.config.mixers) if mixer == "lte"],
+            "window": config.lte_window,
+            "layers": [index for index, mixer in enumerate(config.mixers) if mixer == "lte"],
             "share": retention(model, store, given.length, given.sequences),
         }
     facts = {name: header[name] for name in ("parameters", "device", "versions", "commit")}

@@ -28,11 +28,12 @@ def losses(rows: Sequence[Row], out: Path) -> None:
     """Training loss by tokens, a line for each model, and the held-out loss as points."""
     with figure.drawing(out, 4.8, 8.0) as drawn:
         axis = drawn.subplots()
-        for row, look in zip(rows, figure.SPARE * len(rows), strict=False):
+        for place, row in enumerate(rows):
+            color = f"C{place % 10}"
             tokens = [number / 1e6 for number in row["tokens"]]
-            axis.plot(tokens, row["loss"], color=look.color, label=row["model"])
+            axis.plot(tokens, row["loss"], color=color, label=row["model"])
             x = [number / 1e6 for number in row["held_out_tokens"]]
-            axis.plot(x, row["held_out"], look.marker, color=look.color, alpha=0.6)
+            axis.plot(x, row["held_out"], "o", color=color, alpha=0.6)
         late = [loss for row in rows for loss in (*row["loss"][len(row["loss"]) // 8 :], *row["held_out"])]
         axis.set_ylim(min(late) * 0.97, max(late) * 1.02)
         axis.set_xlabel("tokens, millions")

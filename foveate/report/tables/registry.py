@@ -10,7 +10,7 @@ from foveate.calibration import load
 from foveate.report import pooled
 from foveate.report.lines import once
 from foveate.report.rows import Row, chosen, of_cases, spelled
-from foveate.report.tables import calibrations, csa, decode, hybrid_tasks, hybrids, indexer, prefill, recheck
+from foveate.report.tables import calibrations, csa, decode, hybrid_tasks, hybrids, indexer, memory, prefill, recheck
 from foveate.report.tables.beside_dense import differences, least_keys
 from foveate.report.tables.general import tables
 from foveate.report.tables.summary import summary
@@ -35,6 +35,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "hybrids-speed": hybrids.speed,
     "hybrids-memory": hybrids.memory,
     "hybrids-training": hybrids.training,
+    "memory-shares": memory.table,
     "prefill-lengths": prefill.lengths,
     "prefill-layers": prefill.layers,
     "recheck": recheck.table,
