@@ -41,8 +41,14 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"exact_anchors": False},
     {"exact_anchors": False, "dense_last": 128},
     {},
+    {"pool": "kv_head"},
+    {"pool": "kv_head", "tile_pooling": "max"},
+    {"oracle": True, "pool": "kv_head"},
+    {"min_k": 1024},
+    {"pool": "kv_head", "min_k": 1024},
     QUESTION,
     {"tile_pooling": "max"},
+    {"tile": 32, "tile_pooling": "max"},
     {"oracle": True},
     {"oracle": True, "tile_pooling": "max"},
     QUESTION | {"tile_pooling": "max"},
@@ -64,7 +70,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"oracle": True, "rest": "mean"},
     {"exact_anchors": False, "rest": "mean"},
     {"tile": 32},
-    QUESTION | {"pool": "kv_head"},
     QUESTION | {"rest": "mean", "tile": 32, "window": 64},
 )
 """Settings that are changed in the base; `oracle`: the same keys chosen anew in every layer."""
