@@ -42,7 +42,7 @@ def _of_chosen(chosen: ops.TileKeys, first: int, mass: Tensor) -> Tensor:
     """The sum of masses ``[B, H, T, n]`` of the keys that the tiles ``first .. first + T - 1`` have chosen."""
     some = slice(first, first + mass.shape[2] + 1)
     begins, starts, places = chosen.begins[some], chosen.starts[some], chosen.places[some]
-    keys = ops.keys_of_bits(chosen.words, begins, starts, places[-1] - places[0])
+    keys = ops.keys_of_bits(chosen.words, begins, starts, places[-1] - places[0]).keys
     keys = side_by_side(keys, starts - starts[0])
     return mass.gather(3, keys.clamp_min(0).long()).masked_fill(keys < 0, 0.0).sum(dtype=torch.float64)
 

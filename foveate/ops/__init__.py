@@ -72,6 +72,7 @@ from foveate.ops.score import (
 )
 from foveate.ops.select import (
     WORD_KEYS,
+    KeyLists,
     StreamingTopK,
     TileKeys,
     by_bound,
@@ -106,6 +107,7 @@ __all__ = [
     "Convolution",
     "Covered",
     "IndexerScores",
+    "KeyLists",
     "Leaving",
     "Level",
     "Nodes",

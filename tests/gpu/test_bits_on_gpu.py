@@ -51,7 +51,8 @@ def test_keys_become_bits_and_bits_keys(before, share, heads):
     assert torch.equal(found, expected)
     with poisoned_memory("cuda"):
         read = bits_kernel.keys_of_bits(found, begins, starts, sum(places))
-    assert torch.equal(read, torch.cat([indices[:, :, t, :count] for t, count in enumerate(places)], 2))
+    assert torch.equal(read.keys, torch.cat([indices[:, :, t, :count] for t, count in enumerate(places)], 2))
+    assert torch.equal(read.counts, (indices >= 0).sum(-1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("room", [1 << 16, 256 << 20])

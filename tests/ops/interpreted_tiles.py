@@ -192,6 +192,32 @@ def test_tiles_of_as_many_places_as_they_need(mapped, small_blocks):
         tiles_kernel.attend_tiles(q, k, v, ragged, starts=starts[1:], tile=8, scaling=0.3, offset=14)
 
 
+@pytest.mark.parametrize("rest", [False, True])
+@pytest.mark.parametrize("attend", [tiles.attend_tiles, tiles_kernel.attend_tiles], ids=["reference", "kernel"])
+def test_counts_and_an_output_that_are_given(attend, rest, small_blocks):
+    """The output is one part of a larger one, whose other parts stay."""
+    shape = SOME._replace(batch=2, kv_heads=2, queries=60)
+    chosen = selection(shape, 8, 21, holes=False)
+    counts = (chosen >= 0).sum(-1, dtype=torch.int32)
+    q, k, v = problem(shape)
+    how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest}
+    expected = attend(q, k, v, chosen, **how).out
+    whole = q.new_full((2, 64, q.shape[1], v.shape[3]), 7.0).transpose(1, 2)
+    found = attend(q, k, v, chosen, counts=counts, out=whole[:, :, 3:63], **how).out
+    assert found.data_ptr() == whole[:, :, 3:63].data_ptr()
+    assert torch.equal(found, expected)
+    assert bool((whole[:, :, [0, 1, 2, 63]] == 7.0).all())
+    for name, wrong in (
+        ("counts", counts[:, :, 1:]),
+        ("counts", counts.long()),
+        ("out", whole[:, :, 3:62]),
+        ("out", whole[:, :, 3:63].half()),
+        ("out", q.new_empty(*q.shape[:2], v.shape[3], 60).transpose(2, 3)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            attend(q, k, v, chosen, **{name: wrong}, **how)
+
+
 @pytest.mark.parametrize("room", [1, 3000, 1 << 20])
 @pytest.mark.parametrize("rest", [False, True])
 def test_pieces_of_a_prompt_are_the_whole_bit_for_bit(room, rest, small_blocks, monkeypatch):

@@ -53,13 +53,16 @@ def test_bits_hold_what_was_entered(counts, pieces):
     for first, last in itertools.pairwise(pieces):
         set_bits(chosen.words, indices[:, :, first:last], chosen.begins[first : last + 1])
     expected = lists(indices, counts)
-    assert torch.equal(keys_of_bits(*chosen[:3], chosen.places[-1]), expected)
+    found = keys_of_bits(*chosen[:3], chosen.places[-1])
+    assert torch.equal(found.keys, expected)
+    assert torch.equal(found.counts, (indices >= 0).sum(-1, dtype=torch.int32))
     for first, last in itertools.pairwise(pieces):
         since, until = chosen.places[first], chosen.places[last]
         some = keys_of_bits(
             chosen.words, chosen.begins[first : last + 1], chosen.starts[first : last + 1], until - since
         )
-        assert torch.equal(some, expected[:, :, since:until])
+        assert torch.equal(some.keys, expected[:, :, since:until])
+        assert torch.equal(some.counts, found.counts[:, :, first:last])
 
 
 def test_fewer_keys_than_places():
@@ -69,8 +72,9 @@ def test_fewer_keys_than_places():
     chosen = packed(indices, places)
     set_bits(chosen.words, indices, chosen.begins)
     found = keys_of_bits(*chosen[:3], chosen.places[-1])
-    assert torch.equal(found, lists(torch.nn.functional.pad(indices, (0, 20), value=-1), places))
-    assert bool((found == -1).any())
+    assert torch.equal(found.keys, lists(torch.nn.functional.pad(indices, (0, 20), value=-1), places))
+    assert torch.equal(found.counts, (indices >= 0).sum(-1, dtype=torch.int32))
+    assert bool((found.keys == -1).any())
 
 
 def test_what_does_not_fit_is_refused():

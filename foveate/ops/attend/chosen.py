@@ -32,11 +32,12 @@ def attend_tile_keys(
 ) -> Attended:
     """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order; kernels give the same bits.
 
-    A few tiles at a time, whose lists of keys and outputs take bounded memory: 256 MB on a GPU. With ``rest`` the sums
+    A few tiles at a time, whose lists of keys take bounded memory: 256 MB on a GPU. With ``rest`` the sums
     before all tiles are computed once, from one pass over the keys and values: fp32, one key and one value a tile.
 
     Args:
-        q, k, v, tile, scaling, offset, rest, how: as for :func:`attend_tiles`; ``how`` without ``starts`` and ``sums``.
+        q, k, v, tile, scaling, offset, rest, how: as for :func:`attend_tiles`; ``how`` without ``starts``, ``counts``,
+            ``sums`` and ``out``.
         chosen: of ``H`` heads, those of the keys and values, or one for all.
 
     Raises:
@@ -48,23 +49,19 @@ def attend_tile_keys(
     if number != -(-(end - start) // tile):
         raise ValueError(f"keys of {number} tiles do not fit {-(-(end - start) // tile)} tiles of queries")
     sums = [tiles.sums_before(x, start, tile, number) for x in (k, v)] if rest else []
-    out = None
-    row, own = 4 * batch * chosen.words.shape[1], q.element_size() * batch * q.shape[1] * tile * v.shape[3]
-    sizes = [row * places + own * t for t, places in enumerate(chosen.places)]  # of all tiles before each
+    out = q.new_empty(batch, length, q.shape[1], v.shape[3]).transpose(1, 2)
+    row = 4 * batch * chosen.words.shape[1]
+    sizes = [row * places for places in chosen.places]  # of all tiles before each
     for first, last in _pieces(sizes, _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES):
         begins, starts = (x[first : last + 1] for x in (chosen.begins, chosen.starts))
-        indices = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
-        indices = indices.expand(-1, heads, -1)
+        found = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
+        indices, counts = (x.expand(-1, heads, -1) for x in found)
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
         some = {"tile": tile, "scaling": scaling, "offset": since, "starts": starts - starts[0], "rest": rest, **how}
         some["sums"] = tuple(x[:, :, first:last] for x in sums) if rest else None
-        attended = _attend_tiles(q[:, :, since - offset : until - offset], k, v, indices, **some)
-        if last - first == number:
-            return attended
-        if out is None:
-            out = q.new_empty(batch, length, q.shape[1], v.shape[3]).transpose(1, 2)
-        out[:, :, since - offset : until - offset] = attended.out
-        del indices, attended  # before those of the next tiles are there
+        part = slice(since - offset, until - offset)
+        _attend_tiles(q[:, :, part], k, v, indices, counts=counts, out=out[:, :, part], **some)
+        del found, indices  # before those of the next tiles are there
     return Attended(out)
 
 

@@ -18,11 +18,13 @@ def attend_tiles(
     scaling: float,
     offset: int = 0,
     starts: Tensor | None = None,
+    counts: Tensor | None = None,
     heads: Tensor | None = None,
     rest: bool = False,
     sums: tuple[Tensor, Tensor] | None = None,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
 
@@ -36,20 +38,23 @@ def attend_tiles(
             With ``starts``: ``[B, Hkv, P]``, those of one tile behind those of another.
         starts: int64 ``[T + 1]``, ascending from 0 to P: tile t has the places ``starts[t] .. starts[t + 1] - 1``.
             None: every tile has as many places.
+        counts: int32 ``[B, Hkv, T]``: how many of a tile's places are in use, the first ones; None: they are counted.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         rest: whether the keys before a tile that are not chosen for it count as one: their mean key, with the logarithm
             of their number added to its logit, capped, and their mean value. A key must not be chosen twice then.
         sums: with ``rest``: fp32 (fp64 of fp64) ``[B, Hkv, T, D(v)]``, the sums of all keys and of all values before
             each tile, see :func:`sums_before`; None: they are computed.
         sink_logits, softcap: see :func:`attend`.
+        out: ``[B, Hq, Lq, Dv]``, last stride 1, which the output is written to; None: new memory.
 
     Raises:
-        ValueError: when there are not as many selections as tiles, or sums of other tiles.
+        ValueError: when there are not as many selections as tiles, or sums, counts or ``out`` of another shape.
     """
     batch, num_kv_heads = k.shape[:2]
     rows, lead = tile_rows(q, num_kv_heads, tile, offset)
     tiles, width = rows.shape[2:4]
-    check_selection(indices, starts, batch, num_kv_heads, tiles)
+    check_selection(indices, starts, batch, num_kv_heads, tiles, counts)
+    out = None if out is None else check_out(out, q, v)
     start, end = offset - lead, offset + q.shape[2]
     own_k, own_v = (
         F.pad(x[:, :, start:end], (0, 0, 0, start + tiles * tile - end)).unflatten(2, (tiles, tile)) for x in (k, v)
@@ -98,14 +103,29 @@ def attend_tiles(
         of_rest = of_rest.masked_fill(left <= 0, float("-inf"))[..., None]
         weights = torch.cat([logits, of_rest, of_sinks], -1).softmax(-1)
         given, of_rest = weights[..., : logits.shape[-1]], weights[..., logits.shape[-1] :][..., :1]
-        out = matmul_fp32(given.to(values.dtype), values)
-        outs.append((out + of_rest * mean_value[:, :, :, None]).to(q.dtype))
-    out = torch.cat(outs, 2).unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    return Attended(out[:, :, lead : lead + q.shape[2]])
+        of_given = matmul_fp32(given.to(values.dtype), values)
+        outs.append((of_given + of_rest * mean_value[:, :, :, None]).to(q.dtype))
+    found = torch.cat(outs, 2).unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    found = found[:, :, lead : lead + q.shape[2]]
+    return Attended(found if out is None else out.copy_(found))
 
 
-def check_selection(indices: Tensor, starts: Tensor | None, batch: int, heads: int, tiles: int) -> None:
+def check_out(out: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """``out``, which must be of the output's shape and dtype, with neighbouring dimensions."""
+    expected = (*q.shape[:3], v.shape[3])
+    if out.shape != expected or out.dtype != q.dtype or out.stride(3) != 1:
+        given = f"{tuple(out.shape)} in {out.dtype} with last stride {out.stride(3)}"
+        raise ValueError(f"out must be {expected} in {q.dtype} with last stride 1, not {given}")
+    return out
+
+
+def check_selection(
+    indices: Tensor, starts: Tensor | None, batch: int, heads: int, tiles: int, counts: Tensor | None = None
+) -> None:
     """Raise unless every tile has a selection."""
+    if counts is not None and (counts.shape != (batch, heads, tiles) or counts.dtype != torch.int32):
+        expected, given = (batch, heads, tiles), f"{tuple(counts.shape)} in {counts.dtype}"
+        raise ValueError(f"counts must be {expected} in torch.int32, not {given}")
     fit = indices.shape[:3] == (batch, heads, tiles) and indices.dim() == 4
     if starts is not None:
         fit = indices.shape[:2] == (batch, heads) and indices.dim() == 3 and starts.shape == (tiles + 1,)

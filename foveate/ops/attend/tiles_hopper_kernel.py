@@ -65,6 +65,7 @@ def attend_tiles(
     indices: Tensor,
     starts: Tensor | None,
     used: Tensor,
+    out: Tensor,
     *,
     tile: int,
     scaling: float,
@@ -75,12 +76,11 @@ def attend_tiles(
     """See :func:`foveate.ops.attend.tiles.attend_tiles`; only where :func:`fits`.
 
     ``used``: int32 ``[2, B, Hkv, T]``, see :func:`foveate.ops.attend.tiles_kernel.places_used`. Repeats are equal bit
-    for bit. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    for bit. ``out``: what the output is written to.
     """
     batch, num_heads, length, dim = q.shape
     num_kv_heads = k.shape[1]
     group, tiles = num_heads // num_kv_heads, used.shape[3]
-    out = q.new_empty(batch, length, num_heads, dim).transpose(1, 2)
     parts = triton.cdiv(group * tile, 2 * ROWS)
     items = batch * num_kv_heads * tiles * parts
     block_d = next(width for width in _RINGS if dim <= width)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.reference import Attended, check_sinks
-from foveate.ops.attend.tiles import check_selection, sums_for_rest
+from foveate.ops.attend.tiles import check_out, check_selection, sums_for_rest
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
 
@@ -76,17 +76,19 @@ def attend_tiles(
     scaling: float,
     offset: int = 0,
     starts: Tensor | None = None,
+    counts: Tensor | None = None,
     heads: Tensor | None = None,
     rest: bool = False,
     sums: tuple[Tensor, Tensor] | None = None,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
     A program owns queries of one tile, those of all heads of a group side by side, and walks over the keys chosen for
     the tile and then over its own, with an online softmax: repeats are equal bit for bit. fp32 is multiplied in full
-    precision. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    precision. New output lies in memory as ``[B, Lq, Hq, Dv]``.
     """
     batch, num_heads, length, dim = q.shape
     num_kv_heads, num_keys, value_dim = v.shape[1:]
@@ -96,7 +98,7 @@ def attend_tiles(
         raise UnsupportedError(f"head dims above {max(_TILES)}")
     lead, group = offset % tile, num_heads // num_kv_heads
     tiles = triton.cdiv(lead + length, tile)
-    check_selection(indices, starts, batch, num_kv_heads, tiles)
+    check_selection(indices, starts, batch, num_kv_heads, tiles, counts)
     if num_keys < offset + length:
         raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
     if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim):
@@ -104,18 +106,18 @@ def attend_tiles(
     check_sinks(sink_logits, num_heads)
 
     starts = None if starts is None else starts.contiguous()
-    used = places_used(indices, starts, tiles)
+    used = places_used(indices, starts, tiles) if counts is None else counts.expand(2, -1, -1, -1).contiguous()
+    out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2) if out is None else check_out(out, q, v)
     if _HOPPER and not rest and softcap is None and q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
         if hopper.fits(q, k, v, tile=tile, scaling=scaling):
             how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "sink_logits": sink_logits}
-            return hopper.attend_tiles(q, k, v, indices, starts, used, **how)
+            return hopper.attend_tiles(q, k, v, indices, starts, used, out, **how)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     key_sums, value_sums = None, None
     if rest:
         key_sums, value_sums = (x.contiguous() for x in sums_for_rest(k, v, sums, offset - lead, tile, tiles))
-    out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
     _attend_tiles[tiles * parts, batch * num_kv_heads](
         q,
         k,

@@ -2,7 +2,7 @@
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops.select import bits, blocks, pages, reference
-from foveate.ops.select.bits import WORD_KEYS, TileKeys
+from foveate.ops.select.bits import WORD_KEYS, KeyLists, TileKeys
 from foveate.ops.select.mass import by_bound, by_mass, first_of
 from foveate.ops.select.reference import StreamingTopK, topk
 
@@ -14,6 +14,7 @@ topk_rows = dispatch(reference.topk_rows, "foveate.ops.select.rows_kernel")
 
 __all__ = [
     "WORD_KEYS",
+    "KeyLists",
     "StreamingTopK",
     "TileKeys",
     "by_bound",

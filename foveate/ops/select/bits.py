@@ -29,6 +29,15 @@ class TileKeys(NamedTuple):
         return TileKeys(*(x.to(device) for x in self[:3]), self.places)
 
 
+class KeyLists(NamedTuple):
+    """The keys of some tiles, one tile's behind another's."""
+
+    keys: Tensor
+    """int32 ``[B, H, P]``: each tile's keys, ascending, and -1 where it has fewer than places."""
+    counts: Tensor
+    """int32 ``[B, H, T]``: how many keys each tile has."""
+
+
 def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
     """Enter keys into :attr:`TileKeys.words`, in place.
 
@@ -50,7 +59,7 @@ def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
     some |= torch.zeros_like(some).scatter_add_(2, word.flatten(2), bit.flatten(2))  # which adds no bit to itself
 
 
-def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> Tensor:
+def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> KeyLists:
     """The keys of some tiles' words, see :class:`TileKeys`.
 
     Args:
@@ -59,11 +68,9 @@ def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> 
         starts: int64 ``[T + 1]``: the keys of tile t go to the places ``starts[t] - starts[0]`` and following ones, up
             to those of the next tile.
         number: places of all, ``starts[T] - starts[0]``.
-
-    Returns:
-        int32 ``[B, H, number]``: each tile's keys, ascending, and -1 where it has fewer than places.
     """
     found = words.new_full((*words.shape[:2], number), -1)
+    counts = words.new_zeros((*words.shape[:2], len(begins) - 1))
     each = torch.arange(WORD_KEYS, dtype=torch.int32, device=words.device)
     edges, places = begins.tolist(), (starts - starts[0]).tolist()
     for t in range(len(edges) - 1):
@@ -71,7 +78,8 @@ def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> 
         rank = bits.cumsum(-1)
         batch, head, key = (bits.bool() & (rank <= places[t + 1] - places[t])).nonzero(as_tuple=True)
         found[batch, head, places[t] - 1 + rank[batch, head, key]] = key.int()
-    return found
+        counts[:, :, t] = bits.sum(-1).clamp_max(places[t + 1] - places[t])
+    return KeyLists(found, counts)
 
 
 def check_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:

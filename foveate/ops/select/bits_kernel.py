@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.select.bits import WORD_KEYS, check_bits
+from foveate.ops.select.bits import WORD_KEYS, KeyLists, check_bits
 
 _BITS = tl.constexpr(WORD_KEYS)
 _PLACES = 1024
 """Keys that a program enters."""
-_WORDS = 64
-"""Words that a program reads at once."""
+_WORDS = 128
+"""Words that a program, which is one warp, reads at once."""
 
 
 def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
@@ -33,23 +33,26 @@ def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
         )
 
 
-def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> Tensor:
+def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> KeyLists:
     """See :func:`foveate.ops.select.bits.keys_of_bits`. A program has one tile's words of a head."""
     batch, heads = words.shape[:2]
+    tiles = len(begins) - 1
     found = torch.empty(batch, heads, number, dtype=torch.int32, device=words.device)
+    counts = torch.zeros(batch, heads, tiles, dtype=torch.int32, device=words.device)
     if found.numel():
-        _keys_of_bits[len(begins) - 1, batch * heads](
+        _keys_of_bits[tiles, batch * heads](
             words,
             begins.contiguous(),
             starts.contiguous(),
             found,
+            counts,
             *words.stride(),
             heads,
             number,
             WORDS=_WORDS,
-            num_warps=4,
+            num_warps=1,
         )
-    return found
+    return KeyLists(found, counts)
 
 
 @triton.jit(do_not_specialize=["heads", "tiles", "number"])
@@ -79,12 +82,22 @@ def _set_bits(
     tl.atomic_or(word_ptr + (key >> 5).to(tl.int64) * word_stride_p, bit, mask=key >= 0, sem="relaxed")
 
 
+@triton.jit
+def _ones(x):
+    """How many bits of a uint32 are set: sums of pairs, of fours, of bytes, and of all bytes in the highest."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["heads", "number"])
 def _keys_of_bits(
     word_ptr,
     begin_ptr,
     start_ptr,
     found_ptr,
+    count_ptr,
     word_stride_b,
     word_stride_h,
     word_stride_p,
@@ -92,21 +105,26 @@ def _keys_of_bits(
     number,
     WORDS: tl.constexpr,
 ):
-    """Writes ``found [B, H, number]``."""
+    """Writes ``found [B, H, number]`` and ``count [B, H, T]``. In each turn every word gives up its lowest bit."""
     t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, start = tl.load(begin_ptr + t), tl.load(start_ptr + t)
     count, room = (tl.load(begin_ptr + t + 1) - begin).to(tl.int32), (tl.load(start_ptr + t + 1) - start).to(tl.int32)
     word_ptr += row // heads * word_stride_b + row % heads * word_stride_h + begin * word_stride_p
     found_ptr += row * number + start - tl.load(start_ptr)
-    places, each = tl.arange(0, WORDS), tl.arange(0, WORDS * _BITS)
+    places = tl.arange(0, WORDS)
     following = tl.load(word_ptr + places.to(tl.int64) * word_stride_p, mask=places < count, other=0)
     written = tl.zeros([], tl.int32)
     for first in tl.range(0, count, WORDS):
-        word, after = following, first + WORDS + places
+        left, after = following.to(tl.uint32, bitcast=True), first + WORDS + places
         following = tl.load(word_ptr + after.to(tl.int64) * word_stride_p, mask=after < count, other=0)
-        bits = tl.reshape((word[:, None] >> tl.arange(0, _BITS)[None, :]) & 1, [WORDS * _BITS])
-        at = written + tl.cumsum(bits, 0) - 1
-        tl.store(found_ptr + at, each + first * _BITS, mask=(bits != 0) & (at < room))
-        written += tl.sum(bits, 0)
-    for first in tl.range(written, room, WORDS * _BITS):
-        tl.store(found_ptr + first + each, -1, mask=first + each < room)
+        ones = _ones(left)
+        at = written + tl.cumsum(ones, 0) - ones
+        for _ in tl.range(0, tl.max(ones, 0)):
+            below = (left ^ (left - 1)) >> 1  # ones at the bits below the lowest one
+            tl.store(found_ptr + at, (first + places) * _BITS + _ones(below), mask=(left != 0) & (at < room))
+            left &= left - 1
+            at += 1
+        written += tl.sum(ones, 0)
+    tl.store(count_ptr + row * tl.num_programs(0) + t, tl.minimum(written, room))
+    for first in tl.range(written, room, WORDS):
+        tl.store(found_ptr + first + places, -1, mask=first + places < room)
