@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -50,9 +51,8 @@ def attend_tile_keys(
         raise ValueError(f"keys of {number} tiles do not fit {-(-(end - start) // tile)} tiles of queries")
     sums = [tiles.sums_before(x, start, tile, number) for x in (k, v)] if rest else []
     out = q.new_empty(batch, length, q.shape[1], v.shape[3]).transpose(1, 2)
-    row = 4 * batch * chosen.words.shape[1]
-    sizes = [row * places for places in chosen.places]  # of all tiles before each
-    for first, last in _pieces(sizes, _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES):
+    room = _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES
+    for first, last in _pieces(chosen.places, room // (4 * batch * chosen.words.shape[1])):
         begins, starts = (x[first : last + 1] for x in (chosen.begins, chosen.starts))
         found = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
         indices, counts = (x.expand(-1, heads, -1) for x in found)
@@ -65,15 +65,16 @@ def attend_tile_keys(
     return Attended(out)
 
 
-def _pieces(sizes: list[int], room: int) -> list[tuple[int, int]]:
-    """Tiles ``first .. last - 1`` of about as many bytes each: no more than ``room``, or one tile.
+def _pieces(places: Sequence[int], room: int) -> list[tuple[int, int]]:
+    """Tiles ``first .. last - 1`` of about as many places each: no more than ``room``, or one tile.
 
-    ``sizes [T + 1]``: bytes of all tiles before each, ascending from 0.
+    ``places [T + 1]``: those of all tiles before each, ascending from 0.
     """
-    tiles, first, pieces = len(sizes) - 1, 0, []
-    each = -(-sizes[-1] // max(1, -(-sizes[-1] // room)))
+    tiles, first, pieces = len(places) - 1, 0, []
+    room = max(1, room)
+    each = -(-places[-1] // max(1, -(-places[-1] // room)))
     while first < tiles:
-        last = min(max(first + 1, bisect.bisect_right(sizes, sizes[first] + each) - 1), tiles)
+        last = min(max(first + 1, bisect.bisect_right(places, places[first] + each) - 1), tiles)
         pieces.append((first, last))
         first = last
     return pieces
