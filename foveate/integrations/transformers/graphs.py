@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation import GenerationMode
 
-from foveate.integrations.transformers import handover, releases
-from foveate.integrations.transformers.cache import Cache, Layer
-from foveate.integrations.transformers.stats import Use
-from foveate.integrations.transformers.steps import CaptureError, CudaRecorder, Recording, Steps
+from foveate.integrations.transformers import announcements, releases
+from foveate.integrations.transformers.cache import Cache
+from foveate.integrations.transformers.layers import CacheLayer, recurrent_states
 from foveate.ops._dispatch import runs_kernel
+from foveate.runtime import CaptureError, CudaRecorder, ReplayedSteps, Use
+from foveate.runtime.recorder import Recorder
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment
@@ -41,7 +42,7 @@ class Graphs:
         if not (isinstance(mode, bool) or mode == "auto"):
             raise ValueError(f"cuda_graph must be True, False or 'auto', not {mode!r}")
         self.mode, self.use = mode, Use()
-        self.recorder: Callable[[Callable[[], Any]], Recording] | None = None
+        self.recorder: Recorder | None = None
         """Records steps in another way than as CUDA graphs."""
         self._of_devices: dict[torch.device, CudaRecorder] = {}
         self._broken = ""
@@ -103,7 +104,7 @@ class Graphs:
         elif use_cache is False:
             self.require("use_cache=False computes all tokens at every step")
 
-    def recorder_for(self, device: torch.device) -> Callable[[Callable[[], Any]], Recording]:
+    def recorder_for(self, device: torch.device) -> Recorder:
         """What records steps on a device."""
         return self.recorder or self._of_devices.setdefault(device, CudaRecorder(device))
 
@@ -132,7 +133,7 @@ class DecodeCall:
             reason = reason or _hooked(self.model)
         if graphs.mode is not False:
             graphs.require(reason)
-        if reason or _pauses(cache):
+        if reason or _runs_alone(cache):
             return self.model(**inputs)
         told = {key: value for key, value in inputs.items() if key not in (releases.CACHE, "attention_mask")}
         tensors = {key: value for key, value in told.items() if isinstance(value, Tensor)}
@@ -141,12 +142,26 @@ class DecodeCall:
             tensors["position_ids"] = ids.new_full((1, 1), cache.get_seq_length())
         options = {key: value for key, value in told.items() if key not in tensors}
         if cache.steps is None:
-            cache.steps = Steps(graphs.recorder_for(self.model.device), graphs.use)
+            cache.steps = ReplayedSteps(graphs.recorder_for(self.model.device), graphs.use)
         try:
-            return cache.steps(cache, self.model, tensors, options)
+            out = self._replayed(cache, tensors, options)
         except CaptureError as error:
             graphs.broke(error)
             return self.model(**inputs)
+        return releases.with_cache(out, cache)
+
+    def _replayed(self, cache: Cache, tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        """One token for every row; the output has no cache."""
+
+        def run(**given: Any) -> Any:
+            return releases.without_cache(self.model(**given, **{releases.CACHE: cache}))
+
+        def written() -> list[Tensor]:
+            recurrent = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+            return [state for layer in recurrent for state in recurrent_states(layer)]
+
+        layers = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
+        return cache.steps(layers, run, tensors, options, written)
 
 
 class TakesDecodeCall:
@@ -166,7 +181,7 @@ class GetDecodeCall:
         self.call = DecodeCall(model, attachment)
 
     def __call__(self, compile_config: Any) -> DecodeCall:
-        handover.asked_for_steps(self.call.attachment.uid)
+        announcements.asked_for_steps(self.call.attachment.uid)
         return self.call
 
 
@@ -175,12 +190,12 @@ def _is_step(cache: Cache, inputs: dict[str, Any]) -> bool:
     ids = inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
         return False
-    return cache.phase.told and cache.get_seq_length() > (cache.phase.prompt_end or 0)
+    return cache.phase.prompt_end_known and cache.get_seq_length() > (cache.phase.prompt_end or 0)
 
 
 def _refusal(cache: Cache, inputs: dict[str, Any], attachment: Attachment) -> str:
     """Why this step cannot be replayed though others could; empty when it can."""
-    if cache.phase.assistant or any(layer.record_past for layer in cache.layers if isinstance(layer, Layer)):
+    if cache.phase.assistant or any(layer.record_past for layer in cache.layers if isinstance(layer, CacheLayer)):
         return "the cache records its past, for assisted decoding"
     watched = [name for name in _WATCHING if inputs.get(name)]
     if watched:
@@ -202,6 +217,6 @@ def _hooked(model: nn.Module) -> str:
     return ""
 
 
-def _pauses(cache: Cache) -> bool:
-    """Whether a method wants to run this step by itself."""
-    return any(layer.method.pauses(layer.store.decoded + 1) for layer in cache.pausing)
+def _runs_alone(cache: Cache) -> bool:
+    """Whether this step is followed by maintenance that cannot be captured."""
+    return any(layer.method.pauses(layer.store.decoded + 1) for layer in cache.maintained_alone)
