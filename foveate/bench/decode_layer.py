@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 from foveate import ops
 from foveate.bench import cold
 from foveate.methods import Method
+from foveate.runtime import capture
 from foveate.state import SlotCache
-from foveate.state.device_rows import DeviceRows
 
 _WARM_UP, _STEPS = 8, 32
 """Tokens that are not timed where steps are not replayed, and those that are."""
@@ -106,17 +105,11 @@ class Replayed:
         self._forget()
         other.token(*self._token)
         layer.token(*self._token)
-        freed = None if cache.freed is None else cache.freed.rows
-        self.rows = DeviceRows(cache.batch_size, cache.evicts, cache.device)
-        self.rows.write(cache.rows, freed, cache.capacity)
+        self.rows = capture.move_to_device([cache, other.cache])
         self._moving = [self.rows.numbers, self.rows.freed]
         for one in (cache, other.cache):
-            places = None
             if one.evicts:
-                one.own_memory()
-                places = torch.full((one.batch_size, one.geometry.num_kv_heads), -1, device=one.device)
-                self._moving += [places, one.tensors["positions"]]
-            one.move_to_device(self.rows, places)
+                self._moving += [one.device_state.places, one.tensors["positions"]]
         self._decoded = cache.decoded
         self._first = [numbers.clone() for numbers in self._moving]
 
@@ -124,7 +117,7 @@ class Replayed:
         """Milliseconds that the layer adds to a CUDA graph for a token, with its share of what is done now and then;
         None where that cannot be recorded."""
         turns = self.turns()
-        with self.sealed():
+        with capture.capturing([self.rows]):
             for turn in turns:  # as it is, which makes ready what is made at a first use
                 if turn.before is not None:
                     turn.before()
@@ -149,15 +142,6 @@ class Replayed:
             if self.policy.pauses(self._decoded + decoded):
                 turns += [more, cold.Turn(lambda: None, self.rows.resume)]
         return turns
-
-    @contextmanager
-    def sealed(self) -> Iterator[None]:
-        """Within a step: nothing asks the host for numbers that change."""
-        self.rows.capturing = True
-        try:
-            yield
-        finally:
-            self.rows.capturing = False
 
     def _begin(self) -> None:
         self.rows.begin()

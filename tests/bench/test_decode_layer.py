@@ -5,6 +5,7 @@ import torch
 
 from foveate.bench import cold, decode, decode_layer, layer_kinds
 from foveate.methods import parse
+from foveate.runtime import capture
 from foveate.state import Counters
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
@@ -37,7 +38,7 @@ def layers(spec, name):
 
 
 def take(replayed):
-    with replayed.sealed():
+    with capture.capturing([replayed.rows]):
         for turn in replayed.turns():
             if turn.before is not None:
                 turn.before()
