@@ -86,17 +86,16 @@ def one_by_one(layer: Layer, chooser: Layer | None, period: int) -> tuple[float,
 
 
 class Replayed:
-    """A layer of which each token is stored and attended to as in a step that is replayed, behind another layer, which
-    computes what all layers of a step share.
+    """A layer that decodes as in a replayed step, after another layer, which computes what the layers of a step share.
 
-    Either stores and attends to a token at once, as a first step does that is not recorded yet. Then the same tokens
-    follow again and again: the rows' numbers are put back, and where tokens are given up the places that are taken.
+    Both decode one token at once, as a warm-up step does. After that the same tokens are decoded again and again: the
+    row numbers are reset each time, and for methods that evict the freed slots, too.
 
     Args:
-        layer: the one that is timed.
-        other: the one before it: whose choice it reads, or one of its own kind.
-        policy: of the layer.
-        period: every so many tokens more is done, such as making pages; 0: never.
+        layer: the layer that is timed.
+        other: the layer before it: the one whose selection it reads, or one of its own kind.
+        policy: the method of the timed layer.
+        period: tokens between two maintenances, such as making pages; 0: there is none.
     """
 
     def __init__(self, layer: Layer, other: Layer, policy: Method, period: int):
@@ -114,11 +113,13 @@ class Replayed:
         self._first = [numbers.clone() for numbers in self._moving]
 
     def ms(self) -> float | None:
-        """Milliseconds that the layer adds to a CUDA graph for a token, with its share of what is done now and then;
-        None where that cannot be recorded."""
+        """Milliseconds that the layer adds to a CUDA graph for a token, with its share of maintenance.
+
+        None where that cannot be captured.
+        """
         turns = self.turns()
         with capture.capturing([self.rows]):
-            for turn in turns:  # as it is, which makes ready what is made at a first use
+            for turn in turns:  # warm-up: sets up what a first use sets up
                 if turn.before is not None:
                     turn.before()
                 turn.step()
@@ -128,12 +129,12 @@ class Replayed:
         return None if ms is None else ms / max(1, self.period)
 
     def again(self) -> None:
-        """Put the numbers of the rows back where they were: the same tokens follow anew."""
+        """Reset the row numbers, so that the same tokens follow again."""
         for numbers, first in zip(self._moving, self._first):
             numbers.copy_(first)
 
     def turns(self) -> list[cold.Turn]:
-        """A token; or as many as there are between two times that more is done, and that where it is due."""
+        """One token, or a period of tokens with the maintenance that is due among them."""
         token = cold.Turn(lambda: self.layer.token(*self._token), self._begin)
         more = cold.Turn(lambda: self.policy.keep_up(self.layer.cache), self._pause)
         turns = []
@@ -153,7 +154,7 @@ class Replayed:
         self.policy.keep_up(self.other.cache)
 
     def _count(self) -> None:
-        """Add what a token has counted to the totals, as steps do for all layers at their end."""
+        """Add what a token has counted to the totals, as the end of a step does for all layers."""
         self.rows.tally.flush()
         for one in (self.other.cache, self.layer.cache):
             one.counters.count_steps(1, one.batch_size, 0)

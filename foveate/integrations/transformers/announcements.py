@@ -27,19 +27,19 @@ class Announced(NamedTuple):
 
 
 def announce(owner: str, cache: transformers.Cache, *, owes_steps: bool, prompt_only: bool) -> None:
-    """`generate` has prepared a cache for the model with this attachment uid; see :class:`Announced`."""
+    """Note that `generate` has prepared a cache for the model with this attachment uid, see :class:`Announced`."""
     _announced()[owner] = Announced(weakref.ref(cache), owes_steps, prompt_only)
 
 
 def asked_for_steps(owner: str) -> None:
-    """`generate` has asked for the function that runs a decode step."""
+    """Note that `generate` has asked for the function that runs a decode step."""
     if owner in _announced():
         _announced()[owner] = _announced()[owner]._replace(owes_steps=False)
 
 
 @contextmanager
 def prefilling(owner: str) -> Iterator[None]:
-    """Within the block `generate` reads the prompt on the cache that was announced; afterwards that is forgotten."""
+    """Within the block `generate` reads the prompt on the announced cache; the announcement ends with it."""
     _slot.__dict__.setdefault("prefilling", set()).add(owner)
     try:
         yield
@@ -49,7 +49,7 @@ def prefilling(owner: str) -> Iterator[None]:
 
 
 def announced(owner: str) -> Announced | None:
-    """What was announced for the first forward pass of a prompt that `generate` reads; None in any other pass."""
+    """The announcement for the first forward pass of a prompt that `generate` reads; None in any other pass."""
     return _announced().pop(owner, None) if owner in _slot.__dict__.get("prefilling", ()) else None
 
 

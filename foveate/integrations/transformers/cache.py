@@ -65,9 +65,11 @@ class Cache(transformers.Cache):
         attachment.remember(self)
 
     def begin(self, prompt_end: int, assistant: bool) -> None:
-        """A call of `generate` starts: tell where its prompt ends.
+        """Start a call of `generate`; discard the steps that an earlier call recorded, since weights may have moved.
 
-        What an earlier call recorded is forgotten, since it reads weights that may have moved since.
+        Args:
+            prompt_end: columns of the batch that are prompt, padding and earlier turns included.
+            assistant: whether the cache is that of an assistant in assisted decoding.
         """
         self.steps = None
         empty = self.get_seq_length() == 0
@@ -80,14 +82,14 @@ class Cache(transformers.Cache):
                     layer.record_past = False
             self.phase.prompt_end = prompt_end
         elif empty:
-            # an assistant's cache is cropped to one token before its prompt's end: that token is decoded
+            # assisted decoding crops the assistant's cache to one token before the prompt's end, and decodes that token
             self.phase.prompt_end = prompt_end - 1
 
     def branch(self, model: torch.nn.Module) -> Cache:
-        """The cache with which a method goes on after the prompt that :class:`~foveate.methods.Together` has read.
+        """A cache with which one method continues after a prompt that :class:`~foveate.methods.Together` has read.
 
-        It is what the method would hold had it read the prompt alone. Where nothing is evicted, keys and values stay in
-        this cache's memory, and those of decoded tokens are written behind them: use one branch after the other.
+        It holds what the method would hold if it had read the prompt alone. Where nothing is evicted, keys and values
+        stay in this cache's memory, and decoded tokens are written after them: use one branch after the other.
 
         Args:
             model: the model that read the prompt, with one of the methods attached.
@@ -112,10 +114,10 @@ class Cache(transformers.Cache):
         return cache
 
     def begin_forward(self) -> None:
-        """A forward pass starts on this cache.
+        """Start a forward pass on this cache.
 
         Raises:
-            ValueError: when an earlier one was interrupted between two layers.
+            ValueError: when an earlier pass was interrupted between two layers.
         """
         pending = any(isinstance(layer, CacheLayer) and layer.pending for layer in self.layers)
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
@@ -174,12 +176,12 @@ class Cache(transformers.Cache):
 
     @property
     def unchanged_bytes(self) -> int:
-        """Bytes of keys and values held by the layers that foveate leaves alone."""
+        """Bytes of keys, values and states in layers without a method."""
         return held_bytes(self.layers)
 
 
 def held_bytes(layers: Sequence[CacheLayerMixin]) -> int:
-    """Bytes of keys, values, states and memories in layers that are not foveate's own."""
+    """Bytes of keys, values, states and memories in layers that have no method."""
     held = [
         x for one in layers if isinstance(one, DynamicLayer) and one.keys is not None for x in (one.keys, one.values)
     ]
