@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.integrations.transformers import handover
-from foveate.integrations.transformers.cache import Layer, Phase
+from foveate.integrations.transformers.layers import CacheLayer
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
+from foveate.runtime import Phase, handed_on
 from foveate.state import Counters
 
 NAMES = methods.names()
@@ -185,10 +185,10 @@ class Driver:
     """One attention layer fed with tokens, as a model feeds it."""
 
     def __init__(self, method, prompt_end=PROMPT, softcap=None):
-        self.layer, self.softcap = Layer(method, Counters(), Phase(prompt_end=prompt_end)), softcap
+        self.layer, self.softcap = CacheLayer(method, Counters(), Phase(prompt_end=prompt_end)), softcap
 
     def feed(self, tokens, mask=None):
-        handover.begin("driver", self.layer.phase)
+        handed_on.begin("driver", self.layer.phase)
         key, value = self.layer.update(tokens.k, tokens.v)
         return self.layer.attend(tokens.q, key, value, mask, SCALING, softcap=self.softcap)
 
@@ -646,7 +646,7 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
     turn = sum(map(ord, method.spec)) + (chunk == PROMPT)
     for one in (method, *COMPANY[turn % 2 :: 2], method):
         branch = Driver(one)
-        branch.layer.go_on_from(together.layer)
+        branch.layer.continue_from(together.layer)
         out = branch.feed_steps(steps)
         if one == method:
             assert torch.equal(out, expected)

@@ -11,9 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import ModelOutput
 
-from foveate.integrations.transformers.stats import Use
-from foveate.integrations.transformers.steps import Recording, Steps
-from tests.helpers import cached
+from foveate.runtime import Recording, ReplayedSteps, Use
 
 _WAITING = {
     "_local_scalar_dense": "reads a number from the device",
@@ -64,7 +62,7 @@ class RecordedOps(TorchDispatchMode):
 
 
 def record(run) -> Recording:
-    """Stands in for :class:`~foveate.integrations.transformers.steps.CudaRecorder`."""
+    """Stands in for :class:`~foveate.runtime.CudaRecorder`."""
     operations = RecordedOps()
     try:
         with operations:
@@ -91,11 +89,10 @@ class Replayed:
 
     def __init__(self, driver, recorder=record):
         self.driver, self.layers, self.use = driver, [driver.layer], Use()
-        self.steps = Steps(recorder, self.use)
+        self.steps = ReplayedSteps(recorder, self.use)
 
-    def run(self, q, k, v, **given):
-        assert given == cached(self)
-        return ModelOutput(out=self.driver.feed(self.kind(q, k, v)), **cached(self))
+    def run(self, q, k, v):
+        return ModelOutput(out=self.driver.feed(self.kind(q, k, v)))
 
     def feed_steps(self, tokens):
         """The outputs for tokens that are fed one by one."""
@@ -105,5 +102,5 @@ class Replayed:
             if layer.method.pauses(layer.store.decoded + 1) and not layer.method.records_pauses:
                 outs.append(self.driver.feed(one))
             else:
-                outs.append(self.steps(self, self.run, vars(one), {}).out.clone())
+                outs.append(self.steps(self.layers, self.run, vars(one), {}).out.clone())
         return torch.cat(outs, 2)

@@ -16,6 +16,7 @@ LAYERS = (
     ("layers",),
     ("models",),
     ("methods",),
+    ("runtime",),
     ("integrations",),
     ("results",),
     ("training",),
@@ -42,6 +43,9 @@ LAYERS_OF_STATE = (
 )
 """The same of ``foveate.state``."""
 
+NEUTRAL = ("ops", "state", "calibration", "layers", "methods", "runtime")
+"""Layers that know no engine."""
+
 UPWARD = {
     "training": {
         "cli",
@@ -62,10 +66,7 @@ UPWARD = {
 
 CIRCLES = (
     {"cli", "training.commands", "training.lte_commands"},
-    {
-        f"integrations.transformers.{name}"
-        for name in ("attach", "attention", "auto", "cache", "graphs", "handover", "hooks", "steps", "study")
-    },
+    {f"integrations.transformers.{name}" for name in ("attach", "auto", "cache", "graphs", "hooks", "study")},
 )
 """Circles that still stand. Modules may only be removed."""
 
@@ -127,7 +128,19 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return sorted(found)
 
 
-GRAPH = imports_of(_files(ROOT / "foveate"))
+def imported_packages(text: str) -> set[str]:
+    """The packages, ours or not, that a source imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+FILES = _files(ROOT / "foveate")
+GRAPH = imports_of(FILES)
 
 
 def _upward(prefix: str, layers: tuple[tuple[str, ...], ...]) -> set[tuple[str, str]]:
@@ -162,6 +175,15 @@ def test_state_imports_one_way():
 def test_operations_import_nothing_else_of_ours():
     others = {name for mine, names in GRAPH.items() if mine.startswith("foveate.ops") for name in names}
     assert {name for name in others if not name.startswith("foveate.ops")} == set()
+
+
+def test_nothing_up_to_the_runtime_imports_transformers():
+    """A second engine stands on these layers; ``models`` are Transformers models and stand beside them."""
+    names = [name for name in GRAPH if name.startswith(tuple(f"foveate.{folder}" for folder in NEUTRAL))]
+    found = {name for name in names if "transformers" in imported_packages(FILES[name].read_text(encoding="utf-8"))}
+    assert len(names) > 50
+    assert found == set()
+    assert {own for name in names for own in GRAPH[name] if own.startswith("foveate.models")} == set()
 
 
 def test_there_are_no_circles_but_those_that_are_known():
@@ -203,3 +225,10 @@ def test_imports_are_found_wherever_they_are(tmp_path):
         "own.c": {"own.a", "own.b", "own.d"},
         "own.d": {"own"},
     }
+
+
+def test_packages_are_found_wherever_they_are_imported():
+    text = (
+        "import torch.nn\ndef f():\n    from transformers.cache_utils import DynamicCache\nfrom . import transformed\n"
+    )
+    assert imported_packages(text) == {"torch", "transformers"}

@@ -29,9 +29,10 @@ from foveate.bench.layer_kinds import Kind, kinds
 from foveate.methods import Method, parse
 from foveate.results import circumstances
 from foveate.results.errors import UserError
+from foveate.runtime import capture
+from foveate.runtime.layer import finish_prompt
 from foveate.state import Counters, Geometry, SlotCache
 from foveate.state.counters import Tally
-from foveate.state.device_rows import DeviceRows
 
 BENCH = "decode"
 METHODS = ("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3", "luka", "quest", "omnikv", "lessismore")
@@ -290,17 +291,13 @@ def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
 
 
 def _between_steps(policy: Method, cache: SlotCache) -> float:
-    """Milliseconds of the kernels of what a layer does between replayed steps, without what it shares with others."""
-    rows = DeviceRows(cache.batch_size, cache.evicts, cache.device)
-    rows.write(cache.rows, None, cache.capacity)
-    cache.move_to_device(rows, None)
-    rows.capturing = True
+    """Milliseconds of the kernels of a layer's maintenance between replayed steps, without what layers share."""
+    rows = capture.move_to_device([cache])
     try:
-        rows.pause()
-        policy.keep_up(cache)
-        return breakdown.total(functools.partial(policy.keep_up, cache))
+        with capture.maintenance([rows]):
+            policy.keep_up(cache)
+            return breakdown.total(functools.partial(policy.keep_up, cache))
     finally:
-        rows.capturing = False
         cache.sync_to_host()
 
 
@@ -376,7 +373,7 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
 
 
 def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float) -> SlotCache:
-    """The cache with what the method would know of it behind a prompt, over the same keys and values."""
+    """The cache as the method has it after a prompt, over the same keys and values."""
     branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters(), {})
     branch.counters.on_device(branch.device)  # as those of a step that is replayed
     if policy.observation is not None:
@@ -385,8 +382,5 @@ def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float)
         how = {"scaling": scaling, "offset": offset, "need_lse": policy.observes}
         policy.observe(branch, last, ops.attend_causal(last, branch.keys, branch.values, **how), scaling)
     branch.rows["observed"] = list(branch.lengths)
-    keep = policy.prompt_end(branch, scaling)
-    if keep is not None:
-        branch.retain(keep)
-    branch.rows["prompt"], branch.rows["observed"] = list(branch.lengths), [0] * branch.batch_size
+    finish_prompt(policy, branch, scaling)
     return branch

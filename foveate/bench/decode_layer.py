@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 from foveate import ops
 from foveate.bench import cold
 from foveate.methods import Method
+from foveate.runtime import capture
 from foveate.state import SlotCache
-from foveate.state.device_rows import DeviceRows
 
 _WARM_UP, _STEPS = 8, 32
 """Tokens that are not timed where steps are not replayed, and those that are."""
@@ -87,17 +86,16 @@ def one_by_one(layer: Layer, chooser: Layer | None, period: int) -> tuple[float,
 
 
 class Replayed:
-    """A layer of which each token is stored and attended to as in a step that is replayed, behind another layer, which
-    computes what all layers of a step share.
+    """A layer that decodes as in a replayed step, after another layer, which computes what the layers of a step share.
 
-    Either stores and attends to a token at once, as a first step does that is not recorded yet. Then the same tokens
-    follow again and again: the rows' numbers are put back, and where tokens are given up the places that are taken.
+    Both decode one token at once, as a warm-up step does. After that the same tokens are decoded again and again: the
+    row numbers are reset each time, and for methods that evict the freed slots, too.
 
     Args:
-        layer: the one that is timed.
-        other: the one before it: whose choice it reads, or one of its own kind.
-        policy: of the layer.
-        period: every so many tokens more is done, such as making pages; 0: never.
+        layer: the layer that is timed.
+        other: the layer before it: the one whose selection it reads, or one of its own kind.
+        policy: the method of the timed layer.
+        period: tokens between two maintenances, such as making pages; 0: there is none.
     """
 
     def __init__(self, layer: Layer, other: Layer, policy: Method, period: int):
@@ -106,26 +104,22 @@ class Replayed:
         self._forget()
         other.token(*self._token)
         layer.token(*self._token)
-        freed = None if cache.freed is None else cache.freed.rows
-        self.rows = DeviceRows(cache.batch_size, cache.evicts, cache.device)
-        self.rows.write(cache.rows, freed, cache.capacity)
+        self.rows = capture.move_to_device([cache, other.cache])
         self._moving = [self.rows.numbers, self.rows.freed]
         for one in (cache, other.cache):
-            places = None
             if one.evicts:
-                one.own_memory()
-                places = torch.full((one.batch_size, one.geometry.num_kv_heads), -1, device=one.device)
-                self._moving += [places, one.tensors["positions"]]
-            one.move_to_device(self.rows, places)
+                self._moving += [one.device_state.places, one.tensors["positions"]]
         self._decoded = cache.decoded
         self._first = [numbers.clone() for numbers in self._moving]
 
     def ms(self) -> float | None:
-        """Milliseconds that the layer adds to a CUDA graph for a token, with its share of what is done now and then;
-        None where that cannot be recorded."""
+        """Milliseconds that the layer adds to a CUDA graph for a token, with its share of maintenance.
+
+        None where that cannot be captured.
+        """
         turns = self.turns()
-        with self.sealed():
-            for turn in turns:  # as it is, which makes ready what is made at a first use
+        with capture.capturing([self.rows]):
+            for turn in turns:  # warm-up: sets up what a first use sets up
                 if turn.before is not None:
                     turn.before()
                 turn.step()
@@ -135,12 +129,12 @@ class Replayed:
         return None if ms is None else ms / max(1, self.period)
 
     def again(self) -> None:
-        """Put the numbers of the rows back where they were: the same tokens follow anew."""
+        """Reset the row numbers, so that the same tokens follow again."""
         for numbers, first in zip(self._moving, self._first):
             numbers.copy_(first)
 
     def turns(self) -> list[cold.Turn]:
-        """A token; or as many as there are between two times that more is done, and that where it is due."""
+        """One token, or a period of tokens with the maintenance that is due among them."""
         token = cold.Turn(lambda: self.layer.token(*self._token), self._begin)
         more = cold.Turn(lambda: self.policy.keep_up(self.layer.cache), self._pause)
         turns = []
@@ -149,15 +143,6 @@ class Replayed:
             if self.policy.pauses(self._decoded + decoded):
                 turns += [more, cold.Turn(lambda: None, self.rows.resume)]
         return turns
-
-    @contextmanager
-    def sealed(self) -> Iterator[None]:
-        """Within a step: nothing asks the host for numbers that change."""
-        self.rows.capturing = True
-        try:
-            yield
-        finally:
-            self.rows.capturing = False
 
     def _begin(self) -> None:
         self.rows.begin()
@@ -169,7 +154,7 @@ class Replayed:
         self.policy.keep_up(self.other.cache)
 
     def _count(self) -> None:
-        """Add what a token has counted to the totals, as steps do for all layers at their end."""
+        """Add what a token has counted to the totals, as the end of a step does for all layers."""
         self.rows.tally.flush()
         for one in (self.other.cache, self.layer.cache):
             one.counters.count_steps(1, one.batch_size, 0)

@@ -5,6 +5,7 @@ import torch
 
 from foveate.bench import cold, decode, decode_layer, layer_kinds
 from foveate.methods import parse
+from foveate.runtime import capture
 from foveate.state import Counters
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
@@ -37,7 +38,7 @@ def layers(spec, name):
 
 
 def take(replayed):
-    with replayed.sealed():
+    with capture.capturing([replayed.rows]):
         for turn in replayed.turns():
             if turn.before is not None:
                 turn.before()
@@ -98,6 +99,23 @@ def test_what_is_timed(spec, monkeypatch):
     assert graphs == [(steps, True), (steps, True), (0, True)]
     monkeypatch.setattr(cold, "_recorded", lambda *args: None)
     assert replayed.ms() is None
+
+
+def test_maintenance_is_timed_by_itself_and_leaves_the_row_numbers_on_the_host(monkeypatch):
+    """It runs once before it is timed."""
+    layer, _, policy, _, _ = layers("luka:page_size=8,tail=16,top_k=2", "luka")
+    runs, capturing = [], []
+    keep_up = type(policy).keep_up
+    monkeypatch.setattr(type(policy), "keep_up", lambda self, cache: runs.append(cache) or keep_up(self, cache))
+    monkeypatch.setattr(
+        decode.breakdown, "total", lambda run: capturing.append(layer.cache.device_state.rows.capturing) or run() or 8.0
+    )
+    before = {name: list(numbers) for name, numbers in layer.cache.rows.items()}
+    assert decode._between_steps(policy, layer.cache) == 8.0
+    assert len(runs) == 2
+    assert capturing == [True]
+    assert layer.cache.device_state is None
+    assert layer.cache.rows == before
 
 
 def test_what_a_layer_reads_is_counted_by_token():

@@ -8,9 +8,8 @@ from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state,
 
 import foveate
 from foveate import methods
-from foveate.integrations.transformers import steps
-from foveate.integrations.transformers.steps import CudaRecorder
 from foveate.ops import _dispatch
+from foveate.runtime import CudaRecorder, replay
 from tests.helpers import FAMILIES, SLIDING, generate, left_padded, tiny_model, tokens
 from tests.recorded import Replayed
 
@@ -61,7 +60,7 @@ def drivers(method, lengths, dtype=torch.float32):
 @each_captured
 @ROWS
 def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
-    monkeypatch.setattr(steps, "ROOM", 1)
+    monkeypatch.setattr(replay, "ROOM", 1)
     plain, replayed, some = drivers(method, lengths)
     close(replayed.feed_steps(some), plain.feed_steps(some), 1e-4)
     assert replayed.use.replayed > (80 if method.records_pauses or not method.name.startswith("luka") else 50)
@@ -95,7 +94,7 @@ def test_a_replay_waits_for_nothing_and_allocates_nothing(method, lengths):
     torch.cuda.set_sync_debug_mode("error")
     try:
         for one in following:
-            replayed.steps(replayed, replayed.run, vars(one), {})
+            replayed.steps(replayed.layers, replayed.run, vars(one), {})
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

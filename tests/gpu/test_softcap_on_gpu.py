@@ -10,7 +10,6 @@ from test_cover_on_gpu import in_fp32
 
 import foveate
 from foveate import methods, ops
-from foveate.integrations.transformers.steps import CudaRecorder
 from foveate.methods import Together
 from foveate.ops import _dispatch
 from foveate.ops.attend import decode_kernel, kernel, pooled, reference, tiles, tiles_kernel
@@ -20,6 +19,7 @@ from foveate.ops.score import pooled_kernel
 from foveate.ops.score import reference as masses
 from foveate.ops.score import tiles_kernel as tile_mass_kernel
 from foveate.ops.summaries import reference as summaries_reference
+from foveate.runtime import CudaRecorder
 from tests.combinations import every_pair
 from tests.families import family
 from tests.helpers import cached, generate, left_padded, prepare, tokens

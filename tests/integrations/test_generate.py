@@ -11,7 +11,7 @@ import transformers
 
 import foveate
 from foveate import methods
-from foveate.integrations.transformers import handover
+from foveate.runtime import handed_on
 from tests.combinations import every_pair
 from tests.helpers import (
     COMMON,
@@ -704,7 +704,7 @@ def test_three_threads_with_three_models(monkeypatch):
     for model, (_, method) in zip(models, work):
         foveate.attach(model, spec(method))
     expected = [greedy(family, method) for family, method in work]
-    found, barrier, post = {}, threading.Barrier(3), handover.post
+    found, barrier, post = {}, threading.Barrier(3), handed_on.post
 
     def post_and_yield(*args) -> None:
         post(*args)
@@ -714,7 +714,7 @@ def test_three_threads_with_three_models(monkeypatch):
         barrier.wait()
         found[index] = [generate(models[index], **single()) for _ in range(2)]
 
-    monkeypatch.setattr(handover, "post", post_and_yield)
+    monkeypatch.setattr(handed_on, "post", post_and_yield)
     threads = [threading.Thread(target=talk, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()

@@ -9,7 +9,8 @@ import torch
 
 import foveate
 from foveate import methods
-from foveate.integrations.transformers import graphs, steps
+from foveate.integrations.transformers import graphs
+from foveate.runtime import ReplayedSteps
 from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, tiny_model, tokens
 from tests.recorded import record
 
@@ -115,13 +116,13 @@ def test_turns_chunks_copies_and_forward_passes_go_on_from_replayed_steps(spec):
 def test_what_was_recorded_goes_with_its_cache():
     model = attached("kascade:anchors=1,top_k=9")
     kept = []
-    real = steps.Steps.__init__
+    real = ReplayedSteps.__init__
 
     def noted(self, *args):
         kept.append(weakref.ref(self))
         real(self, *args)
 
-    steps.Steps.__init__ = noted
+    ReplayedSteps.__init__ = noted
     gc.disable()
     try:
         generate(model, tokens(40))
@@ -129,7 +130,7 @@ def test_what_was_recorded_goes_with_its_cache():
         assert kept[0]() is None
     finally:
         gc.enable()
-        steps.Steps.__init__ = real
+        ReplayedSteps.__init__ = real
 
 
 def test_other_decoding_takes_ordinary_steps_and_says_why():

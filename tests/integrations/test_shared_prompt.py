@@ -130,7 +130,7 @@ def test_keys_and_values_are_kept_once():
         method = methods.parse(spec).for_layer(1, 3)
         with foveate.attached(model, spec), torch.inference_mode():
             branch = cache.branch(model)
-            assert branch.phase.told  # a decoded token is no padding: no step waits to read the mask
+            assert branch.phase.prompt_end_known  # a decoded token is no padding: no step waits to read the mask
             shares = branch.layers[1].store.keys.data_ptr() == store.keys.data_ptr()
             go_on(model, batch, logits, branch)
         assert shares == (not method.evicts or getattr(method, "top_k", 0) == 60), spec

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.integrations.transformers import handover
-from foveate.integrations.transformers.cache import Layer, Phase
+from foveate.runtime import Layer, Phase, handed_on
 from foveate.state import Counters, Geometry, SlotCache
 from tests.helpers import assert_close
 
@@ -28,9 +27,10 @@ def test_each_head_reads_the_pages_of_the_largest_possible_logits(pool, top_k, l
     layer = Layer(method.for_layer(1, 2), Counters(), Phase(prompt_end=prompt))
 
     def feed(first, last):
-        handover.begin("driver", layer.phase)
-        key, value = layer.update(k[:, :, first:last], v[:, :, first:last])
-        return layer.attend(q[:, :, first:last], key, value, None, SCALING)
+        handed_on.begin("driver", layer.phase)
+        new = [x[:, :, first:last] for x in (q, k, v)]
+        handed_on.post(layer, new[1])
+        return layer.attend(*new, None, SCALING)
 
     feed(0, prompt)
     for i in range(prompt, total):

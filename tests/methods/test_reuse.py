@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.integrations.transformers import handover
-from foveate.integrations.transformers.attention import without_cache
-from foveate.integrations.transformers.cache import Layer, Phase
+from foveate.runtime import Layer, Phase, handed_on, without_cache
 from foveate.state import Counters, SlotCache
 from tests.helpers import assert_close
 
@@ -30,9 +28,9 @@ class Stack:
         self.phase.forward.clear()
         outs = []
         for layer, (q, k, v) in zip(self.layers, tokens):
-            handover.begin("driver", layer.phase)
-            key, value = layer.update(k, v)
-            outs.append(layer.attend(q, key, value, mask, SCALING, softcap=self.softcap))
+            handed_on.begin("driver", layer.phase)
+            handed_on.post(layer, k)
+            outs.append(layer.attend(q, k, v, mask, SCALING, softcap=self.softcap))
         return torch.stack(outs)
 
 

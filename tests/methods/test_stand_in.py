@@ -6,7 +6,7 @@ from matrix import PROMPT, VARIANTS, Driver, Tokens, close
 
 import foveate
 from foveate import methods
-from foveate.integrations.transformers import steps as steps_module
+from foveate.runtime import replay
 from tests.helpers import generate, tiny_model, tokens
 from tests.recorded import Replayed, record
 
@@ -66,7 +66,7 @@ def test_longer_ones_find_what_they_need(method):
 def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
     if method.graph_obstacle:
         return
-    monkeypatch.setattr(steps_module, "ROOM", 1)
+    monkeypatch.setattr(replay, "ROOM", 1)
     given = Tokens.random(2, PROMPT + 120)
     driver, dense, sparse = (Driver(one, PROMPT) for one in (method, methods.make("dense"), method))
     for one in (driver, dense, sparse):

@@ -6,13 +6,13 @@ import copy
 import math
 import uuid
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from foveate.integrations.transformers import attention, csa, releases
 from foveate.integrations.transformers.auto import Auto, is_auto
@@ -25,24 +25,7 @@ from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.methods import Method, make
 from foveate.ops import prompt_path
-from foveate.state import Counters
-
-
-@dataclass
-class Policy:
-    """What one attention layer does."""
-
-    method: Method
-    owner: str
-    """uid of the attachment."""
-    counters: Counters = field(default_factory=Counters)
-    forward: dict[Hashable, Any] = field(default_factory=dict)
-    """The attachment's."""
-    dense_below: int | str = 0
-    """See :func:`attach`."""
-    look: Callable[[int, Tensor, Tensor, float, float | None], None] | None = None
-    """Called with the layer, and the rotated queries and keys that it is given, ``[B, H, n, D]``, their scaling and the
-    cap of their logits."""
+from foveate.runtime import Policy
 
 
 @dataclass

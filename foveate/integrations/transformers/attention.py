@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from foveate.integrations.transformers import handover, releases
+from foveate.integrations.transformers import releases
 from foveate.methods import Method
 from foveate.ops import attend, attend_causal, attend_window
-from foveate.state import SlotCache
+from foveate.runtime import handed_on, without_cache
 
 IMPLEMENTATION = "foveate"
 
@@ -57,7 +56,7 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if policy.look is not None:
         policy.look(module.layer_idx, query, key, scaling, softcap)
-    layer = handover.take(key, policy.owner)
+    layer = handed_on.take(key, policy.owner)
     if layer is not None:
         with _named(module.layer_idx, policy.method, query, key, value):
             out = layer.attend(query, key, value, attention_mask, scaling, sinks, softcap)
@@ -72,16 +71,16 @@ def attention(
                     f"attention_mask has shape {tuple(attention_mask.shape)}: {policy.method.name} is sparse in "
                     "prefill and takes a 2-D mask of real tokens (packing and overlays are not supported)"
                 )
-            handover.reach(module.layer_idx, policy.owner, policy.method.spec)
+            handed_on.reach(module.layer_idx, policy.owner, policy.method.spec)
             if own:
                 out = _with_mask(query, key, value, attention_mask, scaling, sinks, softcap)
                 return out.transpose(1, 2).contiguous(), None
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
-        one = handover.current(policy.owner)
+        one = handed_on.current(policy.owner)
         forward = policy.forward if one is None else one.forward
         with _named(module.layer_idx, policy.method, query, key, value):
             out = without_cache(policy.method, query, key, value, attention_mask, scaling, forward, sinks, softcap)
-    handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
+    handed_on.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -137,12 +136,12 @@ def _named(layer: int, method: Method, *given: Tensor) -> Iterator[None]:
     except ValueError as error:
         if all(bool(x.isfinite().all()) for x in given):
             raise
-        one = handover.current()
+        one = handed_on.current()
         check_finite({} if one is None else one.reached, given[0].dtype)
         raise not_finite(f"layer {layer} ({method.spec}): its queries, keys or values are", given[0].dtype) from error
 
 
-def check_finite(reached: Mapping[int, handover.Reached], dtype: torch.dtype) -> None:
+def check_finite(reached: Mapping[int, handed_on.Reached], dtype: torch.dtype) -> None:
     """Raise ValueError for the first layer whose attention to a prompt is not finite; waits for the device."""
     looked = {layer: one for layer, one in sorted(reached.items()) if one.finite is not None}
     if looked:
@@ -158,43 +157,6 @@ def not_finite(what: str, dtype: torch.dtype) -> ValueError:
     return ValueError(
         f"{what} not finite (NaN or infinite); look for NaN in the model's weights, or for an overflow of {dtype}"
     )
-
-
-def without_cache(
-    method: Method,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    forward: dict[Hashable, Any],
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The whole sequence is a prompt, and nothing is remembered: ``[B, Hq, n, Dv]``, differentiable.
-
-    Args:
-        forward: what the layers of this forward pass share.
-        sink_logits: ``[Hq]``, the layer's learned sinks, if it has any.
-        softcap: the cap of the layer's logits, if there is one.
-    """
-
-    def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None, behind: int = 0) -> Tensor:
-        if method.sparse_prompt:
-            cache = SlotCache.of(k, v, q.shape[1], forward, row, sink_logits, softcap, behind)
-            return method.prompt(cache, q, scaling).out
-        return attend_causal(q, k, v, scaling=scaling, sink_logits=sink_logits, softcap=softcap).out
-
-    if mask is None or bool(mask.all()):
-        return attend_row(q, k, v)
-    rows = []
-    for b, real in enumerate(row.nonzero()[:, 0] for row in mask.bool()):
-        one = q.new_zeros(q.shape[1], q.shape[2], v.shape[3])
-        if len(real):
-            behind = q.shape[2] - 1 - int(real[-1])
-            one = one.index_copy(1, real, attend_row(*(x[b : b + 1, :, real] for x in (q, k, v)), b, behind)[0])
-        rows.append(one)
-    return torch.stack(rows)
 
 
 def mask(

@@ -1,29 +1,30 @@
-"""CUDA graphs for the decode steps of `generate`: when they are used, and the call that `generate` makes for a step."""
+"""CUDA graphs for the decode steps of `generate`: when steps are replayed, and what `generate` calls for a step."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation import GenerationMode
 
-from foveate.integrations.transformers import handover, releases
-from foveate.integrations.transformers.cache import Cache, Layer
-from foveate.integrations.transformers.stats import Use
-from foveate.integrations.transformers.steps import CaptureError, CudaRecorder, Recording, Steps
+from foveate.integrations.transformers import announcements, releases
+from foveate.integrations.transformers.cache import Cache
+from foveate.integrations.transformers.layers import CacheLayer, recurrent_states
 from foveate.ops._dispatch import runs_kernel
+from foveate.runtime import CaptureError, CudaRecorder, ReplayedSteps, Use
+from foveate.runtime.recorder import Recorder
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment
 
 _WATCHING = ("output_attentions", "output_hidden_states", "output_router_logits")
 _SHAPES = ("dynamic", "longrope")
-"""Rotary embeddings that look at how long the context is at every step."""
+"""Rotary embeddings that depend on the length of the context."""
 _OWN_HOOKS = ("foveate.integrations.transformers.hooks", "transformers.")
-"""Modules whose forward hooks replays may leave out: what they check does not change from step to step."""
+"""Modules whose forward hooks a replay may skip: what they check does not change from step to step."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -41,8 +42,8 @@ class Graphs:
         if not (isinstance(mode, bool) or mode == "auto"):
             raise ValueError(f"cuda_graph must be True, False or 'auto', not {mode!r}")
         self.mode, self.use = mode, Use()
-        self.recorder: Callable[[Callable[[], Any]], Recording] | None = None
-        """Records steps in another way than as CUDA graphs."""
+        self.recorder: Recorder | None = None
+        """Replaces CUDA graphs as the way to record steps; None: CUDA graphs."""
         self._of_devices: dict[torch.device, CudaRecorder] = {}
         self._broken = ""
 
@@ -91,10 +92,10 @@ class Graphs:
             raise ValueError(f"cuda_graph=True is not possible: {reason}; with cuda_graph='auto' it would be left out")
 
     def check_generation(self, mode: GenerationMode, use_cache: bool | None) -> None:
-        """A call of `generate` starts.
+        """Check at the start of a call of `generate` whether its steps can be replayed.
 
         Raises:
-            ValueError: as :meth:`require`, when its steps cannot be replayed.
+            ValueError: as :meth:`require`, when they cannot.
         """
         if self.mode is False:
             return
@@ -103,12 +104,12 @@ class Graphs:
         elif use_cache is False:
             self.require("use_cache=False computes all tokens at every step")
 
-    def recorder_for(self, device: torch.device) -> Callable[[Callable[[], Any]], Recording]:
-        """What records steps on a device."""
+    def recorder_for(self, device: torch.device) -> Recorder:
+        """The recorder of steps on a device; its graphs share memory."""
         return self.recorder or self._of_devices.setdefault(device, CudaRecorder(device))
 
     def broke(self, error: CaptureError) -> None:
-        """A step could not be recorded: from now on none is."""
+        """Stop recording steps after one could not be captured, and warn."""
         self._broken = f"a step could not be captured ({error})"
         self.require(self._broken)
         warnings.warn(f"foveate: {self._broken}; steps are run one by one", stacklevel=3)
@@ -118,7 +119,7 @@ class Graphs:
 
 
 class DecodeCall:
-    """What `generate` calls for a decode step, and for a chunk of a prompt: the model, or a replay of its last step."""
+    """What `generate` calls for a decode step and for a chunk of a prompt: runs the model or replays a step."""
 
     def __init__(self, model: nn.Module, attachment: Attachment):
         self.model, self.attachment = model, attachment
@@ -132,25 +133,39 @@ class DecodeCall:
             reason = reason or _hooked(self.model)
         if graphs.mode is not False:
             graphs.require(reason)
-        if reason or _pauses(cache):
+        if reason or _runs_alone(cache):
             return self.model(**inputs)
-        told = {key: value for key, value in inputs.items() if key not in (releases.CACHE, "attention_mask")}
-        tensors = {key: value for key, value in told.items() if isinstance(value, Tensor)}
+        given = {key: value for key, value in inputs.items() if key not in (releases.CACHE, "attention_mask")}
+        tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
         if "position_ids" not in tensors:
             ids = tensors["input_ids"]
             tensors["position_ids"] = ids.new_full((1, 1), cache.get_seq_length())
-        options = {key: value for key, value in told.items() if key not in tensors}
+        options = {key: value for key, value in given.items() if key not in tensors}
         if cache.steps is None:
-            cache.steps = Steps(graphs.recorder_for(self.model.device), graphs.use)
+            cache.steps = ReplayedSteps(graphs.recorder_for(self.model.device), graphs.use)
         try:
-            return cache.steps(cache, self.model, tensors, options)
+            out = self._replayed(cache, tensors, options)
         except CaptureError as error:
             graphs.broke(error)
             return self.model(**inputs)
+        return releases.with_cache(out, cache)
+
+    def _replayed(self, cache: Cache, tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        """Decode one token for every row; the output does not name the cache."""
+
+        def run(**given: Any) -> Any:
+            return releases.without_cache(self.model(**given, **{releases.CACHE: cache}))
+
+        def written() -> list[Tensor]:
+            recurrent = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+            return [state for layer in recurrent for state in recurrent_states(layer)]
+
+        layers = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
+        return cache.steps(layers, run, tensors, options, written)
 
 
 class TakesDecodeCall:
-    """Stands in for the model's ``_valid_auto_compile_criteria``: has `generate` use ``get_compiled_call``."""
+    """Replaces the model's ``_valid_auto_compile_criteria``, so that `generate` uses ``get_compiled_call``."""
 
     def __init__(self, model: nn.Module, attachment: Attachment):
         self.model, self.attachment = model, attachment
@@ -160,27 +175,27 @@ class TakesDecodeCall:
 
 
 class GetDecodeCall:
-    """Stands in for the model's ``get_compiled_call``, which `generate` asks what to call for a step."""
+    """Replaces the model's ``get_compiled_call``, which returns what `generate` calls for a step."""
 
     def __init__(self, model: nn.Module, attachment: Attachment):
         self.call = DecodeCall(model, attachment)
 
     def __call__(self, compile_config: Any) -> DecodeCall:
-        handover.asked_for_steps(self.call.attachment.uid)
+        announcements.asked_for_steps(self.call.attachment.uid)
         return self.call
 
 
 def _is_step(cache: Cache, inputs: dict[str, Any]) -> bool:
-    """Whether this is one token for each sequence, and not the first after a prompt, in which methods may settle."""
+    """Whether each sequence gets one token, but not the first after a prompt, which may set up a method's state."""
     ids = inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
         return False
-    return cache.phase.told and cache.get_seq_length() > (cache.phase.prompt_end or 0)
+    return cache.phase.prompt_end_known and cache.get_seq_length() > (cache.phase.prompt_end or 0)
 
 
 def _refusal(cache: Cache, inputs: dict[str, Any], attachment: Attachment) -> str:
-    """Why this step cannot be replayed though others could; empty when it can."""
-    if cache.phase.assistant or any(layer.record_past for layer in cache.layers if isinstance(layer, Layer)):
+    """Why this step cannot be replayed where others can; empty when it can."""
+    if cache.phase.assistant or any(layer.record_past for layer in cache.layers if isinstance(layer, CacheLayer)):
         return "the cache records its past, for assisted decoding"
     watched = [name for name in _WATCHING if inputs.get(name)]
     if watched:
@@ -194,7 +209,7 @@ def _refusal(cache: Cache, inputs: dict[str, Any], attachment: Attachment) -> st
 
 
 def _hooked(model: nn.Module) -> str:
-    """Why replays would leave out what others had modules call; empty when there is nothing."""
+    """Which forward hook of someone else a replay would skip; empty without one."""
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not getattr(hook, "__module__", "").startswith(_OWN_HOOKS):
@@ -202,6 +217,6 @@ def _hooked(model: nn.Module) -> str:
     return ""
 
 
-def _pauses(cache: Cache) -> bool:
-    """Whether a method wants to run this step by itself."""
-    return any(layer.method.pauses(layer.store.decoded + 1) for layer in cache.pausing)
+def _runs_alone(cache: Cache) -> bool:
+    """Whether this step is followed by maintenance that cannot be captured."""
+    return any(layer.method.pauses(layer.store.decoded + 1) for layer in cache.maintained_alone)

@@ -9,9 +9,10 @@ import transformers
 from torch import Tensor, nn
 from transformers.generation import GenerationMode
 
-from foveate.integrations.transformers import attention, handover, releases
+from foveate.integrations.transformers import announcements, attention, releases
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.positions import max_positions
+from foveate.runtime import handed_on
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment
@@ -64,12 +65,12 @@ class BeforeForward:
         if cache is None and not training and (config.use_cache if use_cache is None else use_cache):
             cache = Cache(self.model)
             given |= {"cache": cache, "use_cache": True}
-        handover.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
+        handed_on.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
         return (), releases.for_module(decoder, given)
 
     def _check_announced(self, given: dict[str, Any], ids: Tensor | None) -> None:
         """Refuse a first forward pass of `generate` without the cache that it prepared, or of more than its prompt."""
-        announced = handover.announced(self.attachment.uid)
+        announced = announcements.announced(self.attachment.uid)
         expected = None if announced is None else announced.cache()
         if expected is None:
             return
@@ -97,7 +98,7 @@ class AfterForward:
         self.attachment = attachment
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-        one = handover.end(self.attachment.uid)
+        one = handed_on.end(self.attachment.uid)
         if one is None or out is None or torch.compiler.is_compiling():
             return
         reached = one.reached
@@ -116,7 +117,7 @@ class AfterForward:
                     self.attachment.auto.stop()
                 raise
 
-    def _check_finite(self, reached: dict[int, handover.Reached], hidden: Tensor, mask: Tensor | None) -> None:
+    def _check_finite(self, reached: dict[int, handed_on.Reached], hidden: Tensor, mask: Tensor | None) -> None:
         attention.check_finite(reached, hidden.dtype)
         finite = hidden[:, -1].isfinite().all(-1)
         if mask is not None and mask.dim() == 2:  # a row may end with padding
@@ -132,7 +133,7 @@ class Prefill:
         self.model, self.attachment = model, attachment
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with handover.prefilling(self.attachment.uid):
+        with announcements.prefilling(self.attachment.uid):
             return type(self.model)._prefill(self.model, *args, **kwargs)
 
 
@@ -186,7 +187,7 @@ class PrepareCache:
         if assistant:
             cache.activate_past_recording()
         one_by_one = generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        handover.announce(
+        announcements.announce(
             self.attachment.uid,
             cache,
             owes_steps=one_by_one and self.attachment.graphs.mode is not False,

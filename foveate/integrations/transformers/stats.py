@@ -5,21 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
-@dataclass
-class Use:
-    """How decode steps ran since the counters were reset."""
-
-    replayed: int = 0
-    """Steps replayed from a CUDA graph."""
-    captured: int = 0
-    """CUDA graphs captured."""
-    reason: str = ""
-    """Why the last step that was not replayed could not be."""
-
-    def reset(self) -> None:
-        """Set the counts to zero."""
-        self.replayed = self.captured = 0
+from foveate.runtime import Use
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from test_luka import any_settings
 
 import foveate
 from foveate import methods
-from foveate.integrations.transformers.cache import Layer
+from foveate.runtime import Layer
 from tests import helpers
 
 GROUP = HEADS // KV_HEADS

@@ -5,7 +5,7 @@ import torch
 from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state, close, padded
 
 from foveate import methods
-from foveate.integrations.transformers import steps as steps_module
+from foveate.runtime import replay
 from tests.recorded import Replayed, record
 
 RECORDED = [(name, method) for name, method in VARIANTS if not method.graph_obstacle]
@@ -23,7 +23,7 @@ def assert_same_counts(a, b):
 @pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one", "ragged"])
 def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
     """Also over growth of the cache, after which the step is recorded anew."""
-    monkeypatch.setattr(steps_module, "ROOM", 1)
+    monkeypatch.setattr(replay, "ROOM", 1)
     prompts = [Tokens.random(1, length, seed=length) for length in lengths]
     batch, mask = padded(prompts, PROMPT)
     tokens = Tokens.random(len(lengths), 90, seed=1)
@@ -52,7 +52,7 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
 )
 def test_pages_made_between_replays(settings, monkeypatch):
     """Of every row as many as are due, by the device's numbers, over growth of the cache and to its very end."""
-    monkeypatch.setattr(steps_module, "ROOM", 1)
+    monkeypatch.setattr(replay, "ROOM", 1)
     method = methods.make("luka", **{"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2} | settings)
     assert method.records_pauses
     prompts = [Tokens.random(1, length, seed=length) for length in (61, 50, 7)]
@@ -64,7 +64,7 @@ def test_pages_made_between_replays(settings, monkeypatch):
     recorded = []
     replayed = Replayed(driver, lambda run: recorded.append(run) or record(run))
     close(replayed.feed_steps(tokens), plain.feed_steps(tokens))
-    steps = sum("_keep_up" not in run.__qualname__ for run in recorded)
+    steps = sum("_maintain" not in run.__qualname__ for run in recorded)
     assert steps == replayed.use.captured < len(recorded) <= 2 * steps
     assert replayed.use.replayed > 140
     assert_same_counts(plain.layer.counters, driver.layer.counters)
@@ -74,7 +74,7 @@ def test_pages_made_between_replays(settings, monkeypatch):
 def test_pages_are_made_where_that_cannot_be_recorded():
     def refuse(run):
         recording = record(run)
-        if "_keep_up" in run.__qualname__:
+        if "_maintain" in run.__qualname__:
             raise RuntimeError("no")
         return recording
 

@@ -1,0 +1,194 @@
+"""Attention layers as layers of a Transformers cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+from foveate.methods import Method
+from foveate.runtime import handed_on
+from foveate.runtime.layer import Layer
+from foveate.runtime.phase import Phase
+from foveate.state import Counters
+
+
+class CacheLayer(Layer, CacheLayerMixin):
+    """One attention layer's part of a :class:`Cache`."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0):
+        CacheLayerMixin.__init__(self)
+        Layer.__init__(self, method, counters, phase, dense_below)
+
+    # Called by the model
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Post the layer for the attention function, which knows the queries and the padding and stores the keys.
+
+        Args:
+            key_states, value_states: of the new tokens, ``[B, Hkv, n, D(v)]``.
+
+        Returns:
+            The same two tensors.
+
+        Raises:
+            RuntimeError, ValueError: as :func:`foveate.runtime.handed_on.post`.
+        """
+        handed_on.post(self, key_states)
+        self.is_initialized = True
+        return key_states, value_states
+
+    # Called by generate and the cache
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.store is None else self.store.batch_size
+
+    def continue_from(self, read: Layer) -> None:
+        super().continue_from(read)
+        self.is_initialized = True
+
+    def reset(self) -> None:
+        self.forget()
+        self.is_initialized = False
+
+    def activate_past_recording(self) -> None:
+        """Keep from now on what :meth:`crop` needs to undo tokens."""
+        self.start_recording()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse a crop that cannot be done.
+
+        Args:
+            tokens_to_remove: minus the number of tokens, as Transformers counts them.
+
+        Raises:
+            ValueError: when the tokens to be removed are already final (evicted, compressed or accumulated).
+        """
+        count = -int(tokens_to_remove)
+        target = self.seen - count
+        if count < 0:
+            raise ValueError(f"crop takes the negative number of tokens to remove, not {-count}")
+        if self.store is None or count == 0:
+            return
+        if target < 0:
+            raise ValueError(f"crop({-count}) of a cache of {self.seen} tokens")
+        if not self.method.stateful:
+            if target < (self.phase.prompt_end or 0) and not self.store.uniform:
+                raise ValueError("a padded prompt cannot be cropped: its rows end at different tokens")
+        elif target not in self.store.snapshots:
+            raise ValueError(
+                f"crop({-count}): the {self.method.name} method has already made the last tokens final; call "
+                "cache.activate_past_recording() before decoding tokens that may be removed"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; what remains becomes final while the past is recorded.
+
+        Raises:
+            ValueError: as :meth:`check_crop`.
+        """
+        self.check_crop(tokens_to_remove)
+        self.remove_last(-int(tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self.take_rows(torch.arange(self.store.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.store is not None:
+            self.take_rows(row_indices(indices))
+
+    def offload(self) -> None:
+        raise ValueError("foveate's cache cannot be offloaded")
+
+    prefetch = offload
+
+
+class HybridCacheLayer(LinearAttentionLayer, CacheLayer):
+    """An attention layer with recurrent states beside it, which stay Transformers' own (Falcon-H1)."""
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str, states: int):
+        CacheLayer.__init__(self, method, counters, phase, dense_below)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    @property
+    def is_croppable(self) -> bool:
+        return LinearAttentionLayer.is_croppable.fget(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (CacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def get_max_length(self) -> int:
+        return CacheLayer.get_max_length(self)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        CacheLayer.reset(self)
+
+    def activate_past_recording(self) -> None:
+        LinearAttentionLayer.activate_past_recording(self)
+        CacheLayer.activate_past_recording(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        CacheLayer.crop(self, tokens_to_remove)
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.take_rows(beam_idx)
+
+    def take_rows(self, index: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, index)
+        CacheLayer.take_rows(self, index)
+
+    def offload(self) -> None:
+        CacheLayer.offload(self)
+
+    prefetch = offload
+
+
+def row_indices(indices: Tensor) -> Tensor:
+    """Indices of rows, int64 ``[B']``; a bool mask ``[B]`` is converted."""
+    indices = torch.as_tensor(indices)
+    return indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+
+
+def recurrent_states(layer: LinearAttentionLayer) -> list[Tensor]:
+    """The states of a recurrent layer, which a decode step writes to in place."""
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in states if state is not None]
+
+
+def copy_states(layer: LinearAttentionLayer, to: LinearAttentionLayer) -> None:
+    """Give another layer copies of the same recurrent states."""
+    names = LinearAttentionLayer(number_of_states=layer.number_of_states).__dict__
+    for name in names:
+        state = getattr(layer, name)
+        if isinstance(state, dict):
+            state = {number: one.clone() if isinstance(one, Tensor) else one for number, one in state.items()}
+        setattr(to, name, state)

@@ -1,0 +1,20 @@
+"""What every engine needs to run methods: prompt, decode and undo in a layer; capture and replay of decode steps."""
+
+from foveate.runtime.layer import Layer
+from foveate.runtime.phase import Phase
+from foveate.runtime.policy import Policy
+from foveate.runtime.recorder import CaptureError, CudaRecorder, Recording, Use
+from foveate.runtime.replay import ReplayedSteps
+from foveate.runtime.stateless import without_cache
+
+__all__ = [
+    "CaptureError",
+    "CudaRecorder",
+    "Layer",
+    "Phase",
+    "Policy",
+    "Recording",
+    "ReplayedSteps",
+    "Use",
+    "without_cache",
+]

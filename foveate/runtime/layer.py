@@ -1,0 +1,301 @@
+"""One attention layer at work: it stores keys, lets its method read a prompt or decode a token, and undoes tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foveate.methods import Method
+from foveate.ops import PromptHeads
+from foveate.ops._dispatch import runs_kernel
+from foveate.runtime.phase import Phase
+from foveate.runtime.stateless import without_cache
+from foveate.state import Counters, Geometry, SlotCache
+
+_DEAD_SLOTS = 256
+"""Slots given up during assisted decoding that are tolerated before the cache is packed again."""
+
+
+class Layer:
+    """The keys, values and method state of one attention layer, and the method that works on them.
+
+    Args:
+        method: the layer's method.
+        counters: what the layer has read so far; it outlives the layer's cache.
+        phase: shared by the layers of one cache.
+        dense_below: decode steps are dense below this many tokens of all sequences together; "auto": below what the
+            method declares, on a GPU with kernels.
+    """
+
+    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0):
+        self.method, self.counters, self.phase, self.dense_below = method, counters, phase, dense_below
+        self.store: SlotCache | None = None
+        self.seen = 0
+        """Columns of the batch so far, padding included."""
+        self.pending = False
+        """Whether new keys were announced that :meth:`attend` has not been given yet."""
+        self.scaling: float | None = None
+        self.captured_dense = False
+        """Whether the step that is captured is dense."""
+        self.record_past = False
+        """Whether tokens can be removed again: irreversible steps are staged."""
+        self.finite: Tensor | None = None
+        """Whether attention to a prompt is finite at its last token, a bool on the device; None of a decode step."""
+
+    @property
+    def maintenance_runs_alone(self) -> bool:
+        """Whether some steps are followed by maintenance that cannot be captured, so that these run by themselves."""
+        return type(self.method).pauses is not Method.pauses and not self.method.records_pauses
+
+    def announce(self, n: int) -> None:
+        """Count n new columns, whose keys :meth:`attend` is given next."""
+        self.pending = True
+        self.seen += n
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        sink_logits: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Store the keys of announced tokens and attend to them and to the past: ``[B, Hq, n, Dv]``.
+
+        The cache holds no gradients. With gradients enabled, a first forward pass has those of attention without a
+        cache, and the backward pass of a later one is an error.
+
+        Args:
+            q, k, v: ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
+            mask: real tokens, ``[B, tokens]``, see :meth:`Phase.rows`.
+            sink_logits: ``[Hq]``, the layer's learned sinks; None: the layer has none.
+            softcap: the cap of the layer's logits; None: the layer has none.
+
+        Raises:
+            ValueError: for another batch size, for a mask of another shape, or for padding after the prompt.
+        """
+        self.pending, self.scaling = False, scaling
+        n = k.shape[2]
+        first = self.seen - n
+        try:
+            prompt, columns = self._split(k, mask, first)
+        except ValueError:
+            self.seen = first
+            raise
+        if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+            return self._attend(q, k, v, prompt, columns, first, scaling, sink_logits, softcap)
+        with torch.no_grad():
+            given = (x.detach() for x in (q, k, v))
+            out = self._attend(*given, prompt, columns, first, scaling, sink_logits, softcap)
+        if first == 0 and prompt == n:
+            return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward, sink_logits, softcap)
+        return _WithoutGradient.apply(out, q)
+
+    def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
+        """How many of the new tokens are prompt, and which of these are real."""
+        n = k.shape[2]
+        if self.store is not None and k.shape[0] != self.store.batch_size:
+            raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
+        prompt_end = self.seen if self.phase.prompt_end is None else self.phase.prompt_end
+        prompt = min(max(prompt_end - first, 0), n)
+        columns = self.phase.rows(mask, first, prompt) if prompt else None
+        single = self.phase.prompt_end_known and n == 1
+        if prompt < n and not single and self.phase.rows(mask, first + prompt, n - prompt) is not None:
+            raise ValueError(
+                "attention_mask marks padding after the prompt: decoded tokens must be real in every row "
+                "(a new turn with padding goes through generate)"
+            )
+        self.phase.prompt_end = prompt_end
+        return prompt, columns
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prompt: int,
+        columns: list[Tensor] | None,
+        first: int,
+        scaling: float,
+        sink_logits: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if self.store is None:
+            geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
+            channels = self.method.channels(geometry)
+            self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
+            self.store.staged, self.store.forward = self.record_past, self.phase.forward
+        self.store.sink_logits = None if sink_logits is None else sink_logits.detach()
+        self.store.softcap = softcap
+        outs, self.finite = [], None
+        if prompt:
+            outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))
+            self.finite = outs[0][:, :, -1].isfinite().all()
+        if prompt < k.shape[2]:
+            outs.append(self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, scaling))
+        return torch.cat(outs, 2) if len(outs) > 1 else outs[0]
+
+    # Prompt
+
+    def _prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, columns: list[Tensor] | None, first: int, scaling: float
+    ) -> Tensor:
+        store, n = self.store, k.shape[2]
+        self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(map(len, columns))
+        shape = store.geometry
+        dims = (shape.head_dim, shape.value_dim, shape.group)
+        self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, store.softcap)
+        store.compact()
+        store.reserve(store.used + n)
+        store.to_come = self.phase.prompt_end - first - n
+        if columns is None and store.uniform:
+            out = self._read(store, q, k, v, scaling)
+        else:
+            out = q.new_zeros(*q.shape[:3], v.shape[3])
+            for b in range(store.batch_size):
+                real = columns[b] if columns is not None else torch.arange(n, device=q.device)
+                if len(real) == 0:
+                    continue
+                row = store.row(b)
+                row.to_come += self.phase.trailing_padding[b] if columns is not None else 0
+                out[b, :, real] = self._read(row, *(x[b : b + 1, :, real] for x in (q, k, v)), scaling)[0]
+                store.put_back(b, row)
+        if first + n == self.phase.prompt_end or not self.method.needs_prompt_end:
+            finish_prompt(self.method, store, scaling)
+            store.save(first + n)
+        return out
+
+    def _read(self, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Store prompt tokens of rows of one length, attend to them, and let the method observe them."""
+        store.append(k, v)
+        attended = self.method.prompt(store, q, scaling)
+        self.method.observe(store, q, attended, scaling)
+        store.rows["observed"] = [number + k.shape[2] for number in store.rows["observed"]]
+        return attended.out
+
+    def continue_from(self, read: Layer) -> None:
+        """Start after a prompt that another layer has read, whose method is :class:`~foveate.methods.Together`."""
+        store = read.store
+        channels, filled = self.method.channels(store.geometry), read.method.filled(self.method, store.geometry)
+        self.store = store.branch(channels, self.method.evicts, self.counters, filled)
+        self.store.rows["observed"], self.store.forward = list(store.lengths), self.phase.forward
+        self.seen = read.seen
+        self.counters.prompt_tokens += sum(store.lengths)
+        self.counters.prompt_heads = read.counters.prompt_heads
+        finish_prompt(self.method, self.store, read.scaling)
+
+    # Decode
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
+        store, n = self.store, k.shape[2]
+        if n > 1 and self.method.decodes_in_blocks and store.uniform:
+            store.append(k, v)
+            for missing in range(n - 1, -1, -1):
+                store.count_read(store.used - missing, available=store.used - missing)
+            return self.method.prompt(store, q, scaling).out
+        outs = []
+        for i in range(n):
+            store.write_step(k[:, :, i : i + 1], v[:, :, i : i + 1])
+            outs.append(self._step(q[:, :, i : i + 1], scaling))
+            if self.method.stateful:
+                store.save(first + i + 1)
+        return torch.cat(outs, 2) if n > 1 else outs[0]
+
+    def _step(self, q: Tensor, scaling: float) -> Tensor:
+        """Attention of one token a row, dense while the sequences are short."""
+        store, method = self.store, self.method
+        if not (self.captured_dense if store.step is not None else self.decodes_densely(max(store.lengths))):
+            return method.decode(store, q, scaling)
+        self.counters.dense_steps += 1
+        return method.stand_in(store, q, scaling)
+
+    def decodes_densely(self, longest: int) -> bool:
+        """Whether a decode step is dense when the longest sequence has this many tokens, see ``dense_below``."""
+        below, store = self.dense_below, self.store
+        if below == "auto":
+            below = self.method.pays_from if store.device.type == "cuda" and runs_kernel("attend") else 0
+        return self.method.stands_in and store.batch_size * longest < below
+
+    # Undo
+
+    def start_recording(self) -> None:
+        """Keep from now on what :meth:`remove_last` needs."""
+        self.record_past = True
+        if self.store is not None and not self.store.staged:
+            self.store.compact()
+            self.store.staged = True
+            self.store.save(self.seen)
+
+    def stop_recording(self) -> None:
+        """Make all tokens so far final."""
+        self.record_past = False
+        if self.store is not None and self.store.staged:
+            self.store.staged = False
+            self.store.snapshots = {}
+            self.store.compact()
+
+    def remove_last(self, count: int) -> None:
+        """Remove the last ``count`` columns; what remains becomes final while the past is recorded.
+
+        The caller has checked that they can be removed: a stateful method needs a snapshot of the cache before them.
+        """
+        store, target = self.store, self.seen - count
+        if store is None:
+            return
+        self.seen = target
+        if not self.method.stateful:
+            store.truncate(count)
+        elif target in store.snapshots:
+            store.restore(target)
+            keep = target - 1 if self.phase.assistant else target
+            store.snapshots = {clock: saved for clock, saved in store.snapshots.items() if clock >= keep}
+            dead = store.rows["counts"][0] - store.rows["live"][0]
+            if dead > max(_DEAD_SLOTS, store.rows["live"][0] // 4) and not self.phase.assistant:
+                store.compact()
+                store.save(target)
+
+    def forget(self) -> None:
+        """Drop all tokens."""
+        self.store, self.seen, self.pending = None, 0, False
+
+    def take_rows(self, index: Tensor) -> None:
+        """Replace the batch by the rows ``index``, int64 ``[B']``, as beam search does."""
+        if self.store is not None:
+            self.store.take_rows(index.to(self.store.device))
+
+
+def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
+    """Let a method settle what it keeps of a complete prompt; rows of different lengths come one by one.
+
+    Args:
+        store: the cache, whose tokens so far are the prompt.
+    """
+    if store.uniform and len(set(store.rows["observed"])) == 1:
+        keep = method.prompt_end(store, scaling)
+    else:
+        kept = []
+        for b in range(store.batch_size):
+            row = store.row(b)
+            kept.append(method.prompt_end(row, scaling) if row.used else None)
+            store.put_back(b, row)
+        slots = [torch.arange(count, device=store.device) for count in store.rows["counts"]]
+        everything = [every.expand(1, store.geometry.num_kv_heads, -1) for every in slots]
+        keep = [every if one is None else one for one, every in zip(kept, everything)]
+        keep = keep if any(one is not None for one in kept) else None
+    if keep is not None:
+        store.retain(keep, method.uneven)
+    store.rows["prompt"], store.rows["observed"] = list(store.lengths), [0] * store.batch_size
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The identity, whose backward pass is an error."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, q: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        raise RuntimeError("gradients do not flow through foveate's cache: train with use_cache=False")

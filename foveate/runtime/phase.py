@@ -1,0 +1,60 @@
+"""What the layers of one cache know together: where the prompt ends, and which of its tokens are real."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Phase:
+    """Prompt or decode, for all layers of one cache."""
+
+    prompt_end: int | None = None
+    """Columns of the batch that are prompt, padding included; None until the first forward pass."""
+    prompt_end_known: bool = False
+    """Whether the engine has set :attr:`prompt_end`. Single tokens after it are then never padding."""
+    assistant: bool = False
+    """Whether the cache is that of an assistant in assisted decoding, which is cropped by one token more."""
+    layout: tuple | None = None
+    """The mask, first column, number of columns and result of the last call of :meth:`rows`."""
+    trailing_padding: list[int] = field(default_factory=list)
+    """Columns of padding after the last real token of each row of the layout; empty when all tokens are real."""
+    forward: dict[Hashable, Any] = field(default_factory=dict)
+    """What the layers of the current forward pass share."""
+
+    def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
+        """The real tokens of each row among the columns ``first .. first + n - 1``; None when all are real.
+
+        The mask is read from the device once for all layers of a forward pass.
+
+        Args:
+            mask: ``[B, >= first + n]``, nonzero for real tokens; None: all are real.
+
+        Returns:
+            For each row, int64 ``[tokens]``: offsets from ``first``.
+
+        Raises:
+            ValueError: for a mask of another shape.
+        """
+        if mask is None:
+            return None
+        if self.layout is None or self.layout[0] is not mask or self.layout[1:3] != (first, n):
+            if mask.dim() != 2:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(mask.shape)}; foveate's cache takes a 2-D mask of real tokens, "
+                    "not one of pairs of tokens (packing and overlays are not supported with a cache)"
+                )
+            if mask.shape[1] < first + n:
+                raise ValueError(
+                    f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {first} and {n} are new: "
+                    "pass a mask over all of them"
+                )
+            columns = mask[:, first : first + n].bool()
+            rows = None if bool(columns.all()) else [row.nonzero()[:, 0] for row in columns]
+            self.layout = (mask, first, n, rows)
+            self.trailing_padding = [] if rows is None else columns.flip(1).int().argmax(1).tolist()
+        return self.layout[3]

@@ -1,0 +1,265 @@
+"""Decode steps of one cache over buffers at fixed addresses, captured once and replayed."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foveate.runtime import capture
+from foveate.runtime.layer import Layer
+from foveate.runtime.recorder import CaptureError, Recorder, Recording, Use
+from foveate.state.device_rows import DeviceRows
+
+ROOM = 256
+"""Tokens for which a cache gets room before its steps are captured, where it has less: a full one is captured anew."""
+
+
+class LayerGroup(NamedTuple):
+    """Layers with the same method and the same row numbers."""
+
+    first: Layer
+    group: int
+    """Index of their row numbers."""
+    indices: tuple[int, ...]
+
+
+class ReplayedSteps:
+    """Runs the decode steps of a cache: the first one as it is, later ones as replays of one that it captures.
+
+    Meanwhile the cache's row numbers advance on the device. Whoever reads them brings them back to the host, and the
+    next step puts them on the device again. A recording holds as long as the cache keeps its memory.
+
+    Args:
+        record: makes a :class:`Recording` of what it is given to call.
+        use: where to count.
+    """
+
+    def __init__(self, record: Recorder, use: Use):
+        self._record, self._use = record, use
+        self._recording: Recording | None = None
+        self._warm = False
+        self._maintenance: dict[tuple[int, ...], Recording | None] = {}
+        """Recorded maintenance, by the indices of its layers; None: it has run once and is not recorded yet."""
+        self._inputs: dict[str, Tensor] = {}
+        self._options: dict[str, Any] = {}
+        self._groups: list[DeviceRows] = []
+        self._grouping: list[int] = []
+        """For each layer, the index of its row numbers in ``_groups``."""
+        self._batch = 0
+        self._freed_slots: list[Tensor | None] = []
+        self._memory: list[weakref.ref] = []
+        self._methods: list[Any] = []
+        self._layer_groups: list[LayerGroup] = []
+        self._room = 0
+        self._totals: list[int] = []
+        self._longest: list[int] = []
+        self._counts: list[tuple[Layer, tuple[int, ...]]] = []
+        """What a step adds to the counters of some layers."""
+
+    def __deepcopy__(self, memo):  # a copy of the cache has memory of its own
+        return None
+
+    def __call__(
+        self,
+        layers: Sequence[Layer],
+        run: Callable[..., Any],
+        inputs: dict[str, Tensor],
+        options: dict[str, Any],
+        written: Callable[[], list[Tensor]] = list,
+    ) -> Any:
+        """Decode one token for every row, and return what the model returns; the next replay overwrites its tensors.
+
+        Args:
+            layers: the cache's attention layers that have a method.
+            run: the model. It must not return the cache, which its own recording would then keep alive.
+            inputs: its inputs whose contents change, each ``[B or 1, 1]``, by keyword.
+            options: its other inputs; a change discards the recording.
+            written: gives other memory that a step writes to in place, such as recurrent states.
+
+        Raises:
+            CaptureError: when the step cannot be captured.
+        """
+        self._load(inputs, options)
+        if not self._ready(layers):
+            self._enter(layers, written())
+        self._choose_dense(layers)
+        if self._recording is None and not self._warm:
+            before = [_counted(layer) for layer in layers]
+            out = self._run(run)
+            counts = (
+                tuple(now - then for now, then in zip(_counted(layer), one)) for layer, one in zip(layers, before)
+            )
+            self._counts = [(layer, more) for layer, more in zip(layers, counts) if any(more)]
+            self._warm = True
+        else:
+            if self._recording is None:
+                self._recording = self._recorded(layers, run)
+                self._use.captured += 1
+            self._recording.replay()
+            self._use.replayed += 1
+            out = self._recording.out
+            for layer in layers:
+                layer.seen += 1
+            for layer, counts in self._counts:
+                _set_counted(layer, (now + more for now, more in zip(_counted(layer), counts)))
+        for rows in self._groups:
+            rows.steps += 1
+        available = [total + self._batch * rows.steps for total, rows in zip(self._totals, self._groups)]
+        for layer, group in zip(layers, self._grouping):
+            layer.counters.count_steps(1, self._batch, available[group])
+        self._maintain(layers)
+        return out
+
+    # Inputs
+
+    def _load(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
+        """Copy the inputs to where the recorded step reads them."""
+        shapes = {name: (x.shape, x.dtype, x.device) for name, x in inputs.items()}
+        if options != self._options or shapes != {n: (x.shape, x.dtype, x.device) for n, x in self._inputs.items()}:
+            self._discard()
+            self._options = dict(options)
+            with torch.inference_mode(False):
+                self._inputs = {name: torch.empty_like(x, requires_grad=False) for name, x in inputs.items()}
+        for name, x in inputs.items():
+            self._inputs[name].copy_(x)
+
+    def _discard(self) -> None:
+        """Drop the recordings."""
+        self._recording, self._warm = None, False
+        self._maintenance.clear()
+
+    # The cache
+
+    def _ready(self, layers: Sequence[Layer]) -> bool:
+        """Whether the row numbers are on the device and there is room for a token."""
+        if len(layers) != len(self._grouping) or any(rows.steps >= self._room for rows in self._groups):
+            return False
+        for layer, group in zip(layers, self._grouping):
+            state = layer.store.device_state
+            if state is None or state.rows is not self._groups[group]:
+                return False
+        return True
+
+    def _enter(self, layers: Sequence[Layer], written: list[Tensor]) -> None:
+        """Put the row numbers on the device; discard recordings made for other memory.
+
+        Args:
+            written: other memory that a step writes to in place.
+        """
+        stores = [layer.store for layer in layers]
+        for store in stores:
+            used = store.used
+            if store.capacity - used < (1 if self._warm else ROOM):
+                store.reserve(used + ROOM)
+            if store.evicts:
+                store.own_memory()
+        self._room = min(store.capacity - store.used for store in stores)
+        keys = [
+            (
+                layer.method.spec if store.evicts or layer.method.records_pauses else None,
+                store.capacity,
+                *(tuple(numbers) for numbers in store.rows.values()),
+                None if store.freed is None else tuple(store.freed.rows),
+            )
+            for layer, store in zip(layers, stores)
+        ]
+        different = list(dict.fromkeys(keys))
+        grouping = [different.index(key) for key in keys]
+        if grouping != self._grouping or stores[0].batch_size != self._batch:
+            self._discard()
+            self._grouping, self._batch = grouping, stores[0].batch_size
+            self._groups = [capture.device_rows(stores[grouping.index(group)]) for group in range(len(different))]
+            self._freed_slots = [capture.freed_slots(store) for store in stores]
+        self._totals, self._longest = [], []
+        for group, rows in enumerate(self._groups):
+            store = stores[self._grouping.index(group)]
+            capture.write_rows(rows, store)
+            self._totals.append(sum(store.lengths))
+            self._longest.append(max(store.lengths))
+        memory = [tensor for store in stores for tensor in store.tensors.values()]
+        memory += [count for store in stores for count in store.counters.on_device(store.device)]
+        memory += written
+        methods = [layer.method.spec for layer in layers]
+        same = len(memory) == len(self._memory) and all(ref() is now for ref, now in zip(self._memory, memory))
+        if not same or methods != self._methods:
+            self._discard()
+            self._memory, self._methods = [weakref.ref(tensor) for tensor in memory], methods
+        for store, group, slots in zip(stores, self._grouping, self._freed_slots):
+            store.move_to_device(self._groups[group], slots)
+        found: dict[Hashable, list[int]] = {}
+        for index, (layer, group) in enumerate(zip(layers, self._grouping)):
+            found.setdefault((group, methods[index], layer.dense_below, layer.captured_dense), []).append(index)
+        self._layer_groups = [
+            LayerGroup(layers[indices[0]], self._grouping[indices[0]], tuple(indices)) for indices in found.values()
+        ]
+
+    def _choose_dense(self, layers: Sequence[Layer]) -> None:
+        """Discard a recording in which other layers are dense than in this step."""
+        for first, group, indices in self._layer_groups:
+            dense = first.decodes_densely(self._longest[group] + self._groups[group].steps + 1)
+            if dense != first.captured_dense:
+                self._discard()
+                for index in indices:
+                    layers[index].captured_dense = dense
+
+    # Running
+
+    def _run(self, run: Callable[..., Any]) -> Any:
+        """The step itself, which is recorded; the first time it runs as it is, to set up what a first use sets up."""
+        with capture.step(self._groups):
+            return run(**self._inputs, **self._options)
+
+    def _recorded(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Recording:
+        """Record the step without running it: the host's counters are put back."""
+        before = [(layer.seen, _counted(layer)) for layer in layers]
+        try:
+            return self._record(lambda: self._run(run))
+        except (RuntimeError, NotImplementedError) as error:
+            raise CaptureError(str(error).partition("\n")[0]) from error
+        finally:
+            for layer, (seen, counts) in zip(layers, before):
+                layer.seen, layer.pending = seen, False
+                _set_counted(layer, counts)
+
+    def _maintain(self, layers: Sequence[Layer]) -> None:
+        """Run the maintenance that is due after this step; a replay from its second time on."""
+        due = (same.indices for same in self._layer_groups if same.first.method.pauses(same.first.store.decoded))
+        which = tuple(sorted(itertools.chain.from_iterable(due)))
+        if not which:
+            return
+        groups = {self._grouping[n]: layers[n].method for n in which}
+
+        def run() -> None:
+            with capture.maintenance([self._groups[group] for group in groups]):
+                for n in which:
+                    layers[n].method.keep_up(layers[n].store)
+
+        if which not in self._maintenance:
+            run()
+            self._maintenance[which] = None
+        else:
+            if self._maintenance[which] is None:
+                try:
+                    self._maintenance[which] = self._record(run)
+                except (RuntimeError, NotImplementedError) as error:  # nothing has been done yet
+                    reason = f"what follows some steps could not be captured ({str(error).partition(chr(10))[0]})"
+                    warnings.warn(f"foveate: {reason}; it is run as it is", stacklevel=2)
+                    self._maintenance[which] = Recording(None, run)
+            self._maintenance[which].replay()
+        for group, method in groups.items():
+            self._groups[group].apply_on_host(method.numbers_after)
+
+
+def _counted(layer: Layer) -> tuple[int, ...]:
+    """What the host counts of a step: the same in every replay."""
+    return layer.counters.indices_reused, layer.counters.dense_steps
+
+
+def _set_counted(layer: Layer, counts: Iterable[int]) -> None:
+    layer.counters.indices_reused, layer.counters.dense_steps = counts

@@ -1,0 +1,52 @@
+"""Attention of a whole sequence without a cache, as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.methods import Method
+from foveate.ops import attend_causal
+from foveate.state import SlotCache
+
+
+def without_cache(
+    method: Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    forward: dict[Hashable, Any],
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend to a whole sequence as to a prompt and keep nothing: ``[B, Hq, n, Dv]``, differentiable.
+
+    Args:
+        q, k, v: ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
+        mask: ``[B, n]``, nonzero for real tokens; None: all are real.
+        forward: what the layers of this forward pass share.
+        sink_logits: ``[Hq]``, the layer's learned sinks; None: the layer has none.
+        softcap: the cap of the layer's logits; None: the layer has none.
+    """
+
+    def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None, padding: int = 0) -> Tensor:
+        if method.sparse_prompt:
+            cache = SlotCache.of(k, v, q.shape[1], forward, row, sink_logits, softcap, padding)
+            return method.prompt(cache, q, scaling).out
+        return attend_causal(q, k, v, scaling=scaling, sink_logits=sink_logits, softcap=softcap).out
+
+    if mask is None or bool(mask.all()):
+        return attend_row(q, k, v)
+    rows = []
+    for b, real in enumerate(row.nonzero()[:, 0] for row in mask.bool()):
+        one = q.new_zeros(q.shape[1], q.shape[2], v.shape[3])
+        if len(real):
+            padding = q.shape[2] - 1 - int(real[-1])
+            one = one.index_copy(1, real, attend_row(*(x[b : b + 1, :, real] for x in (q, k, v)), b, padding)[0])
+        rows.append(one)
+    return torch.stack(rows)

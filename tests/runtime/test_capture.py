@@ -1,0 +1,61 @@
+"""The protocol of captured steps and of maintenance between them, on a cache without a model."""
+
+import pytest
+import torch
+
+from foveate.runtime import capture
+from foveate.state import Counters, Geometry, SlotCache
+
+LENGTH = 9
+
+
+def filled(evicts=False):
+    """A cache of two rows that hold the same tokens."""
+    cache = SlotCache(Geometry(4, 2, 8, 8), 2, torch.float32, torch.device("cpu"), {}, evicts, Counters())
+    tokens = torch.randn(2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(0))
+    cache.append(tokens, tokens)
+    return cache
+
+
+def test_a_step_counts_its_token_before_and_what_was_read_afterwards():
+    cache = filled()
+    cache.reserve(LENGTH + 1)
+    cache.counters.on_device(cache.device)
+    rows = capture.move_to_device([cache])
+    with capture.step([rows]):
+        assert cache.step["lengths"].tolist() == [LENGTH + 1] * 2
+        cache.count("keys_read", 3.0)
+        assert float(cache.counters.keys_read) == 0.0
+    assert float(cache.counters.keys_read) == 6.0
+    rows.steps += 1
+    assert cache.lengths == [LENGTH + 1] * 2
+
+
+@pytest.mark.parametrize("block", [capture.step, capture.maintenance, capture.capturing])
+def test_within_a_block_the_host_is_not_asked_also_not_after_an_error(block):
+    cache = filled()
+    rows = capture.move_to_device([cache])
+    with pytest.raises(RuntimeError, match="asked for numbers of the host"), block([rows]):
+        list(cache.lengths)
+    assert not rows.capturing
+    assert cache.lengths == [LENGTH] * 2
+
+
+def test_row_numbers_that_maintenance_changes_are_changed_at_its_end():
+    rows = capture.move_to_device([filled()])
+    with capture.maintenance([rows]):
+        rows.after("pages", lambda: rows["pages"].add_(1))
+        rows.after("pages", lambda: rows["pages"].add_(1))  # of another layer
+        assert rows["pages"].tolist() == [0, 0]
+    assert rows["pages"].tolist() == [1, 1]
+
+
+def test_steps_that_free_slots_get_memory_for_them_and_keys_of_their_own():
+    read = filled()
+    branch = read.branch({}, True, Counters(), {})
+    assert branch.tensors["keys"] is read.tensors["keys"]
+    capture.move_to_device([branch])
+    assert branch.device_state.places.tolist() == [[-1, -1]] * 2
+    assert branch.tensors["keys"] is not read.tensors["keys"]
+    assert torch.equal(branch.tensors["keys"], read.tensors["keys"])
+    assert capture.freed_slots(read) is None

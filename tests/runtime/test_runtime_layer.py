@@ -1,0 +1,127 @@
+"""One attention layer of the runtime, as an engine drives it: without Transformers."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from foveate import methods
+from foveate.runtime import Layer, Phase, handed_on
+from foveate.state import Counters
+
+PROMPT, TOTAL = 21, 30
+
+
+def drawn(batch=2):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, heads, TOTAL, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def feed(layer, tokens, first, last, mask=None):
+    new = [x[:, :, first:last] for x in tokens]
+    layer.announce(last - first)
+    return layer.attend(*new, mask, 8**-0.5)
+
+
+def layer_of(spec, **how):
+    return Layer(methods.parse(spec), Counters(), Phase(prompt_end=PROMPT), **how)
+
+
+def dense(q, k, v):
+    """Causal attention, materialised in fp64."""
+    k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    future = torch.ones(TOTAL, TOTAL).triu(1).bool()
+    logits = (q.double() @ k.transpose(-1, -2) * 8**-0.5).masked_fill(future, float("-inf"))
+    return (logits.softmax(-1) @ v).float()
+
+
+def test_pieces_of_a_prompt_and_steps_are_causal_attention():
+    layer, tokens = layer_of("dense"), drawn()
+    outs = [feed(layer, tokens, *ends) for ends in ((0, 13), (13, 25), (25, 26), (26, TOTAL))]
+    torch.testing.assert_close(torch.cat(outs, 2), dense(*tokens))
+    assert (layer.seen, layer.counters.prompt_tokens, layer.counters.decode_steps) == (TOTAL, 2 * PROMPT, 9)
+
+
+@pytest.mark.parametrize("spec", ["dense", "h2o:top_k=9,window=4", "quest:page_size=4,top_k=8,dense_layers=0"])
+def test_removed_tokens_leave_no_trace(spec):
+    removed, plain, tokens = layer_of(spec), layer_of(spec), drawn()
+    others = [x.flip(2) for x in tokens]
+    for layer in (removed, plain):
+        layer.start_recording()
+        feed(layer, tokens, 0, PROMPT)
+    feed(removed, others, PROMPT, PROMPT + 4)
+    removed.remove_last(4)
+    assert removed.seen == PROMPT
+    assert torch.equal(feed(removed, tokens, PROMPT, TOTAL), feed(plain, tokens, PROMPT, TOTAL))
+
+
+def test_keys_that_are_never_attended_to_are_an_error():
+    layer, (_, k, _) = layer_of("dense"), drawn()
+    handed_on.begin("engine", layer.phase)
+    handed_on.post(layer, k)
+    with pytest.raises(RuntimeError, match="attention never took them"):
+        handed_on.post(layer, k)
+    assert handed_on.take(k, "engine") is layer
+    handed_on.end("engine")
+
+
+def test_a_layer_is_posted_in_a_pass_on_its_own_cache_alone():
+    layer, (_, k, _) = layer_of("dense"), drawn()
+    with pytest.raises(ValueError, match="outside of a forward pass"):
+        handed_on.post(layer, k)
+    handed_on.begin("engine", Phase())
+    with pytest.raises(ValueError, match="outside of a forward pass"):
+        handed_on.post(layer, k)
+    handed_on.end("engine")
+
+
+def test_steps_are_replayed_where_transformers_is_not_installed():
+    """The recorder runs a step again instead of capturing it."""
+    program = """
+        import sys
+        sys.modules["transformers"] = None
+        import torch
+        from foveate import methods
+        from foveate.runtime import Layer, Phase, Recording, ReplayedSteps, Use
+        from foveate.state import Counters
+
+        def attend(q, k, v):
+            layer.announce(k.shape[2])
+            return layer.attend(q, k, v, None, 8**-0.5)
+
+        generator = torch.Generator().manual_seed(0)
+        tokens = [torch.randn(2, heads, 30, 8, generator=generator) for heads in (4, 2, 2)]
+        found = []
+        for replayed in (False, True):
+            layer = Layer(methods.parse("tova:top_k=9"), Counters(), Phase(prompt_end=21))
+            attend(*(x[:, :, :21] for x in tokens))
+            outs = torch.zeros(2, 4, 1, 8)
+
+            def run(**given):
+                return outs.copy_(attend(**given))
+
+            def record(run):
+                def again():
+                    run()
+                    layer.seen -= 1  # a replay runs nothing on the host
+                return Recording(outs, again)
+
+            use, step = Use(), run
+            if replayed:
+                steps = ReplayedSteps(record, use)
+                step = lambda **given: steps([layer], run, given, {})
+            found.append([step(**{name: x[:, :, n : n + 1] for name, x in zip("qkv", tokens)}).clone()
+                          for n in range(21, 30)])
+        torch.testing.assert_close(*found)
+        print(use.captured, use.replayed)
+    """
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=here, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "8"]
