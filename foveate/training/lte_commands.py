@@ -40,7 +40,7 @@ def lte(
 ) -> None:
     """Learn which tokens of a frozen model later queries will need: resumable, one small file for --method lte."""
     from foveate.cli import _quiet
-    from foveate.methods.base import get
+    from foveate.methods import get
     from foveate.report import terminal
     from foveate.training.frozen_lte import Plan, train
 

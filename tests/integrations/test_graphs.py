@@ -14,7 +14,9 @@ from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_p
 from tests.recorded import record
 
 SPECS = [
-    methods.make(name, **methods.get(name).small_budget).spec for name in methods.names() if methods.get(name).graphs
+    methods.make(name, **methods.get(name).small_budget).spec
+    for name in methods.names()
+    if methods.get(name).replay is not None
 ] + [
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
     'per_layer:layers={"0": "quest:dense_layers=0,page_size=4,top_k=9", "1-2": "tova:top_k=9"}',

@@ -260,14 +260,14 @@ class Layer(CacheLayerMixin):
         if not (self.replays_dense if store.step is not None else self.reads_whole(max(store.lengths))):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
-        return method.stand_in(store, q, scaling)
+        return method.decode_dense(store, q, scaling)
 
     def reads_whole(self, longest: int) -> bool:
         """Whether a step reads everything when the longest sequence has so many tokens, see ``dense_below``."""
         below, store = self.dense_below, self.store
         if below == "auto":
-            below = self.method.pays_from if store.device.type == "cuda" and runs_kernel("attend") else 0
-        return self.method.stands_in and store.batch_size * longest < below
+            below = self.method.sparse_from_tokens if store.device.type == "cuda" and runs_kernel("attend") else 0
+        return self.method.can_decode_dense and store.batch_size * longest < below
 
     def go_on_from(self, read: Layer) -> None:
         """Begin after a prompt that another layer has read, which had :class:`Together` for its method."""
@@ -473,8 +473,9 @@ class Cache(transformers.Cache):
             layer
             for layer in layers
             if isinstance(layer, Layer)
-            and type(layer.method).pauses is not Method.pauses
-            and not layer.method.records_pauses
+            and layer.method.replay is not None
+            and layer.method.replay.maintains
+            and not layer.method.replay.captures_maintenance
         ]
         """Layers of which some steps cannot be recorded."""
         self.steps: Steps | None = None

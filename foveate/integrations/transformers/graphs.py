@@ -14,6 +14,7 @@ from foveate.integrations.transformers import handover, releases
 from foveate.integrations.transformers.cache import Cache, Layer
 from foveate.integrations.transformers.stats import Use
 from foveate.integrations.transformers.steps import CaptureError, CudaRecorder, Recording, Steps
+from foveate.methods import replay_obstacle
 from foveate.ops._dispatch import runs_kernel
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Graphs:
             layers = ", ".join(map(str, moving))
             return f"layers {layers} stay as they are, with a cache whose memory moves"
         for policy in attachment.policies.values():
-            if policy.method.graph_obstacle:
-                return policy.method.graph_obstacle
+            if obstacle := replay_obstacle(policy.method):
+                return obstacle
         rope = getattr(config, "rope_parameters", None) or {}
         kinds = {rope.get("rope_type")} | {one.get("rope_type") for one in rope.values() if isinstance(one, dict)}
         if kinds & set(_SHAPES):
@@ -204,4 +205,4 @@ def _hooked(model: nn.Module) -> str:
 
 def _pauses(cache: Cache) -> bool:
     """Whether a method wants to run this step by itself."""
-    return any(layer.method.pauses(layer.store.decoded + 1) for layer in cache.pausing)
+    return any(layer.method.replay.maintenance_due(layer.store.decoded + 1) for layer in cache.pausing)

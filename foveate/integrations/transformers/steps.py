@@ -194,7 +194,7 @@ class Steps:
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
-                layer.method.spec if store.evicts or layer.method.records_pauses else None,
+                layer.method.spec if store.evicts or layer.method.replay.captures_maintenance else None,
                 store.capacity,
                 *(tuple(numbers) for numbers in store.rows.values()),
                 None if store.freed is None else tuple(store.freed.rows),
@@ -249,7 +249,9 @@ class Steps:
 
     def _keep_up(self, layers: list[Layer]) -> None:
         """What some steps are followed by: replayed from its second time on."""
-        due = (same.indices for same in self._alike if same.first.method.pauses(same.first.store.decoded))
+        due = (
+            same.indices for same in self._alike if same.first.method.replay.maintenance_due(same.first.store.decoded)
+        )
         which = tuple(sorted(itertools.chain.from_iterable(due)))
         if not which:
             return
@@ -262,7 +264,7 @@ class Steps:
                 rows.pause()
             try:
                 for n in which:
-                    layers[n].method.keep_up(layers[n].store)
+                    layers[n].method.replay.maintain(layers[n].store)
                 for rows in moving:
                     rows.resume()
             finally:
@@ -282,7 +284,7 @@ class Steps:
                     self._pauses[which] = Recording(None, run)
             self._pauses[which].replay()
         for group, method in groups.items():
-            self._groups[group].apply_on_host(method.numbers_after)
+            self._groups[group].apply_on_host(method.replay.rows_after_maintenance)
 
     def _run(self, run: Callable[..., Any], cache: Cache) -> ModelOutput:
         """The step itself: what is recorded, or done once to make ready what is made at a first use."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.base import Number, budget, clamp
+from foveate.methods.budgets import Number, budget, clamp
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging, nodes_over
 from foveate.state import Geometry, SlotCache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods.base import Method, setting
+from foveate.methods.base import Method, Replay, setting
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import KL_LAG, Budgets, Paging
@@ -41,7 +41,6 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
     retired: ClassVar[dict] = {"summariser": ""}
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
@@ -243,53 +242,36 @@ class LuKA(Method):
         if cache.step is not None:
             return self._attend(cache, q, scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
-        if self.pauses(cache.decoded):
-            self.keep_up(cache)
+        if self.replay.maintenance_due(cache.decoded):
+            self.pages.extend(cache)
         return out
 
     @property
-    def stands_in(self) -> bool:  # type: ignore[override]
+    def can_decode_dense(self) -> bool:  # type: ignore[override]
         """False where pages depend on the attention of every decode step: its recent mass, or its divergence."""
         return self.compressor != "recent" and self.segmenter != "kl"
 
     @property
-    def pays_from(self) -> int:  # type: ignore[override]
+    def sparse_from_tokens(self) -> int:  # type: ignore[override]
         """Later with many refined pages, which take more launches than few."""
         few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "bound"
         few = few and isinstance(self.top_k, int) and max(self.top_k, self.first) <= 8
-        return Method.pays_from if few else 65536
+        return Method.sparse_from_tokens if few else 65536
 
-    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
         if self.weighs_mass:
             cache.channel("mass").add_(attended.mass)
-        if cache.step is None and self.pauses(cache.decoded):
-            self.keep_up(cache)
+        if cache.step is None and self.replay.maintenance_due(cache.decoded):
+            self.pages.extend(cache)
         return attended.out
 
-    @property
-    def graph_obstacle(self) -> str:
+    @functools.cached_property
+    def replay(self) -> Replay:  # type: ignore[override]
         if self.segmenter == "kl":
-            return f"{self.name} with segmenter=kl asks the host where pages end"
-        return f"{self.name} with compress_every=1 makes pages at every step" if self.compress_every == 1 else ""
-
-    def pauses(self, decoded: int) -> bool:
-        return decoded % self.compress_every == 0
-
-    @property
-    def records_pauses(self) -> bool:  # type: ignore[override]
-        """True where every row gets the same number of pages, by a rule that needs no numbers of the host."""
-        return self.pages.fixed and self.compressor != "random"
-
-    def keep_up(self, cache: SlotCache) -> None:
-        """Make new pages."""
-        if cache.step is None:
-            self.pages.extend(cache)
-        else:
-            self.pages.extend_in_step(cache)
-
-    def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        return self.pages.numbers_after(rows)
+            return MakesPages(self.pages, f"{self.name} with segmenter=kl asks the host where pages end")
+        every_step = f"{self.name} with compress_every=1 makes pages at every step"
+        return MakesPages(self.pages, every_step if self.compress_every == 1 else "")
 
     def _note_divergence(self, cache: SlotCache, q: Tensor, scaling: float) -> None:
         """Compare the attention of new queries with that of earlier ones, and keep the last queries."""
@@ -355,6 +337,33 @@ class LuKA(Method):
             self.compressor == "mean" and self.pages.fixed,
             WEIGHT_SPREAD,
         )
+
+
+class MakesPages(Replay):
+    """Replayed steps of LuKA, of which every ``compress_every``-th is followed by new pages."""
+
+    maintains: ClassVar[bool] = True
+
+    def __init__(self, pages: Pages, obstacle: str):
+        super().__init__(obstacle)
+        self.pages = pages
+
+    @property
+    def captures_maintenance(self) -> bool:  # type: ignore[override]
+        """True where every row gets the same number of pages, by a rule that needs no numbers of the host."""
+        return self.pages.fixed and self.pages.paging.compressor != "random"
+
+    def maintenance_due(self, decoded: int) -> bool:
+        return decoded % self.pages.paging.compress_every == 0
+
+    def maintain(self, cache: SlotCache) -> None:
+        if cache.step is None:
+            self.pages.extend(cache)
+        else:
+            self.pages.extend_in_step(cache)
+
+    def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        return self.pages.numbers_after(rows)
 
 
 def _is_number(value: Any) -> bool:
