@@ -6,7 +6,7 @@ import triton.language as tl
 from foveate.ops.select.blocks_kernel import _LOWEST, _behind, _end, _float, _kth, _valid
 from foveate.ops.summaries.ranks_kernel import group_masses, masses
 
-VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h", "first"]
+VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h"]
 """Arguments that change from step to step or from batch to batch; kernels are not compiled anew for them."""
 
 
@@ -53,7 +53,6 @@ def select_nodes(
     gone_stride,
     gone_places,
     width,
-    first,
     k,
     prior,
     limit,
@@ -103,7 +102,6 @@ def select_nodes(
             splits,
             others,
             rank_places,
-            first,
             prior,
             BRANCH,
             PRIOR,
@@ -130,7 +128,6 @@ def select_nodes(
             splits,
             others,
             rank_places,
-            first,
             prior,
             BRANCH,
             PRIOR,
