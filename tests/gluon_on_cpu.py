@@ -22,11 +22,17 @@ PATIENCE = 20.0
 """Seconds after which a wait is a deadlock."""
 _THREADS = 128
 """Threads of a partition that copies."""
+_HELPERS = re.compile(r"from foveate\.ops\.\w+\.(\w+_hopper_gather_kernel) import (?:\([^)]*\)|[^\n]*)\n")
+"""Imports of functions of a kernel that are in a file of their own, beside it."""
 
 
 def load_kernel(path: str | Path, changed: Sequence[tuple[str, str]] = ()) -> ModuleType:
-    """The module at ``path``, whose kernels run on the CPU; ``changed``: parts of its text and what replaces them."""
-    text = Path(path).read_text()
+    """The module at ``path``, whose kernels run on the CPU, with the functions that it imports from beside it.
+
+    Args:
+        changed: parts of the text, and what replaces them.
+    """
+    text = _HELPERS.sub(lambda found: Path(path).with_name(f"{found[1]}.py").read_text(), Path(path).read_text())
     for old, new in changed:
         assert old in text, old
         text = text.replace(old, new)

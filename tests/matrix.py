@@ -100,11 +100,11 @@ VARIANTS = [
             "threshold_preserve": {"refine": "threshold", "epsilon": 0.07, "mass": "preserve"},
             "threshold_layer": {"refine": "threshold", "epsilon": 0.15, "pool": "layer"},
             "attention": {"compressor": "attention", "temperature": 1.0, "bias": "entropy", "score": "summary"},
-            "random": {"compressor": "random", "bias": "none", "top_k": 3, "first": 1},
+            "random": {"compressor": "random", "bias": "none", "top_k": 3},
             "zero": {"zero_values": True, "pool": "layer", "top_k": 2},
             "none_refined": {"top_k": 0},
             "top_p": {"refine": "top_p", "top_p": 0.5},
-            "top_p_capped": {"refine": "top_p", "top_p": 0.95, "max_refined": 3, "first": 1},
+            "top_p_capped": {"refine": "top_p", "top_p": 0.95, "max_refined": 3},
             "recent": {"compressor": "recent", "top_k": 2},
             "spread": {"score": "spread", "bias": "spread", "prior": 0.0, "top_k": 2},
             "prior_layer": {
@@ -116,30 +116,12 @@ VARIANTS = [
                 "top_k": 2,
             },
             "bound": {"score": "bound", "bias": "log", "top_k": 1},
-            "missed_mass": {
-                "refine": "missed_mass",
-                "max_missed_mass": 0.97,
-                "page_size": 8,
-                "max_refined": 3,
-                "bias": "log",
-                "score": "summary",
-            },
             "two_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2},
             "two_levels_preserve": {"page_size": [4, 12], "top_k": 2, "expand": 1, "mass": "preserve"},
             "three_levels": {"page_size": [3, 6, 12], "top_k": 1, "expand": 1, "compressor": "attention"},
             "levels_top_p": {"page_size": [3, 6], "refine": "top_p", "top_p": 0.3},
-            "levels_missed_mass": {
-                "page_size": [8, 16],
-                "refine": "missed_mass",
-                "max_missed_mass": 0.9,
-                "max_refined": 1,
-                "bias": "log",
-                "score": "summary",
-            },
             "gaussian": {"segmenter": "gaussian", "page_size": 8, "page_deviation": 3.0, "top_k": 1},
             "gaussian_levels": {"segmenter": "gaussian", "page_size": [8, 16], "compressor": "attention", "top_k": 1},
-            "kl": {"segmenter": "kl", "kl_threshold": 0.4, "page_size": 3, "tail": 14, "top_k": 2},
-            "kl_random": {"segmenter": "kl", "page_size": 3, "tail": 14, "top_k": 1, "compressor": "random"},
         }.items()
     ),
 ]
@@ -464,9 +446,8 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
 
 
 def raw_of_luka(method, prompt, length):
-    """Sinks, the first pages (of fixed length), and the least tail."""
-    first = method.first * method.sizes[0] if method.segmenter == "fixed" else 0
-    return {*range(method.sinks + first), *range(length - method.tail, length)}
+    """Sinks and the least tail."""
+    return {*range(method.sinks), *range(length - method.tail, length)}
 
 
 def seen_by_streaming(method, prompt, length):

@@ -99,7 +99,8 @@ class Replayed:
         outs, self.kind = [], type(tokens)
         for i in range(len(tokens)):
             layer, one = self.driver.layer, tokens[i : i + 1]
-            if layer.method.pauses(layer.store.decoded + 1) and not layer.method.records_pauses:
+            replay = layer.method.replay
+            if replay.maintenance_due(layer.store.decoded + 1) and not replay.captures_maintenance:
                 outs.append(self.driver.feed(one))
             else:
                 outs.append(self.steps(self.layers, self.run, vars(one), {}).out.clone())

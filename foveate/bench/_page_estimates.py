@@ -31,7 +31,9 @@ COSTS = {
     "oracle": 1.0,
 }
 """What is read of a page's summary, in keys with their values: both means 1, the spread 0.5, bounds 1."""
-SINKS, TAIL, LIMIT, WINDOW = LuKA.sinks, LuKA.tail, LuKA.max_missed_mass, LuKA.window
+SINKS, TAIL, WINDOW = LuKA.sinks, LuKA.tail, LuKA.window
+LIMIT = 0.1
+"""The most attention that unrefined pages may hold where pages are refined by certified bounds."""
 PRIOR = LuKA.prior
 """Share of recent attention in the mass by which pages are ranked, where a score's name ends in ``+prior``."""
 _LOST = 0.5

@@ -26,7 +26,7 @@ from foveate import ops
 from foveate.bench import breakdown, cold, decode_layer, dense_peers
 from foveate.bench.decode_layer import Layer
 from foveate.bench.layer_kinds import Kind, kinds
-from foveate.methods import Method, parse
+from foveate.methods import Method, parse, replay_obstacle
 from foveate.results import circumstances
 from foveate.results.errors import UserError
 from foveate.runtime import capture
@@ -252,7 +252,7 @@ def _tokens(
 ) -> tuple[cold.Timed, float]:
     """A token of a layer, as in steps that are replayed if all that is done can be recorded, and the bytes it reads."""
     policy, period = kind.policy, _period(kind.policy)
-    if plan.device == "cuda" and not policy.graph_obstacle and (not period or policy.records_pauses):
+    if plan.device == "cuda" and not replay_obstacle(policy) and (not period or policy.replay.captures_maintenance):
         other = _layers(plan, kind, caches, queries)[0] if chooser is None else chooser
         ms = decode_layer.Replayed(layer, other, policy, period).ms()
         if ms is not None:
@@ -265,7 +265,8 @@ def _tokens(
 
 def _period(policy: Method) -> int:
     """Every so many steps one does more, such as making pages; 0: none does."""
-    return next((step for step in range(1, _LONGEST) if policy.pauses(step)), 0)
+    replay = policy.replay
+    return 0 if replay is None else next((step for step in range(1, _LONGEST) if replay.maintenance_due(step)), 0)
 
 
 def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
@@ -279,7 +280,7 @@ def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
     if plan.device != "cuda":
         ordinary, rare = decode_layer.one_by_one(layer, None, period)
         return max(0.0, rare - ordinary) / period
-    if policy.records_pauses and not policy.graph_obstacle:
+    if policy.replay.captures_maintenance and not policy.replay.obstacle:
         return _between_steps(policy, layer.cache) / period
     k, v = decode_layer.newest(layer.cache)
     found: dict[bool, list[float]] = {False: [], True: []}
@@ -295,8 +296,8 @@ def _between_steps(policy: Method, cache: SlotCache) -> float:
     rows = capture.move_to_device([cache])
     try:
         with capture.maintenance([rows]):
-            policy.keep_up(cache)
-            return breakdown.total(functools.partial(policy.keep_up, cache))
+            policy.replay.maintain(cache)
+            return breakdown.total(functools.partial(policy.replay.maintain, cache))
     finally:
         cache.sync_to_host()
 

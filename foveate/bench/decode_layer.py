@@ -99,7 +99,7 @@ class Replayed:
     """
 
     def __init__(self, layer: Layer, other: Layer, policy: Method, period: int):
-        self.layer, self.other, self.policy, self.period = layer, other, policy, period
+        self.layer, self.other, self.replay, self.period = layer, other, policy.replay, period
         cache, self._token = layer.cache, newest(layer.cache)
         self._forget()
         other.token(*self._token)
@@ -136,11 +136,11 @@ class Replayed:
     def turns(self) -> list[cold.Turn]:
         """One token, or a period of tokens with the maintenance that is due among them."""
         token = cold.Turn(lambda: self.layer.token(*self._token), self._begin)
-        more = cold.Turn(lambda: self.policy.keep_up(self.layer.cache), self._pause)
+        more = cold.Turn(lambda: self.replay.maintain(self.layer.cache), self._pause)
         turns = []
         for decoded in range(1, 1 + max(1, self.period)):
             turns.append(token)
-            if self.policy.pauses(self._decoded + decoded):
+            if self.replay.maintenance_due(self._decoded + decoded):
                 turns += [more, cold.Turn(lambda: None, self.rows.resume)]
         return turns
 
@@ -151,7 +151,7 @@ class Replayed:
 
     def _pause(self) -> None:
         self.rows.pause()
-        self.policy.keep_up(self.other.cache)
+        self.replay.maintain(self.other.cache)
 
     def _count(self) -> None:
         """Add what a token has counted to the totals, as the end of a step does for all layers."""

@@ -20,24 +20,14 @@ class Kind(NamedTuple):
 
 def in_decode(policy: Method) -> str:
     """What a layer does with a decoded token, in a word."""
-    place = getattr(policy, "place", None)
-    if place is None:
-        return "dense" if policy.name == "dense" or getattr(policy, "dense", False) else policy.name
-    if place.reads_another:
-        return "reading"
-    if place.anchor is None or (place.dense and not place.has_readers):
-        return "dense"
-    return "dense, choosing" if place.dense else "choosing"
+    return policy.role
 
 
 def in_prompt(policy: Method) -> str:
     """What a layer does with a prompt, in a word."""
     if not policy.sparse_prompt:
         return "dense" if policy.observation is None else "dense, learning"
-    place = getattr(policy, "place", None)
-    if place is not None and place.chooses and not place.has_readers and getattr(policy, "exact_anchors", False):
-        return "dense"  # it would choose for nobody
-    return in_decode(policy)
+    return policy.role
 
 
 def kinds(method: Method, layers: int, name: Callable[[Method], str] = in_decode) -> list[Kind]:
@@ -49,7 +39,6 @@ def kinds(method: Method, layers: int, name: Callable[[Method], str] = in_decode
     found = []
     for same in alike.values():
         policy = policies[same[-1]]  # of layers that read, one behind all that choose
-        place = getattr(policy, "place", None)
-        reads = place is not None and place.reads_another
-        found.append(Kind(name(policy), len(same), policy, policies[place.anchor] if reads else None))
+        chooser = None if policy.reads_choice_of is None else policies[policy.reads_choice_of]
+        found.append(Kind(name(policy), len(same), policy, chooser))
     return found

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._reuse import TopKByMass
+from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.ops.attend.tiles import side_by_side
 from foveate.state import SlotCache
 

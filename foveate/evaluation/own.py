@@ -22,6 +22,7 @@ class Own:
 
     name = "own"
     spec = "own"
+    self_calibrating = False
 
     def settings(self) -> dict[str, Any]:
         return {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -111,7 +110,7 @@ def parse_methods(specs: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
     if methods and all(isinstance(method, Own) for method in methods):
         return (Own(),), False
     for method in methods:
-        if re.search(r"calibration=auto(?![\w.])", method.spec):  # also that of a composed method's layers
+        if method.self_calibrating:
             raise UserError(
                 f"method '{method.spec}': anchors found on each batch's own prompt make no comparison; give a file of "
                 "`foveate calibrate`"

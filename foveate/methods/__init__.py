@@ -3,13 +3,15 @@
 import importlib
 import pkgutil
 
-from foveate.methods.base import REGISTRY, Method, budget, complete, get, make, names, parse, recorded, spelled
+from foveate.methods.base import REGISTRY, Method, Replay, replay_obstacle
+from foveate.methods.budgets import budget
 from foveate.methods.dense import Dense
 from foveate.methods.h2o import H2O
 from foveate.methods.lined import LinedAsPublished
 from foveate.methods.luka import LuKA, LuKAPaper
 from foveate.methods.per_layer import Mixed, PerLayer, per_layer
 from foveate.methods.snapkv import SnapKV
+from foveate.methods.spec import complete, get, make, names, parse, recorded, spelled
 from foveate.methods.streaming import Streaming
 from foveate.methods.together import Together
 from foveate.methods.tova import TOVA
@@ -26,6 +28,7 @@ __all__ = [
     "Method",
     "Mixed",
     "PerLayer",
+    "Replay",
     "SnapKV",
     "Streaming",
     "Together",
@@ -38,6 +41,7 @@ __all__ = [
     "parse",
     "per_layer",
     "recorded",
+    "replay_obstacle",
     "spelled",
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.base import Method, recent
+from foveate.methods.base import Method
 from foveate.state import SlotCache
 
 
@@ -29,6 +29,11 @@ def count_scored(method: Method, cache: SlotCache) -> None:
     else:  # once for all layers that score alike
         key = ("scored", method.spec, method.scored_share(*described))
         cache.count("keys_read", step.once(key, lambda: method.scored(step["live"].double(), *described).sum()))
+
+
+def recent(cache: SlotCache, window: int) -> Tensor:
+    """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row."""
+    return cache.positions >= cache.each_row(operator.sub, window)[:, None, None]
 
 
 def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:

@@ -2,54 +2,78 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
-import json
-import math
-import operator
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.methods._settings import Settings
+from foveate.methods._settings import setting as setting
+from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
-
-Number = TypeVar("Number", int, Tensor)
 
 REGISTRY: dict[str, type[Method]] = {}
 
 
-def setting(default: Any, help: str, later: bool = False, before: Any = None) -> Any:
-    """A documented field of a method.
+class Replay:
+    """Decode steps that can be captured as CUDA graphs and replayed, with nothing to be done between two steps.
 
-    `before`: it has come since results were recorded, when the method did what it does with this value.
-    `later`: the same, with the default where `before` is None; with that value it is not among
-    :meth:`Method.settings`, so that these results stay the method's own.
+    A method declares one as :attr:`Method.replay`. Its ``decode`` asks for numbers of rows by their rules alone, see
+    :class:`~foveate.state.row_numbers.RowNumbers`, and for nothing else that changes from step to step. A subclass
+    declares maintenance: work that follows some steps, such as LuKA's new pages. ``decode`` does it itself, except in
+    captured steps, whose caller runs :meth:`maintain`.
+
+    Args:
+        obstacle: why no step can be captured under the method's settings; empty when steps can.
     """
-    before = default if later and before is None else before
-    return dataclasses.field(default=default, metadata={"help": help, "later": later, "before": before})
+
+    maintains: ClassVar[bool] = False
+    """Whether maintenance follows some steps."""
+    captures_maintenance: bool = False
+    """Whether maintenance can be captured in a graph of its own. If not, the steps that it follows are not replayed,
+    and must be rare."""
+
+    def __init__(self, obstacle: str = ""):
+        self.obstacle = obstacle
+
+    def maintenance_due(self, decoded: int) -> bool:
+        """Whether maintenance follows the step of a row's ``decoded``-th token since its prompt."""
+        return False
+
+    def maintain(self, cache: SlotCache) -> None:
+        """Do the maintenance of one layer, for all rows of its cache."""
+        raise NotImplementedError
+
+    def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """The rows' numbers that captured maintenance changes on the device, as it leaves them."""
+        return {}
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Settings):
     """A policy for one attention layer. Subclasses are frozen dataclasses whose fields are the settings.
 
-    A subclass with a ``name`` registers itself. The hooks are called with packed, unpadded caches: in a prompt every
-    row that the hook sees has the same length (rows of a padded batch are handed over one at a time); in decode rows
-    may differ, and :meth:`SlotCache.holes` says which slots are empty. The new tokens are already in the cache.
+    A subclass with a ``name`` registers itself. The hooks get packed caches without padding. In a prompt every row that
+    a hook sees has the same length: rows of a padded batch arrive one at a time. In decode rows may differ, and
+    :meth:`SlotCache.holes` says which slots are empty. The new tokens are already in the cache.
     """
 
-    name: ClassVar[str] = ""
-    """Registered name."""
     source: ClassVar[str] = ""
     """Paper that the method comes from."""
+    full_budget: ClassVar[dict[str, Any]] = {}
+    """Settings under which nothing of any context is left out."""
+    small_budget: ClassVar[dict[str, Any]] = {}
+    """Settings under which a context of some sixty tokens is already sparse."""
+
+    # What the cache and the engine have to know
+
     evicts: ClassVar[bool] = False
     """Whether slots are given up for good."""
+    uneven: ClassVar[bool] = False
+    """Whether the KV heads of a layer may hold different numbers of tokens."""
     stateful: ClassVar[bool] = True
     """Whether decoding a token changes more than the keys and values stored."""
     decodes_in_blocks: ClassVar[bool] = False
@@ -62,38 +86,32 @@ class Method:
     """Whether the state after a prompt depends on where the prompt ended."""
     whole_prompt: ClassVar[bool] = False
     """Whether the prompt must come in one piece, and only one prompt."""
-    stands_in: ClassVar[bool] = False
-    """Whether a decode step may read everything instead, see :meth:`stand_in`."""
-    pays_from: ClassVar[int] = 16384
-    """Tokens, of all sequences together, from which decoding on a GPU is faster than dense (docs/decode.md)."""
-    graphs: ClassVar[bool] = False
-    """Whether a decode step can be captured in a CUDA graph: it asks for numbers of rows by their rules alone, see
-    :class:`~foveate.state.row_numbers.RowNumbers`, and for nothing else that changes from step to step."""
-    retired: ClassVar[Mapping[str, Any]] = {}
-    """Removed settings that older rows record, each with the value under which it had no effect."""
-    full_budget: ClassVar[dict[str, Any]] = {}
-    """Settings under which nothing of any context is left out."""
-    small_budget: ClassVar[dict[str, Any]] = {}
-    """Settings under which a context of some sixty tokens is already sparse."""
+    can_decode_dense: ClassVar[bool] = False
+    """Whether a decode step may read everything instead, see :meth:`decode_dense`."""
+    sparse_from_tokens: ClassVar[int] = 16384
+    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than dense (docs/decode.md)."""
+    replay: ClassVar[Replay | None] = None
+    """How decode steps are captured in CUDA graphs; None: a step asks the host for numbers that change."""
 
-    uneven: ClassVar[bool] = False
-    """Whether the KV heads of a layer may hold different numbers of tokens."""
-
+    self_calibrating: ClassVar[bool] = False
+    """Whether the first long prompt decides what the method's layers do."""
     artefact: ClassVar[Any] = None
     """What was made for one model, with ``check_model(facts, source)``, which :func:`foveate.attach` calls."""
+    artefact_file: ClassVar[str] = ""
+    """The file that :attr:`artefact` was read from."""
 
     @property
-    def artefact_file(self) -> str:
-        """The file that :attr:`artefact` was read from."""
-        return getattr(self, "calibration", "")
+    def role(self) -> str:
+        """What this layer does with a decoded token, in a word by which measurements name it."""
+        return self.name
+
+    reads_choice_of: ClassVar[int | None] = None
+    """The earlier layer whose choice of keys this layer reads; None: no other layer's."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             REGISTRY[cls.name] = cls
-
-    def __deepcopy__(self, memo):
-        return self
 
     # Policy
 
@@ -104,16 +122,6 @@ class Method:
             among: the layers that the method is applied to, ascending; None for all.
         """
         return self
-
-    def prompt_tile(self, group: int) -> int:
-        """Tokens of a prompt that choose what they read together, counted from a row's first token.
-
-        Pieces of a prompt that end between tiles give what one piece gives; others need not. 1: any pieces do.
-
-        Args:
-            group: query heads of a KV head.
-        """
-        return 1
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         """State to keep beside the keys, by name."""
@@ -129,21 +137,26 @@ class Method:
         """Whether prompt queries look at less than everything."""
         return type(self).prompt is not Method.prompt
 
-    @property
-    def reads_other_layers(self) -> bool:
-        """Whether prompt queries look at what an earlier layer of the same forward pass has chosen."""
-        return False
+    def prompt_tile(self, group: int) -> int:
+        """Tokens of a prompt that choose what they read together, counted from a row's first token.
 
-    @property
-    def observes(self) -> bool:
-        """Whether :meth:`observe` wants the log-sum-exp of prompt queries."""
-        return False
+        Pieces of a prompt that end between tiles give what one piece gives; others need not. 1: any pieces do.
+
+        Args:
+            group: query heads of a KV head.
+        """
+        return 1
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         """Learn from prompt queries; called after :meth:`prompt`, chunk by chunk, when there is a cache.
 
         Fills channels and changes nothing else, so that several methods can learn from one prompt.
         """
+
+    @property
+    def observes(self) -> bool:
+        """Whether :meth:`observe` wants the log-sum-exp of prompt queries."""
+        return False
 
     @property
     def observation(self) -> Hashable | None:
@@ -159,6 +172,15 @@ class Method:
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``, and whatever follows from it."""
+        raise NotImplementedError
+
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Decode densely and update what later sparse steps need; used while the context is too short for sparsity to
+        pay.
+
+        Shapes as for :meth:`decode`. Where a method looks back on attention, later steps may differ a little from those
+        after :meth:`decode`.
+        """
         raise NotImplementedError
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
@@ -186,245 +208,9 @@ class Method:
         """
         return tokens * self.scored_share(geometry, dtype)
 
-    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """As :meth:`decode`, with dense attention, and what later steps need from this one: for contexts so short that
-        nothing is faster. Later steps may differ a little from those behind :meth:`decode`, where attention is looked
-        back on."""
-        raise NotImplementedError
 
-    @property
-    def graph_obstacle(self) -> str:
-        """Why no decode step can be captured; empty when it can."""
-        return "" if self.graphs else f"a decode step of {self.name} asks the host for numbers that change"
-
-    def pauses(self, decoded: int) -> bool:
-        """Whether more is done after the step of a row's ``decoded``-th token since its prompt, see :meth:`keep_up`.
-
-        Such a step is left out of graphs, and must be rare, unless :attr:`records_pauses`.
-        """
-        return False
-
-    records_pauses: ClassVar[bool] = False
-    """Whether that can be captured in a graph of its own."""
-
-    def keep_up(self, cache: SlotCache) -> None:
-        """What some steps are followed by; outside of replayed ones :meth:`decode` does it itself."""
-        raise NotImplementedError
-
-    def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """Numbers of the rows that a recorded :meth:`keep_up` changes, as it leaves them."""
-        return {}
-
-    # Settings
-
-    def settings(self) -> dict[str, Any]:
-        """The settings as JSON-able values, without those that came later and change nothing, see :func:`setting`."""
-        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            field.name: value
-            for field, value in values.items()
-            if not (field.metadata.get("later") and value == field.metadata["before"])
-        }
-
-    @functools.cached_property
-    def spec(self) -> str:
-        """The method in one string that :func:`parse` reads back: only settings that differ from the defaults."""
-        return self._spell({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-
-    @classmethod
-    def _spell(cls, settings: dict[str, Any]) -> str:
-        changed = [
-            f"{field.name}={_format(settings[field.name])}"
-            for field in dataclasses.fields(cls)
-            if field.name in settings
-            and _format(settings[field.name]) != _format(field.default)  # 1 is a number, 1.0 a share
-        ]
-        return cls.name + (":" + ",".join(changed) if changed else "")
-
-    def changed(self, **settings: Any) -> Method:
-        """The method with some settings replaced."""
-        return dataclasses.replace(self, **settings)
-
-    # Checks for subclasses
-
-    def _check(self, name: str, allowed: bool, rule: str) -> None:
-        if not allowed:
-            raise ValueError(f"{self.name}: {name} must be {rule}, not {getattr(self, name)!r}")
-
-    def _check_count(self, name: str, least: int = 0) -> None:
-        value = getattr(self, name)
-        ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        self._check(name, ok, f"an integer of at least {least}")
-
-    def _check_budget(self, name: str, least: int = 1) -> None:
-        value = getattr(self, name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        share = isinstance(value, float) and 0.0 < value <= 1.0
-        self._check(name, whole or share, f"an integer of at least {least} (a number) or a float in (0, 1] (a share)")
-
-    def _check_choice(self, name: str, *choices: str) -> None:
-        self._check(name, getattr(self, name) in choices, "one of " + ", ".join(choices))
-
-
-def budget(value: int | float, length: Number, least: int = 0) -> int | Number:
-    """What a budget comes to in a context of ``length``: an int is itself, a float is a share, never below ``least``.
-
-    An int64 tensor of lengths gives, on its device, the same numbers as its elements one by one. Raises nothing: values
-    are checked when a method is made.
-    """
-    if not isinstance(value, float):
-        return value
-    if isinstance(length, Tensor):
-        return (value * length.double() + 1e-9).floor().long().clamp_min(least)
-    return max(math.floor(value * length + 1e-9), least)
-
-
-def names() -> list[str]:
-    """Registered methods, sorted."""
-    return sorted(REGISTRY)
-
-
-def get(name: str) -> type[Method]:
-    """The class of a method.
-
-    Raises:
-        ValueError: when the name is unknown; names the nearest.
-    """
-    if name not in REGISTRY:
-        raise ValueError(f"unknown method {name!r}{_nearest(name, names())}; known are {', '.join(names())}")
-    return REGISTRY[name]
-
-
-def make(method: str | Method, **settings: Any) -> Method:
-    """A method from its name or spec string and settings, or a method itself with settings replaced.
-
-    Raises:
-        ValueError: for an unknown method or setting (the nearest is named) or a value out of range.
-    """
-    if isinstance(method, Method):
-        _check_known(type(method), settings)
-        return method.changed(**settings) if settings else method
-    if not isinstance(method, str):
-        raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
-    cls, given = _read(method)
-    _check_known(cls, settings)
-    return cls(**(given | settings))
-
-
-def recorded(method: str, **settings: Any) -> Method:
-    """The method of :meth:`Method.settings` on record: what is not among them is as it was before it came.
-
-    Raises:
-        ValueError: as :func:`make`.
-    """
-    return make(method, **complete(method, settings))
-
-
-def complete(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a row in terms of the present ones, in methods within settings as well.
-
-    Settings added since the row was written get the value that the method had before. Retired settings are left out if
-    they have the value of :attr:`Method.retired`; another value stays, so that :func:`make` refuses it.
-    """
-    cls = get(method)
-    since = {field.name: field.metadata.get("before") for field in dataclasses.fields(cls)}
-    present = {
-        name: _completed(value)
-        for name, value in settings.items()
-        if name not in cls.retired or value != cls.retired[name]
-    }
-    return {name: value for name, value in since.items() if value is not None} | present
-
-
-def _completed(value: Any) -> Any:
-    """A recorded value, in which every method written as ``{"method": name, ...}`` has its present settings."""
-    if not isinstance(value, Mapping):
-        return value
-    if isinstance(value.get("method"), str):
-        inner = {name: setting for name, setting in value.items() if name != "method"}
-        return {"method": value["method"], **complete(value["method"], inner)}
-    return {name: _completed(inner) for name, inner in value.items()}
-
-
-def parse(spec: str) -> Method:
-    """A method from ``name`` or ``name:setting=value,...``; inverse of :attr:`Method.spec`."""
-    return make(spec)
-
-
-def spelled(spec: str) -> str:
-    """A spec in the order of :attr:`Method.spec` and without defaults; a file that it names need not be there.
-
-    Raises:
-        ValueError: for an unknown method or setting (the nearest is named).
-    """
-    cls, given = _read(spec)
-    return cls._spell(given)
-
-
-def _read(spec: str) -> tuple[type[Method], dict[str, Any]]:
-    """The class that a spec names, and the settings that it gives."""
-    name, _, rest = spec.partition(":")
-    cls = get(name.strip())
-    given = _split(rest, spec)
-    _check_known(cls, given)
-    return cls, given
-
-
-def _split(text: str, spec: str) -> dict[str, Any]:
-    pairs: list[tuple[str, Any]] = []
-    for piece in re.findall(r"""(?:"(?:\\.|[^"])*"|\{[^}]*\}|\[[^]]*\]|[^,])+""", text):
-        if not piece.strip():
-            continue
-        key, equals, value = piece.partition("=")
-        if not equals:
-            hint = f" (write lists in brackets: {pairs[-1][0]}=[...])" if pairs and piece.strip().isdigit() else ""
-            raise ValueError(f"{spec!r}: expected setting=value, found {piece.strip()!r}{hint}")
-        try:
-            read = json.loads(value, object_pairs_hook=functools.partial(_each_once, spec))
-        except json.JSONDecodeError:
-            read = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
-        pairs.append((key.strip(), read))
-    return _each_once(spec, pairs)
-
-
-def _each_once(spec: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Settings, or a JSON object within one, of which a spec may give none twice."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{spec!r}: {key} is given twice, as {_format(found[key])} and as {_format(value)}")
-        found[key] = value
-    return found
-
-
-def _format(value: Any) -> str:
-    return value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
-
-
-def _check_known(cls: type[Method], settings: dict[str, Any]) -> None:
-    known = [field.name for field in dataclasses.fields(cls)]
-    for key in settings:
-        if key not in known:
-            raise ValueError(
-                f"{cls.name} has no setting {key!r}{_nearest(key, known)}; "
-                + (f"it has {', '.join(known)}" if known else "it has none")
-            )
-
-
-def _nearest(word: str, words: list[str]) -> str:
-    near = difflib.get_close_matches(word, words, 1, 0.5)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def clamp(number: int | Number, low: int, high: Number) -> Number:
-    """At least ``low`` and, above all, at most ``high``; of ints, or of each in an int64 tensor."""
-    if isinstance(number, Tensor):
-        number = number.clamp_min(low)
-        return number.minimum(high) if isinstance(high, Tensor) else number.clamp_max(high)
-    number = max(number, low)
-    return high.clamp_max(number) if isinstance(high, Tensor) else min(number, high)
-
-
-def recent(cache: SlotCache, window: int) -> Tensor:
-    """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row."""
-    return cache.positions >= cache.each_row(operator.sub, window)[:, None, None]
+def replay_obstacle(method: Method) -> str:
+    """Why no decode step of a method can be captured; empty when steps can."""
+    if method.replay is None:
+        return f"a decode step of {method.name} asks the host for numbers that change"
+    return method.replay.obstacle

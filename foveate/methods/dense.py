@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method
+from foveate.methods.base import Method, Replay
 from foveate.state import SlotCache
 
 
@@ -17,7 +17,7 @@ class Dense(Method):
     name: ClassVar[str] = "dense"
     source: ClassVar[str] = "Vaswani et al. 2017"
     stateful: ClassVar[bool] = False
-    graphs: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay()
     decodes_in_blocks: ClassVar[bool] = True
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
-from foveate.methods.base import Method, Number, budget, setting
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -23,7 +24,7 @@ class H2O(Method):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, Zhang et al. 2023, arXiv:2306.14048; LuKA, section 3.1"
     evicts: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.calibration import load
-from foveate.methods._reuse import Place, TopKByMass, layer_numbers, nearest
+from foveate.methods._anchored import Place, layer_numbers, nearest
+from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import Method, setting
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -126,6 +127,14 @@ class Kascade(TopKByMass):
         return super().changed(**own | settings)
 
     @property
+    def self_calibrating(self) -> bool:  # type: ignore[override]
+        return self.calibration == AUTO
+
+    @property
+    def artefact_file(self) -> str:  # type: ignore[override]
+        return self.calibration
+
+    @property
     def _of_file(self) -> bool:
         """Whether anchors and heads are those of a file."""
         return self.calibration not in ("", AUTO)
@@ -188,9 +197,9 @@ class Kascade(TopKByMass):
                 cache.channel(name).copy_(found)
             ops.write_fp8(cache.channel("fp8_keys"), cache.keys, *kept)
 
-    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self._scored_keys(cache)
-        return super().stand_in(cache, q, scaling)
+        return super().decode_dense(cache, q, scaling)
 
     def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
         if not self.scores_a_copy:

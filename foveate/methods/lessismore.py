@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest
-from foveate.methods.base import Number, budget, setting
+from foveate.methods._anchored import Place, SelectOnce, layer_numbers, nearest
+from foveate.methods.base import setting
+from foveate.methods.budgets import Number, budget
 from foveate.state import SlotCache
 
 

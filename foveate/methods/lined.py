@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.base import Method, Number, budget, recent, setting
+from foveate.methods._common import recent
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -27,7 +29,7 @@ class LinedAsPublished(Method):
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
     needs_prompt_end: ClassVar[bool] = True
     whole_prompt: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay()
     causal_granularity: ClassVar[int] = 1 << 62
     full_budget: ClassVar[dict] = {"top_k": 1.0, "window": 1 << 20}
     small_budget: ClassVar[dict] = {"top_k": 0.15, "window": 8}

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.layers import eviction_scores
-from foveate.methods._common import attend_all, evict_weakest, keep_heavy
-from foveate.methods.base import Method, Number, budget, clamp, recent, setting
+from foveate.methods._common import attend_all, evict_weakest, keep_heavy, recent
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -36,7 +37,6 @@ class LTE(Method):
     name: ClassVar[str] = "lte"
     source: ClassVar[str] = "laLTE, He and Garner 2025, section 3.1, on a frozen model"
     evicts: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
     needs_prompt_end: ClassVar[bool] = True
     sparse_prompt: ClassVar[bool] = False  # prompt() leaves out empty slots alone
     full_budget: ClassVar[dict] = {"top_k": 1.0, "score": "key_norm"}
@@ -76,7 +76,7 @@ class LTE(Method):
             raise ValueError(f"{self.name}: {error}") from None
 
     @property
-    def artefact_file(self) -> str:
+    def artefact_file(self) -> str:  # type: ignore[override]
         return self.file
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> LTE:
@@ -219,11 +219,11 @@ class LTE(Method):
         cache.evict_by_head(over, before, cache.channel("score"), cache.each_row(operator.sub, self.window))
         return out
 
-    @property
-    def graph_obstacle(self) -> str:
+    @functools.cached_property
+    def replay(self) -> Replay:  # type: ignore[override]
         if self.allocation == "uniform":
-            return ""
-        return f"{self.name} with allocation={self.allocation} asks the host for the budget of each layer"
+            return Replay()
+        return Replay(f"{self.name} with allocation={self.allocation} asks the host for the budget of each layer")
 
 
 _NO_BOUND = 1 << 62

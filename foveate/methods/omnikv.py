@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._reuse import Place, SelectOnce, layer_numbers, nearest
+from foveate.methods._anchored import Place, SelectOnce, layer_numbers, nearest
 from foveate.methods.base import setting
 from foveate.state import SlotCache
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, count_scored
-from foveate.methods.base import Method, Number, budget, clamp, setting
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -27,8 +28,8 @@ class Quest(Method):
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest, Tang et al. 2024, arXiv:2406.10774"
     stateful: ClassVar[bool] = False
-    stands_in: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
+    can_decode_dense: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay()
     dense: ClassVar[bool] = False
     """Whether this layer reads all keys; set by :meth:`for_layer`."""
     full_budget: ClassVar[dict] = {"top_k": 1.0}
@@ -55,6 +56,10 @@ class Quest(Method):
         own = dataclasses.replace(self)
         own.__dict__["dense"] = layer < self.dense_layers
         return own
+
+    @property
+    def role(self) -> str:
+        return "dense" if self.dense else self.name
 
     @property
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
@@ -97,7 +102,7 @@ class Quest(Method):
             return super().scored(tokens, geometry, dtype)
         return geometry.key_share * (2 * (tokens // self.page_size) + tokens % self.page_size)
 
-    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if not self.dense:
             self._bound_newest(cache)
         return attend_all(cache, q, scaling).out

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, keep_heavy, note_queries, observed_mass
-from foveate.methods.base import Method, budget, setting
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import budget
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -25,7 +26,7 @@ class SnapKV(Method):
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, Li et al. 2024, arXiv:2404.14469"
     evicts: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 12, "window": 8, "kernel_size": 3}

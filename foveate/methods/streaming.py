@@ -9,7 +9,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, Number, budget, setting
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget
 from foveate.state import SlotCache
 
 
@@ -23,7 +24,7 @@ class Streaming(Method):
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, Xiao et al. 2024, arXiv:2309.17453"
     evicts: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay()
     full_budget: ClassVar[dict] = {"window": 1.0}
     small_budget: ClassVar[dict] = {"sinks": 2, "window": 13}
 

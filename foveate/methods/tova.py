@@ -8,7 +8,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
-from foveate.methods.base import Method, Number, budget, setting
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -23,7 +24,7 @@ class TOVA(Method):
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, Oren et al. 2024, arXiv:2401.06104"
     evicts: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 0.2, "min_k": 8}

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from foveate.methods._common import attend_all, evict_weakest
-from foveate.methods.base import Method, Number, budget, setting
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget
 from foveate.state import SlotCache
 
 
@@ -22,7 +23,7 @@ class Uniform(Method):
     name: ClassVar[str] = "uniform"
     source: ClassVar[str] = "baseline"
     evicts: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}

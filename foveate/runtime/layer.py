@@ -45,7 +45,8 @@ class Layer:
     @property
     def maintenance_runs_alone(self) -> bool:
         """Whether some steps are followed by maintenance that cannot be captured, so that these run by themselves."""
-        return type(self.method).pauses is not Method.pauses and not self.method.records_pauses
+        replay = self.method.replay
+        return replay is not None and replay.maintains and not replay.captures_maintenance
 
     def announce(self, n: int) -> None:
         """Count n new columns, whose keys :meth:`attend` is given next."""
@@ -209,14 +210,14 @@ class Layer:
         if not (self.captured_dense if store.step is not None else self.decodes_densely(max(store.lengths))):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
-        return method.stand_in(store, q, scaling)
+        return method.decode_dense(store, q, scaling)
 
     def decodes_densely(self, longest: int) -> bool:
         """Whether a decode step is dense when the longest sequence has this many tokens, see ``dense_below``."""
         below, store = self.dense_below, self.store
         if below == "auto":
-            below = self.method.pays_from if store.device.type == "cuda" and runs_kernel("attend") else 0
-        return self.method.stands_in and store.batch_size * longest < below
+            below = self.method.sparse_from_tokens if store.device.type == "cuda" and runs_kernel("attend") else 0
+        return self.method.can_decode_dense and store.batch_size * longest < below
 
     # Undo
 

@@ -24,6 +24,6 @@ class Policy:
     """What the layers of a forward pass without a cache share."""
     dense_below: int | str = 0
     """Decode steps are dense below this many tokens of all sequences together; "auto": where sparse steps are slower
-    on a GPU (:attr:`Method.pays_from`)."""
+    on a GPU (:attr:`Method.sparse_from_tokens`)."""
     look: Callable[[int, Tensor, Tensor, float, float | None], None] | None = None
     """Called with the layer's index, its rotated queries and keys ``[B, H, n, D]``, the scaling and the logits' cap."""

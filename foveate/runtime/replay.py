@@ -162,7 +162,7 @@ class ReplayedSteps:
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
-                layer.method.spec if store.evicts or layer.method.records_pauses else None,
+                layer.method.spec if store.evicts or layer.method.replay.captures_maintenance else None,
                 store.capacity,
                 *(tuple(numbers) for numbers in store.rows.values()),
                 None if store.freed is None else tuple(store.freed.rows),
@@ -229,7 +229,11 @@ class ReplayedSteps:
 
     def _maintain(self, layers: Sequence[Layer]) -> None:
         """Run the maintenance that is due after this step; a replay from its second time on."""
-        due = (same.indices for same in self._layer_groups if same.first.method.pauses(same.first.store.decoded))
+        due = (
+            same.indices
+            for same in self._layer_groups
+            if same.first.method.replay.maintenance_due(same.first.store.decoded)
+        )
         which = tuple(sorted(itertools.chain.from_iterable(due)))
         if not which:
             return
@@ -238,7 +242,7 @@ class ReplayedSteps:
         def run() -> None:
             with capture.maintenance([self._groups[group] for group in groups]):
                 for n in which:
-                    layers[n].method.keep_up(layers[n].store)
+                    layers[n].method.replay.maintain(layers[n].store)
 
         if which not in self._maintenance:
             run()
@@ -253,7 +257,7 @@ class ReplayedSteps:
                     self._maintenance[which] = Recording(None, run)
             self._maintenance[which].replay()
         for group, method in groups.items():
-            self._groups[group].apply_on_host(method.numbers_after)
+            self._groups[group].apply_on_host(method.replay.rows_after_maintenance)
 
 
 def _counted(layer: Layer) -> tuple[int, ...]:

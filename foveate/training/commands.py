@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from foveate.results.outfile import announce
+from foveate.results.quiet import quiet
 from foveate.training.progress import Progress
 
 app = typer.Typer(help="Train a model on text and generated retrieval.")
@@ -46,10 +47,9 @@ def train(
 
     plan = configuration.load(config, changes or [])
 
-    from foveate.cli import _quiet
     from foveate.training import loop
 
-    _quiet()
+    quiet()
     notes = _console()
     try:
         with _Readings(notes, plan.steps) as progress:

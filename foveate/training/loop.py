@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import inspect
 import math
-import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,14 +20,14 @@ from torch import Tensor
 
 from foveate.results import circumstances, outfile
 from foveate.results.errors import UserError
-from foveate.training import checkpoints, journal, network, prepare
+from foveate.training import checkpoints, finished, journal, network, prepare
 from foveate.training.configuration import TrainingConfig
 from foveate.training.distributed import Parallel, Place, joined
 from foveate.training.mixture import IGNORED, Mixture, batches, held_out_batches, open_store
 from foveate.training.optim import adamw, learning_rate
 from foveate.training.sparsity import SparsityFeedback
 from foveate.training.stop import Stop
-from foveate.training.tokens import META, TOKENIZER, TokenStore
+from foveate.training.tokens import META, TokenStore
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int, dict[str, float]], None]
@@ -314,16 +312,9 @@ class _Run:
         self.writing = writer.submit(self._write, snapshot)
 
     def _write(self, snapshot: checkpoints.Snapshot) -> None:
-        self.good = checkpoints.write(self.out, snapshot, self._describe)
+        describe = functools.partial(finished.describe, self.parallel.network, self.store.folder)
+        self.good = checkpoints.write(self.out, snapshot, describe)
         checkpoints.prune(self.out, self.config.checkpoints.keep)
-
-    def _describe(self, folder: Path, dtype: str = "float32") -> None:
-        """Writes the model's configuration and the tokenizer."""
-        config = copy.deepcopy(self.parallel.network.config)
-        config.architectures, config.dtype = [type(self.parallel.network).__name__], dtype
-        config.save_pretrained(folder)
-        for path in sorted((self.store.folder / TOKENIZER).iterdir()):
-            shutil.copyfile(path, folder / path.name)
 
     def _resume(self) -> None:
         """Goes on from the newest whole checkpoint. The first process chooses, so that all take the same."""
@@ -367,27 +358,14 @@ class _Run:
         return {"batch.device_tokens": self.config.batch.device_tokens, "processes": self.place.world}
 
     def _export(self) -> None:
-        """Writes the finished model, without what only training needs, in one step."""
-        from huggingface_hub import save_torch_state_dict
-
+        """Writes the finished model."""
         if not (self.place.first or self.parallel.sharded):
             return
         weights = self.parallel.weights()
-        if not self.place.first:
-            return
-        form = self.config.checkpoints.export_dtype
-        if form == "bfloat16":
-            weights = {
-                name: value.bfloat16() if value.is_floating_point() else value for name, value in weights.items()
-            }
-        folder, final = self.out / ".unfinished-model", self.out / MODEL
-        with outfile.writing(final):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            self._describe(folder, form)
-            save_torch_state_dict(weights, folder, max_shard_size=self.config.checkpoints.export_shard)
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(folder, final)
+        if self.place.first:
+            plan = self.config.checkpoints
+            form, shard = plan.export_dtype, plan.export_shard
+            finished.write(self.out / MODEL, self.parallel.network, weights, self.store.folder, form, shard)
 
     # Parts
 

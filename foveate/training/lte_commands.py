@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from foveate.results.outfile import announce
+from foveate.results.quiet import quiet
 from foveate.training.progress import Progress
 
 _INTERRUPTED = 130
@@ -39,14 +40,13 @@ def lte(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
 ) -> None:
     """Learn which tokens of a frozen model later queries will need: resumable, one small file for --method lte."""
-    from foveate.cli import _quiet
-    from foveate.methods.base import get
+    from foveate.methods import get
     from foveate.report import terminal
     from foveate.training.frozen_lte import Plan, train
 
     plan = Plan(model, text, out, steps, minutes, length, window, lr, ranking, calibration, every, seed, dtype, device)
     notes = terminal.console(stderr=True)
-    _quiet()
+    quiet()
     with _Readings(notes, steps) as progress:
         outcome = train(plan, progress.say, progress)
     if not outcome.finished:

@@ -13,7 +13,7 @@ from foveate import ops
 from foveate.integrations.transformers.attach import attached
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.layers.eviction_scores import unrotate
-from foveate.methods.base import Method
+from foveate.methods import Method
 from foveate.results.errors import UserError
 from foveate.state import SlotCache
 

@@ -105,8 +105,10 @@ def test_maintenance_is_timed_by_itself_and_leaves_the_row_numbers_on_the_host(m
     """It runs once before it is timed."""
     layer, _, policy, _, _ = layers("luka:page_size=8,tail=16,top_k=2", "luka")
     runs, capturing = [], []
-    keep_up = type(policy).keep_up
-    monkeypatch.setattr(type(policy), "keep_up", lambda self, cache: runs.append(cache) or keep_up(self, cache))
+    maintain = type(policy.replay).maintain
+    monkeypatch.setattr(
+        type(policy.replay), "maintain", lambda self, cache: runs.append(cache) or maintain(self, cache)
+    )
     monkeypatch.setattr(
         decode.breakdown, "total", lambda run: capturing.append(layer.cache.device_state.rows.capturing) or run() or 8.0
     )
@@ -157,7 +159,6 @@ def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
     monkeypatch.setattr(decode_layer, "one_by_one", one_by_one)
     for spec, expected in (
         ("dense", ["replayed", "one by one"]),
-        ("luka:page_size=8,tail=16,segmenter=kl", ["one by one"]),
         ("luka:page_size=8,tail=16,segmenter=gaussian", ["one by one"]),
     ):
         plan, queries = decode.Plan((spec,), (200,), **SMALL), torch.randn(2, 8, 64, 16)

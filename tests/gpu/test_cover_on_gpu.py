@@ -126,7 +126,7 @@ def test_shares_of_levels(dtype, mass, sizes, score):
 @pytest.mark.parametrize("pool", ["kv_head", "layer"])
 def test_other_rules_and_pools(dtype, rule, pool):
     check(problem((800, 123), sizes=(16,), allowed=(0.4,), dtype=dtype), ops.Refinement(*rule, pool))
-    check(problem((800, 123), sizes=(16,), allowed=(5,), dtype=dtype), ops.Refinement(pool=pool, first=2))
+    check(problem((800, 123), sizes=(16,), allowed=(5,), dtype=dtype), ops.Refinement(pool=pool))
 
 
 @every_pair(DTYPES, MASS, FEW, indirect=["few"])
@@ -137,10 +137,10 @@ def test_pages_of_varied_sizes(dtype, mass, few):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("prior", "first"), [(0.0, 0), (0.5, 3)])
+@pytest.mark.parametrize("prior", [0.0, 0.5])
 @pytest.mark.parametrize("score", ["summary", "spread"])
-def test_all_ways_to_choose_few_choose_the_same(dtype, prior, first, score, monkeypatch):
-    how = ops.Refinement(score=score, prior=prior, first=first)
+def test_all_ways_to_choose_few_choose_the_same(dtype, prior, score, monkeypatch):
+    how = ops.Refinement(score=score, prior=prior)
     for pages in ((9000, 8999, 3), (2100, 64)):
         some = problem(pages, heads=32, kv_heads=8, sizes=(16,), allowed=(5,), dtype=dtype)
         tree, chosen = some.looked_at(how, False), []

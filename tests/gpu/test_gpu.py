@@ -88,19 +88,18 @@ def test_importance_of_a_long_prompt_stays_in_bounded_memory(spec):
     assert torch.cuda.max_memory_allocated() - before < 640 << 20
 
 
-UNWAITING = {name: method for name, method in VARIANTS if getattr(method, "segmenter", "") != "kl"}
-UNEQUAL = {name: method for name, method in UNWAITING.items() if not (method.evicts or name[:5] in ("mixed", "per_l"))}
+UNEQUAL = {name: method for name, method in VARIANTS if not (method.evicts or name[:5] in ("mixed", "per_l"))}
 
 
 @pytest.mark.parametrize(
     ("method", "lengths"),
     [
-        *(pytest.param(method, LENGTHS[:1] * 2, id=f"{name}-equal") for name, method in UNWAITING.items()),
+        *(pytest.param(method, LENGTHS[:1] * 2, id=f"{name}-equal") for name, method in VARIANTS),
         *(pytest.param(method, LENGTHS[:2], id=f"{name}-unequal") for name, method in UNEQUAL.items()),
     ],
 )
 def test_decode_does_not_wait_for_the_device(method, lengths):
-    """A KL segmenter waits, whenever pages are made, and so does eviction from rows of unequal length."""
+    """Eviction from rows of unequal length does."""
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in lengths], PROMPT)
     steps = on_gpu(Tokens.random(2, 8, seed=1), torch.bfloat16)
     driver = Driver(method)

@@ -15,14 +15,14 @@ from tests.recorded import Replayed
 
 pytestmark = pytest.mark.gpu
 
-CAPTURED = [(name, method) for name, method in VARIANTS if not method.graph_obstacle]
+CAPTURED = [(name, method) for name, method in VARIANTS if not methods.replay_obstacle(method)]
 each_captured = pytest.mark.parametrize("method", [m for _, m in CAPTURED], ids=[name for name, _ in CAPTURED])
 ROWS = pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one", "ragged"])
 SPECS = [
     *(
         methods.make(name, **methods.get(name).small_budget).spec
         for name in methods.names()
-        if methods.get(name).graphs
+        if methods.get(name).replay is not None
     ),
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
     'kascade:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
@@ -63,7 +63,9 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
     monkeypatch.setattr(replay, "ROOM", 1)
     plain, replayed, some = drivers(method, lengths)
     close(replayed.feed_steps(some), plain.feed_steps(some), 1e-4)
-    assert replayed.use.replayed > (80 if method.records_pauses or not method.name.startswith("luka") else 50)
+    assert replayed.use.replayed > (
+        80 if method.replay.captures_maintenance or not method.name.startswith("luka") else 50
+    )
     assert_same_state(plain.store, replayed.driver.store)
     counters, expected = replayed.driver.layer.counters, plain.layer.counters
     assert float(counters.keys_read) == pytest.approx(float(expected.keys_read))
@@ -84,10 +86,12 @@ def test_a_replay_waits_for_nothing_and_allocates_nothing(method, lengths):
     """Neither does what is done between steps, here every fifth step or more often."""
     replayed.feed_steps(some[:20])
     store, at = replayed.driver.store, 20
-    while not method.records_pauses and (method.pauses(store.decoded + 1) or store.device_state is None):
+    while not method.replay.captures_maintenance and (
+        method.replay.maintenance_due(store.decoded + 1) or store.device_state is None
+    ):
         replayed.feed_steps(some[at : at + 1])  # until the next steps are replays
         at += 1
-    following = [some[n : n + 1] for n in range(at, at + (6 if method.records_pauses else 1))]
+    following = [some[n : n + 1] for n in range(at, at + (6 if method.replay.captures_maintenance else 1))]
     captured = replayed.use.captured
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -164,8 +168,8 @@ def test_models_that_cannot_be_captured_say_so():
 
 @pytest.mark.parametrize(
     "method",
-    [m for _, m in CAPTURED if m.stands_in],
-    ids=[name for name, m in CAPTURED if m.stands_in],
+    [m for _, m in CAPTURED if m.can_decode_dense],
+    ids=[name for name, m in CAPTURED if m.can_decode_dense],
 )
 def test_short_contexts_are_read_whole(method):
     """Replayed, and then sparse ones behind them."""
@@ -180,7 +184,7 @@ def test_short_contexts_are_read_whole(method):
 
 
 def test_steps_are_dense_by_themselves_until_a_method_pays(kernels, monkeypatch):
-    monkeypatch.setattr(methods.get("quest"), "pays_from", 2 * 70)
+    monkeypatch.setattr(methods.get("quest"), "sparse_from_tokens", 2 * 70)
     model = tiny_model().cuda()
     foveate.attach(model, "quest:top_k=16,page_size=4,dense_layers=0")
     generate(model, tokens(60, 2).cuda(), new=30)

@@ -158,7 +158,7 @@ def test_budgets_out_of_range(model, method, name, value):
         ("luka", "temperature", -1.0, "a number above 0"),
         ("luka", "temperature", float("nan"), "a number above 0"),
         ("luka", "temperature", "hot", "a number above 0"),
-        ("luka", "refine", "top_q", "one of top_k, threshold, top_p, missed_mass"),
+        ("luka", "refine", "top_q", "one of top_k, threshold, top_p"),
         ("luka", "epsilon", 0, "between 0 and 1"),
         ("luka", "epsilon", 1.0, "between 0 and 1"),
         ("luka", "mass", "keep", "one of exact, preserve"),

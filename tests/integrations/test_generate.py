@@ -46,7 +46,6 @@ SPECS |= {
     "luka_threshold": "luka:page_size=4,tail=9,compress_every=3,refine=threshold,epsilon=0.1,mass=preserve",
     "luka_share": "luka:page_size=5,tail=7,compress_every=1,top_k=0.3,bias=log,compressor=attention",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,compress_every=2,top_k=2,expand=1",
-    "luka_kl": "luka:page_size=4,segmenter=kl,kl_threshold=0.3,tail=10,compress_every=2,top_k=1,score=summary,bias=log",
     "luka_gaussian": "luka:page_size=8,segmenter=gaussian,page_deviation=3.0,tail=9,compress_every=2,top_k=1",
     "luka_top_p": "luka:page_size=8,sinks=1,tail=9,compress_every=2,refine=top_p,top_p=0.4,max_refined=2",
 }

@@ -15,7 +15,9 @@ from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_p
 from tests.recorded import record
 
 SPECS = [
-    methods.make(name, **methods.get(name).small_budget).spec for name in methods.names() if methods.get(name).graphs
+    methods.make(name, **methods.get(name).small_budget).spec
+    for name in methods.names()
+    if methods.get(name).replay is not None
 ] + [
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
     'per_layer:layers={"0": "quest:dense_layers=0,page_size=4,top_k=9", "1-2": "tova:top_k=9"}',
@@ -209,8 +211,8 @@ def test_insisting_is_refused_with_the_reason_and_leaves_the_model_as_it_was():
         foveate.attach(model, "dense", cuda_graph="yes")
     with pytest.raises(ValueError, match="layers 0, 2 stay as they are"):
         foveate.attach(tiny_model("gemma3"), "dense", cuda_graph=True)
-    with pytest.raises(ValueError, match="segmenter=kl asks the host"):
-        foveate.attach(model, "luka:segmenter=kl", cuda_graph=True)
+    with pytest.raises(ValueError, match="compress_every=1 makes pages at every step"):
+        foveate.attach(model, "luka:compress_every=1", cuda_graph=True)
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ValueError, match="dynamic rotary embeddings"):
         foveate.attach(model, "dense", cuda_graph=True)

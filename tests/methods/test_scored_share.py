@@ -12,7 +12,8 @@ from torch import Tensor
 
 from foveate import methods, ops
 from foveate.methods._common import count_scored
-from foveate.methods.base import Method, Number, budget, clamp, setting
+from foveate.methods.base import Method, setting
+from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveate import ops
-from tests.helpers import LAYOUTS, LargestTensor, assert_close, in_buffer
+from tests.helpers import LAYOUTS, assert_close, in_buffer
 
 SCALING = 0.3
 
@@ -186,75 +186,3 @@ def test_bounds_in_half_precision_hold_for_the_keys_as_stored(dtype):
     logits = torch.einsum("bhgd,bhnsd->bhgns", rows.double(), k.double()) * SCALING
     assert bound.dtype == torch.float32
     assert (bound[..., None] >= logits - 1e-5).all()
-
-
-# Turns of the attention
-
-
-def divergence_by_hand(q, k, lag, window, scaling):
-    """Of every token ``[B, L]``, for whole sequences ``q [B, Hq, L, D]``, ``k [B, Hkv, L, D]``."""
-    batch, num_heads, length, _ = q.shape
-    q, k = q.double(), k.double()
-    found = torch.zeros(batch, length, dtype=torch.float64)
-    for b, token in itertools.product(range(batch), range(lag, length)):
-        seen = range(max(0, token - lag - window + 1), token - lag + 1)
-        for h in range(num_heads):
-            keys = k[b, h // (num_heads // k.shape[1]), seen.start : seen.stop]
-            now, before = ((keys @ q[b, h, at] * scaling).softmax(-1) for at in (token, token - lag))
-            found[b, token] += sum(p * (p / r).log() for p, r in zip(now, before)) / num_heads
-    return found
-
-
-def divergence(q, k, lag, window, offset, length):
-    """Of the tokens ``offset .. offset + length - 1``; NaN stands for the queries of tokens that do not exist."""
-    places = torch.arange(offset - lag, offset - lag + length)
-    earlier = q[:, :, places.clamp_min(0)].masked_fill((places < 0)[:, None], float("nan"))
-    new = q[:, :, offset : offset + length]
-    return ops.attention_divergence(new, earlier, k, lag=lag, window=window, scaling=SCALING, offset=offset)
-
-
-@given(
-    st.sampled_from([(1, 1, 1), (2, 2, 3), (1, 3, 2)]),
-    st.integers(1, 24),
-    st.integers(1, 9),
-    st.integers(1, 12),
-    st.lists(st.integers(1, 12), max_size=3),
-)
-@settings(max_examples=40)
-def test_divergence_from_the_attention_some_tokens_before(shape, length, lag, window, cuts):
-    batch, heads, group = shape
-    q, k = draw(batch, heads * group, length, 5) * 3, draw(batch, heads, length + 2, 5, seed=1)
-    k[:, :, length:] = float("nan")  # keys behind the newest query
-    wanted = divergence_by_hand(q, k[:, :, :length], lag, window, SCALING)
-    edges = [0, *sorted({cut for cut in cuts if cut < length}), length]
-    parts = [divergence(q, k, lag, window, first, last - first) for first, last in itertools.pairwise(edges)]
-    assert all(part.dtype == torch.float32 for part in parts)
-    assert_close(torch.cat(parts, 1), wanted)
-
-
-@pytest.mark.parametrize("length", [127, 128, 129, 136, 137, 300])
-def test_divergence_of_blocks_of_queries(length):
-    q, k = draw(1, 2, length, 4) * 2, draw(1, 1, length, 4, seed=1)
-    wanted = divergence_by_hand(q, k, 8, 20, SCALING)
-    assert_close(divergence(q, k, 8, 20, 0, length), wanted)
-    assert_close(divergence(q, k, 8, 20, 5, length - 5), wanted[:, 5:])
-
-
-def test_divergence_of_equal_queries_is_zero_and_of_opposed_ones_large():
-    q = draw(1, 2, 1, 6).expand(1, 2, 30, 6) * 4
-    k = draw(1, 2, 30, 6, seed=1)
-    assert divergence(q, k, 8, 10, 0, 30).abs().max() < 1e-6
-    turned = torch.cat([q[:, :, :20], -q[:, :, 20:]], 2)
-    found = divergence(turned, k, 8, 10, 0, 30)[0]
-    assert found[:20].abs().max() < 1e-6
-    assert found[20:28].min() > 0.5
-    assert found[28:].abs().max() < 1e-6  # the earlier query has turned too
-    assert divergence(turned * 1e4, k, 8, 10, 0, 30).isfinite().all()
-
-
-def test_divergence_needs_no_square_matrix():
-    length = 1024
-    q, k = draw(1, 2, length, 8), draw(1, 1, length, 8, seed=1)
-    with LargestTensor() as largest:
-        ops.attention_divergence(q, q, k, lag=8, window=64, scaling=SCALING, offset=0)
-    assert largest.bytes <= 2 * 4 * 128 * (128 + 64), largest.what

@@ -7,7 +7,6 @@ import torch
 
 from foveate import ops
 from foveate.ops.attend import pooled, reference, tiles
-from foveate.ops.score import nodes
 from foveate.ops.score import pooled as score
 from foveate.ops.score import reference as masses
 from tests.helpers import LargestTensor, Shape, assert_close, problem
@@ -201,19 +200,6 @@ def test_half_the_mass_to_the_base():
     how = {"scaling": SCALING / 2, "offset": 20, "softcap": 2.5}
     ((_, mass),) = masses.tile_mass(q, k, lse.float() / 2, tile=8, **how)
     assert_close(mass[:, :, 1, :24], by_kv_head(weights[:, :, 4:, :24].sqrt().mean(2)).mean(2))
-
-
-def test_divergence_of_attention():
-    q, k, _ = problem(SHAPE._replace(batch=1))
-    earlier = torch.randn(q.shape, generator=torch.manual_seed(1))
-    how = {"lag": 3, "window": 6, "scaling": SCALING, "offset": 20}
-    found = nodes.attention_divergence(q, earlier, k, softcap=5.0, **how)
-    for i in range(7):
-        seen = slice(20 + i - 3 - 5, 20 + i - 3 + 1)
-        now, before = (
-            capped_logits(x[:, :, i : i + 1], k[:, :, seen], 5.0).log_softmax(-1)[0, :, 0] for x in (q, earlier)
-        )
-        assert_close(found[0, i], (now.exp() * (now - before)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("softcap", [0, 0.0, -5.0, float("inf"), float("nan"), True, "5"])

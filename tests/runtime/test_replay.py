@@ -8,7 +8,7 @@ from foveate import methods
 from foveate.runtime import replay
 from tests.recorded import Replayed, record
 
-RECORDED = [(name, method) for name, method in VARIANTS if not method.graph_obstacle]
+RECORDED = [(name, method) for name, method in VARIANTS if not methods.replay_obstacle(method)]
 each_recorded = pytest.mark.parametrize("method", [m for _, m in RECORDED], ids=[name for name, _ in RECORDED])
 
 
@@ -32,7 +32,9 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
         one.feed(batch, mask)
     replayed = Replayed(driver)
     close(replayed.feed_steps(tokens), plain.feed_steps(tokens))
-    assert replayed.use.replayed > (80 if method.records_pauses or not method.name.startswith("luka") else 50)
+    assert replayed.use.replayed > (
+        80 if method.replay.captures_maintenance or not method.name.startswith("luka") else 50
+    )
     assert replayed.use.captured <= 3
     assert_same_counts(plain.layer.counters, driver.layer.counters)
     assert_same_state(plain.store, driver.store)
@@ -54,7 +56,7 @@ def test_pages_made_between_replays(settings, monkeypatch):
     """Of every row as many as are due, by the device's numbers, over growth of the cache and to its very end."""
     monkeypatch.setattr(replay, "ROOM", 1)
     method = methods.make("luka", **{"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2} | settings)
-    assert method.records_pauses
+    assert method.replay.captures_maintenance
     prompts = [Tokens.random(1, length, seed=length) for length in (61, 50, 7)]
     batch, mask = padded(prompts, PROMPT)
     tokens = Tokens.random(3, 150, seed=1)

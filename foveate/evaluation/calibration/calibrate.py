@@ -28,7 +28,7 @@ from foveate.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan, opt
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
-from foveate.methods.base import budget
+from foveate.methods.budgets import budget
 from foveate.results import circumstances, outfile
 from foveate.results.errors import UserError
 

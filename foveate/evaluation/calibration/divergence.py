@@ -15,7 +15,8 @@ import foveate
 from foveate.evaluation import decoding, generation
 from foveate.evaluation.tasks.base import Item
 from foveate.methods import Together
-from foveate.methods._reuse import Place, TopKByMass
+from foveate.methods._anchored import Place
+from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import setting
 from foveate.methods.kascade import Kascade
 

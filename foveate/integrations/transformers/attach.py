@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from foveate.integrations.transformers import attention, csa, releases
-from foveate.integrations.transformers.auto import Auto, is_auto
+from foveate.integrations.transformers.auto import Auto
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.facts import kv_heads, model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import GetDecodeCall, Graphs, TakesDecodeCall
@@ -148,9 +148,9 @@ def attach(
             (greedy or sampled, one token for each sequence at a time): True insists; "auto" does so on a GPU where
             model and method allow, and otherwise :func:`stats` tells why not.
         dense_below: decode steps read everything while the sequences together, each taken as long as the longest, have
-            fewer tokens than this; "auto": on a GPU than the method needs to be faster (:attr:`Method.pays_from`),
-            elsewhere 0: never. Methods that give tokens up never do. :func:`stats` counts these steps. Who compares
-            methods wants 0.
+            fewer tokens than this; "auto": on a GPU than the method needs to be faster
+            (:attr:`Method.sparse_from_tokens`), elsewhere 0: never. Methods that give tokens up never do. :func:`stats`
+            counts these steps. Who compares methods wants 0.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
@@ -283,7 +283,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
 
 def _auto(policies: dict[int, Policy]) -> Auto | None:
     """What finds the anchors of layers that wait for them; None if there are none."""
-    return Auto() if any(is_auto(policy.method) for policy in policies.values()) else None
+    return Auto() if any(policy.method.self_calibrating for policy in policies.values()) else None
 
 
 def _check_artefacts(

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from foveate.calibration import Measured, choose, least_tokens
 from foveate.integrations.transformers.facts import kv_heads
 from foveate.integrations.transformers.study import Study
-from foveate.methods import Method
-from foveate.methods.kascade import AUTO, Kascade
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.attach import Attachment
@@ -22,11 +20,6 @@ if TYPE_CHECKING:
 KEYS, TOKENS = 64, 8192
 """Keys chosen for a tile, and most tokens looked at."""
 _log = logging.getLogger("foveate")
-
-
-def is_auto(method: Method) -> bool:
-    """Whether a layer's method waits for anchors that a prompt will show."""
-    return isinstance(method, Kascade) and method.calibration == AUTO
 
 
 class Auto:
@@ -72,7 +65,7 @@ class Auto:
             columns = mask[row].nonzero()[:, 0]
         columns = columns[:TOKENS]
         methods = [policy.method for policy in attachment.policies.values()]
-        tile = next(method.tile for method in methods if is_auto(method))
+        tile = next(method.tile for method in methods if method.self_calibrating)
         group = attachment.config.num_attention_heads // kv_heads(attachment.config)
         least, self._tokens = least_tokens(KEYS, tile, group), len(columns)
         if len(columns) >= least:
@@ -88,7 +81,7 @@ class Auto:
 
     def _choose(self, attachment: Attachment, measured: Measured, importance: Tensor) -> None:
         policies, layers = attachment.policies, sorted(attachment.policies)
-        waiting = [layer for layer in layers if is_auto(policies[layer].method)]
+        waiting = [layer for layer in layers if policies[layer].method.self_calibrating]
         for among in dict.fromkeys(policies[layer].method.among for layer in waiting):
             method, at = policies[among[0]].method, torch.tensor([layers.index(layer) for layer in among])
             captured = measured.captured[:, at][:, :, :, at]

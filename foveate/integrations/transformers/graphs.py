@@ -13,6 +13,7 @@ from transformers.generation import GenerationMode
 from foveate.integrations.transformers import announcements, releases
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer, recurrent_states
+from foveate.methods import replay_obstacle
 from foveate.ops._dispatch import runs_kernel
 from foveate.runtime import CaptureError, CudaRecorder, ReplayedSteps, Use
 from foveate.runtime.recorder import Recorder
@@ -59,8 +60,8 @@ class Graphs:
             layers = ", ".join(map(str, moving))
             return f"layers {layers} stay as they are, with a cache whose memory moves"
         for policy in attachment.policies.values():
-            if policy.method.graph_obstacle:
-                return policy.method.graph_obstacle
+            if obstacle := replay_obstacle(policy.method):
+                return obstacle
         rope = getattr(config, "rope_parameters", None) or {}
         kinds = {rope.get("rope_type")} | {one.get("rope_type") for one in rope.values() if isinstance(one, dict)}
         if kinds & set(_SHAPES):
@@ -219,4 +220,4 @@ def _hooked(model: nn.Module) -> str:
 
 def _runs_alone(cache: Cache) -> bool:
     """Whether this step is followed by maintenance that cannot be captured."""
-    return any(layer.method.pauses(layer.store.decoded + 1) for layer in cache.maintained_alone)
+    return any(layer.method.replay.maintenance_due(layer.store.decoded + 1) for layer in cache.maintained_alone)

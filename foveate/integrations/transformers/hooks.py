@@ -47,7 +47,8 @@ class BeforeForward:
         elif isinstance(cache, Cache):
             cache.phase.forward.clear()
         if training and getattr(decoder, "gradient_checkpointing", False):
-            readers = [n for n, policy in attachment.policies.items() if policy.method.reads_other_layers]
+            methods = {n: policy.method for n, policy in attachment.policies.items() if policy.method.sparse_prompt}
+            readers = [n for n, method in methods.items() if method.reads_choice_of is not None]
             if readers:
                 raise ValueError(
                     f"gradient checkpointing is not possible with {attachment.method.name}: layer {readers[0]} "

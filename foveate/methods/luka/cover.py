@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.base import Number, budget, clamp
+from foveate.methods.budgets import Number, budget
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging, nodes_over
 from foveate.state import Geometry, SlotCache
@@ -99,12 +99,11 @@ def _allowed(sizes: tuple[int, ...], budgets: Budgets, level: int, nodes: Number
     Args:
         num_heads: query heads of the layer.
     """
-    first = -(-budgets.first * sizes[0] // sizes[level])  # nodes over the first pages
     if budgets.refine == "threshold":
         # the masses of the heads of a group sum to at most 1, so no more than this many can be above epsilon
-        return math.ceil((1 if budgets.pool == "kv_head" else num_heads) / budgets.epsilon) + budgets.first
+        return math.ceil((1 if budgets.pool == "kv_head" else num_heads) / budgets.epsilon)
     share = budgets.max_refined if budgets.refine != "top_k" else budgets.expand if level else budgets.top_k
-    return clamp(budget(share, nodes, 1), first, 1 << 62)
+    return budget(share, nodes, 1)
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods.luka.new_pages import RaggedPages, UniformPages
-from foveate.methods.luka.paging import KL_LAG, Paging, nodes_over
+from foveate.methods.luka.paging import Paging, nodes_over
 from foveate.ops.compress import segments
 from foveate.state import Channel, Geometry, SlotCache
 from foveate.state.device_rows import DeviceRows
@@ -84,9 +84,6 @@ class Pages:
         if paging.recent:
             channels["recent"] = Channel()
             channels["queries"] = Channel((geometry.num_heads, paging.window, geometry.head_dim), per=0, dtype=None)
-        if paging.segmenter == "kl":
-            channels["divergence"] = Channel()
-            channels["recent_q"] = Channel((KL_LAG, geometry.num_heads, geometry.head_dim), per=0, dtype=None)
         return channels
 
     @staticmethod
@@ -158,10 +155,7 @@ class Pages:
         paging, size = self.paging, self.sizes[0]
         if paging.segmenter == "fixed":
             return list(range(start + size, stop + 1, size))
-        if paging.segmenter == "gaussian":
-            return ops.gaussian_ends(first, start, stop, size, paging.page_deviation, paging.seed)
-        divergence = cache.channel("divergence")[0, 0, start : max(start, stop)].tolist()
-        return ops.divergence_ends(divergence, start, paging.kl_threshold, size, self.width)
+        return ops.gaussian_ends(first, start, stop, size, paging.page_deviation, paging.seed)
 
     def _tokens(self, cache: SlotCache, new: UniformPages | RaggedPages) -> tuple[ops.Nodes, None]:
         """The raw tokens of new pages of one size, fields ``[B, Hkv, n, S, ...]``."""

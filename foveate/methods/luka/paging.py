@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-KL_LAG = 8
-"""Tokens between the two queries whose attention the KL segmenter compares."""
-
 
 @dataclass(frozen=True)
 class Paging:
@@ -25,7 +22,6 @@ class Paging:
     compress_every: int
     segmenter: str
     page_deviation: float
-    kl_threshold: float
     compressor: str
     temperature: float
     zero_values: bool
@@ -56,7 +52,6 @@ class Budgets:
     top_k: int | float
     expand: int | float
     max_refined: int | float
-    first: int
     epsilon: float
     pool: str
 

@@ -9,15 +9,14 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods.base import Method, setting
+from foveate.methods.base import Method, Replay, setting
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import Pages
-from foveate.methods.luka.paging import KL_LAG, Budgets, Paging
+from foveate.methods.luka.paging import Budgets, Paging
 from foveate.state import Channel, Geometry, SlotCache
 
 WEIGHT_SPREAD = 0.6
@@ -41,8 +40,7 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
-    retired: ClassVar[dict] = {"summariser": ""}
+    retired: ClassVar[dict] = {"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0}
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
 
@@ -52,26 +50,19 @@ class LuKA(Method):
     sinks: int = setting(4, "first tokens that stay raw")
     tail: int = setting(128, "least number of recent tokens that stay raw")
     compress_every: int = setting(16, "decoded tokens between two rounds of making pages")
-    segmenter: str = setting("fixed", "where pages end: fixed, gaussian (random lengths) or kl (attention turns)")
+    segmenter: str = setting("fixed", "where pages end: fixed, or gaussian (random lengths)")
     page_deviation: float = setting(16.0, "standard deviation of the page lengths under segmenter=gaussian, tokens")
-    kl_threshold: float = setting(0.5, "divergence that ends a page under segmenter=kl, nats")
     compressor: str = setting(
         "mean", "what stands for a page: mean, recent or attention (weighted by attention), random"
     )
     temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
     zero_values: bool = setting(False, "summaries have values of zero (the paper's figure 6)")
-    refine: str = setting("top_k", "which pages are read raw: top_k, threshold, top_p or missed_mass")
+    refine: str = setting("top_k", "which pages are read raw: top_k, threshold or top_p")
     top_k: int | float = setting(0.11, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
     expand: int | float = setting(0.3, "nodes refined on each level above the pages under refine=top_k")
     epsilon: float = setting(0.2, "least mass (see prior) of a refined page under refine=threshold")
     top_p: float = setting(0.9, "mass (see prior) that must not stay in summaries under refine=top_p")
-    max_missed_mass: float = setting(0.1, "most attention that unrefined pages can hold under refine=missed_mass")
-    max_refined: int | float = setting(
-        1.0, "most nodes of a level refined under top_p and missed_mass: a number, or a share"
-    )
-    first: int = setting(
-        0, "first pages that are always refined; under refine=top_k among the number, which is at least theirs"
-    )
+    max_refined: int | float = setting(1.0, "most nodes of a level refined under refine=top_p: a number, or a share")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
         "spread", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
@@ -92,19 +83,19 @@ class LuKA(Method):
         )
         for name in ("tail", "compress_every", "window"):
             self._check_count(name, 1)
-        for name in ("sinks", "first", "seed"):
+        for name in ("sinks", "seed"):
             self._check_count(name)
-        self._check_choice("segmenter", "fixed", "gaussian", "kl")
+        self._check_choice("segmenter", "fixed", "gaussian")
         self._check_choice("compressor", "mean", "recent", "attention", "random")
-        self._check_choice("refine", "top_k", "threshold", "top_p", "missed_mass")
+        self._check_choice("refine", "top_k", "threshold", "top_p")
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("score", "summary", "spread", "box", "bound")
         self._check_choice("mass", "exact", "preserve")
         self._check_choice("bias", "none", "log", "entropy", "spread")
-        for name in ("page_deviation", "kl_threshold", "temperature"):
+        for name in ("page_deviation", "temperature"):
             value = getattr(self, name)
             self._check(name, _is_number(value) and value > 0 and math.isfinite(value), "a number above 0")
-        for name in ("epsilon", "top_p", "max_missed_mass"):
+        for name in ("epsilon", "top_p"):
             value = getattr(self, name)
             self._check(name, _is_number(value) and 0 < value < 1, "between 0 and 1")
         self._check("prior", _is_number(self.prior) and 0 <= self.prior < 1, "at least 0 and below 1")
@@ -112,10 +103,6 @@ class LuKA(Method):
         for name in ("expand", "max_refined"):
             self._check_budget(name)
         self._check("zero_values", isinstance(self.zero_values, bool), "true or false")
-        if self.segmenter == "kl":
-            self._check("tail", self.tail > KL_LAG, f"more than {KL_LAG}, the lag of the KL segmenter")
-        if self.refine == "missed_mass":
-            self._check("first", self.first == 0, "0 under refine=missed_mass, whose bound chooses every page")
 
     def _nests(self) -> bool:
         sizes = self.page_size if isinstance(self.page_size, tuple) else (self.page_size,)
@@ -143,7 +130,6 @@ class LuKA(Method):
                 compress_every=self.compress_every,
                 segmenter=self.segmenter,
                 page_deviation=self.page_deviation,
-                kl_threshold=self.kl_threshold,
                 compressor=self.compressor,
                 temperature=self.temperature,
                 zero_values=self.zero_values,
@@ -160,7 +146,7 @@ class LuKA(Method):
     @functools.cached_property
     def budgets(self) -> Budgets:
         """How many nodes may be refined."""
-        return Budgets(self.refine, self.top_k, self.expand, self.max_refined, self.first, self.epsilon, self.pool)
+        return Budgets(self.refine, self.top_k, self.expand, self.max_refined, self.epsilon, self.pool)
 
     @property
     def dense_at_full_budget(self) -> bool:  # type: ignore[override]
@@ -173,24 +159,19 @@ class LuKA(Method):
         return self.compressor == "attention"
 
     @property
-    def estimates(self) -> bool:
-        """Whether pages are chosen by an estimate of their mass; refine=missed_mass chooses by bounds alone."""
-        return self.refine != "missed_mass"
-
-    @property
     def looks_back(self) -> bool:
         """Whether recent attention to tokens and nodes is kept."""
-        return (self.prior > 0 and self.estimates) or self.compressor == "recent"
+        return self.prior > 0 or self.compressor == "recent"
 
     @property
     def uses_spread(self) -> bool:
         """Whether summaries keep the variance of the keys beneath."""
-        return (self.score in ("spread", "box") and self.estimates) or self.bias == "spread"
+        return self.score in ("spread", "box") or self.bias == "spread"
 
     @property
     def uses_bounds(self) -> bool:
         """Whether summaries keep the smallest and the largest of the keys beneath."""
-        return self.score == "bound" or not self.estimates
+        return self.score == "bound"
 
     @property
     def reads_per_summary(self) -> float:
@@ -211,7 +192,6 @@ class LuKA(Method):
         parts = [
             ("queries", self.window) if self.looks_back else None,
             ops.column_mass if self.weighs_mass else None,
-            ("kl", self.tail) if self.segmenter == "kl" else None,
         ]
         parts = [part for part in parts if part is not None]
         return tuple(parts) if len(parts) > 1 else parts[0] if parts else None
@@ -223,8 +203,6 @@ class LuKA(Method):
         if self.weighs_mass:
             how = {"scaling": scaling, "offset": offset, "softcap": cache.softcap}
             ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("mass"), **how)
-        if self.segmenter == "kl":
-            self._note_divergence(cache, q, scaling)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
         if self.looks_back:
@@ -237,76 +215,37 @@ class LuKA(Method):
     # Decode
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        if self.segmenter == "kl":
-            for b in range(cache.batch_size):
-                self._note_divergence(cache.row(b), q[b : b + 1], scaling)
         if cache.step is not None:
             return self._attend(cache, q, scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
-        if self.pauses(cache.decoded):
-            self.keep_up(cache)
+        if self.replay.maintenance_due(cache.decoded):
+            self.pages.extend(cache)
         return out
 
     @property
-    def stands_in(self) -> bool:  # type: ignore[override]
-        """False where pages depend on the attention of every decode step: its recent mass, or its divergence."""
-        return self.compressor != "recent" and self.segmenter != "kl"
+    def can_decode_dense(self) -> bool:  # type: ignore[override]
+        """False where pages depend on the recent attention of every decode step."""
+        return self.compressor != "recent"
 
     @property
-    def pays_from(self) -> int:  # type: ignore[override]
+    def sparse_from_tokens(self) -> int:  # type: ignore[override]
         """Later with many refined pages, which take more launches than few."""
         few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "bound"
-        few = few and isinstance(self.top_k, int) and max(self.top_k, self.first) <= 8
-        return Method.pays_from if few else 65536
+        few = few and isinstance(self.top_k, int) and self.top_k <= 8
+        return Method.sparse_from_tokens if few else 65536
 
-    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
         if self.weighs_mass:
             cache.channel("mass").add_(attended.mass)
-        if cache.step is None and self.pauses(cache.decoded):
-            self.keep_up(cache)
+        if cache.step is None and self.replay.maintenance_due(cache.decoded):
+            self.pages.extend(cache)
         return attended.out
 
-    @property
-    def graph_obstacle(self) -> str:
-        if self.segmenter == "kl":
-            return f"{self.name} with segmenter=kl asks the host where pages end"
-        return f"{self.name} with compress_every=1 makes pages at every step" if self.compress_every == 1 else ""
-
-    def pauses(self, decoded: int) -> bool:
-        return decoded % self.compress_every == 0
-
-    @property
-    def records_pauses(self) -> bool:  # type: ignore[override]
-        """True where every row gets the same number of pages, by a rule that needs no numbers of the host."""
-        return self.pages.fixed and self.compressor != "random"
-
-    def keep_up(self, cache: SlotCache) -> None:
-        """Make new pages."""
-        if cache.step is None:
-            self.pages.extend(cache)
-        else:
-            self.pages.extend_in_step(cache)
-
-    def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        return self.pages.numbers_after(rows)
-
-    def _note_divergence(self, cache: SlotCache, q: Tensor, scaling: float) -> None:
-        """Compare the attention of new queries with that of earlier ones, and keep the last queries."""
-        recent = cache.channel("recent_q")  # [B, lag, Hq, D]: those of the tokens before the new ones
-        queries = torch.cat([recent.transpose(1, 2), q], 2)
-        offset, length = cache.used - q.shape[2], q.shape[2]
-        cache.channel("divergence")[:, :, offset:] = ops.attention_divergence(
-            q,
-            queries[:, :, :length],
-            cache.keys,
-            lag=KL_LAG,
-            window=self.tail - KL_LAG,
-            scaling=scaling,
-            offset=offset,
-            softcap=cache.softcap,
-        )[:, None]
-        recent.copy_(queries[:, :, length:].transpose(1, 2))
+    @functools.cached_property
+    def replay(self) -> Replay:  # type: ignore[override]
+        every_step = f"{self.name} with compress_every=1 makes pages at every step"
+        return MakesPages(self.pages, every_step if self.compress_every == 1 else "")
 
     def _attend_raw(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass or self.looks_back)
@@ -342,7 +281,7 @@ class LuKA(Method):
     @functools.cached_property
     def refinement(self) -> ops.Refinement:
         """Which nodes are replaced by their children, and with what weight."""
-        limits = {"threshold": self.epsilon, "top_p": 1.0 - self.top_p, "missed_mass": self.max_missed_mass}
+        limits = {"threshold": self.epsilon, "top_p": 1.0 - self.top_p}
         return ops.Refinement(
             self.refine,
             limits.get(self.refine, 0.0),
@@ -351,10 +290,35 @@ class LuKA(Method):
             self.bias,
             self.mass,
             self.prior,
-            self.first,
-            self.compressor == "mean" and self.pages.fixed,
             WEIGHT_SPREAD,
         )
+
+
+class MakesPages(Replay):
+    """Replayed steps of LuKA, of which every ``compress_every``-th is followed by new pages."""
+
+    maintains: ClassVar[bool] = True
+
+    def __init__(self, pages: Pages, obstacle: str):
+        super().__init__(obstacle)
+        self.pages = pages
+
+    @property
+    def captures_maintenance(self) -> bool:  # type: ignore[override]
+        """True where every row gets the same number of pages, by a rule that needs no numbers of the host."""
+        return self.pages.fixed and self.pages.paging.compressor != "random"
+
+    def maintenance_due(self, decoded: int) -> bool:
+        return decoded % self.pages.paging.compress_every == 0
+
+    def maintain(self, cache: SlotCache) -> None:
+        if cache.step is None:
+            self.pages.extend(cache)
+        else:
+            self.pages.extend_in_step(cache)
+
+    def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        return self.pages.numbers_after(rows)
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -20,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.selected_hopper_gather_kernel import gather, place_of_item
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 
 HEADS, DIM = 64, 512
@@ -117,104 +117,6 @@ def attend_selected(
 
 
 @gluon.jit
-def _place(item, num_kv_heads, parts, length):
-    """Batch entry, KV head, part of its heads and query of an item; neighbouring items are neighbouring queries."""
-    part, query = item % parts, item // parts % length
-    row = item // (parts * length)
-    return (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64), part, query.to(gl.int64)
-
-
-@gluon.jit
-def _gather(
-    q_ptr,
-    k_ptr,
-    recent_ptr,
-    index_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    recent_stride_b,
-    recent_stride_h,
-    recent_stride_l,
-    index_stride_b,
-    index_stride_h,
-    index_stride_l,
-    index_stride_k,
-    items,
-    num_kv_heads,
-    group,
-    parts,
-    length,
-    places,
-    window,
-    offset,
-    q_tile,
-    k_tiles,
-    q_full,
-    q_empty,
-    full,
-    empty,
-    HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    KEYS: gl.constexpr,
-    ROWS: gl.constexpr,
-):
-    """Fills ``q_tile [HEADS, D]`` for every query, and ``k_tiles [2, KEYS, D]`` half by half; unused keys are 0."""
-    HALF: gl.constexpr = DIM // 2
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
-    dims = gl.arange(0, HALF, gl.SliceLayout(0, COPY))
-    of_selection = gl.cdiv(places, KEYS)
-    blocks = of_selection + gl.cdiv(window, KEYS)
-    turn, lap = 0, 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        batch, head, part, query = _place(item, num_kv_heads, parts, length)
-        mbarrier.wait(q_empty, (lap & 1) ^ 1)
-        q_base = q_ptr + batch * q_stride_b + query * q_stride_l
-        for half in gl.static_range(2):
-            for first in gl.static_range(0, HEADS, ROWS):
-                member = part * HEADS + first + rows
-                exist = member < group
-                of_head = (head * group + gl.where(exist, member, 0)) * q_stride_h
-                async_copy.async_copy_global_to_shared(
-                    q_tile.slice(first, ROWS, dim=0).slice(half * HALF, HALF, dim=1),
-                    q_base + of_head[:, None] + (half * HALF + dims)[None, :],
-                    mask=exist[:, None],
-                )
-        async_copy.mbarrier_arrive(q_full, increment_count=False)
-        index_base = index_ptr + batch * index_stride_b + head * index_stride_h + query * index_stride_l
-        k_base = k_ptr + batch * k_stride_b + head * k_stride_h
-        recent_base = recent_ptr + batch * recent_stride_b + head * recent_stride_h
-        oldest = offset + query.to(gl.int32) + 1 - window
-        for block in range(2 * gl.cdiv(blocks, 2)):
-            stage = turn & 1
-            chosen = block < of_selection
-            base = gl.where(chosen, k_base, recent_base)
-            step = gl.where(chosen, k_stride_l, recent_stride_l)
-            keys = ()
-            for first in gl.static_range(0, KEYS, ROWS):
-                place = block * KEYS + first + rows
-                key = gl.load(index_base + place * index_stride_k, mask=place < places, other=-1).to(gl.int32)
-                recent = (block - of_selection) * KEYS + first + rows
-                keys += (gl.where(chosen, key, gl.where(recent < window, oldest + recent, -1)),)
-            for half in gl.static_range(2):
-                mbarrier.wait(empty.index(2 * stage + half), (turn // 2 & 1) ^ 1)
-                for piece in gl.static_range(KEYS // ROWS):
-                    slots = gl.where(keys[piece] >= 0, keys[piece], 0).to(gl.int64) * step
-                    async_copy.async_copy_global_to_shared(
-                        k_tiles.index(stage).slice(piece * ROWS, ROWS, dim=0).slice(half * HALF, HALF, dim=1),
-                        base + slots[:, None] + (half * HALF + dims)[None, :],
-                        mask=(keys[piece] >= 0)[:, None],
-                    )
-                async_copy.mbarrier_arrive(full.index(2 * stage + half), increment_count=False)
-            turn += 1
-        lap += 1
-
-
-@gluon.jit
 def _attend(
     index_ptr,
     sink_ptr,
@@ -272,7 +174,7 @@ def _attend(
     pairs = gl.cdiv(of_selection + gl.cdiv(window, KEYS), 2)
     turn, lap = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        batch, head, part, query = _place(item, num_kv_heads, parts, length)
+        batch, head, part, query = place_of_item(item, num_kv_heads, parts, length)
         index_base = index_ptr + batch * index_stride_b + head * index_stride_h + query * index_stride_l
         oldest = offset + query.to(gl.int32) + 1 - window
         top = gl.full([HEADS], LOWEST, gl.float32, OF_LOGITS)
@@ -472,7 +374,7 @@ def _attend_selected(
                    index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items, num_kv_heads, group,
                    parts, length, places, window, offset, scale, q_tiles, k_tiles, p_tiles, fades, tops, sums,
                    q_full, q_empty, full, empty, p_full, p_empty, sum_full, 1, SINKS, HEADS, DIM, KEYS)),
-        (_gather, (q_ptr, k_ptr, recent_ptr, index_ptr, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h,
+        (gather, (q_ptr, k_ptr, recent_ptr, index_ptr, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h,
                    k_stride_l, recent_stride_b, recent_stride_h, recent_stride_l, index_stride_b, index_stride_h,
                    index_stride_l, index_stride_k, items, num_kv_heads, group, parts, length, places, window, offset,
                    q_tiles.index(0), k_tiles, q_full, q_empty, full, empty, HEADS, DIM, KEYS, ROWS)),

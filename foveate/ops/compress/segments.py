@@ -1,7 +1,6 @@
 """Where pages end: rules that cut a sequence into pages of different lengths (LuKA, "Dynamic Segmentation")."""
 
 import random
-from collections.abc import Sequence
 
 
 def gaussian_ends(first_page: int, start: int, stop: int, mean: int, deviation: float, seed: int) -> list[int]:
@@ -33,24 +32,3 @@ def shortest(mean: int) -> int:
 def longest(mean: int) -> int:
     """Most tokens of a page of variable length."""
     return 2 * mean
-
-
-def divergence_ends(divergence: Sequence[float], start: int, threshold: float, least: int, most: int) -> list[int]:
-    """Ends of pages where the attention pattern turns to something else.
-
-    A page ends before the first token whose divergence is above the threshold, once it has ``least`` tokens; at the
-    latest after ``most``.
-
-    Args:
-        divergence: of each token from slot ``start`` on, nats.
-
-    Returns:
-        The exclusive ends, ascending; an open page at the end is not made.
-    """
-    ends, length = [], 0
-    for index, turn in enumerate(divergence):
-        if length >= most or (length >= least and turn > threshold):
-            ends.append(start + index)
-            length = 0
-        length += 1
-    return ends + ([start + len(divergence)] if length == most else [])

@@ -6,7 +6,6 @@ from foveate.ops.score.fp8 import FP8, fp8_range, write_fp8
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
 from foveate.ops.score.nodes import (
-    attention_divergence,
     free_energy,
     key_logits,
     logit_deviation,
@@ -26,7 +25,6 @@ __all__ = [
     "INDEXER_BLOCK",
     "Convolution",
     "IndexerScores",
-    "attention_divergence",
     "column_mass",
     "fp8_range",
     "free_energy",

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32
+from foveate.ops._math import capped, first_keys, matmul_fp32
 
 
 def key_logits(rows: Tensor, k: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
@@ -100,46 +100,3 @@ def check_pool(pool: str) -> None:
     """Raise unless this is a way to pool bounds."""
     if pool not in ("head", "kv_head"):
         raise ValueError(f"pool must be head or kv_head, not {pool!r}")
-
-
-def attention_divergence(
-    q: Tensor,
-    earlier: Tensor,
-    k: Tensor,
-    *,
-    lag: int,
-    window: int,
-    scaling: float,
-    offset: int,
-    softcap: float | None = None,
-) -> Tensor:
-    """KL divergence between the attention of each query and that of the query ``lag`` tokens before it.
-
-    Both look at the same keys: the ``window`` last ones that the earlier query sees, renormalised.
-
-    Args:
-        q: ``[B, Hq, n, D]``; query i is token ``offset + i``.
-        earlier: ``[B, Hq, n, D]``: the queries of the tokens ``offset + i - lag`` (anything where there is none).
-        k: ``[B, Hkv, Lk, D]``, ``Lk >= offset + n``.
-        softcap: see :func:`key_logits`.
-
-    Returns:
-        fp32 ``[B, n]``, nats, the mean over the heads; 0 for the first ``lag`` tokens of the sequence.
-    """
-    batch, num_heads, length, _ = q.shape
-    found = q.new_zeros(batch, length, dtype=torch.float32)
-    for first in range(max(0, lag - offset), length, 128):
-        last = min(first + 128, length)
-        newest = torch.arange(offset + first - lag, offset + last - lag, device=q.device)[:, None]
-        start, end = max(0, offset + first - lag - window + 1), offset + last - lag
-        slots = torch.arange(start, end, device=q.device)
-        hidden = (slots > newest) | (slots <= newest - window)
-        shares = []
-        for queries in (q, earlier):
-            rows = fold_group(queries[:, :, first:last], k.shape[1])
-            logits = key_logits(rows, k[:, :, start:end], scaling, softcap).reshape(batch, num_heads, last - first, -1)
-            shares.append(logits.masked_fill(hidden, float("-inf")).log_softmax(-1))
-        now, before = shares
-        terms = (now.exp() * (now - before)).masked_fill(hidden, 0.0)
-        found[:, first:last] = terms.sum(-1).mean(1)
-    return found

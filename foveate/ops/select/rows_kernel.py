@@ -9,21 +9,20 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import multiprocessors
-from foveate.ops.select.blocks_kernel import (
-    _HELD,
-    _HIGHEST,
-    _LOWEST,
-    _behind,
-    _chosen,
-    _end,
-    _float,
-    _kth,
-    _kth_of_many,
-    _plain,
-    _put,
-    _read,
-    _valid,
-    warps,
+from foveate.ops.select.blocks_kernel import _HELD, warps
+from foveate.ops.select.kth_kernel import (
+    HIGHEST,
+    LOWEST,
+    above_all,
+    choose,
+    count_valid,
+    find_kth,
+    find_kth_of_many,
+    float_of,
+    plain,
+    put,
+    put_end,
+    read_scores,
 )
 
 _TILE = 2048
@@ -178,8 +177,8 @@ def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row
 
 @triton.jit
 def _tile(score_ptr, place, number, VECTOR: tl.constexpr):
-    """The scores in some places, see :func:`_plain`."""
-    return _plain(_read(score_ptr, place, number, VECTOR), place < number)
+    """The scores in some places, see :func:`plain`."""
+    return plain(read_scores(score_ptr, place, number, VECTOR), place < number)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -200,12 +199,12 @@ def _topk_of_short_rows(
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     x = _tile(score_ptr, index, number, VECTOR)
-    valid = _valid(x)
-    kth, room, crowded = _kth(x, allowed, _LOWEST + 1, valid, _behind(x))
-    chosen, _ = _chosen(x, kth, room, crowded, 0)
+    valid = count_valid(x)
+    kth, room, crowded = find_kth(x, allowed, LOWEST + 1, valid, above_all(x))
+    chosen, _ = choose(x, kth, room, crowded, 0)
     found_ptr += row * k
-    _put(found_ptr, 0, index, chosen)
-    _end(found_ptr, tl.minimum(valid, allowed), k, 1024)
+    put(found_ptr, 0, index, chosen)
+    put_end(found_ptr, tl.minimum(valid, allowed), k, 1024)
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "rows"])
@@ -232,18 +231,18 @@ def _bracket(
     each = number // size
     within = ((drawn * 40503 >> 5).to(tl.uint32) % each.to(tl.uint32)).to(tl.int32)
     place = drawn * each + drawn * (number % size) // SAMPLE + within  # where size is not SAMPLE, nothing remains
-    x = _plain(tl.load(score_ptr + place, mask=drawn < size, other=float("-inf")), drawn < size)
-    valid, behind = _valid(x), _behind(x)
+    x = plain(tl.load(score_ptr + place, mask=drawn < size, other=float("-inf")), drawn < size)
+    valid, behind = count_valid(x), above_all(x)
     share = allowed.to(tl.float32) / number
     expected = share * size
     away = _DEVIATIONS * tl.sqrt(tl.maximum(expected * (1 - share), 0.0)) + _SLACK
     spare = tl.ceil(away * _SPARE).to(tl.int32)
     last, first = tl.ceil(expected + away).to(tl.int32), tl.floor(expected - away).to(tl.int32) - spare
-    low, _, _ = _kth(x, last, _LOWEST + 1, valid, behind, spare)
+    low, _, _ = find_kth(x, last, LOWEST + 1, valid, behind, spare)
     if first > 0:
-        high, _, _ = _kth(x, first, _LOWEST + 1, valid, behind, spare)
+        high, _, _ = find_kth(x, first, LOWEST + 1, valid, behind, spare)
     else:
-        high = tl.zeros([], tl.int32) + _HIGHEST
+        high = tl.zeros([], tl.int32) + HIGHEST
     tl.store(bound_ptr + row, low)
     tl.store(bound_ptr + rows + row, high)
     tl.store(kept_count_ptr + row, 0)
@@ -275,14 +274,14 @@ def _keep_between(
     room for, ``index``, where they are, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, _ = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
-    low, high = _float(tl.load(bound_ptr + row)), _float(tl.load(bound_ptr + rows + row))
+    low, high = float_of(tl.load(bound_ptr + row)), float_of(tl.load(bound_ptr + rows + row))
     kept_ptr += row * ROOM
     index_ptr += row * ROOM
     above, inside = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     place, end = chunk * each * TILE + tl.arange(0, TILE), tl.minimum(number, (chunk + 1) * each * TILE)
-    following = _read(score_ptr, place, end, VECTOR)
+    following = read_scores(score_ptr, place, end, VECTOR)
     for _ in tl.range(each):
-        x, following = _plain(following, place < number), _read(score_ptr, place + TILE, end, VECTOR)
+        x, following = plain(following, place < number), read_scores(score_ptr, place + TILE, end, VECTOR)
         over = x > high
         between = (x >= low) & (x <= high)
         both = between.to(tl.int32) + (over.to(tl.int32) << 16)
@@ -320,15 +319,15 @@ def _settle(
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Writes ``settled [3, rows]``: what :func:`_kth` finds, a threshold and how many equal to it are chosen, and what
-    tells where they lie: the tallies, what was kept, or (0) the scores alone."""
+    """Writes ``settled [3, rows]``: what :func:`find_kth` finds, a threshold and how many equal to it are chosen, and
+    where they are: the tallies, what was kept, or (0) the scores alone."""
     row = tl.program_id(0).to(tl.int64)
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
     every = tl.arange(0, CHUNKS)
     above = tl.sum(tl.load(tally_ptr + row * chunks + every, mask=every < chunks, other=0), 0)
     kept = tl.sum(tl.load(tally_ptr + (rows + row) * chunks + every, mask=every < chunks, other=0), 0)
-    proved = (above <= allowed) & ((allowed <= above + kept) | (low == _LOWEST + 1))  # both are exact
+    proved = (above <= allowed) & ((allowed <= above + kept) | (low == LOWEST + 1))  # both are exact
     by = tl.where(low == high, _TALLIES, tl.where(kept <= ROOM, _KEPT, 0))
     if proved & (low == high):
         last, room = low, tl.minimum(allowed - above, kept)
@@ -337,9 +336,9 @@ def _settle(
         if ROOM <= _HOLDS:
             slots = tl.arange(0, ROOM)
             x = tl.load(kept_ptr + slots, mask=slots < kept, other=float("-inf"))
-            last, room, _ = _kth(x, allowed - above, low, kept, high + 1)
+            last, room, _ = find_kth(x, allowed - above, low, kept, high + 1)
         else:
-            last, room, _ = _kth_of_many(
+            last, room, _ = find_kth_of_many(
                 kept_ptr, kept_ptr, kept, 0, kept, allowed - above, low, kept, high + 1, False, 1, _AT_ONCE
             )
     else:
@@ -347,9 +346,9 @@ def _settle(
         valid = tl.zeros([TILE], tl.int32)
         for begin in tl.range(0, number, TILE):
             valid += (_tile(score_ptr, begin + places, number, VECTOR) > float("-inf")).to(tl.int32)
-        valid, behind = tl.sum(valid, 0), tl.zeros([], tl.int32) + _HIGHEST + 1
-        last, room, _ = _kth_of_many(
-            score_ptr, score_ptr, number, 0, number, allowed, _LOWEST + 1, valid, behind, False, 1, TILE
+        valid, behind = tl.sum(valid, 0), tl.zeros([], tl.int32) + HIGHEST + 1
+        last, room, _ = find_kth_of_many(
+            score_ptr, score_ptr, number, 0, number, allowed, LOWEST + 1, valid, behind, False, 1, TILE
         )
     tl.store(settled_ptr + row, last)
     tl.store(settled_ptr + rows + row, room)
@@ -382,7 +381,7 @@ def _write_chosen(
     """Writes ``found [rows, k]``: chunk after chunk, and -1 behind the last of them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
-    last, room = _float(tl.load(settled_ptr + row)), tl.load(settled_ptr + rows + row)
+    last, room = float_of(tl.load(settled_ptr + row)), tl.load(settled_ptr + rows + row)
     begin, places = chunk * each * TILE, tl.arange(0, TILE)
 
     # what is chosen before this chunk, and what equals the last one there
@@ -413,9 +412,9 @@ def _write_chosen(
 
     found_ptr += row * k
     place, end = begin + places, tl.minimum(number, begin + each * TILE)
-    following = _read(score_ptr, place, end, VECTOR)
+    following = read_scores(score_ptr, place, end, VECTOR)
     for _ in tl.range(each):
-        x, following = _plain(following, place < number), _read(score_ptr, place + TILE, end, VECTOR)
+        x, following = plain(following, place < number), read_scores(score_ptr, place + TILE, end, VECTOR)
         over, tie = x > last, x == last
         both = over.to(tl.int32) + (tie.to(tl.int32) << 16)
         seen, all_of_it = tl.cumsum(both, 0), tl.sum(both, 0)

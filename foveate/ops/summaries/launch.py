@@ -217,7 +217,6 @@ class SummariesLaunch:
             rank.stride(1),
             space.places,
             0 if bounds is None else bounds.shape[2],
-            self._first(stage),
             self.scaling,
             math.log(of.size),
             of.reads,
@@ -245,14 +244,9 @@ class SummariesLaunch:
         """Whether the launch after the scores may start while they still run (programmatic dependent launch)."""
         return stage.few and self.capability >= 9
 
-    def _first(self, stage: Stage) -> int:
-        """How many nodes of a level are always refined."""
-        return -(-self.how.first * self.tree.levels[0].size // self.tree.levels[stage.level].size)
-
     def _selected_by(self, visit: Visit) -> dict[str, Any]:
         """Arguments by which nodes of a level are selected."""
         return {
-            "first": self._first(visit.stage),
             "prior": self.how.prior,
             "BRANCH": visit.branch,
             "PRIOR": self.how.prior > 0,

@@ -56,7 +56,6 @@ def masses(
     splits,
     others,
     rank_places,
-    first,
     prior,
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
@@ -100,7 +99,6 @@ def masses(
             for kv_head in tl.range(1, members // group):
                 recent = tl.maximum(recent, tl.load(recent_ptr + kv_head * recent_stride_h, mask=there, other=0.0))
         mass = mass + prior * (recent - mass)
-    mass = tl.where(node < first, float("inf"), mass)
     return tl.where(there, mass, float("-inf")), node
 
 
@@ -141,7 +139,6 @@ def group_masses(
     splits,
     others,
     rank_places,
-    first,
     prior,
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
@@ -185,5 +182,4 @@ def group_masses(
             recent = tl.load(recent_ptr + node.to(tl.int64) * recent_stride_n, mask=there, other=0.0)
     if PRIOR:
         mass = mass + prior * (recent - mass)
-    mass = tl.where(node < first, float("inf"), mass)
     return tl.where(there, mass, float("-inf")), node

@@ -11,7 +11,7 @@ from torch import Tensor
 from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.reference import gather_fields, gather_pages, page_slots
 from foveate.ops.score.nodes import free_energy, key_logits, largest_logit, logit_deviation, logit_reach
-from foveate.ops.select.mass import by_bound, by_mass, first_of
+from foveate.ops.select.mass import by_mass, first_of
 from foveate.ops.select.reference import topk, topk_rows
 from foveate.ops.summaries.cover import Part, attend_cover, refine
 from foveate.ops.summaries.masses import note_masses
@@ -53,12 +53,11 @@ def attend_summaries(
     """
     reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling, softcap)
     parts = [reader.raw()]
-    raw = parts[0].logits.logsumexp(-1, keepdim=True)
-    others, read = raw, tree.rows.raw
+    others, read = parts[0].logits.logsumexp(-1, keepdim=True), tree.rows.raw
     nodes, visited = reader.top(), []
     while nodes.level >= 0:
         read = read + nodes.number * tree.levels[nodes.level].reads
-        chosen = reader.choose(nodes, others, raw)
+        chosen = reader.choose(nodes, others)
         visited.append(VisitedLevel(nodes.level, nodes.index, nodes.complete, chosen, reader.complete(nodes)))
         if not chosen.shape[-1]:
             parts.append(Part(nodes.logits, nodes.v))
@@ -106,9 +105,6 @@ class _Candidates:
     """``[B, Hkv, C, Dv]``, finite everywhere."""
     rank: Tensor | None = None
     """Logarithm of the mass by which nodes are chosen; None where it is the log-weight."""
-    upper: Tensor | None = None
-    lower: Tensor | None = None
-    """Bounds of the log partition sum of the tokens beneath."""
 
     @property
     def ranks(self) -> Tensor:
@@ -147,11 +143,6 @@ class _Reader:
         self.tree, self.how, self.keys, self.values = tree, how, k, v
         self.rows, self.scaling, self.softcap = rows, scaling, softcap
         self.capped: Tensor | int = 0
-
-    @property
-    def estimates(self) -> bool:
-        """Whether nodes are chosen by an estimate of their mass; ``missed_mass`` goes by bounds alone."""
-        return self.how.rule != "missed_mass"
 
     def raw(self) -> Part:
         """Sinks and tail."""
@@ -239,7 +230,7 @@ class _Reader:
         plain = key_logits(self.rows, fields["k"], self.scaling)
         dot = plain if self.softcap is None else capped(plain.clone(), self.softcap)
         spread = None
-        if how.bias == "spread" or (how.score == "spread" and self.estimates):
+        if "spread" in (how.bias, how.score):
             spread = self._above(plain, dot, logit_deviation(self.rows, fields["spread"], self.scaling))
         bias = {
             "none": lambda: None,
@@ -247,27 +238,21 @@ class _Reader:
             "entropy": lambda: fields["entropy"][:, :, None],
             "spread": lambda: free_energy(spread * how.weight_spread, log_size).add_(log_size),
         }[how.bias]()
-        logits, rank, upper, lower = dot if bias is None else dot + bias, None, None, None
-        if "low" in fields:
-            upper = largest_logit(self.rows, fields["low"], fields["high"], self.scaling)
-            upper = capped(upper, self.softcap) + log_size
-        if not self.estimates:
-            # Jensen's inequality for the mean, but not of capped logits, whose exponentials are not convex; any other
-            # average of keys has a logit below their largest, capped or not
-            lower = dot + log_size if how.means and self.softcap is None else dot.clone()
-        elif how.score == "spread":
+        logits, rank = dot if bias is None else dot + bias, None
+        if how.score == "spread":
             rank = free_energy(spread, log_size).add_(logits if how.bias == "log" else dot + log_size)
         elif how.score == "box":
             reach = logit_reach(self.rows, fields["spread"], self.scaling)
             rank = self._above(plain, dot, reach).add_(log_size).add_(dot)
         elif how.score == "bound":
-            rank = upper
+            upper = largest_logit(self.rows, fields["low"], fields["high"], self.scaling)
+            rank = capped(upper, self.softcap) + log_size
         if hidden is not None:
-            for estimate in (logits, rank, upper, lower):
+            for estimate in (logits, rank):
                 if estimate is not None:
                     estimate.masked_fill_(hidden, float("-inf"))
         index = None if isinstance(index, slice) else index
-        return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank, upper, lower)
+        return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank)
 
     def _above(self, plain: Tensor, dot: Tensor, distance: Tensor) -> Tensor:
         """How far a logit that is at a ``distance`` above the summary's is above it once both are capped."""
@@ -275,23 +260,13 @@ class _Reader:
 
     # Which nodes are refined
 
-    def choose(self, nodes: _Candidates, others: Tensor, raw: Tensor) -> Tensor:
+    def choose(self, nodes: _Candidates, others: Tensor) -> Tensor:
         """Candidates to refine, int64 ``[B, Hkv, K]`` ascending, -1 for none.
 
         Args:
-            others, raw: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover, and of its raw tokens.
+            others: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover.
         """
-        chosen = self._by_mass(nodes, others) if self.estimates else self._by_bound(nodes, raw)
-        return chosen.expand(-1, self.keys.shape[1], -1)
-
-    def _by_bound(self, nodes: _Candidates, raw: Tensor) -> Tensor:
-        """``[B, Hkv or 1, K]``: refined until what is not refined cannot hold more than the limit."""
-        limit = self.how.limit / len(self.tree.levels)  # the levels share it: what they miss adds up
-        bounds = [nodes.upper, nodes.lower, raw]
-        if self.how.pool == "layer":
-            bounds = [x.flatten(1, 2)[:, None] for x in bounds]
-        order, counts, _ = by_bound(*bounds, limit)
-        return self._take(nodes.level, order, counts)
+        return self._by_mass(nodes, others).expand(-1, self.keys.shape[1], -1)
 
     def _by_mass(self, nodes: _Candidates, others: Tensor) -> Tensor:
         """``[B, Hkv or 1, K]``: by the attention that nodes seem to get now, and that they got lately."""
@@ -307,10 +282,6 @@ class _Reader:
         exist = None if nodes.complete else nodes.exist[:, : mass.shape[1]]
         if recent is not None:
             mass = mass.lerp(recent if exist is None else recent.masked_fill(~exist, 0.0), how.prior)
-        if how.first:
-            begins = self._first_page(nodes, mass.shape[1])
-            wanted = begins < how.first
-            mass = mass.masked_fill(wanted if exist is None else exist & wanted, float("inf"))
         if how.rule == "top_p":
             return self._take(level, *by_mass(mass, how.limit / len(self.tree.levels)))
         if how.rule == "threshold":
@@ -342,11 +313,3 @@ class _Reader:
         if nodes.index is None:
             return recent[:, :, : nodes.logits.shape[-1]]
         return recent.gather(2, nodes.index if nodes.complete else nodes.index.clamp_min(0))
-
-    def _first_page(self, nodes: _Candidates, heads: int) -> Tensor:
-        """Number of the first page beneath each node, ``[C]`` or ``[B, heads, C]``."""
-        levels = self.tree.levels
-        pages = levels[nodes.level].size // levels[0].size
-        if nodes.index is None:
-            return torch.arange(nodes.logits.shape[-1], device=nodes.logits.device) * pages
-        return nodes.index[:, :heads] * pages

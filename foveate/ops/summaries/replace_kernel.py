@@ -30,7 +30,7 @@ _VARYING = [
 _STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gone") for axis in "bh"]
 
 
-@triton.jit(do_not_specialize=[*VARYING, *_VARYING, "first", *_STRIDES])
+@triton.jit(do_not_specialize=[*VARYING, *_VARYING, *_STRIDES])
 def replace_refined(
     q_ptr,
     k_ptr,
@@ -85,7 +85,6 @@ def replace_refined(
     bound_places,
     gone_places,
     page_places,
-    first,
     scaling,
     prior,
     WIDTH: tl.constexpr,
@@ -188,7 +187,6 @@ def replace_refined(
             tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), most),
             first_row,
             rank_places,
-            first,
             prior,
             BRANCH,
             PRIOR,

@@ -42,7 +42,6 @@ def free_energy(deviation, log_size):
         "list_stride_b",
         "list_stride_h",
         "bound_places",
-        "first",
     ]
 )
 def score_nodes(
@@ -94,7 +93,6 @@ def score_nodes(
     rank_places,
     parent_places,
     bound_places,
-    first,
     scaling,
     log_size,
     reads,
@@ -135,8 +133,7 @@ def score_nodes(
 
     ``BOUNDS``: they also write bounds of the masses in each block of nodes, ``bound [B, Hkv, 2 group + 2,
     bound_places]``: each head's largest rank; what the head sees in the block, as a multiple of that; the largest sum
-    over the group of a node's shares of what the heads see in the block; and the largest ``recent`` attention, +inf
-    where the block holds one of the ``first`` nodes.
+    over the group of a node's shares of what the heads see in the block; and the largest ``recent`` attention.
 
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]`` is the number of keys read.
 
@@ -313,7 +310,6 @@ def score_nodes(
                 recent = tl.zeros([BLOCK_N], tl.float32)
                 if RECENT:
                     recent = tl.load(recent_ptr + node * recent_stride_n, mask=there, other=0.0)
-                recent = tl.where(there & (node < first), float("inf"), recent)
                 of_block = bound_ptr + block
                 tl.store(of_block + member * bound_places, peak, mask=exist)
                 tl.store(of_block + (group + member) * bound_places, mass, mask=exist)

@@ -60,7 +60,6 @@ def _heavier(
     list_ptr,
     count,
     allowed,
-    first,
     prior,
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
@@ -79,7 +78,6 @@ def _heavier(
     if PRIOR:
         recent = tl.load(recent_ptr + node.to(tl.int64) * recent_stride_n, mask=there, other=0.0)
         mass = mass + prior * (recent - mass)
-    mass = tl.where(node < first, float("inf"), mass)
     fresh, chosen = tl.where(there, _key(mass, place), -1), tl.full(keys.shape, -1, tl.int64)
     for turn in tl.range(0, FEW):
         best = tl.maximum(tl.max(fresh, 0), tl.max(keys, 0))
@@ -101,7 +99,6 @@ def heaviest_few(
     allowed,
     head,
     rank_places,
-    first,
     prior,
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
@@ -144,7 +141,6 @@ def heaviest_few(
             list_ptr,
             count,
             allowed,
-            first,
             prior,
             BRANCH,
             PRIOR,
@@ -189,7 +185,6 @@ def heaviest_few(
                 list_ptr,
                 count,
                 allowed,
-                first,
                 prior,
                 BRANCH,
                 PRIOR,

@@ -3,23 +3,23 @@
 import triton
 import triton.language as tl
 
-from foveate.ops.select.blocks_kernel import _LOWEST, _behind, _end, _float, _kth, _valid
+from foveate.ops.select.kth_kernel import LOWEST, above_all, count_valid, find_kth, float_of, put_end
 from foveate.ops.summaries.ranks_kernel import group_masses, masses
 
-VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h", "first"]
+VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h"]
 """Arguments that change from step to step or from batch to batch; kernels are not compiled anew for them."""
 
 
 @triton.jit
 def _enough(mass, x, limit):
     """How many of the heaviest leave at most ``limit`` in the others; ``x``: the masses, -inf where there is none."""
-    low, high = tl.zeros([], tl.int32), _behind(x)
+    low, high = tl.zeros([], tl.int32), above_all(x)
     there = x > float("-inf")
     while low + 1 < high:
         middle = low + (high - low) // 2
-        fits = tl.sum(tl.where(there & (x < _float(middle)), mass, 0.0), 0) <= limit
+        fits = tl.sum(tl.where(there & (x < float_of(middle)), mass, 0.0), 0) <= limit
         low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
-    value = _float(low)
+    value = float_of(low)
     left = tl.sum(tl.where(there & (x < value), mass, 0.0), 0)
     ties = tl.sum((x == value).to(tl.int32), 0)
     spared = tl.where(value > 0, tl.floor((limit - left) / tl.where(value > 0, value, 1.0)), ties.to(tl.float32))
@@ -53,7 +53,6 @@ def select_nodes(
     gone_stride,
     gone_places,
     width,
-    first,
     k,
     prior,
     limit,
@@ -103,7 +102,6 @@ def select_nodes(
             splits,
             others,
             rank_places,
-            first,
             prior,
             BRANCH,
             PRIOR,
@@ -130,7 +128,6 @@ def select_nodes(
             splits,
             others,
             rank_places,
-            first,
             prior,
             BRANCH,
             PRIOR,
@@ -141,23 +138,23 @@ def select_nodes(
     x = tl.where(mass > float("-inf"), mass, float("-inf"))
     if RULE == 1:
         x = tl.where(mass > limit, x, float("-inf"))
-    valid = _valid(x)
+    valid = count_valid(x)
     allowed = tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), k)
     if RULE == 2:
         wanted = _enough(mass, x, limit)
         tl.store(capped_ptr + row, (wanted > allowed).to(tl.int32))
         allowed = tl.minimum(wanted, allowed)
-    kth, room, _ = _kth(x, allowed, _LOWEST + 1, valid, _behind(x))
-    above, tie = x > _float(kth), x == _float(kth)
+    kth, room, _ = find_kth(x, allowed, LOWEST + 1, valid, above_all(x))
+    above, tie = x > float_of(kth), x == float_of(kth)
     seen = tl.cumsum((above.to(tl.int32) + (tie.to(tl.int32) << 16)), 0)  # either is at most 32,768
     ties = (seen.to(tl.uint32, bitcast=True) >> 16).to(tl.int32)
     chosen, place = above | (tie & (ties <= room)), (seen & 0xFFFF) + tl.minimum(ties, room) - 1
     picked = tl.minimum(valid, allowed)
     tl.store(found_ptr + row * k + place, index, mask=chosen)
-    _end(found_ptr + row * k, picked, k, 1024)
+    put_end(found_ptr + row * k, picked, k, 1024)
     if BRANCH:
         tl.store(node_ptr + row * k + place, node, mask=chosen)
-        _end(node_ptr + row * k, picked, k, 1024)
+        put_end(node_ptr + row * k, picked, k, 1024)
     tl.store(picked_ptr + row, picked)
     gone = gone_ptr + row * (gone_stride // 16 * 16) + index
     tl.store(gone, (chosen | (index >= count)).to(tl.int32), mask=index < gone_places // 16 * 16)

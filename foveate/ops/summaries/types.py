@@ -17,7 +17,7 @@ class Refinement:
 
     rule: str = "top_k"
     """``top_k``: the heaviest; ``threshold``: those of more than ``limit`` mass; ``top_p``: the heaviest, until at most
-    ``limit`` is left in the others of all levels; ``missed_mass``: until these cannot hold more than ``limit``."""
+    ``limit`` is left in the others of all levels."""
     limit: float = 0.0
     pool: str = "kv_head"
     """Who chooses: each ``kv_head``, by the mean over its group, or the whole ``layer``, by the largest mass in any
@@ -31,10 +31,6 @@ class Refinement:
     equation 3)."""
     prior: float = 0.0
     """Share of recent attention in the mass by which nodes are chosen."""
-    first: int = 0
-    """First pages that are chosen whatever their mass."""
-    means: bool = True
-    """Whether a summary's key is the mean of the keys beneath, which bounds their mass from below."""
     weight_spread: float = 1.0
     """Share of the deviation that enters a summary's own weight under ``bias="spread"``."""
 

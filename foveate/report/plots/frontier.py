@@ -14,7 +14,7 @@ from foveate.report.rows import Row
 from foveate.results.errors import UserError, unknown
 
 BUDGETS = (
-    *("top_k", "min_k", "expand", "epsilon", "top_p", "max_missed_mass", "max_refined"),
+    *("top_k", "min_k", "expand", "epsilon", "top_p", "max_refined"),
     *("window", "min_window", "tail"),
 )
 """Settings that say how much is read: along a line of the frontier they differ."""

@@ -14,7 +14,6 @@ import random
 
 import numpy as np
 
-LAG = 8
 SHARE_OF_DEVIATION = 0.6
 
 
@@ -55,7 +54,6 @@ class Sequence:
         self.mass = np.zeros(k.shape[:2])  # summed over the heads of the group
         self.keys_read = self.pages_refined = 0.0
         self.capped = 0
-        self.divergences: dict[int, float] = {}
         for h, query in itertools.product(range(len(q)), range(prompt)):
             logits = self.cap(self.k[h // self.group, : query + 1] @ q[h, query] * scaling)
             self.mass[h // self.group, : query + 1] += softmax(logits)
@@ -115,28 +113,12 @@ class Sequence:
             start = ends[-1] if ends else self.method.sinks
             if self.method.segmenter == "fixed":
                 end = start + size
-            elif self.method.segmenter == "gaussian":
+            else:
                 drawn = random.Random(f"{self.method.seed}/{len(ends)}").gauss(size, self.method.page_deviation)
                 end = start + min(max(round(drawn), max(1, size // 4)), 2 * size)
-            else:
-                late = range(start + size, min(start + 2 * size, stop))
-                turns = (at for at in late if self.divergence(at) > self.method.kl_threshold)
-                end = next(turns, start + 2 * size)
             if end > stop:  # pages are made when the node over them is complete
                 return ends[: len(ends) // self.method.pages.group * self.method.pages.group]
             ends.append(end)
-
-    def divergence(self, token: int) -> float:
-        """Between the attention of a token and of that ``LAG`` tokens before, over the keys that both see."""
-        if token not in self.divergences:
-            newest, window = token - LAG, self.method.tail - LAG
-            found = [0.0]
-            for h, q in enumerate(self.q if newest >= 0 else ()):
-                keys = self.k[h // self.group, max(0, newest - window + 1) : newest + 1]
-                now, before = (softmax(self.cap(keys @ q[at] * self.scaling)) for at in (token, newest))
-                found.append((now * np.log(now / before)).sum())
-            self.divergences[token] = sum(found) / len(self.q)
-        return self.divergences[token]
 
     def grow(self, head: int, token: int) -> Tree:
         """The tokens and all that stands above them."""
@@ -258,21 +240,11 @@ class Sequence:
         best = np.maximum(rows * node.low, rows * node.high).sum(1) * self.scaling
         return self.cap(best) + node.log_size
 
-    def lower(self, head: int, token: int, node: Node) -> np.ndarray:
-        """Lower bound: Jensen's where the key is the mean of those beneath and no cap bends the exponential, and else a
-        key no better than the best."""
-        dot = self.capped_dot(head, token, node)
-        means = self.method.compressor == "mean" and self.method.segmenter == "fixed" and math.isinf(self.softcap)
-        return dot + node.log_size if means else dot
-
     @property
     def reads_per_summary(self) -> float:
         """Of a key and its value: the summary's own, half for the spread, the two corners; only what is looked at."""
-        spread = (self.method.score in ("spread", "box") and self.method.refine != "missed_mass") or (
-            self.method.bias == "spread"
-        )
-        box = self.method.score == "bound" or self.method.refine == "missed_mass"
-        return 1 + spread / 2 + box
+        spread = self.method.score in ("spread", "box") or self.method.bias == "spread"
+        return 1 + spread / 2 + (self.method.score == "bound")
 
     # Refinement
 
@@ -291,7 +263,7 @@ class Sequence:
 
     def choose(self, level: int, token: int, trees: list[Tree], covers: list, ranks: list) -> list[list[Node]]:
         """The nodes of a level that are refined, for each KV head."""
-        rule = {"top_k": self.top_k, "threshold": self.threshold, "top_p": self.top_p, "missed_mass": self.missed_mass}
+        rule = {"top_k": self.top_k, "threshold": self.threshold, "top_p": self.top_p}
         candidates = [sorted((n for n in cover if n.level == level), key=lambda n: n.number) for cover in covers]
         if not any(candidates):
             return candidates
@@ -307,13 +279,11 @@ class Sequence:
         if self.method.prior:
             masses = self.with_prior(candidates, masses)
         found = []
-        for head, (nodes, mass) in enumerate(zip(candidates, masses)):
-            first = [node for node in nodes if node.tokens[0] in self.first_tokens(trees[head])]
-            size = {node: math.inf if node in first else own for node, own in zip(nodes, mass)}
+        for tree, nodes, mass in zip(trees, candidates, masses):
+            size = dict(zip(nodes, mass))
             order = sorted(nodes, key=lambda node: (-size[node], node.number))
             sizes = [size[node] for node in order]
-            total = len(trees[head].levels[level])
-            found.append(rule[self.method.refine](level, token, head, order, sizes, total, covers))
+            found.append(rule[self.method.refine](level, order, sizes, len(tree.levels[level])))
         return found
 
     def with_prior(self, candidates: list[list[Node]], masses: list[np.ndarray]) -> list[np.ndarray]:
@@ -324,52 +294,17 @@ class Sequence:
             recent = [np.max(recent, 0)] * self.heads
         return [mass * (1 - prior) + own * prior for mass, own in zip(masses, recent)]
 
-    def first_tokens(self, tree: Tree) -> set[int]:
-        """Tokens of the pages that are always refined."""
-        return {at for page in tree.levels[0][: self.method.first] for at in page.tokens}
+    def top_k(self, level, order, sizes, total):
+        return order[: amount(self.method.expand if level else self.method.top_k, total)]
 
-    def top_k(self, level, token, head, order, sizes, total, covers):
-        wanted = amount(self.method.expand if level else self.method.top_k, total)
-        return order[: max(wanted, sum(size == math.inf for size in sizes))]
-
-    def threshold(self, level, token, head, order, sizes, total, covers):
+    def threshold(self, level, order, sizes, total):
         return [node for node, size in zip(order, sizes) if size > self.method.epsilon]
 
-    def top_p(self, level, token, head, order, sizes, total, covers):
+    def top_p(self, level, order, sizes, total):
         count = next(
             n for n in range(len(order) + 1) if sum(sizes[n:]) <= (1 - self.method.top_p) / len(self.method.sizes)
         )
-        return self.capped_to(order, count, total, first=sum(size == math.inf for size in sizes))
-
-    def missed_mass(self, level, token, head, order, sizes, total, covers):
-        """The fewest that leave at most the level's share behind for every head, wherever in its box a key lies."""
-        limit = self.method.max_missed_mass / len(self.method.sizes)
-        heads = [head] if self.method.pool == "kv_head" else range(self.heads)
-        nodes = {h: {node.number: node for node in covers[h] if node.level == level} for h in heads}
-        numbers = [node.number for node in order]
-        if not numbers:
-            return []
-        raw = [[weight for node, weight in covers[h].items() if self.always_raw(node)] for h in heads]
-        known = np.exp(np.concatenate([np.array(weights).T for weights in raw])).sum(1)  # [heads]
-        bounds = []
-        for bound in (self.upper, self.lower):
-            logs = [[bound(h, token, nodes[h][n]) for n in numbers] for h in heads]
-            bounds.append(dict(zip(numbers, np.exp(np.concatenate(logs, 1)))))
-        upper, lower = bounds
-        most = {n: (upper[n] / (known + sum(lower.values()))).max() for n in numbers}
-        numbers.sort(key=lambda n: (-most[n], n))
-        for count in range(len(numbers) + 1):
-            unread = sum(upper[n] for n in numbers[count:])
-            if np.max(unread / (known + sum(lower[n] for n in numbers[:count]) + unread)) <= limit:
-                break
-        return self.capped_to([nodes[head][n] for n in numbers], count, total)
-
-    def always_raw(self, node: Node) -> bool:
-        """Sinks and tail."""
-        return node.level < 0 and node.parent is None
-
-    def capped_to(self, order, count, total, first=0):
-        cap = max(amount(self.method.max_refined, total), first)
+        cap = amount(self.method.max_refined, total)
         self.capped += count > cap
         return order[: min(count, cap)]
 

@@ -110,20 +110,17 @@ CHOICES = {
     "sinks": [0, 1, 4],
     "tail": [1, 3, 9, 14],
     "compress_every": [1, 2, 3, 5],
-    "segmenter": ["fixed", "fixed", "gaussian", "kl"],
+    "segmenter": ["fixed", "fixed", "gaussian"],
     "page_deviation": [1.0, 3.0, 20.0],
-    "kl_threshold": [0.1, 0.4, 1.0],
     "compressor": ["recent", "recent", "attention", "mean", "random"],
     "temperature": [0.3, 1.0, 7.0],
     "zero_values": [False, False, True],
-    "refine": ["top_k", "threshold", "top_p", "missed_mass"],
+    "refine": ["top_k", "threshold", "top_p"],
     "top_k": [0, 1, 2, 0.2, 0.5],
     "expand": [1, 2, 0.3, 0.7],
     "epsilon": [0.02, 0.07, 0.2],
     "top_p": [0.3, 0.6, 0.9],
-    "max_missed_mass": [0.1, 0.5, 0.9],
     "max_refined": [1.0, 0.4, 1, 2],
-    "first": [0, 0, 1, 3],
     "pool": ["kv_head", "layer"],
     "score": ["summary", "spread", "box", "box", "bound"],
     "prior": [0.0, 0.0, 0.5, 0.8],
@@ -137,18 +134,13 @@ CHOICES = {
 def any_settings(seed):
     """A method with every setting drawn."""
     chance = random.Random(seed)
-    drawn = {name: chance.choice(choices) for name, choices in CHOICES.items()}
-    if drawn["segmenter"] == "kl":
-        drawn["tail"] = max(drawn["tail"], 9)
-    if drawn["refine"] == "missed_mass":
-        drawn["first"] = 0
-    return methods.make("luka", **drawn)
+    return methods.make("luka", **{name: chance.choice(choices) for name, choices in CHOICES.items()})
 
 
 @pytest.mark.parametrize("seed", range(56))
 def test_any_settings_equal_the_method_written_out(seed):
     chance, method = random.Random(seed), any_settings(seed)
-    decoded = 13 if method.segmenter == "fixed" else 26  # pages of decoded tokens, cut where the attention turned
+    decoded = 13 if method.segmenter == "fixed" else 26  # pages of decoded tokens
     loudness = chance.choice([0.3, 1.0, 3.0])
     assert_equals_written_out(method, [chance.randint(15, 60)], decoded, seed, loudness)
 
@@ -165,22 +157,6 @@ def test_capped_logits_equal_the_method_written_out(seed):
     """Some by far, some hardly at all; none so far that what is capped is alike in fp32."""
     chance, method = random.Random(seed), any_settings(seed)
     assert_equals_written_out(method, [60, chance.randint(1, 60)], 6, seed, 1.0, chance.choice([1.5, 3.0]))
-
-
-@pytest.mark.parametrize("page_size", [4, [4, 8]])
-def test_the_first_pages_are_refined_whatever_the_cap(page_size):
-    settings = {"refine": "top_p", "top_p": 0.9, "max_refined": 1, "first": 3, "page_size": page_size}
-    driver = assert_equals_written_out(methods.make("luka", **SMALL | settings), [50], 6)
-    assert float(driver.layer.counters.pages_refined) == 3 * 6
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"page_size": [3, 6], "compressor": "attention", "mass": "preserve"}], ids=str
-)
-def test_rows_of_one_length_whose_pages_differ(settings):
-    kl = {"page_size": 3, "tail": 14, "segmenter": "kl", "kl_threshold": 1.2}
-    driver = assert_equals_written_out(methods.make("luka", **SMALL | kl | settings), [50, 50, 50], 12)
-    assert len(set(driver.store.rows["pages"])) > 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"page_size": [4, 8]}, {"compressor": "attention"}], ids=str)
@@ -275,8 +251,6 @@ def test_a_decode_step_copies_no_cache(page_size):
 
 NESTS = "page_size must be an integer of at least 1, or several, each a multiple of the one before, not "
 POSITIVE, SHARE, COUNT = "must be a number above 0, not ", "must be between 0 and 1, not ", "an integer of at least "
-KL_TAIL = "tail must be more than 8, the lag of the KL segmenter, not "
-FIRST = "first must be 0 under refine=missed_mass, whose bound chooses every page, not "
 BUDGET = "(a number) or a float in (0, 1] (a share), not "
 
 BAD = [
@@ -286,17 +260,17 @@ BAD = [
     ({"page_size": [0]}, NESTS + "0"),
     *(
         ({name: value}, f"{name} {POSITIVE}{value!r}")
-        for name in ("temperature", "page_deviation", "kl_threshold")
+        for name in ("temperature", "page_deviation")
         for value in (0, 0.0, -1.0, float("nan"), float("inf"), True, "7", None)
     ),
     *(
         ({name: value}, f"{name} {SHARE}{value!r}")
-        for name in ("epsilon", "top_p", "max_missed_mass")
+        for name in ("epsilon", "top_p")
         for value in (0, 0.0, 1, 1.0, -0.1, 1.5, float("nan"), True, "0.5", None)
     ),
     *(
         ({name: value}, f"{name} must be {COUNT}{least}, not {value!r}")
-        for name, least in (("tail", 1), ("compress_every", 1), ("sinks", 0), ("first", 0), ("seed", 0))
+        for name, least in (("tail", 1), ("compress_every", 1), ("sinks", 0), ("seed", 0))
         for value in (least - 1, 1.0, True, "3", None)
     ),
     *(
@@ -307,9 +281,9 @@ BAD = [
     *(
         ({name: value}, f"{name} must be one of {allowed}, not {value!r}")
         for name, allowed in {
-            "segmenter": "fixed, gaussian, kl",
+            "segmenter": "fixed, gaussian",
             "compressor": "mean, recent, attention, random",
-            "refine": "top_k, threshold, top_p, missed_mass",
+            "refine": "top_k, threshold, top_p",
             "pool": "kv_head, layer",
             "score": "summary, spread, box, bound",
             "mass": "exact, preserve",
@@ -318,8 +292,6 @@ BAD = [
         for value in ("", "Mean", None, 1, ["fixed"])
     ),
     *(({"zero_values": value}, f"zero_values must be true or false, not {value!r}") for value in (1, 0, "true", None)),
-    *(({"segmenter": "kl", "tail": tail}, f"{KL_TAIL}{tail}") for tail in (1, 8)),
-    ({"refine": "missed_mass", "first": 2}, f"{FIRST}2"),
 ]
 
 
@@ -333,9 +305,7 @@ def test_bad_settings_are_named_with_what_is_allowed(settings, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"segmenter": "kl", "tail": 9},
         {"segmenter": "gaussian", "tail": 1},
-        {"refine": "threshold", "first": 2},
         {"temperature": 1},
         {"page_size": [1, 2]},
         {"top_k": 0},
@@ -406,9 +376,18 @@ def test_specs_with_pages_that_do_not_nest(spec):
 
 
 @pytest.mark.parametrize("name", ["luka", "luka_paper"])
-def test_rows_that_record_the_retired_summariser_are_read(name):
+@pytest.mark.parametrize(
+    ("retired", "idle", "used"),
+    [
+        ("summariser", "", "some.safetensors"),
+        ("kl_threshold", 0.5, 0.4),
+        ("max_missed_mass", 0.1, 0.9),
+        ("first", 0, 1),
+    ],
+)
+def test_rows_that_record_a_retired_setting_are_read(name, retired, idle, used):
     method = methods.make(name, top_k=3)
-    old = method.settings() | {"summariser": ""}
+    old = method.settings() | {retired: idle}
     assert methods.recorded(name, **old) == method
     nested = methods.make("mixed", clustered=method, ends=0.1)
     settings = nested.settings() | {"clustered": {"method": name, **old}}
@@ -416,7 +395,7 @@ def test_rows_that_record_the_retired_summariser_are_read(name):
     assert methods.complete("mixed", settings) == methods.complete("mixed", nested.settings())
     layers = methods.per_layer({"0": method, "rest": "dense"})
     settings = layers.settings()
-    settings["layers"]["0"]["summariser"] = ""
+    settings["layers"]["0"][retired] = idle
     assert methods.complete("per_layer", settings) == methods.complete("per_layer", layers.settings())
-    with pytest.raises(ValueError, match=f"{name} has no setting 'summariser'"):
-        methods.recorded(name, **(old | {"summariser": "some.safetensors"}))
+    with pytest.raises(ValueError, match=f"{name} has no setting {retired!r}"):
+        methods.recorded(name, **(old | {retired: used}))

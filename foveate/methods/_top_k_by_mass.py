@@ -1,191 +1,20 @@
-"""Keys chosen in some layers and read in the layers behind them: what Kascade and its kin have in common."""
+"""Exact attention mass, by which Kascade's anchors and its oracle choose keys: in decode, and for tiles of a prompt."""
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored
-from foveate.methods.base import Method, Number, budget, clamp, setting
-from foveate.state import Geometry, SlotCache
+from foveate.methods._anchored import SelectOnce
+from foveate.methods.base import setting
+from foveate.state import SlotCache
 from foveate.state.row_numbers import on_device
-
-
-class Place(NamedTuple):
-    """What one layer does."""
-
-    layer: int
-    anchor: int | None
-    """The layer that chooses the keys, this or an earlier one; None: all are read."""
-    dense: bool = False
-    """Whether the layer reads all keys nevertheless, and chooses for others alone."""
-    heads: tuple[int, ...] | None = None
-    """For each KV head the anchor's KV head whose keys it reads; None: that of its own number."""
-    has_readers: bool = True
-    """Whether a later layer reads what this one chooses."""
-    before: int | None = None
-    """The layer before this one whose choice others read; under a layer that chooses, all of them have done so."""
-
-    @property
-    def chooses(self) -> bool:
-        return self.anchor == self.layer
-
-    @property
-    def reads_another(self) -> bool:
-        """Whether the keys are those that an earlier layer has chosen."""
-        return self.anchor is not None and not self.chooses
-
-
-class Selection(NamedTuple):
-    """The keys that one layer has chosen for a decoded token, for those behind it."""
-
-    indices: Tensor
-    """int ``[B, Hkv, K]``, -1 for none."""
-    read: Tensor
-    """How many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
-
-    def to(self, device: torch.device) -> Selection:
-        """The same on another device."""
-        return Selection(*(x.to(device) for x in self))
-
-
-@dataclass(frozen=True)
-class SelectOnce(Method):
-    """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
-
-    stateful: ClassVar[bool] = False
-    stands_in: ClassVar[bool] = True
-    graphs: ClassVar[bool] = True
-    place: ClassVar[Place] = Place(-1, -1)
-    """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
-
-    def place_of(self, layer: int, among: Sequence[int]) -> Place:
-        """What a layer does, one of those that the method is applied to."""
-        raise NotImplementedError
-
-    def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Keys chosen for one token a row: slots, int ``[B, Hkv, K]``, -1 for none."""
-        raise NotImplementedError
-
-    def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """What :meth:`select` chooses, and attention over all keys, counted."""
-        return self.select(cache, q, scaling), attend_all(cache, q, scaling).out
-
-    @property
-    def needs_prompt_end(self) -> bool:  # type: ignore[override]
-        """A decoded token reads its own choice of keys, the tokens of a prompt all keys, or those of their tile."""
-        return self.place.anchor is not None and not self.place.dense
-
-    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SelectOnce:
-        own, among = dataclasses.replace(self), range(num_layers) if among is None else among
-        places = {other: self.place_of(other, among) for other in among}
-        read = {place.anchor for place in places.values() if place.reads_another}
-        before = max((other for other in read if other < layer), default=None)
-        own.__dict__["place"] = self.place_of(layer, among)._replace(has_readers=layer in read, before=before)
-        return own
-
-    @property
-    def reads_other_layers(self) -> bool:
-        return self.sparse_prompt and self.place.reads_another
-
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        """A layer that chooses scores keys without their values; a dense one reads all keys and values anyway."""
-        return geometry.key_share if self.place.chooses and not self.place.dense else 0.0
-
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        place = self.place
-        if place.anchor is None or (place.dense and not place.has_readers):
-            return attend_all(cache, q, scaling).out
-        if place.chooses and place.dense:
-            indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, Selection(indices, self._read(cache, indices)))
-            return out
-        heads = None
-        if place.chooses:
-            indices = self.select(cache, q, scaling)
-            read = self._read(cache, indices)
-            self._hand_on(cache, Selection(indices, read))
-            cache.count_read(read)
-            count_scored(self, cache)
-        else:
-            (indices, read), heads = self._handed_on(cache)
-            cache.counters.indices_reused += cache.batch_size
-            cache.count_read(read if heads is None else read.index_select(1, heads))
-        how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_indices(q, cache.keys, cache.values, indices, **how).out
-
-    def stand_in(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        return attend_all(cache, q, scaling).out
-
-    def _check_layers(self, name: str) -> None:
-        """A setting that lists layers, by number or by depth; kept as a tuple."""
-        layers = getattr(self, name)
-        self._check(name, isinstance(layers, (list, tuple)) and len(layers) > 0, "a list of layers")
-        object.__setattr__(self, name, tuple(layers))
-        kinds = {type(one) for one in layers}
-        numbers = kinds == {int} and all(one >= 0 for one in layers)
-        depths = kinds == {float} and all(0 <= one < 1 for one in layers)
-        rising = (numbers or depths) and list(layers) == sorted(set(layers))
-        self._check(name, rising, "rising layer numbers, or depths in [0, 1)")
-
-    def count(self, length: Number) -> Number:
-        """Keys that a row of this length may read."""
-        return clamp(budget(self.top_k, length, self.min_k), 1, length)
-
-    def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
-        """How many keys are read, ``[B, Hkv]``."""
-        return (indices >= 0).sum(-1)
-
-    def _hand_on(self, cache: SlotCache, selection: Selection | ops.TileKeys) -> None:
-        """For the layers that read it, if any."""
-        if self.place.has_readers:
-            own, before = ((self.name, layer) for layer in (self.place.layer, self.place.before))
-            cache.hand_on(own, selection, instead_of=before)
-
-    def _handed_on(self, cache: SlotCache) -> tuple[Any, Tensor | None]:
-        """The anchor's selection, and which of its heads each of this layer reads; None: its own."""
-        selection, heads = cache.handed_on((self.name, self.place.anchor)).to(cache.device), self.place.heads
-        if heads is None:
-            return selection, None
-        number = cache.geometry.num_kv_heads
-        if len(heads) != number or not all(head in range(number) for head in heads):
-            raise ValueError(
-                f"{self.name}: heads of layer {self.place.layer} must be {number} numbers below {number}, "
-                f"one for each KV head, not {list(heads)}"
-            )
-        return selection, cache.on_device(list(heads))
-
-
-def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
-    """The layers that a setting lists, by their numbers in the model or by their depth among some layers.
-
-    Raises:
-        ValueError: for numbers of other layers.
-    """
-    layers = getattr(method, name)
-    if isinstance(layers[0], float):
-        last = len(among) - 1
-        return sorted({among[min(round(depth * len(among)), last)] for depth in layers})
-    strange = sorted(set(layers) - set(among))
-    if strange:
-        raise ValueError(
-            f"{method.name}: {name} must be among the layers that it is applied to, {list(among)}, not {strange[0]}"
-        )
-    return list(layers)
-
-
-def nearest(choosers: Sequence[int], layer: int) -> int | None:
-    """The last of some layers, ascending, that is not behind a layer; None if all are."""
-    index = bisect.bisect_right(choosers, layer) - 1
-    return choosers[index] if index >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -321,7 +150,13 @@ class TopKByMass(SelectOnce):
     @property
     def sparse_prompt(self) -> bool:
         """Also in a dense layer that chooses for others."""
-        return not self.decode_only and self.place.anchor is not None
+        return not self.decode_only and self.place.anchor is not None and not self._chooses_for_nobody
+
+    @property
+    def _chooses_for_nobody(self) -> bool:
+        """Whether this layer reads all keys of a prompt itself, and no other layer reads what it chooses."""
+        place = self.place
+        return (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
 
     def prompt_tile(self, group: int) -> int:
         return max(1, self.tile // group) if self.sparse_prompt else 1
@@ -330,8 +165,7 @@ class TopKByMass(SelectOnce):
         place, length = self.place, q.shape[2]
         offset = cache.used - length
         sparse = min(max(length + cache.to_come - self.dense_last, 0), length)  # the first of them, in tiles
-        idle = (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
-        if self.decode_only or place.anchor is None or idle or not sparse:
+        if not self.sparse_prompt or not sparse:
             return super().prompt(cache, q, scaling)
         tile, heads, first = self.prompt_tile(cache.geometry.group), None, q[:, :, :sparse]
         how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}

@@ -1,0 +1,149 @@
+"""Methods by name and by spec, the string ``name:setting=value,...``, and as rows of results record them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from foveate.methods._settings import spelled_value
+from foveate.methods.base import REGISTRY, Method
+
+
+def names() -> list[str]:
+    """Registered methods, sorted."""
+    return sorted(REGISTRY)
+
+
+def get(name: str) -> type[Method]:
+    """The class of a method.
+
+    Raises:
+        ValueError: when the name is unknown; names the nearest.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"unknown method {name!r}{_nearest(name, names())}; known are {', '.join(names())}")
+    return REGISTRY[name]
+
+
+def make(method: str | Method, **settings: Any) -> Method:
+    """A method from its name or spec string and settings, or a method itself with settings replaced.
+
+    Raises:
+        ValueError: for an unknown method or setting (the nearest is named) or a value out of range.
+    """
+    if isinstance(method, Method):
+        _check_known(type(method), settings)
+        return method.changed(**settings) if settings else method
+    if not isinstance(method, str):
+        raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
+    cls, given = _read(method)
+    _check_known(cls, settings)
+    return cls(**(given | settings))
+
+
+def recorded(method: str, **settings: Any) -> Method:
+    """The method of :meth:`Method.settings` on record: what is not among them is as it was before it came.
+
+    Raises:
+        ValueError: as :func:`make`.
+    """
+    return make(method, **complete(method, settings))
+
+
+def complete(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a row in terms of the present ones, in methods within settings as well.
+
+    Settings added since the row was written get the value that the method had before. Retired settings are left out if
+    they have the value of :attr:`Method.retired`; another value stays, so that :func:`make` refuses it.
+    """
+    cls = get(method)
+    since = {field.name: field.metadata.get("before") for field in dataclasses.fields(cls)}
+    present = {
+        name: _completed(value)
+        for name, value in settings.items()
+        if name not in cls.retired or value != cls.retired[name]
+    }
+    return {name: value for name, value in since.items() if value is not None} | present
+
+
+def _completed(value: Any) -> Any:
+    """A recorded value, in which every method written as ``{"method": name, ...}`` has its present settings."""
+    if not isinstance(value, Mapping):
+        return value
+    if isinstance(value.get("method"), str):
+        inner = {name: setting for name, setting in value.items() if name != "method"}
+        return {"method": value["method"], **complete(value["method"], inner)}
+    return {name: _completed(inner) for name, inner in value.items()}
+
+
+def parse(spec: str) -> Method:
+    """A method from ``name`` or ``name:setting=value,...``; inverse of :attr:`Method.spec`."""
+    return make(spec)
+
+
+def spelled(spec: str) -> str:
+    """A spec in the order of :attr:`Method.spec` and without defaults; a file that it names need not be there.
+
+    Raises:
+        ValueError: for an unknown method or setting (the nearest is named).
+    """
+    cls, given = _read(spec)
+    return cls._spell(given)
+
+
+def _read(spec: str) -> tuple[type[Method], dict[str, Any]]:
+    """The class that a spec names, and the settings that it gives."""
+    name, _, rest = spec.partition(":")
+    cls = get(name.strip())
+    given = _split(rest, spec)
+    _check_known(cls, given)
+    return cls, given
+
+
+def _split(text: str, spec: str) -> dict[str, Any]:
+    pairs: list[tuple[str, Any]] = []
+    for piece in re.findall(r"""(?:"(?:\\.|[^"])*"|\{[^}]*\}|\[[^]]*\]|[^,])+""", text):
+        if not piece.strip():
+            continue
+        key, equals, value = piece.partition("=")
+        if not equals:
+            hint = f" (write lists in brackets: {pairs[-1][0]}=[...])" if pairs and piece.strip().isdigit() else ""
+            raise ValueError(f"{spec!r}: expected setting=value, found {piece.strip()!r}{hint}")
+        try:
+            read = json.loads(value, object_pairs_hook=functools.partial(_each_once, spec))
+        except json.JSONDecodeError:
+            read = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
+        pairs.append((key.strip(), read))
+    return _each_once(spec, pairs)
+
+
+def _each_once(spec: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Settings, or a JSON object within one, of which a spec may give none twice."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(
+                f"{spec!r}: {key} is given twice, as {spelled_value(found[key])} and as {spelled_value(value)}"
+            )
+        found[key] = value
+    return found
+
+
+def _check_known(cls: type[Method], settings: dict[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in settings:
+        if key not in known:
+            raise ValueError(
+                f"{cls.name} has no setting {key!r}{_nearest(key, known)}; "
+                + (f"it has {', '.join(known)}" if known else "it has none")
+            )
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    near = difflib.get_close_matches(word, words, 1, 0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,0 +1,197 @@
+"""The k-th largest of scores by counting how many reach a threshold: what the kernels of selection share."""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-2139095041)
+HIGHEST = tl.constexpr(0x7F800000)
+"""What :func:`ordered` makes of -inf and of inf."""
+
+
+@triton.jit
+def ordered(x):
+    """Floats as integers of the same order, -0.0 as 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def float_of(x):
+    """The float of which :func:`ordered` made this."""
+    return (x ^ ((x >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _log(x):
+    """About the logarithm of a positive float, in units of 2^-23 octaves: it bends at powers of two."""
+    return x.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _between(low, high, reach_low, reach_high, k, turn):
+    """Two thresholds between two, or one twice, around where the k-th is to be expected if the logarithm of the counts
+    is linear: by a standard deviation of the count there; every fourth time at thirds, so that there is an end."""
+    a, b = float_of(low), float_of(high)
+    most, least, wanted = reach_low.to(tl.float32), reach_high.to(tl.float32), k.to(tl.float32)
+    away = tl.minimum(wanted - least, most - wanted) + 0.5  # and then about the root of it, in two instructions
+    away = ((away.to(tl.int32, bitcast=True) >> 1) + 0x1FBD1DF5).to(tl.float32, bitcast=True)
+    few = most - least < 5
+    more = tl.where(few, wanted + 0.5, tl.minimum(wanted + away, most - 0.5))
+    less = tl.where(few, wanted + 0.5, tl.maximum(wanted - away, least + 0.5))
+    top = _log(most)
+    slope = (b - a) / (top - _log(tl.maximum(least, 0.5)))
+    lower, higher = ordered(a + slope * (top - _log(more))), ordered(a + slope * (top - _log(less)))
+    third, middle = ((high.to(tl.uint32) - low.to(tl.uint32)) // 3).to(tl.int32), (low & high) + ((low ^ high) >> 1)
+    even = turn % 4 == 3
+    lower = tl.where(even, low + third, lower)
+    higher = tl.where(even, high - third, higher)
+    return _inside(lower, low, high, middle), _inside(higher, low, high, middle)
+
+
+@triton.jit
+def _inside(at, low, high, otherwise):
+    return tl.where((at > low) & (at < high), at, otherwise)
+
+
+@triton.jit
+def _drawn(x, k, HELD: tl.constexpr):
+    """Two of the scores ``x [HELD]`` between which the k-th largest is likely to be, by a sample of them, as
+    :func:`ordered`; or such as no score is, where the sample does not tell."""
+    SAMPLE: tl.constexpr = 64
+    some = tl.reshape(x, [SAMPLE, HELD // SAMPLE])
+    some = tl.max(tl.where(tl.arange(0, HELD // SAMPLE)[None, :] == 0, some, float("-inf")), 1)
+    ahead = tl.sum((some[None, :] > some[:, None]).to(tl.int32), 1)
+    share = k.to(tl.float32) / HELD
+    away = 1.25 * tl.sqrt(SAMPLE * share * tl.maximum(1 - share, 0.0)) + 0.5
+    last, first = tl.ceil(SAMPLE * share + away).to(tl.int32), tl.floor(SAMPLE * share - away).to(tl.int32)
+    lower = tl.max(tl.where(ahead >= last, some, float("-inf")), 0)
+    higher = tl.min(tl.where(ahead <= first, some, float("inf")), 0)
+    return ordered(lower), ordered(higher)
+
+
+@triton.jit
+def read_scores(score_ptr, place, limit, VECTOR: tl.constexpr):
+    """Scores before ``limit``, -inf elsewhere, and whatever is behind it in the ``VECTOR`` that it cuts: a mask that
+    changes within one would have each score read by itself."""
+    return tl.load(score_ptr + place, mask=place < tl.cdiv(limit, VECTOR) * VECTOR, other=float("-inf"))
+
+
+@triton.jit
+def plain(x, there):
+    """Scores of which NaN counts as inf, and -inf where there is none."""
+    return tl.where(there, tl.where(x == x, x, float("inf")), float("-inf"))
+
+
+@triton.jit
+def scores_at(ptr, list_ptr, place, count, begin, limit, LISTED: tl.constexpr, BLOCK: tl.constexpr):
+    """The scores in some places of the listed blocks, or of the row: indices, and the scores, :func:`plain`."""
+    index = place
+    if LISTED:
+        index = tl.load(list_ptr + place // BLOCK, mask=place < count, other=0) * BLOCK + place % BLOCK
+    there = (place < count) & (index >= begin) & (index < limit)
+    return index, plain(tl.load(ptr + index, mask=there, other=float("-inf")), there)
+
+
+@triton.jit
+def count_valid(x):
+    return tl.sum((x > float("-inf")).to(tl.int32), 0)
+
+
+@triton.jit
+def above_all(x):
+    """What is behind the highest score, as :func:`ordered` has them."""
+    return ordered(tl.max(x, 0)) + 1
+
+
+@triton.jit
+def _narrowed(low, high, reach_low, reach_high, lower, higher, many, few, k):
+    """Bounds of the k-th, when ``many`` scores reach a lower threshold between them and ``few`` a higher one."""
+    high, reach_high = tl.where(few < k, higher, high), tl.where(few < k, few, reach_high)
+    high, reach_high = tl.where(many < k, lower, high), tl.where(many < k, many, reach_high)
+    low, reach_low = tl.where(many >= k, lower, low), tl.where(many >= k, many, reach_low)
+    low, reach_low = tl.where(few >= k, higher, low), tl.where(few >= k, few, reach_low)
+    return low, high, reach_low, reach_high
+
+
+@triton.jit
+def find_kth(x, k, low, reach_low, high, spare=0):
+    """A threshold that k of the scores ``x [HELD]`` (:func:`plain`) reach, or else the k-th largest of them, as
+    :func:`ordered`; how many equal to the k-th are among the k; and whether more than k reach it.
+
+    It counts how many scores reach two thresholds, which begin where a sample of x tells: five times or so.
+    ``reach_low`` scores are at least ``low``, none ``high``, both :func:`ordered`. If those are k or fewer, ``low``,
+    and all of them. With ``spare`` it may be a score that up to so many more than k reach.
+    """
+    nothing = tl.zeros([], tl.int32)
+    low, high, k, reach_high, turn = nothing + low, nothing + high, nothing + k, nothing, nothing
+    lower, higher = _between(low, high, reach_low, reach_high, k, turn)
+    if x.shape[0] <= 16384:  # of more there are no registers to spare
+        drawn_lower, drawn_higher = _drawn(x, k, x.shape[0])
+        lower, higher = _inside(drawn_lower, low, high, lower), _inside(drawn_higher, low, high, higher)
+    while (reach_low > k + spare) & (low + 1 < high):
+        lower, higher = tl.minimum(lower, higher), tl.maximum(lower, higher)
+        both = tl.sum((x >= float_of(lower)).to(tl.int32) + ((x >= float_of(higher)).to(tl.int32) << 15), 0)
+        many, few = both & 0x7FFF, both >> 15
+        all_do = (many == 0) & (few > 0)  # few are no more than many: these are 32,768
+        many, few = tl.where(all_do, 32768, many), few - all_do.to(tl.int32)
+        low, high, reach_low, reach_high = _narrowed(low, high, reach_low, reach_high, lower, higher, many, few, k)
+        turn += 1
+        lower, higher = _between(low, high, reach_low, reach_high, k, turn)
+    return low, tl.where(reach_low > k, k - reach_high, reach_low), reach_low > k
+
+
+@triton.jit
+def find_kth_of_many(
+    ptr,
+    list_ptr,
+    count,
+    begin,
+    limit,
+    k,
+    low,
+    reach_low,
+    high,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """:func:`find_kth` of scores that are read anew for each two thresholds, see :func:`scores_at`."""
+    nothing = tl.zeros([], tl.int32)
+    low, high, k, reach_high, turn = nothing + low, nothing + high, nothing + k, nothing, nothing
+    while (reach_low > k) & (low + 1 < high):
+        lower, higher = _between(low, high, reach_low, reach_high, k, turn)
+        lower, higher = tl.minimum(lower, higher), tl.maximum(lower, higher)
+        many, few = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+        for first in tl.range(0, count, CHUNK):
+            _, x = scores_at(ptr, list_ptr, first + tl.arange(0, CHUNK), count, begin, limit, LISTED, BLOCK)
+            many += (x >= float_of(lower)).to(tl.int32)
+            few += (x >= float_of(higher)).to(tl.int32)
+        low, high, reach_low, reach_high = _narrowed(
+            low, high, reach_low, reach_high, lower, higher, tl.sum(many, 0), tl.sum(few, 0), k
+        )
+        turn += 1
+    return low, tl.where(reach_low > k, k - reach_high, reach_low), reach_low > k
+
+
+@triton.jit
+def choose(x, kth, room, crowded, equal):
+    """Those above the k-th, and the first ``room`` equal to it, ``equal`` having been seen; and how many now have."""
+    kth, equal = float_of(kth), tl.zeros([], tl.int32) + equal
+    chosen, tie = x >= kth, x == kth
+    if crowded:
+        chosen = (x > kth) | (tie & (equal + tl.cumsum(tie.to(tl.int32), 0) <= room))
+        equal += tl.sum(tie.to(tl.int32), 0)
+    return chosen, equal
+
+
+@triton.jit
+def put(found_ptr, written, index, chosen):
+    """Writes what is chosen behind what is written."""
+    tl.store(found_ptr + written + tl.cumsum(chosen.to(tl.int32), 0) - 1, index, mask=chosen)
+
+
+@triton.jit
+def put_end(found_ptr, written, k, CHUNK: tl.constexpr):
+    for first in tl.range(written, k, CHUNK):
+        places = first + tl.arange(0, CHUNK)
+        tl.store(found_ptr + places, -1, mask=places < k)

@@ -1,0 +1,11 @@
+"""Transformers without its bars and warnings."""
+
+
+def quiet() -> None:
+    """Keep Transformers' loading bars and warnings out of the output."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
