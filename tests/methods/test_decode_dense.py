@@ -11,8 +11,8 @@ from tests.helpers import generate, tiny_model, tokens
 from tests.recorded import Replayed, record
 
 EVER = 1 << 40
-STANDS_IN = [(name, method) for name, method in VARIANTS if method.can_decode_dense]
-each_standing_in = pytest.mark.parametrize("method", [m for _, m in STANDS_IN], ids=[name for name, _ in STANDS_IN])
+DENSE = [(name, method) for name, method in VARIANTS if method.can_decode_dense]
+each_that_can = pytest.mark.parametrize("method", [m for _, m in DENSE], ids=[name for name, _ in DENSE])
 
 
 def looks_back(method):
@@ -28,7 +28,7 @@ def test_no_method_that_gives_up_tokens_reads_everything():
     assert methods.make("luka").sparse_from_tokens > methods.make("luka", page_size=16, top_k=3).sparse_from_tokens
 
 
-@each_standing_in
+@each_that_can
 def test_short_contexts_are_read_whole(method):
     given = Tokens.random(2, PROMPT + 24)
     short, dense = Driver(method, PROMPT), Driver(methods.make("dense"), PROMPT)
@@ -42,7 +42,7 @@ def test_short_contexts_are_read_whole(method):
     assert counters.indices_reused == 0
 
 
-@each_standing_in
+@each_that_can
 def test_longer_ones_find_what_they_need(method):
     """Outputs behind dense steps are those that they would be, but for what was not looked back on."""
     given = Tokens.random(2, PROMPT + 40)
@@ -62,7 +62,7 @@ def test_longer_ones_find_what_they_need(method):
         close(found, expected)
 
 
-@each_standing_in
+@each_that_can
 def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
     if methods.replay_obstacle(method):
         return
