@@ -33,7 +33,7 @@ def attend_masked(
         sees: of row, query head, query and key, int tensors that broadcast: whether the query reads the key. Only keys
             up to the query's own are asked for. What it reads from memory should be integers, one for each query or
             each key: a kernel of FlexAttention that loads booleans has too few registers (on an H100, 2,048 tokens of
-            6 heads in 32 rows take 19.5 ms instead of 0.3).
+            6 heads in 32 rows took 19.5 ms so, and dense attention 0.27).
         reach: no query reads a key so far before its own, so that tiles of such pairs are left out; None: any may.
     """
     attend = _attend_tiles if q.device.type == "cuda" else _attend_pairs
