@@ -9,10 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from foveate.bench.level_commands import decode, prefill
-from foveate.bench.running import Methods, Model, Out
-from foveate.bench.running import flag as _flag
-from foveate.bench.running import kept as _kept
-from foveate.bench.running import measure as _measure
+from foveate.bench.running import Methods, Model, Out, flag, kept, measure
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed, and what the scores of pages miss.")
 
@@ -30,7 +27,7 @@ def cpu_decode(
     """Decode steps of a real model on the CPU: dense, sparse and Transformers' own path."""
     from foveate.bench import cpu_decode as bench
 
-    _measure(
+    measure(
         bench.BENCH,
         out,
         lambda say: bench.run(model, data, context, steps, method or bench.METHODS, threads, say),
@@ -63,7 +60,7 @@ def indexer(
 
     lengths, names = tuple(tokens or bench.TOKENS), tuple(impl) if impl else None
     plan = bench.Plan(lengths, names, heads, dim, top_k, ratio, dtype, repeats, seed, device)
-    _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
+    measure(bench.BENCH, out, lambda say: bench.run(plan, say))
 
 
 @app.command("indexer-study")
@@ -84,7 +81,7 @@ def indexer_study(
     from foveate.bench import indexer_study as bench
 
     plan = bench.Plan(tokens, small, heads, dim, top_k, ratio, dtype, repeats, seed, device)
-    _measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.tables)
+    measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.tables)
 
 
 @app.command("csa-model")
@@ -129,7 +126,7 @@ def csa_model(
         seed=seed,
         device=device,
     )
-    _measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.table)
+    measure(bench.BENCH, out, lambda say: bench.run(plan, say), bench.table)
 
 
 @app.command("csa")
@@ -156,7 +153,7 @@ def csa(
     lengths, names = tuple(tokens or bench.TOKENS), tuple(impl or bench.IMPLEMENTATIONS)
     settings = heads, dim, index_heads, index_dim, top_k, window, ratio, chunk, dtype, repeats, seed, device
     plan = bench.Plan(lengths, names, *settings)
-    _measure(bench.BENCH, out, lambda say: bench.run(plan, say))
+    measure(bench.BENCH, out, lambda say: bench.run(plan, say))
 
 
 @app.command("hybrids")
@@ -272,7 +269,7 @@ def hybrids(
     used = {name for phase in phases for name in own[phase]}
     for name, value in {name: value for options in own.values() for name, value in options.items()}.items():
         if value is not None and name not in used:
-            raise UserError(f"{_flag(name)} does nothing in phase {' and '.join(phases)}")
+            raise UserError(f"{flag(name)} does nothing in phase {' and '.join(phases)}")
 
     def plan(kind: Any, options: dict[str, Any]) -> Any:
         plurals = {"preset": "presets", "train": "models", "batch": "batches"}
@@ -293,12 +290,12 @@ def hybrids(
         plans.append((hybrid_training.run, plan(hybrid_training.Plan, of_training)))
     for _, one in plans:
         one.check()
-    keep = _kept(out)
+    keep = kept(out)
 
     def measure(say: Callable[[str], None]) -> list[dict[str, Any]]:
         return [row for run, one in plans for row in run(one, say, keep)]
 
-    _measure(bench.BENCH, out, measure)
+    measure(bench.BENCH, out, measure)
 
 
 @app.command("page-scores")
@@ -328,4 +325,4 @@ def page_scores(
     sizes, shares = tuple(page_size or bench.PAGE_SIZES), tuple(budget or bench.BUDGETS)
     chosen = tuple(tasks.parse(spec) for spec in task)
     plan = bench.Plan(model, data, chosen, sizes, shares, limit, tokens, seed, dtype, device)
-    _measure(bench.BENCH, out, lambda say: bench.run(plan, say), tables)
+    measure(bench.BENCH, out, lambda say: bench.run(plan, say), tables)

@@ -176,8 +176,8 @@ class NativeSparseAttention(nn.Module):
 
 def _packed(selected: Tensor) -> Tensor:
     """Bits of a bool ``[B, Hkv, L, N]``, 64 in a word: int64 ``[B, Hkv, L, ceil(N / 64)]``."""
-    padded = F.pad(selected, (0, -selected.shape[3] % _WORD)).unflatten(3, (-1, _WORD))
-    return (padded.long() << torch.arange(_WORD, device=selected.device)).sum(-1)
+    bits = torch.arange(_WORD, device=selected.device)
+    return torch.stack([(some.long() << bits[: some.shape[3]]).sum(-1) for some in selected.split(_WORD, 3)], -1)
 
 
 class _BlockMLP(nn.Module):

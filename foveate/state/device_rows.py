@@ -108,16 +108,16 @@ class DeviceRows:
     # Between steps
 
     def pause(self) -> None:
-        """Something is done between two steps, by the numbers that the last one has left."""
+        """Maintenance begins, between two steps; it works by the numbers that the last step has left."""
         self._memo.clear()
         self._after.clear()
 
     def after(self, key: Hashable, change: Callable[[], Any]) -> None:
-        """Have numbers changed when all layers have done that; of the same key once."""
+        """Have numbers changed at the end of the maintenance of all layers; of the same key once."""
         self._after.setdefault(key, change)
 
     def resume(self) -> None:
-        """It is done."""
+        """Maintenance ends: its changes of the numbers are made."""
         for change in self._after.values():
             change()
         self._after.clear()

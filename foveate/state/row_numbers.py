@@ -36,7 +36,7 @@ class RowNumbers:
 
     @property
     def rows(self) -> dict[str, list[int]]:
-        """Numbers of each row on the host, by name; those that were moving on the device are brought back first.
+        """Numbers of each row on the host, by name; those that are on the device are brought back first.
 
         Raises:
             RuntimeError: in a step that is replayed, which must go by what is on the device.
@@ -62,7 +62,7 @@ class RowNumbers:
         return None if self.device_state is None else self.device_state.rows
 
     def sync_to_host(self) -> None:
-        """Bring the numbers back that were moving on the device."""
+        """Bring the numbers back that are on the device."""
         if self.device_state is not None:
             moved = self.device_state.rows.read()[0]  # of all layers that share them: each needs lists of its own
             self.rows = self._rows | {name: list(numbers) for name, numbers in moved.items()}

@@ -207,6 +207,9 @@ def test_counts_and_an_output_that_are_given(attend, rest, small_blocks):
     assert found.data_ptr() == whole[:, :, 3:63].data_ptr()
     assert torch.equal(found, expected)
     assert bool((whole[:, :, [0, 1, 2, 63]] == 7.0).all())
+    fewer = counts.clamp_max(5)
+    first = chosen.masked_fill(torch.arange(21) >= fewer[..., None], -1)
+    assert torch.equal(attend(q, k, v, chosen, counts=fewer, **how).out, attend(q, k, v, first, **how).out)
     for name, wrong in (
         ("counts", counts[:, :, 1:]),
         ("counts", counts.long()),

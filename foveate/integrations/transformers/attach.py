@@ -148,9 +148,9 @@ def attach(
             (greedy or sampled, one token for each sequence at a time): True insists; "auto" does so on a GPU where
             model and method allow, and otherwise :func:`stats` tells why not.
         dense_below: decode steps read everything while the sequences together, each taken as long as the longest, have
-            fewer tokens than this; "auto": on a GPU than the method needs to be faster
-            (:attr:`Method.sparse_from_tokens`), elsewhere 0: never. Methods that give tokens up never do. :func:`stats`
-            counts these steps. Who compares methods wants 0.
+            fewer tokens than this. "auto": on a GPU :attr:`Method.sparse_from_tokens`, from which the method is faster;
+            elsewhere 0, which means never. Methods that evict never do. :func:`stats` counts these steps. Comparisons
+            of methods want 0.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:

@@ -69,6 +69,9 @@ def attend_tiles(
             chosen = indices[:, :, first : first + step]
         else:
             chosen = side_by_side(indices, starts[first : first + step + 1])
+        if counts is not None:
+            place = torch.arange(chosen.shape[3], device=q.device)
+            chosen = chosen.masked_fill(place >= counts[:, :, first : first + step, None], -1)
         chosen = chosen if heads is None else chosen.index_select(1, heads)
         keys, values = (x.unflatten(2, chosen.shape[2:]) for x in gather_fields([k, v], chosen.flatten(2, 3)))
         unused = (chosen < 0)[..., None]
@@ -111,7 +114,7 @@ def attend_tiles(
 
 
 def check_out(out: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """``out``, which must be of the output's shape and dtype, with neighbouring dimensions."""
+    """``out``, which must be of the output's shape and dtype, with last stride 1."""
     expected = (*q.shape[:3], v.shape[3])
     if out.shape != expected or out.dtype != q.dtype or out.stride(3) != 1:
         given = f"{tuple(out.shape)} in {out.dtype} with last stride {out.stride(3)}"

@@ -104,7 +104,7 @@ def tile_for(dtype: torch.dtype, dim: int, capability: int) -> _Tile:
     """By the dtype of the weights, the larger head dim and the major compute capability.
 
     fp32 is multiplied without tensor cores. On Hopper all new channels are one tile: with two of 32 channels beside 64
-    tokens, Triton 3.6 reads wrong shared memory, and two of 64 take 3.4 times as long.
+    tokens, Triton 3.6 reads wrong shared memory, and two of 64 take 3.4 times as long. Newer devices were not tried.
     """
     if dtype == torch.float32:
         return _Tile(tokens=32, columns=32, warps=8)

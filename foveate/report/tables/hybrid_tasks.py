@@ -14,7 +14,7 @@ from foveate.report.rows import Row
 from foveate.results.errors import UserError
 
 _GROUPS = (
-    ("needles in novels (S-NIAH-1 to 3, and one of several keys)", ("ruler",)),
+    ("needles (S-NIAH-1 in noise, 2 and 3 in novels, and one of several keys)", ("ruler",)),
     ("associative recall (MQAR)", ("mqar",)),
     ("recall from a passage", ("recall",)),
     ("language modelling and common sense", ("perplexity", "lambada", "choice")),
