@@ -63,9 +63,6 @@ UPWARD = {
 }
 """Modules that a lower layer still imports, by the folder that does. Entries may only be removed."""
 
-CIRCLES = ({f"integrations.transformers.{name}" for name in ("attach", "auto", "cache", "graphs", "hooks", "study")},)
-"""Circles that still stand. Modules may only be removed."""
-
 MOST_LINES = 450
 """A longer file has two subjects."""
 
@@ -188,11 +185,8 @@ def test_nothing_up_to_the_runtime_imports_transformers():
     assert {own for name in names for own in GRAPH[name] if own.startswith("foveate.models")} == set()
 
 
-def test_there_are_no_circles_but_those_that_are_known():
-    found = [{name.removeprefix("foveate.") for name in circle} for circle in circles(GRAPH)]
-    assert [circle for circle in found if not any(circle <= known for known in CIRCLES)] == []
-    gone = [known - set().union(*(circle for circle in found if circle <= known)) for known in CIRCLES]
-    assert gone == [set()] * len(CIRCLES), "out of their circle: remove them from CIRCLES"
+def test_there_are_no_circles():
+    assert circles(GRAPH) == []
 
 
 def test_no_file_is_long_but_those_that_are_known():

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from foveate.integrations.transformers.study import Study, attention_modules
 from foveate.methods.budgets import budget
 from foveate.results import circumstances, outfile
 from foveate.results.errors import UserError
+from foveate.runtime import Policy
 
 _PROMPT = "prompt-{:04d}.safetensors"
 
@@ -121,7 +122,7 @@ def _calibrated(
             progress(done, steps)
             if not path.exists():
                 start = time.perf_counter()
-                measured, importance = _studied(plan, model, attachment, [*item.prompt_ids, *item.target_ids])
+                measured, importance = _studied(plan, model, attachment.policies, [*item.prompt_ids, *item.target_ids])
                 write(path, {**measured._asdict(), "importance": importance}, start)
 
     def beyond(done: int) -> None:
@@ -200,8 +201,10 @@ def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> lis
 
 
 @torch.inference_mode()
-def _studied(plan: Plan, model: Any, attachment: Any, prompt: list[int]) -> tuple[Measured, torch.Tensor]:
-    study = Study(model, attachment, plan.keys, plan.tile)
+def _studied(
+    plan: Plan, model: Any, policies: Mapping[int, Policy], prompt: list[int]
+) -> tuple[Measured, torch.Tensor]:
+    study = Study(model, policies, plan.keys, plan.tile)
     try:
         model(torch.tensor([prompt], device=model.device), use_cache=False, logits_to_keep=1)
         return study.result()

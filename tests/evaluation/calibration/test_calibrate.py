@@ -87,7 +87,7 @@ def studied(plan):
     model, shown = loading.load_model(plan.model, "float32", "cpu"), []
     with foveate.attached(model, "dense") as attachment, torch.no_grad():
         for prompt in prompts(plan):
-            study = Study(model, attachment, plan.keys, plan.tile)
+            study = Study(model, attachment.policies, plan.keys, plan.tile)
             model(torch.tensor([prompt]))
             shown.append(study.result())
     return shown
@@ -213,7 +213,7 @@ class TestImportance:
 
     def shown(self, model, ids, **which):
         with foveate.attached(model, "dense") as attachment:
-            study = Study(model, attachment, 8, 12, **which)
+            study = Study(model, attachment.policies, 8, 12, **which)
             model(ids)
         return study.result()
 
