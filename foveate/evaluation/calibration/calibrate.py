@@ -20,12 +20,12 @@ import torch
 import foveate
 from foveate.calibration import Calibration, Choice, Measured, check_number, choose, counterparts, least_tokens, load
 from foveate.calibration.similarity import COVERAGE_KEYS
-from foveate.evaluation import data, loading, model_folder
 from foveate.evaluation.calibration import layer_costs
 from foveate.evaluation.calibration.answers import Answers, named
 from foveate.evaluation.calibration.partial_results import GOES_ON, differing, partial_folder, read, take_up, write
 from foveate.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan, option
 from foveate.evaluation.tasks.base import Item, Task, items_digest
+from foveate.inputs import loading, model_folder, reading
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
 from foveate.methods.budgets import budget
@@ -69,7 +69,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         "tile": plan.tile,
         "model": plan.model.name,
         "weights": model_folder.model_digest(plan.model),
-        "data": data.digest(files),
+        "data": reading.digest(files),
         "items": items_digest(items),
         "tokens": [len(item.prompt_ids) + len(item.target_ids) for item in items],
         "dtype": plan.dtype,

@@ -14,9 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, counterparts, load
-from foveate.evaluation import loading, tasks
+from foveate.evaluation import tasks
 from foveate.evaluation.calibration import calibrate, divergence, layer_costs
 from foveate.evaluation.tasks.base import Sampling
+from foveate.inputs import loading
 from foveate.integrations.transformers.study import Study
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade
