@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 import foveate
-from foveate.evaluation import generation, loading, runner, tasks
+from foveate.evaluation import generation, runner, tasks
 from foveate.evaluation.metrics import columns, paired_bootstrap
 from foveate.evaluation.tasks.base import Item, Task
+from foveate.inputs import loading
 from foveate.results import circumstances
 from foveate.results.errors import UserError
 

@@ -19,6 +19,7 @@ LAYERS = (
     ("runtime",),
     ("integrations",),
     ("results",),
+    ("inputs",),
     ("training",),
     ("evaluation",),
     ("report",),
@@ -46,31 +47,8 @@ LAYERS_OF_STATE = (
 NEUTRAL = ("ops", "state", "calibration", "layers", "methods", "runtime")
 """Layers that know no engine."""
 
-UPWARD = {
-    "training": {
-        "evaluation.data",
-        "evaluation.loading",
-        "evaluation.model_folder",
-        "evaluation.multihop",
-        "evaluation.prompting",
-        "evaluation.squad",
-        "evaluation.tasks.mqar",
-        "evaluation.tasks.niah",
-        "evaluation.words",
-        "report.terminal",
-        "report.plots.training",
-    },
-}
-"""Modules that a lower layer still imports, by the folder that does. Entries may only be removed."""
-
-CIRCLES = ({f"integrations.transformers.{name}" for name in ("attach", "auto", "cache", "graphs", "hooks", "study")},)
-"""Circles that still stand. Modules may only be removed."""
-
 MOST_LINES = 450
 """A longer file has two subjects."""
-
-LONG: set[str] = set()
-"""Modules that are still longer. Entries may only be removed."""
 
 
 def _files(root: Path) -> dict[str, Path]:
@@ -160,10 +138,7 @@ def _upward(prefix: str, layers: tuple[tuple[str, ...], ...]) -> set[tuple[str, 
 
 
 def test_imports_run_one_way():
-    known = {(folder, name) for folder, names in UPWARD.items() for name in names}
-    found = _upward("foveate.", LAYERS)
-    assert found - known == set(), "imports of a higher layer"
-    assert known - found == set(), "gone: remove them from UPWARD"
+    assert _upward("foveate.", LAYERS) == set(), "imports of a higher layer"
 
 
 def test_operations_import_one_way():
@@ -188,18 +163,14 @@ def test_nothing_up_to_the_runtime_imports_transformers():
     assert {own for name in names for own in GRAPH[name] if own.startswith("foveate.models")} == set()
 
 
-def test_there_are_no_circles_but_those_that_are_known():
-    found = [{name.removeprefix("foveate.") for name in circle} for circle in circles(GRAPH)]
-    assert [circle for circle in found if not any(circle <= known for known in CIRCLES)] == []
-    gone = [known - set().union(*(circle for circle in found if circle <= known)) for known in CIRCLES]
-    assert gone == [set()] * len(CIRCLES), "out of their circle: remove them from CIRCLES"
+def test_there_are_no_circles():
+    assert circles(GRAPH) == []
 
 
-def test_no_file_is_long_but_those_that_are_known():
+def test_no_file_is_long():
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
-    found = {name.removeprefix("foveate.") for name, count in lines.items() if count > MOST_LINES}
-    assert found - LONG == set(), f"more than {MOST_LINES} lines: split them by subject"
-    assert LONG - found == set(), "gone: remove them from LONG"
+    found = {name for name, count in lines.items() if count > MOST_LINES}
+    assert found == set(), f"more than {MOST_LINES} lines: split them by subject"
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,9 @@ def test_a_model_runs_as_it_is(model, out):
     ],
 )
 def test_bad_input_is_one_line(model, out, more, message, monkeypatch):
-    import foveate.evaluation.loading
+    import foveate.inputs.loading
 
-    monkeypatch.setattr(foveate.evaluation.loading, "load_model", None)
+    monkeypatch.setattr(foveate.inputs.loading, "load_model", None)
     done = call(*compare(model, out, *more))
     assert done.exit_code == 2
     assert done.stdout == ""
@@ -237,10 +237,10 @@ def test_a_new_folder_is_made_and_told(model, tmp_path):
     ids=["compare", "calibrate", "bench", "salad", "fetch"],
 )
 def test_a_device_is_refused_before_any_work(model, device, command, monkeypatch):
-    import foveate.evaluation.loading
+    import foveate.inputs.loading
 
-    monkeypatch.setattr(foveate.evaluation.loading, "load_model", None)
-    monkeypatch.setattr(foveate.evaluation.loading, "load_tokenizer", None)
+    monkeypatch.setattr(foveate.inputs.loading, "load_model", None)
+    monkeypatch.setattr(foveate.inputs.loading, "load_tokenizer", None)
     done = call(*command(model, device))
     assert done.exit_code == 2
     (line,) = done.stderr.strip().splitlines()
@@ -437,9 +437,9 @@ def test_compare_takes_no_anchors_that_each_batch_finds(model, out, spec):
     ],
 )
 def test_bad_calibrations_are_one_line(model, tmp_path, more, message, monkeypatch):
-    import foveate.evaluation.loading
+    import foveate.inputs.loading
 
-    monkeypatch.setattr(foveate.evaluation.loading, "load_model", None)
+    monkeypatch.setattr(foveate.inputs.loading, "load_model", None)
     done = call(*calibrate(model, tmp_path / "tiny.json", *more))
     assert done.exit_code == 2
     assert done.stdout == ""

@@ -19,8 +19,8 @@ import torch
 import transformers
 
 import foveate
-from foveate.evaluation import loading, model_folder
-from foveate.evaluation.data import read_novels
+from foveate.inputs import loading, model_folder
+from foveate.inputs.reading import read_novels
 from foveate.integrations.transformers import releases
 from foveate.results import circumstances
 from foveate.results.errors import UserError

@@ -33,7 +33,7 @@ from transformers import (
 import foveate
 from foveate.bench import breakdown, cold
 from foveate.bench.decode import BENCH, command
-from foveate.evaluation import loading, model_folder
+from foveate.inputs import loading, model_folder
 from foveate.results import circumstances
 from foveate.results.errors import UserError, unknown
 from foveate.results.measurements import TRANSFORMERS

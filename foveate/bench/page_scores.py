@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from foveate.bench._page_estimates import COSTS, LIMIT, SINKS, TAIL, Case, Measures, measure
-from foveate.evaluation import loading, model_folder
 from foveate.evaluation.metrics import bootstrap, columns, mean
 from foveate.evaluation.tasks import Item, Task
+from foveate.inputs import loading, model_folder
 from foveate.integrations.transformers.probe import Seen, watched
 from foveate.results import circumstances
 from foveate.results.errors import UserError

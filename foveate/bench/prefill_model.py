@@ -21,7 +21,7 @@ import foveate
 from foveate.bench import decode_model
 from foveate.bench.decode import command
 from foveate.bench.prefill import BENCH, DTYPES, parsed
-from foveate.evaluation import loading, model_folder
+from foveate.inputs import loading, model_folder
 from foveate.results import circumstances
 from foveate.results.errors import UserError, unknown
 from foveate.results.measurements import TRANSFORMERS

@@ -15,12 +15,11 @@ import typer
 from typer.core import TyperGroup
 
 from foveate.bench.commands import app as bench_app
-from foveate.cli import asking
+from foveate.cli import asking, train_lte
+from foveate.cli.train import app as train_app
 from foveate.report.commands import app as plot_app
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
-from foveate.training import lte_commands
-from foveate.training.commands import app as train_app
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
 _FAILED = 2
@@ -53,7 +52,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(plot_app, name="plot")
-train_app.command("lte")(lte_commands.lte)
+train_app.command("lte")(train_lte.lte)
 app.add_typer(train_app, name="train")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

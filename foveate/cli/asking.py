@@ -36,8 +36,8 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Answer a prompt with a method, greedily, and say what was read."""
-    from foveate.evaluation.data import read_text
     from foveate.evaluation.runner import parse_method
+    from foveate.inputs.reading import read_text
     from foveate.results.errors import UserError
 
     if (prompt is None) == (prompt_file is None):
@@ -53,8 +53,9 @@ def generate(
     from transformers import TextStreamer
 
     import foveate
-    from foveate.evaluation import generation, loading, model_folder
-    from foveate.evaluation.prompting import encode
+    from foveate.evaluation import generation
+    from foveate.inputs import loading, model_folder
+    from foveate.inputs.prompting import encode
     from foveate.report import terminal
 
     quiet()

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 import foveate
-from foveate.evaluation import costs, data, decoding, generation, loading, model_folder
+from foveate.evaluation import costs, decoding, generation
 from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
 from foveate.evaluation.own import Own, applied, summary
 from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
+from foveate.inputs import loading, model_folder, reading
 from foveate.results import circumstances, outfile, resultfile
 from foveate.results.errors import DataError, UserError
 from foveate.results.rows import ROW_SCHEMA, ordered
@@ -154,7 +155,7 @@ def prepare(plan: Comparison) -> Prepared:
         "seed": plan.seed,
         "model": plan.model.name,
         "weights": model_folder.model_digest(plan.model),
-        "data": data.digest(files),
+        "data": reading.digest(files),
         "items": items_digest(items),
         "dtype": plan.dtype,
         "device": device,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation.squad import Article, read_squad
+from foveate.inputs.squad import Article, read_squad
 from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
 

@@ -144,8 +144,8 @@ def attention_map(
     """Attention of one head over interwoven topics: by default the one that joins segments of a topic most."""
     from transformers.utils import logging
 
-    from foveate.evaluation import loading, model_folder
-    from foveate.evaluation.data import read_text
+    from foveate.inputs import loading, model_folder
+    from foveate.inputs.reading import read_text
     from foveate.report.plots import attention_map as maps
     from foveate.report.plots import figure
     from foveate.results import circumstances

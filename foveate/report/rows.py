@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate import methods
-from foveate.evaluation.data import read_jsonl
+from foveate.inputs.reading import read_jsonl
 from foveate.results.errors import DataError, UserError, unknown
 from foveate.results.measurements import bench_of, needed
 from foveate.results.resultfile import method_of

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation import data as reading
+from foveate.inputs import reading
 from foveate.results.errors import DataError, UserError, unknown
 from foveate.training.mixture import Phase, Shape
 from foveate.training.prepare import Preparation

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from foveate.evaluation import data as reading
+from foveate.inputs import reading
 from foveate.results.errors import DataError
 
 ENDINGS = (".txt", ".txt.xz", ".jsonl", ".jsonl.xz")

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from foveate.evaluation import data, loading, model_folder
+from foveate.inputs import loading, model_folder, reading
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
 from foveate.results import outfile
@@ -296,7 +296,7 @@ class _Run:
     def _fingerprint(self, facts: dict[str, Any]) -> dict[str, Any]:
         plan = dataclasses.asdict(self._plan)
         own = {name: plan[name] for name in plan if name not in ("model", "text", "out", "minutes", "every", "device")}
-        return {**own, "facts": facts, "text": data.digest(self._sequences.files)}
+        return {**own, "facts": facts, "text": reading.digest(self._sequences.files)}
 
     def _keep(self, rows: list[dict[str, Any]]) -> None:
         tensors = {f"module.{name}": value for name, value in self._scores.named_parameters()}
@@ -331,7 +331,7 @@ class _Run:
             self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
         self._step, self._seconds = step, seconds
         self._say(f"going on from step {step} of {plan.steps}")
-        rows = [row for _, row in data.read_jsonl(plan.log)] if plan.log.exists() else []
+        rows = [row for _, row in reading.read_jsonl(plan.log)] if plan.log.exists() else []
         return [row for row in rows if row["step"] <= step]
 
 

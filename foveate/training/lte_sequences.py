@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation import data
-from foveate.evaluation.prompting import leading_ids
-from foveate.evaluation.tasks.niah import Library, insert, sentence_starts
+from foveate.inputs import reading
+from foveate.inputs.haystack import Library, insert, sentence_starts
+from foveate.inputs.prompting import leading_ids
 from foveate.results.errors import UserError
 
 _CODES = (
@@ -65,7 +65,7 @@ class Sequences:
     """Sequences by their number, each a function of the text, the seed and the number alone.
 
     Args:
-        folder: plain text, as :func:`foveate.evaluation.data.read_novels` reads it.
+        folder: plain text, as :func:`foveate.inputs.reading.read_novels` reads it.
         tokenizer: of the model.
         length: most tokens of a sequence.
         seed: of the random draws.
@@ -77,8 +77,8 @@ class Sequences:
     def __init__(self, folder: Path, tokenizer: Any, length: int, seed: int):
         if length < _SHORTEST:
             raise UserError(f"length must be at least {_SHORTEST} tokens, got {length}")
-        self.files = data.novel_files(folder)
-        self._library = Library(data.read_novels(folder))
+        self.files = reading.novel_files(folder)
+        self._library = Library(reading.read_novels(folder))
         self._tokenizer, self._length, self._seed = tokenizer, length, seed
         sample = self._library.text[:20000]
         self._chars = len(sample) / max(1, len(self._encode(sample)))

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from foveate.evaluation import data as reading
-from foveate.evaluation.words import ADJECTIVES, NOUNS
+from foveate.inputs import reading
+from foveate.inputs.words import ADJECTIVES, NOUNS
 from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
 from foveate.training import questions as of_questions

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from foveate.evaluation import data as reading
-from foveate.evaluation.multihop import read_records
-from foveate.evaluation.squad import read_squad
+from foveate.inputs import reading
+from foveate.inputs.multihop import read_records
+from foveate.inputs.squad import read_squad
 from foveate.results.errors import DataError
 
 ASKED = "\n\nQuestion: {question}\nAnswer:"

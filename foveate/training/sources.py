@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from foveate.evaluation.tasks.mqar import halved
+from foveate.inputs.halves import halved
 from foveate.results.errors import UserError, unknown
 from foveate.training.tokens import TokenStore
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from foveate.evaluation import data as reading
+from foveate.inputs import reading
 from foveate.results.errors import DataError
 
 KIND = "tokenised text of foveate train"

@@ -7,8 +7,8 @@ from evaluation import tiny
 
 from foveate.evaluation import generation, tasks
 from foveate.evaluation.metrics import bootstrap, columns
-from foveate.evaluation.prompting import encode_continued
 from foveate.evaluation.tasks.base import Output, items_digest
+from foveate.inputs.prompting import encode_continued
 from foveate.models import HybridForCausalLM, make_config
 from foveate.results.errors import DataError, UserError
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import foveate
-from foveate.evaluation import decoding, generation, loading
+from foveate.evaluation import decoding, generation
 from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item, Option
+from foveate.inputs import loading
 from tests.helpers import cached, returned_cache
 
 

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from foveate.evaluation import generation, loading, tasks
+from foveate.evaluation import generation, tasks
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.tasks.base import Output
+from foveate.inputs import loading
 from foveate.results.errors import DataError, UserError
 
 RECORDS = [

@@ -1,11 +1,10 @@
 import pytest
 import torch
-from evaluation import tiny
 
 from foveate.evaluation import generation, tasks
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.tasks.base import Output
-from foveate.evaluation.tasks.mqar import halves
+from foveate.inputs.halves import halves
 from foveate.models import HybridForCausalLM, make_config
 from foveate.results.errors import DataError, UserError
 
@@ -47,14 +46,6 @@ def test_queries_have_an_order_of_their_own_and_places_differ(sample, tokenizer)
     assert len({item.prompt_ids for item in items}) == 6
     assert items[:2] == tasks.parse("mqar:length=300,pairs=8").items(sample, tokenizer, 2, 0)
     assert items[:2] != tasks.parse("mqar:length=300,pairs=8").items(sample, tokenizer, 2, 1)
-
-
-def test_halves_leave_special_tokens_out(tokenizer):
-    keys, values = halves(tokenizer)
-    assert not set(keys) & set(values)
-    assert abs(len(keys) - len(values)) <= 1
-    assert sorted([*keys, *values]) == sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids) - {2})
-    assert (keys, values) == halves(tiny.make_tokenizer(None))
 
 
 def test_grading_by_hand(sample, tokenizer):

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.evaluation import tasks
-from foveate.evaluation.multihop import Passage, read_records
 from foveate.evaluation.tasks.base import Output
+from foveate.inputs.multihop import Passage, read_records
 from foveate.results.errors import DataError, UserError
 
 FILES = {

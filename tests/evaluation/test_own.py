@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from evaluation import tiny
 
 import foveate
-from foveate.evaluation import generation, loading, runner, tasks
+from foveate.evaluation import generation, runner, tasks
 from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item
 from foveate.evaluation.tasks.fidelity import Fidelity
+from foveate.inputs import loading
 from foveate.models import HybridForCausalLM, make_config
 from foveate.report import terminal
 from foveate.report.tables import general as markdown

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import foveate
-from foveate.evaluation import generation, loading, runner, tasks
-from foveate.evaluation.prompting import encode, encode_turns, question_of
+from foveate.evaluation import generation, runner, tasks
 from foveate.evaluation.tasks import Item
+from foveate.inputs import loading
+from foveate.inputs.prompting import encode, encode_turns, question_of
 from foveate.report import lines
 from foveate.report.tables import general as markdown
 from foveate.results.errors import UserError

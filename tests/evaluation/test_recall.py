@@ -3,9 +3,9 @@ import json
 import pytest
 
 from foveate.evaluation import tasks
-from foveate.evaluation.squad import find_squad, read_squad
 from foveate.evaluation.tasks import recall
 from foveate.evaluation.tasks.base import Output
+from foveate.inputs.squad import find_squad, read_squad
 from foveate.results.errors import DataError, UserError
 
 DROP = {"context": "Passage: In 1512 Brescia fell.\nQuestion: What fell\nAnswer:", "ref_text": "Brescia|the city"}

@@ -12,7 +12,7 @@ from foveate.cli import app
 from foveate.evaluation import tasks
 from foveate.evaluation.tasks.base import Output
 from foveate.evaluation.tasks.ruler import counting, draft
-from foveate.evaluation.words import ADJECTIVES, NOUNS
+from foveate.inputs.words import ADJECTIVES, NOUNS
 from foveate.results.errors import DataError, UserError
 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\.")

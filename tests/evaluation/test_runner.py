@@ -8,8 +8,9 @@ from evaluation import tiny
 from safetensors.torch import load_file, save_file
 
 import foveate
-from foveate.evaluation import generation, loading, runner, tasks
+from foveate.evaluation import generation, runner, tasks
 from foveate.evaluation.tasks.fidelity import Fidelity
+from foveate.inputs import loading
 from foveate.results import resultfile
 from foveate.results.errors import DataError, UserError
 from foveate.results.rows import ROW_FIELDS

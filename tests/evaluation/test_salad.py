@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.evaluation import salad
-from foveate.evaluation.squad import Answer, Article, Paragraph, Question
+from foveate.inputs.squad import Answer, Article, Paragraph, Question
 from foveate.results.errors import UserError
 
 TRAIN_ARTICLES = 442

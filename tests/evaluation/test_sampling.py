@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import foveate
-from foveate.evaluation import decoding, generation, loading
+from foveate.evaluation import decoding, generation
 from foveate.evaluation.tasks.base import Item, Sampling
+from foveate.inputs import loading
 
 TEXTS = ["Call me Ishmael.", "It was the whale, and", "Queequeg"]
 

@@ -4,9 +4,9 @@ import re
 import pytest
 
 from foveate.evaluation import tasks
-from foveate.evaluation.data import read_novels
 from foveate.evaluation.tasks import niah
 from foveate.evaluation.tasks.base import Output
+from foveate.inputs.reading import read_novels
 from foveate.results.errors import DataError, UserError
 
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")
@@ -120,18 +120,6 @@ class TestNeedle:
         (tmp_path / "short.txt").write_text("It was short. " * 20)
         with pytest.raises(UserError, match="a length of 900 needs more text"):
             tasks.parse("niah", length=900).items(tmp_path, tokenizer, 1, seed=0)
-
-    def test_sentences(self):
-        text = "Mr. Bildad spoke. “Avast!” said J. Peleg. Why? No."
-        assert [text[start:] for start in niah.sentence_starts(text)] == [
-            "“Avast!” said J. Peleg. Why? No.",
-            "said J. Peleg. Why? No.",
-            "Why? No.",
-            "No.",
-        ]
-        assert niah.insert("A b. C d. E", ["X.", "Y."], [0, 1]) == "X. A b. C d. Y. E"
-        assert niah.insert("A b. C d.", ["X."], [1]) == "A b. C d. X."
-        assert niah.insert("", ["X."], [0.5]) == "X."
 
     def test_grading(self, sample, tokenizer):
         task = tasks.parse("niah", length=300)

@@ -92,7 +92,7 @@ class TestTheFirstLongPrompt:
     def test_gives_the_anchors_that_are_best_for_it(self, model):
         ids = tokens(150)
         with foveate.attached(model, "dense") as attachment:
-            study = Study(model, attachment, auto.KEYS, 24)
+            study = Study(model, attachment.policies, auto.KEYS, 24)
             model(ids)
             measured, importance = study.result()
         choice = choose(lambda: [measured.captured], importance, 3)

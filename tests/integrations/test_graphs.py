@@ -9,7 +9,7 @@ import torch
 
 import foveate
 from foveate import methods
-from foveate.integrations.transformers import graphs
+from foveate.integrations.transformers.decode_calls import DecodeCall
 from foveate.runtime import ReplayedSteps
 from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, tiny_model, tokens
 from tests.recorded import record
@@ -248,7 +248,7 @@ def test_a_step_that_cannot_be_recorded_is_run():
 def test_detached_models_and_copies():
     model = attached("dense")
     twin = copy.deepcopy(model)
-    assert isinstance(model.get_compiled_call(None), graphs.DecodeCall)
+    assert isinstance(model.get_compiled_call(None), DecodeCall)
     assert twin.get_compiled_call(None).model is twin
     assert twin.get_compiled_call(None).attachment is twin.foveate
     assert twin.foveate.graphs is not model.foveate.graphs

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import foveate
 from foveate.cli import app
-from foveate.evaluation import loading
+from foveate.inputs import loading
 from foveate.layers.eviction_scores import EvictionScores
 from foveate.results.errors import UserError
 from foveate.training import frozen_lte

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from foveate.evaluation.tasks import mqar, niah
+from foveate.evaluation.tasks import niah
 from foveate.evaluation.tasks.ruler.draft import NOISE
-from foveate.evaluation.words import ADJECTIVES, NOUNS
+from foveate.inputs.halves import halves
+from foveate.inputs.words import ADJECTIVES, NOUNS
 from foveate.results.errors import UserError
 from foveate.training import templates
 from foveate.training.needles import Needles
@@ -47,7 +48,7 @@ def runs(roles):
 
 def test_keys_and_values_are_those_of_the_evaluation(store):
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(store.folder / "tokenizer" / "tokenizer.json"))
-    ours, theirs = Vocabulary(store).halves, mqar.halves(tokenizer)
+    ours, theirs = Vocabulary(store).halves, halves(tokenizer)
     assert tuple(half.tolist() for half in ours) == theirs
     assert not {*theirs[0]} & {*theirs[1]}
 

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,18 @@ import torch
 import foveate
 from foveate.calibration import Calibration, Choice, Measured, check_number, choose, counterparts, least_tokens, load
 from foveate.calibration.similarity import COVERAGE_KEYS
-from foveate.evaluation import data, loading, model_folder
 from foveate.evaluation.calibration import layer_costs
 from foveate.evaluation.calibration.answers import Answers, named
 from foveate.evaluation.calibration.partial_results import GOES_ON, differing, partial_folder, read, take_up, write
 from foveate.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan, option
 from foveate.evaluation.tasks.base import Item, Task, items_digest
+from foveate.inputs import loading, model_folder, reading
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
 from foveate.methods.budgets import budget
 from foveate.results import circumstances, outfile
 from foveate.results.errors import UserError
+from foveate.runtime import Policy
 
 _PROMPT = "prompt-{:04d}.safetensors"
 
@@ -68,7 +69,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         "tile": plan.tile,
         "model": plan.model.name,
         "weights": model_folder.model_digest(plan.model),
-        "data": data.digest(files),
+        "data": reading.digest(files),
         "items": items_digest(items),
         "tokens": [len(item.prompt_ids) + len(item.target_ids) for item in items],
         "dtype": plan.dtype,
@@ -121,7 +122,7 @@ def _calibrated(
             progress(done, steps)
             if not path.exists():
                 start = time.perf_counter()
-                measured, importance = _studied(plan, model, attachment, [*item.prompt_ids, *item.target_ids])
+                measured, importance = _studied(plan, model, attachment.policies, [*item.prompt_ids, *item.target_ids])
                 write(path, {**measured._asdict(), "importance": importance}, start)
 
     def beyond(done: int) -> None:
@@ -200,8 +201,10 @@ def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> lis
 
 
 @torch.inference_mode()
-def _studied(plan: Plan, model: Any, attachment: Any, prompt: list[int]) -> tuple[Measured, torch.Tensor]:
-    study = Study(model, attachment, plan.keys, plan.tile)
+def _studied(
+    plan: Plan, model: Any, policies: Mapping[int, Policy], prompt: list[int]
+) -> tuple[Measured, torch.Tensor]:
+    study = Study(model, policies, plan.keys, plan.tile)
     try:
         model(torch.tensor([prompt], device=model.device), use_cache=False, logits_to_keep=1)
         return study.result()

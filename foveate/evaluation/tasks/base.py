@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation.metrics import Aggregate
-from foveate.evaluation.prompting import Message
+from foveate.inputs.prompting import Message
 from foveate.results.errors import UserError, unknown
 
 

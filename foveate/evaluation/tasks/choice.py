@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation import data as reading
 from foveate.evaluation.metrics import Aggregate, mean
-from foveate.evaluation.prompting import encode_continued
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Option, Output, Task
+from foveate.inputs import reading
+from foveate.inputs.prompting import encode_continued
 from foveate.results.errors import DataError, UserError
 
 _FOUNDRY = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data"

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from foveate.evaluation import data as reading
 from foveate.evaluation.metrics import Aggregate, mean
-from foveate.evaluation.prompting import encode_continued
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task
+from foveate.inputs import reading
+from foveate.inputs.prompting import encode_continued
 from foveate.results.errors import UserError
 
 _FILE = "lambada_openai.jsonl"

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation import data as reading
 from foveate.evaluation.metrics import Aggregate, mean
-from foveate.evaluation.prompting import encode
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Sampling, Task, at_least
+from foveate.inputs import reading
+from foveate.inputs.prompting import encode
 from foveate.results.errors import UserError
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."

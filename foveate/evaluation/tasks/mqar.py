@@ -19,14 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
-from foveate.evaluation import data as reading
 from foveate.evaluation.metrics import Aggregate, mean
-from foveate.evaluation.prompting import leading_ids
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
-from foveate.evaluation.tasks.niah import CHARS_PER_TOKEN, Library
+from foveate.evaluation.tasks.niah import CHARS_PER_TOKEN
+from foveate.inputs import reading
+from foveate.inputs.halves import halves
+from foveate.inputs.haystack import Library
+from foveate.inputs.prompting import leading_ids
 from foveate.results.errors import UserError
 
 
@@ -95,16 +95,3 @@ class AssociativeRecall(Task):
             answers=tuple(tokenizer.decode([value]) for _, value in asked),
             target_ids=tuple(ids[self.length :]),
         )
-
-
-def halves(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Two disjoint halves of a vocabulary's ordinary tokens: keys and values."""
-    plain = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder))
-    keys, values = halved(np.array(plain, np.int64))
-    return keys.tolist(), values.tolist()
-
-
-def halved(plain: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ids `[N]`, sorted, as two disjoint halves by a fixed draw: keys and values, in training as in evaluation."""
-    mixed = np.random.default_rng(0).permutation(plain)
-    return mixed[: len(mixed) // 2], mixed[len(mixed) // 2 :]

@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation import data as reading
 from foveate.evaluation.metrics import normalize
-from foveate.evaluation.multihop import Record, read_records
-from foveate.evaluation.prompting import Message, question_of
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, at_least
 from foveate.evaluation.tasks.wikisalad import ContextQuestions
 from foveate.evaluation.tasks.wikisalad_long import FULLNESS, SHORTEST
+from foveate.inputs import reading
+from foveate.inputs.multihop import Record, read_records
+from foveate.inputs.prompting import Message, question_of
 from foveate.results.errors import UserError
 
 TEMPLATE = (

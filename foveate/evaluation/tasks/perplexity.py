@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from foveate.evaluation import data as reading
 from foveate.evaluation.metrics import Aggregate, Values
-from foveate.evaluation.prompting import leading_ids
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.inputs import reading
+from foveate.inputs.prompting import leading_ids
 from foveate.results.errors import UserError
 
 _CHARS_PER_TOKEN = 8  # more than enough for English prose; a window that turns out short is read again, longer

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation import data as reading
 from foveate.evaluation.metrics import Aggregate, mean, string_match_part
-from foveate.evaluation.prompting import encode
-from foveate.evaluation.squad import find_squad, read_squad
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.inputs import reading
+from foveate.inputs.prompting import encode
+from foveate.inputs.squad import find_squad, read_squad
 from foveate.results.errors import DataError, UserError
 
 _SUMMARY = "Summary of information above..."

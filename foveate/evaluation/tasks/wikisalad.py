@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation import data as reading
 from foveate.evaluation.metrics import Aggregate, contains_match, exact_match, f1, mean
-from foveate.evaluation.prompting import Message, encode, encode_turns, question_of
 from foveate.evaluation.salad import SETS
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
+from foveate.inputs import reading
+from foveate.inputs.prompting import Message, encode, encode_turns, question_of
 from foveate.results.errors import DataError
 
 TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"

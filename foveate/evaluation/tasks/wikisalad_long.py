@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation.metrics import normalize
-from foveate.evaluation.prompting import encode
-from foveate.evaluation.squad import Paragraph, Question, find_squad, read_squad
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, at_least
 from foveate.evaluation.tasks.wikisalad import ContextQuestions, messages
+from foveate.inputs.prompting import encode
+from foveate.inputs.squad import Paragraph, Question, find_squad, read_squad
 from foveate.results.errors import DataError, UserError
 
 QUESTION = 'According to the article "{topic}": {question}'

@@ -1,6 +1,7 @@
 """foveate on Hugging Face Transformers models, through its attention, mask and cache interfaces."""
 
-from foveate.integrations.transformers.attach import Attachment, attach, attached, detach, stats
+from foveate.integrations.transformers.attach import attach, attached, detach, stats
+from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.stats import LayerStats, Stats
 

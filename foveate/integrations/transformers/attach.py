@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
-import uuid
-import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
 from torch import nn
 
 from foveate.integrations.transformers import attention, csa, releases
-from foveate.integrations.transformers.auto import Auto
-from foveate.integrations.transformers.cache import Cache
-from foveate.integrations.transformers.facts import kv_heads, model_facts, rotary_facts
-from foveate.integrations.transformers.graphs import GetDecodeCall, Graphs, TakesDecodeCall
+from foveate.integrations.transformers.attachment import Attachment, new_uid
+from foveate.integrations.transformers.auto import auto_for
+from foveate.integrations.transformers.decode_calls import GetDecodeCall, TakesDecodeCall
+from foveate.integrations.transformers.facts import model_facts, rotary_facts
+from foveate.integrations.transformers.graphs import Graphs
 from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, Prefill, PrepareCache
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
@@ -26,106 +23,6 @@ from foveate.integrations.transformers.support import attention_modules, decoder
 from foveate.methods import Method, make
 from foveate.ops import prompt_path
 from foveate.runtime import Policy
-
-
-@dataclass
-class Attachment:
-    """What :func:`attach` put on a model."""
-
-    method: Method
-    config: transformers.PreTrainedConfig
-    """The decoder's configuration, a copy that only this model uses."""
-    policies: dict[int, Policy]
-    unchanged: dict[int, str]
-    """Layers that stay as they are, with the reason."""
-    uid: str
-    """Names this attachment: caches belong to one."""
-    forward: dict[Hashable, Any]
-    """What the layers of a forward pass without a cache share."""
-    _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
-    _cache: Any = None
-    auto: Auto | None = None
-    """Finds the anchors of a method that has to be calibrated on its first prompt."""
-    graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
-    positions: int | None = None
-    """Most tokens that the model has positions for; 0 when it does not say; None until it was asked."""
-
-    @property
-    def sparse_prompt(self) -> bool:
-        """Whether prompt queries look at less than everything in some layer."""
-        return any(policy.method.sparse_prompt for policy in self.policies.values())
-
-    @property
-    def whole_prompt(self) -> bool:
-        """Whether some layer must be given the prompt in one piece."""
-        return any(policy.method.whole_prompt for policy in self.policies.values())
-
-    @property
-    def prompt_tile(self) -> int:
-        """Tokens of a prompt after whose multiples it can be cut in all layers (:meth:`Method.prompt_tile`)."""
-        group = self.config.num_attention_heads // kv_heads(self.config)
-        return math.lcm(*{policy.method.prompt_tile(group) for policy in self.policies.values()})
-
-    def remember(self, cache: Cache) -> None:
-        """Note the cache whose size :func:`stats` reports."""
-        self._cache = weakref.ref(cache)
-
-    def put_on(self, model: nn.Module) -> None:
-        """Make a model that nothing is attached to attend by this attachment, for the first time or again."""
-        decoder = decoder_of(model)
-        config = decoder.config.get_text_config(decoder=True)
-        modules, _ = attention_modules(model, decoder, config)
-        attention.register()
-        memo: dict[int, Any] = {id(config): self.config}  # one copy of each, however many modules share it
-        for module in {id(one): one for one in (model, *decoder.modules())}.values():
-            own = module.__dict__.get("config")
-            if isinstance(own, transformers.PreTrainedConfig):
-                self._undo.append((module, own))
-                module.config = copy.deepcopy(own, memo)
-        for changed in (model.config, decoder.config, self.config):
-            changed._attn_implementation_internal = attention.IMPLEMENTATION
-        for index, module in modules.items():
-            module.foveate = self.policies[index]
-        model.foveate = self
-        decoder.register_forward_pre_hook(BeforeForward(model, self), with_kwargs=True)
-        decoder.register_forward_hook(AfterForward(self), with_kwargs=True, always_call=True)
-        if hasattr(model, "generate"):
-            model._prepare_cache_for_generation = PrepareCache(model, self)
-            model._prefill = Prefill(model, self)
-            model._valid_auto_compile_criteria = TakesDecodeCall(model, self)
-            model.get_compiled_call = GetDecodeCall(model, self)
-
-    def take_off(self, model: nn.Module) -> None:
-        """Give the model its own attention back."""
-        if self.auto is not None:
-            self.auto.stop()
-        decoder = decoder_of(model)
-        remove_hooks(decoder)
-        _remove_hooks(decoder, (BeforeForward, AfterForward))
-        for name in releases.GENERATE:
-            model.__dict__.pop(name, None)
-        for module, config in self._undo:
-            module.config = config
-        self._undo.clear()
-        for module in (model, *decoder.modules()):
-            module.__dict__.pop("foveate", None)
-
-    def __deepcopy__(self, memo):
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin._cache, twin.uid = None, _uid()
-        twin.forward = {}
-        twin.graphs = copy.deepcopy(self.graphs, memo)
-        twin.policies = {
-            index: Policy(policy.method, twin.uid, forward=twin.forward, dense_below=policy.dense_below)
-            for index, policy in self.policies.items()
-        }
-        for index, policy in self.policies.items():
-            memo[id(policy)] = twin.policies[index]
-        twin.config = copy.deepcopy(self.config, memo)
-        twin._undo = copy.deepcopy(self._undo, memo)
-        twin.auto = _auto(twin.policies)
-        return twin
 
 
 def attach(
@@ -182,7 +79,7 @@ def attach(
     config = decoder.config.get_text_config(decoder=True)
     modules, unchanged = attention_modules(model, decoder, config)
     releases.check(model, decoder)
-    uid = _uid()
+    uid = new_uid()
     forward: dict[Hashable, Any] = {}
     policies = {
         index: Policy(
@@ -195,20 +92,21 @@ def attach(
     }
     _check_artefacts(policies, config, modules)
     attachment = Attachment(chosen, copy.deepcopy(config), policies, unchanged, uid, forward, graphs=graphs)
-    attachment.auto = _auto(policies)
+    attachment.auto = auto_for(policies, attachment.config)
     if cuda_graph is True:
-        graphs.require(graphs.obstacle(model, attachment))
+        graphs.require(attachment.replay_obstacle(model))
     detach(model)
-    attachment.put_on(model)
+    _put_on(attachment, model)
     return attachment
 
 
 def detach(model: nn.Module) -> None:
     """Give a model its own attention back; nothing of :func:`attach` remains. Does nothing on other models."""
     attachment = model.__dict__.get("foveate")
-    if attachment is None:
-        return
-    attachment.take_off(model)
+    if isinstance(attachment, csa.SparseAttachment):
+        attachment.take_off(model)
+    elif attachment is not None:
+        _take_off(attachment, model)
 
 
 @contextmanager
@@ -226,7 +124,7 @@ def attached(
     finally:
         detach(model)
         if before is not None:
-            before.put_on(model)
+            _put_on(before, model)
 
 
 def stats(model: nn.Module, reset: bool = False) -> Stats:
@@ -246,7 +144,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         return attachment.stats(reset)
     heads = {policy.counters.prompt_heads for policy in attachment.policies.values()} - {None}
     dense_prompts = ", ".join(sorted({prompt_path(one) for one in heads}))
-    cache = attachment._cache() if attachment._cache is not None else None
+    cache = attachment.cache
     layers = [
         LayerStats(layer=index, method="unchanged", note=f"{reason} layers stay as they are")
         for index, reason in attachment.unchanged.items()
@@ -275,15 +173,55 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     resident = sum(policy.counters.resident_bytes for policy in attachment.policies.values())
     resident += cache.unchanged_bytes if cache is not None else 0
     graphs = copy.copy(attachment.graphs.use)
-    graphs.reason = attachment.graphs.obstacle(model, attachment) or graphs.reason
+    graphs.reason = attachment.replay_obstacle(model) or graphs.reason
     if reset:
         attachment.graphs.use.reset()
     return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs, dense_prompts)
 
 
-def _auto(policies: dict[int, Policy]) -> Auto | None:
-    """What finds the anchors of layers that wait for them; None if there are none."""
-    return Auto() if any(policy.method.self_calibrating for policy in policies.values()) else None
+def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:
+    """Make a model that nothing is attached to attend by an attachment, for the first time or again."""
+    if isinstance(attachment, csa.SparseAttachment):
+        attachment.put_on(model)
+        return
+    decoder = decoder_of(model)
+    config = decoder.config.get_text_config(decoder=True)
+    modules, _ = attention_modules(model, decoder, config)
+    attention.register()
+    memo: dict[int, Any] = {id(config): attachment.config}  # one copy of each, however many modules share it
+    for module in {id(one): one for one in (model, *decoder.modules())}.values():
+        own = module.__dict__.get("config")
+        if isinstance(own, transformers.PreTrainedConfig):
+            attachment.undo.append((module, own))
+            module.config = copy.deepcopy(own, memo)
+    for changed in (model.config, decoder.config, attachment.config):
+        changed._attn_implementation_internal = attention.IMPLEMENTATION
+    for index, module in modules.items():
+        module.foveate = attachment.policies[index]
+    model.foveate = attachment
+    decoder.register_forward_pre_hook(BeforeForward(model, attachment), with_kwargs=True)
+    decoder.register_forward_hook(AfterForward(attachment), with_kwargs=True, always_call=True)
+    if hasattr(model, "generate"):
+        model._prepare_cache_for_generation = PrepareCache(model, attachment)
+        model._prefill = Prefill(model, attachment)
+        model._valid_auto_compile_criteria = TakesDecodeCall(model, attachment)
+        model.get_compiled_call = GetDecodeCall(model, attachment)
+
+
+def _take_off(attachment: Attachment, model: nn.Module) -> None:
+    """Give the model its own attention back."""
+    if attachment.auto is not None:
+        attachment.auto.stop()
+    decoder = decoder_of(model)
+    remove_hooks(decoder)
+    _remove_hooks(decoder, (BeforeForward, AfterForward))
+    for name in releases.GENERATE:
+        model.__dict__.pop(name, None)
+    for module, config in attachment.undo:
+        module.config = config
+    attachment.undo.clear()
+    for module in (model, *decoder.modules()):
+        module.__dict__.pop("foveate", None)
 
 
 def _check_artefacts(
@@ -304,7 +242,3 @@ def _remove_hooks(decoder: nn.Module, kinds: tuple[type, ...]) -> None:
             decoder._forward_pre_hooks_with_kwargs.pop(key, None)
             decoder._forward_hooks_with_kwargs.pop(key, None)
             decoder._forward_hooks_always_called.pop(key, None)
-
-
-def _uid() -> str:
-    return uuid.uuid4().hex

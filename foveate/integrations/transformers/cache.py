@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
+from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.layers import (
     CacheLayer,
     HybridCacheLayer,
@@ -21,9 +21,6 @@ from foveate.integrations.transformers.layers import (
 from foveate.methods import Together
 from foveate.models import MemoryLayer, cache_layers
 from foveate.runtime import Phase, ReplayedSteps
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.attach import Attachment
 
 
 class Cache(transformers.Cache):

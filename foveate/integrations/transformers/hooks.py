@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from transformers.generation import GenerationMode
 
 from foveate.integrations.transformers import announcements, attention, releases
+from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.positions import max_positions
 from foveate.runtime import handed_on
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.attach import Attachment
 
 
 class BeforeForward:
@@ -61,7 +59,7 @@ class BeforeForward:
             if auto is not None and training:
                 auto.stop()
             elif auto is not None:
-                auto.before_forward(decoder, attachment, ids, given.get("attention_mask"), cache)
+                auto.before_forward(decoder, ids, given.get("attention_mask"), cache)
         use_cache = given.get("use_cache")
         if cache is None and not training and (config.use_cache if use_cache is None else use_cache):
             cache = Cache(self.model)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foveate.calibration import Measured, Similarity
-
-if TYPE_CHECKING:
-    from foveate.integrations.transformers.attach import Attachment
+from foveate.runtime import Policy
 
 
 def attention_modules(model: nn.Module, layers: Iterable[int]) -> dict[int, nn.Module]:
@@ -28,6 +26,8 @@ class Study:
     """One prompt of an attached model, watched as it is read until every layer was seen, or :meth:`end`.
 
     Args:
+        model: the attached model, or its decoder.
+        policies: of the layers that are watched.
         k, tile: see :class:`~foveate.calibration.Similarity`.
         row: the sequence of the batch that is watched.
         columns: its tokens, int64 ``[n]``; None for all.
@@ -36,23 +36,23 @@ class Study:
     def __init__(
         self,
         model: nn.Module,
-        attachment: Attachment,
+        policies: Mapping[int, Policy],
         k: int,
         tile: int,
         row: int = 0,
         columns: Tensor | None = None,
     ):
-        self._attachment, self._row, self._columns = attachment, row, columns
+        self._policies, self._row, self._columns = policies, row, columns
         self._similarity = Similarity(k, tile)
         self._passing: dict[int, _Passing] = {}
         self._importance: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self._thread = threading.get_ident()
-        modules = attention_modules(model, attachment.policies)
+        modules = attention_modules(model, policies)
         blocks = {id(child): block for block in model.modules() for child in block.children()}
         for layer, module in modules.items():
             self._watch_block(layer, blocks[id(module)], module)
-        for policy in attachment.policies.values():
+        for policy in policies.values():
             policy.look = self._look
         over = _Hook(self._over, -1, model)  # also when it fails
         self._hooks.append(model.register_forward_hook(over, with_kwargs=True, always_call=True))
@@ -67,11 +67,11 @@ class Study:
     @property
     def complete(self) -> bool:
         """Whether every layer was seen."""
-        return len(self._importance) == len(self._similarity.layers) == len(self._attachment.policies)
+        return len(self._importance) == len(self._similarity.layers) == len(self._policies)
 
     def end(self) -> None:
         """Watch no more."""
-        for policy in self._attachment.policies.values():
+        for policy in self._policies.values():
             policy.look = None
         for hook in self._hooks:
             hook.remove()

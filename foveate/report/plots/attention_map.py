@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.evaluation.prompting import leading_ids
+from foveate.inputs.prompting import leading_ids
 from foveate.integrations.transformers.probe import Seen, watched
 from foveate.report.plots.figure import drawing, title
 from foveate.results.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from foveate.evaluation.data import read_jsonl
+from foveate.inputs.reading import read_jsonl
 from foveate.report.plots import figure
 from foveate.report.rows import Row
 from foveate.results.errors import DataError, UserError

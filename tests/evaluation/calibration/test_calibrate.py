@@ -14,9 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import foveate
 from foveate.calibration import choose, counterparts, load
-from foveate.evaluation import loading, tasks
+from foveate.evaluation import tasks
 from foveate.evaluation.calibration import calibrate, divergence, layer_costs
 from foveate.evaluation.tasks.base import Sampling
+from foveate.inputs import loading
 from foveate.integrations.transformers.study import Study
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade
@@ -87,7 +88,7 @@ def studied(plan):
     model, shown = loading.load_model(plan.model, "float32", "cpu"), []
     with foveate.attached(model, "dense") as attachment, torch.no_grad():
         for prompt in prompts(plan):
-            study = Study(model, attachment, plan.keys, plan.tile)
+            study = Study(model, attachment.policies, plan.keys, plan.tile)
             model(torch.tensor([prompt]))
             shown.append(study.result())
     return shown
@@ -213,7 +214,7 @@ class TestImportance:
 
     def shown(self, model, ids, **which):
         with foveate.attached(model, "dense") as attachment:
-            study = Study(model, attachment, 8, 12, **which)
+            study = Study(model, attachment.policies, 8, 12, **which)
             model(ids)
         return study.result()
 

@@ -8,9 +8,10 @@ from evaluation import tiny
 from transformers import AttentionInterface
 
 import foveate
-from foveate.evaluation import generation, loading
+from foveate.evaluation import generation
 from foveate.evaluation.calibration import divergence
 from foveate.evaluation.tasks.base import Item
+from foveate.inputs import loading
 from foveate.methods import Together
 from foveate.methods.kascade import Kascade
 

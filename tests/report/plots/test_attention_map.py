@@ -3,7 +3,7 @@ import torch
 from evaluation import tiny
 from matplotlib.image import imread
 
-from foveate.evaluation.loading import load_model
+from foveate.inputs.loading import load_model
 from foveate.report.plots import attention_map as maps
 from foveate.results.errors import UserError
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation.metrics import Aggregate, mean, string_match, string_match_part
-from foveate.evaluation.prompting import Message, encode, encode_turns
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.evaluation.tasks.niah import longest
@@ -35,6 +34,7 @@ from foveate.evaluation.tasks.ruler.draft import Draft, Kind
 from foveate.evaluation.tasks.ruler.needles import Needles
 from foveate.evaluation.tasks.ruler.questions import Questions
 from foveate.evaluation.tasks.ruler.tracking import VariableTracking
+from foveate.inputs.prompting import Message, encode, encode_turns
 from foveate.results.errors import DataError, UserError
 
 _KINDS: dict[str, Kind] = {

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.prompting import question_of
 from foveate.evaluation.tasks.ruler import wordlists
 from foveate.evaluation.tasks.ruler.draft import Draft, distinct
+from foveate.inputs.prompting import question_of
 from foveate.results.errors import UserError
 
 COMMON_TEMPLATE = (

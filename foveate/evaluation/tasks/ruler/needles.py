@@ -10,20 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation import data as reading
-from foveate.evaluation.prompting import question_of
-from foveate.evaluation.tasks.niah import (
-    ANSWER_PREFIX,
-    CHARS_PER_TOKEN,
-    DEPTHS,
-    NEEDLE,
-    TEMPLATE,
-    Library,
-    insert,
-    word_ends,
-)
+from foveate.evaluation.tasks.niah import ANSWER_PREFIX, CHARS_PER_TOKEN, DEPTHS, NEEDLE, TEMPLATE, word_ends
 from foveate.evaluation.tasks.ruler import wordlists
 from foveate.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, at_random, distinct
+from foveate.inputs import reading
+from foveate.inputs.haystack import Library, insert
+from foveate.inputs.prompting import question_of
 from foveate.results.errors import UserError
 
 PLURAL_TEMPLATE = (

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation import data as reading
-from foveate.evaluation.multihop import read_records
-from foveate.evaluation.prompting import encode, question_of
-from foveate.evaluation.squad import find_squad, read_squad
 from foveate.evaluation.tasks.ruler.draft import Draft
+from foveate.inputs import reading
+from foveate.inputs.multihop import read_records
+from foveate.inputs.prompting import encode, question_of
+from foveate.inputs.squad import find_squad, read_squad
 from foveate.results.errors import DataError, UserError
 
 TEMPLATE = (

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.prompting import question_of
 from foveate.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, at_random, distinct
+from foveate.inputs.prompting import question_of
 
 TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from foveate.evaluation import data as reading
-from foveate.evaluation.words import ADJECTIVES, NOUNS
+from foveate.inputs import reading
+from foveate.inputs.words import ADJECTIVES, NOUNS
 from foveate.results.errors import DataError
 
 _LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")

@@ -1,4 +1,4 @@
-"""Reading evaluation data: text, JSON and JSON Lines, plain or .xz, and novels from a folder or a .tar.xz archive.
+"""Reading data: text, JSON and JSON Lines, plain or .xz, and novels from a folder or a .tar.xz archive.
 
 Every error is a `DataError` that names the file and, for malformed content, the line.
 """

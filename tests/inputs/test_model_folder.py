@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 
-from foveate.evaluation import model_folder
+from foveate.inputs import model_folder
 from foveate.results.errors import UserError
 
 

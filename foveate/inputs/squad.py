@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foveate.evaluation import data as reading
+from foveate.inputs import reading
 from foveate.results.errors import DataError
 
 _SOURCE = "https://rajpurkar.github.io/SQuAD-explorer/, such as dev-v2.0.json"

@@ -3,7 +3,7 @@ import lzma
 
 import pytest
 
-from foveate.evaluation.squad import Answer, Article, Paragraph, Question, Squad, find_squad, read_squad
+from foveate.inputs.squad import Answer, Article, Paragraph, Question, Squad, find_squad, read_squad
 from foveate.results.errors import DataError
 
 TEXT = "Rollo came in 911. He stayed."

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foveate.evaluation import loading
+from foveate.inputs import loading
 from foveate.results.errors import UserError
 
 

@@ -1,7 +1,7 @@
 import pytest
 from evaluation import tiny
 
-from foveate.evaluation.prompting import encode, leading_ids
+from foveate.inputs.prompting import encode, leading_ids
 from foveate.results.errors import UserError
 
 SYSTEM = {"role": "system", "content": "Be brief."}

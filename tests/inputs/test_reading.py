@@ -4,7 +4,7 @@ import tarfile
 
 import pytest
 
-from foveate.evaluation import data
+from foveate.inputs import reading
 from foveate.results.errors import DataError
 
 BOOK = (
@@ -24,7 +24,7 @@ def archive(path, **books):
 def test_text_plain_and_compressed(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffé\r\nb\rc\n".encode())
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress("é\nb\nc\n".encode()))
-    assert data.read_text(tmp_path / "a.txt") == data.read_text(tmp_path / "a.txt.xz") == "é\nb\nc\n"
+    assert reading.read_text(tmp_path / "a.txt") == reading.read_text(tmp_path / "a.txt.xz") == "é\nb\nc\n"
 
 
 def test_errors_name_file_and_line(tmp_path):
@@ -33,25 +33,25 @@ def test_errors_name_file_and_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": }\n')
     (tmp_path / "a.xz").write_bytes(b"not xz")
     with pytest.raises(DataError, match=r"a\.txt:3: not UTF-8 \(byte 0xff\)"):
-        data.read_text(tmp_path / "a.txt")
+        reading.read_text(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"a\.json:2: malformed JSON, column 6"):
-        data.read_json(tmp_path / "a.json")
+        reading.read_json(tmp_path / "a.json")
     with pytest.raises(DataError, match=r"a\.jsonl:3: malformed JSON, column 7"):
-        list(data.read_jsonl(tmp_path / "a.jsonl"))
+        list(reading.read_jsonl(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"a\.xz: damaged \.xz"):
-        data.read_bytes(tmp_path / "a.xz")
+        reading.read_bytes(tmp_path / "a.xz")
     with pytest.raises(DataError, match=r"none\.txt: no such file"):
-        data.read_text(tmp_path / "none.txt")
+        reading.read_text(tmp_path / "none.txt")
 
 
 def test_jsonl_counts_lines_of_the_file(tmp_path):
     (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(b'{"a": 1}\n\n[2]\n'))
-    assert list(data.read_jsonl(tmp_path / "a.jsonl.xz")) == [(1, {"a": 1}), (3, [2])]
+    assert list(reading.read_jsonl(tmp_path / "a.jsonl.xz")) == [(1, {"a": 1}), (3, [2])]
 
 
 def test_gutenberg_header_and_licence_go():
-    assert data.strip_gutenberg(BOOK.replace("\r\n", "\n")) == "Call me Ishmael.\nSome years ago."
-    assert data.strip_gutenberg(" plain text\n") == "plain text"
+    assert reading.strip_gutenberg(BOOK.replace("\r\n", "\n")) == "Call me Ishmael.\nSome years ago."
+    assert reading.strip_gutenberg(" plain text\n") == "plain text"
 
 
 def test_novels_from_text_files_and_from_an_archive(tmp_path):
@@ -61,40 +61,40 @@ def test_novels_from_text_files_and_from_an_archive(tmp_path):
     (folder / "two.txt").write_bytes(BOOK.encode())
     (folder / "one.txt.xz").write_bytes(lzma.compress(b"one"))
     archive(packed / "all.tar.xz", two=BOOK.encode(), one=b"one")
-    expected = [data.Novel("one", "one"), data.Novel("two", "Call me Ishmael.\nSome years ago.")]
-    assert data.read_novels(tmp_path / "a") == data.read_novels(tmp_path / "b") == expected
-    assert data.read_novels(folder) == expected
+    expected = [reading.Novel("one", "one"), reading.Novel("two", "Call me Ishmael.\nSome years ago.")]
+    assert reading.read_novels(tmp_path / "a") == reading.read_novels(tmp_path / "b") == expected
+    assert reading.read_novels(folder) == expected
 
 
 def test_missing_and_damaged_novels(tmp_path):
     with pytest.raises(DataError, match="no such folder"):
-        data.read_novels(tmp_path / "none")
+        reading.read_novels(tmp_path / "none")
     with pytest.raises(DataError, match="no novels found"):
-        data.read_novels(tmp_path)
+        reading.read_novels(tmp_path)
     archive(tmp_path / "a.tar.xz", bad=b"line\n\xc3(")
     with pytest.raises(DataError, match=r"a\.tar\.xz!bad\.txt:2: not UTF-8"):
-        data.read_novels(tmp_path)
+        reading.read_novels(tmp_path)
     whole = (tmp_path / "a.tar.xz").read_bytes()
     (tmp_path / "a.tar.xz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"a\.tar\.xz: damaged archive"):
-        data.read_novels(tmp_path)
+        reading.read_novels(tmp_path)
     (tmp_path / "a.tar.xz").unlink()
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(DataError, match="'empty' is empty"):
-        data.read_novels(tmp_path)
+        reading.read_novels(tmp_path)
 
 
 def test_digest_follows_names_and_contents_only(tmp_path):
     for folder, content in (("a", "x"), ("b", "x"), ("c", "y")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "book.txt").write_text(content)
-    a, b, c = (data.digest([tmp_path / folder / "book.txt"]) for folder in "abc")
+    a, b, c = (reading.digest([tmp_path / folder / "book.txt"]) for folder in "abc")
     assert a == b != c
 
 
 def test_the_sample_is_small_and_says_where_it_is_from(sample):
     assert sum(path.stat().st_size for path in sample.rglob("*") if path.is_file()) <= 300_000
-    (novel,) = data.read_novels(sample)
+    (novel,) = reading.read_novels(sample)
     assert len(novel.text) > 100_000
     assert "Gutenberg" not in novel.text
     licence = (sample / "README.md").read_text(encoding="utf-8")

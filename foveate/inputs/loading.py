@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from foveate.evaluation import data
-from foveate.evaluation.model_folder import read_config, weight_files
+from foveate.inputs import reading
+from foveate.inputs.model_folder import read_config, weight_files
 from foveate.results.errors import DataError, UserError, unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -100,11 +100,11 @@ def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:
 
 def _check_object(path: Path, needed: str | None) -> None:
     """Raises `DataError` if a file is no JSON object, or has no object `needed`."""
-    value = data.read_json(path)
+    value = reading.read_json(path)
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected an object")
     if needed is not None:
-        data.field(value, needed, dict, str(path))
+        reading.field(value, needed, dict, str(path))
 
 
 def _first_line(error: Exception) -> str:

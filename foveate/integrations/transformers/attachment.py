@@ -1,0 +1,96 @@
+"""What :func:`~foveate.attach` keeps of a model: its method, layer by layer, and the facts that hooks need."""
+
+from __future__ import annotations
+
+import copy
+import math
+import uuid
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+from torch import nn
+
+from foveate.integrations.transformers.auto import Auto, auto_for
+from foveate.integrations.transformers.facts import kv_heads
+from foveate.integrations.transformers.graphs import Graphs
+from foveate.methods import Method
+from foveate.runtime import Policy
+
+
+@dataclass
+class Attachment:
+    """What :func:`attach` put on a model."""
+
+    method: Method
+    config: transformers.PreTrainedConfig
+    """The decoder's configuration, a copy that only this model uses."""
+    policies: dict[int, Policy]
+    unchanged: dict[int, str]
+    """Layers that stay as they are, with the reason."""
+    uid: str
+    """Names this attachment: caches belong to one."""
+    forward: dict[Hashable, Any]
+    """What the layers of a forward pass without a cache share."""
+    undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
+    """Modules whose configurations were replaced, and what they had."""
+    _cache: Any = None
+    auto: Auto | None = None
+    """Finds the anchors of a method that has to be calibrated on its first prompt."""
+    graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
+    positions: int | None = None
+    """Most tokens that the model has positions for; 0 when it does not say; None until it was asked."""
+
+    @property
+    def sparse_prompt(self) -> bool:
+        """Whether prompt queries look at less than everything in some layer."""
+        return any(policy.method.sparse_prompt for policy in self.policies.values())
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether some layer must be given the prompt in one piece."""
+        return any(policy.method.whole_prompt for policy in self.policies.values())
+
+    @property
+    def prompt_tile(self) -> int:
+        """Tokens of a prompt after whose multiples it can be cut in all layers (:meth:`Method.prompt_tile`)."""
+        group = self.config.num_attention_heads // kv_heads(self.config)
+        return math.lcm(*{policy.method.prompt_tile(group) for policy in self.policies.values()})
+
+    @property
+    def cache(self) -> transformers.Cache | None:
+        """The cache that was filled last, while it is alive."""
+        return None if self._cache is None else self._cache()
+
+    def replay_obstacle(self, model: nn.Module) -> str:
+        """Why decode steps of the model are never replayed; empty when they are."""
+        methods = (policy.method for policy in self.policies.values())
+        return self.graphs.obstacle(model, self.config, methods, self.unchanged)
+
+    def remember(self, cache: transformers.Cache) -> None:
+        """Note the cache whose size :func:`stats` reports."""
+        self._cache = weakref.ref(cache)
+
+    def __deepcopy__(self, memo):
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._cache, twin.uid = None, new_uid()
+        twin.forward = {}
+        twin.graphs = copy.deepcopy(self.graphs, memo)
+        twin.policies = {
+            index: Policy(policy.method, twin.uid, forward=twin.forward, dense_below=policy.dense_below)
+            for index, policy in self.policies.items()
+        }
+        for index, policy in self.policies.items():
+            memo[id(policy)] = twin.policies[index]
+        twin.config = copy.deepcopy(self.config, memo)
+        twin.undo = copy.deepcopy(self.undo, memo)
+        twin.auto = auto_for(twin.policies, twin.config)
+        return twin
+
+
+def new_uid() -> str:
+    """A name that no other attachment has."""
+    return uuid.uuid4().hex
