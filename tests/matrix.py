@@ -612,7 +612,7 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
     """
     if method.sparse_prompt:
         with pytest.raises(ValueError, match="sparse in prefill"):
-            methods.Together((*COMPANY, method))
+            methods.SharedPrompt((*COMPANY, method))
         return
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
     steps = Tokens.random(len(LENGTHS), 70, seed=1)
@@ -621,7 +621,7 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
         ends = range(chunk, PROMPT + chunk, chunk)
         return torch.cat([driver.feed(batch[end - chunk : end], mask[:, :end]) for end in ends], 2)
 
-    alone, together = Driver(method), Driver(methods.Together((*COMPANY, method)))
+    alone, together = Driver(method), Driver(methods.SharedPrompt((*COMPANY, method)))
     assert torch.equal(read(alone), read(together))
     expected = alone.feed_steps(steps)
     turn = sum(map(ord, method.spec)) + (chunk == PROMPT)

@@ -90,8 +90,8 @@ class Prompt:
     def go_on(self, model: PreTrainedModel, shared: bool = False, along: Trace | None = None) -> Batch:
         """What follows the prompts: the model's own answers, or what it makes of those in `along`.
 
-        `shared`: `methods.Together` has read the prompts, and one of its methods is attached now. That is possible for
-        each of them, one after the other; otherwise once. Raises `UserError` for predictions that are not finite.
+        `shared`: `methods.SharedPrompt` has read the prompts, and one of its methods is attached now. That is possible
+        for each of them, one after the other; otherwise once. Raises `UserError` for predictions that are not finite.
         """
         cache = self.cache.branch(model) if shared else self.cache
         clock = Clock(model.device)

@@ -277,7 +277,7 @@ class _Examiner:
     def _read_together(self, methods: Sequence[Any], items: Sequence[Item]) -> tuple[generation.Prompt, int]:
         """The prompt, read once for all of these methods and for dense, and the peak of memory."""
         readers = (self._dense, *(method for method in methods if method != self._dense))
-        with foveate.attached(self._model, foveate.methods.Together(readers)):
+        with foveate.attached(self._model, foveate.methods.SharedPrompt(readers)):
             self._memory.start()
             return generation.read_prompt(self._model, self._tokenizer, items), self._memory.peak()
 

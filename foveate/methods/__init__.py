@@ -10,10 +10,10 @@ from foveate.methods.h2o import H2O
 from foveate.methods.lined import LinedAsPublished
 from foveate.methods.luka import LuKA, LuKAPaper
 from foveate.methods.per_layer import Mixed, PerLayer, per_layer
+from foveate.methods.shared_prompt import SharedPrompt
 from foveate.methods.snapkv import SnapKV
 from foveate.methods.spec import complete, get, make, names, parse, recorded, spelled
 from foveate.methods.streaming import Streaming
-from foveate.methods.together import Together
 from foveate.methods.tova import TOVA
 from foveate.methods.uniform import Uniform
 
@@ -29,9 +29,9 @@ __all__ = [
     "Mixed",
     "PerLayer",
     "Replay",
+    "SharedPrompt",
     "SnapKV",
     "Streaming",
-    "Together",
     "Uniform",
     "budget",
     "complete",

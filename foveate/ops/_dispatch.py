@@ -2,7 +2,7 @@
 
 A verb's ``__init__.py`` puts the two under one name::
 
-    column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
+    column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel")
 
 A call goes to the function of the same name in the kernel's module when kernels are switched on, every tensor lies on
 one GPU that can run them, and autograd has nothing to record; otherwise to the reference, which is the specification.

@@ -177,7 +177,7 @@ class Layer:
         return attended.out
 
     def continue_from(self, read: Layer) -> None:
-        """Start after a prompt that another layer has read, whose method is :class:`~foveate.methods.Together`."""
+        """Start after a prompt that another layer has read, whose method is :class:`~foveate.methods.SharedPrompt`."""
         store = read.store
         channels, filled = self.method.channels(store.geometry), read.method.filled(self.method, store.geometry)
         self.store = store.branch(channels, self.method.evicts, self.counters, filled)

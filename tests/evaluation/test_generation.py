@@ -144,7 +144,7 @@ def test_methods_go_on_from_one_prompt(model, tokenizer, stop):
     with foveate.attached(model, "dense"):
         full = generation.run_batch(model, tokenizer, items).outputs[1].text
     items = [question(tokenizer, text, full[len(full) // 2] if stop else "", new=20) for text in TEXTS]
-    with foveate.attached(model, foveate.methods.Together(tuple(map(foveate.methods.parse, METHODS)))):
+    with foveate.attached(model, foveate.methods.SharedPrompt(tuple(map(foveate.methods.parse, METHODS)))):
         prompt = generation.read_prompt(model, tokenizer, items)
     for method in METHODS[::-1]:
         with foveate.attached(model, method):
@@ -169,7 +169,7 @@ def test_predictions_along_the_answers_of_dense(model, tokenizer, monkeypatch, m
         longest = generation.read_prompt(model, tokenizer, items).trace(model).tokens.tolist()
     ends = [1, longest[0][9], longest[1][14]]
     monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
-    together = foveate.methods.Together(tuple(map(foveate.methods.parse, dict.fromkeys(["dense", method]))))
+    together = foveate.methods.SharedPrompt(tuple(map(foveate.methods.parse, dict.fromkeys(["dense", method]))))
     with foveate.attached(model, together):
         prompt = generation.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):

@@ -144,7 +144,7 @@ def test_contexts_that_methods_share_change_no_answer(model, tokenizer, method):
     with foveate.attached(model, method):
         alone = generation.run_batch(model, tokenizer, ASKED).outputs
     others = tuple(map(foveate.methods.parse, ("dense", "h2o:top_k=9,window=9", method)))
-    with foveate.attached(model, foveate.methods.Together(others)):
+    with foveate.attached(model, foveate.methods.SharedPrompt(others)):
         prompt = generation.read_prompt(model, tokenizer, ASKED)
     for one in (others[1], others[2], others[1], others[2]):
         with foveate.attached(model, one):

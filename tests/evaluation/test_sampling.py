@@ -92,7 +92,7 @@ def test_rows_end_and_are_counted(model, tokenizer, monkeypatch):
 def test_methods_share_prompts_and_draws(model, tokenizer):
     items = [question(tokenizer, text, "a", new=20) for text in TEXTS]
     methods = tuple(map(foveate.methods.parse, ["dense", "h2o:top_k=8,window=4", "h2o:top_k=1000"]))
-    with foveate.attached(model, foveate.methods.Together(methods)):
+    with foveate.attached(model, foveate.methods.SharedPrompt(methods)):
         prompt = generation.read_prompt(model, tokenizer, items)
     outputs = []
     for method in methods:

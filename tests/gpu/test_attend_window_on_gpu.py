@@ -36,7 +36,7 @@ def kernels_only(monkeypatch):
 @pytest.fixture
 def launches(monkeypatch):
     """The sizes of the kernel's outputs, one for each time that it ran."""
-    from foveate.ops.attend import kernel
+    from foveate.ops.attend import window_kernel as kernel
 
     sizes, attend_window = [], kernel.attend_window
 

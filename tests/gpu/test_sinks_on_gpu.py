@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops.attend import decode_kernel, kernel, pooled, reference, tiles, tiles_kernel
+from foveate.ops.attend import decode_kernel, pooled, reference, tiles, tiles_kernel, window_kernel
 from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
 from tests.combinations import every_pair
@@ -71,7 +71,7 @@ def test_prompts(dtype, heads, dim):
     how = {"scaling": dim**-0.5, "offset": 300, "sink_logits": sinks}
     lower = torch.arange(300, number, device="cuda") - 257
     close(
-        kernel.attend_window(q, k, v, lower=lower, sinks=4, **how).out,
+        window_kernel.attend_window(q, k, v, lower=lower, sinks=4, **how).out,
         reference.attend_window(*full, lower=lower, sinks=4, **how).out,
     )
     close(ops.attend_causal(q, k, v, **how).out, reference.attend_causal(*full, **how).out)

@@ -10,10 +10,10 @@ from test_cover_on_gpu import in_fp32
 
 import foveate
 from foveate import methods, ops
-from foveate.methods import Together
+from foveate.methods import SharedPrompt
 from foveate.ops import _dispatch
-from foveate.ops.attend import decode_kernel, kernel, pooled, reference, tiles, tiles_kernel
-from foveate.ops.score import kernel as mass_kernel
+from foveate.ops.attend import decode_kernel, pooled, reference, tiles, tiles_kernel, window_kernel
+from foveate.ops.score import column_mass_kernel as mass_kernel
 from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
 from foveate.ops.score import reference as masses
@@ -105,7 +105,10 @@ def test_prompts(dtype, heads, dim, softcap):
     lower = torch.arange(300, number, device="cuda") - 257
     for logits in (None, sinks):
         window = {"lower": lower, "sinks": 4, "sink_logits": logits, **how}
-        found, expected = kernel.attend_window(q, k, v, **window).out, reference.attend_window(*full, **window).out
+        found, expected = (
+            window_kernel.attend_window(q, k, v, **window).out,
+            reference.attend_window(*full, **window).out,
+        )
         close(found, expected, dtype)
         found = ops.attend_causal(q, k, v, sink_logits=logits, **how)
         with _dispatch.reference_only():
@@ -254,7 +257,7 @@ def test_a_shared_prompt(gemma):
             cache.begin(40, assistant=False)
             gemma(tokens(40).cuda(), **cached(cache))
             found[spec] = [gemma(tokens(1, seed=n).cuda(), **cached(cache)).logits for n in range(4)]
-    with foveate.attached(gemma, Together(tuple(map(methods.parse, specs)))):
+    with foveate.attached(gemma, SharedPrompt(tuple(map(methods.parse, specs)))):
         cache = foveate.Cache(gemma)
         cache.begin(40, assistant=False)
         gemma(tokens(40).cuda(), **cached(cache))

@@ -12,7 +12,7 @@ import foveate
 from foveate import methods
 from foveate.calibration.similarity import Similarity
 from foveate.integrations.transformers.releases import ReleaseError
-from foveate.methods import Together
+from foveate.methods import SharedPrompt
 from tests.families import FAMILIES, RECURRENT, family
 from tests.helpers import cached, generate, left_padded, prepare, returned_cache, tokens
 from tests.recorded import record
@@ -275,7 +275,7 @@ class TestCappedLogits:
             with foveate.attached(model, spec):
                 cache = returned_cache(model(tokens(40)))
                 found[spec] = [model(tokens(1, seed=n), **cached(cache)).logits for n in range(4)]
-        with foveate.attached(model, Together(tuple(map(methods.parse, specs)))):
+        with foveate.attached(model, SharedPrompt(tuple(map(methods.parse, specs)))):
             cache = foveate.Cache(model)
             cache.begin(40, assistant=False)
             model(tokens(40), **cached(cache))
@@ -392,7 +392,7 @@ class TestRecurrentLayers:
             with foveate.attached(dense, spec):
                 cache = returned_cache(dense(tokens(40)))
                 found[spec] = [dense(tokens(1, seed=n), **cached(cache)).logits for n in range(4)]
-        with foveate.attached(dense, Together(tuple(map(methods.parse, specs)))):
+        with foveate.attached(dense, SharedPrompt(tuple(map(methods.parse, specs)))):
             cache = foveate.Cache(dense)
             cache.begin(40, assistant=False)
             dense(tokens(40), **cached(cache))

@@ -7,7 +7,7 @@ import torch
 
 import foveate
 from foveate import methods, ops
-from foveate.methods import Together
+from foveate.methods import SharedPrompt
 from tests.combinations import every_pair
 from tests.helpers import cached, left_padded, tiny_model, tokens
 
@@ -74,7 +74,7 @@ def alone(model, batch, spec, chunk=None, steps=STEPS):
 
 @torch.inference_mode()
 def together(model, batch, specs, chunk=None, steps=STEPS, reading=None):
-    with foveate.attached(model, Together(tuple(map(methods.parse, reading or specs)))):
+    with foveate.attached(model, SharedPrompt(tuple(map(methods.parse, reading or specs)))):
         logits, cache = read(model, batch, chunk)
     for spec in specs:
         with foveate.attached(model, spec):
@@ -121,7 +121,7 @@ def test_what_is_learnt_alike_is_learnt_once(monkeypatch):
 
 def test_keys_and_values_are_kept_once():
     model, batch = tiny_model(), inputs("one")
-    with foveate.attached(model, Together(tuple(map(methods.parse, GROUP)))), torch.inference_mode():
+    with foveate.attached(model, SharedPrompt(tuple(map(methods.parse, GROUP)))), torch.inference_mode():
         logits, cache = read(model, batch)
     store = cache.layers[1].store
     held = {name: getattr(store, name).clone() for name in ("keys", "values")}
@@ -139,14 +139,14 @@ def test_keys_and_values_are_kept_once():
 def test_what_cannot_go_on_is_refused():
     model, batch = tiny_model(), inputs("one")
     with pytest.raises(ValueError, match=r"streaming:window=9 is sparse in prefill"):
-        foveate.attach(model, Together((methods.parse("dense"), methods.parse("streaming:window=9"))))
+        foveate.attach(model, SharedPrompt((methods.parse("dense"), methods.parse("streaming:window=9"))))
     with pytest.raises(ValueError, match="streaming is sparse in prefill"):
-        foveate.attach(model, Together((methods.parse('per_layer:layers={"1": "streaming", "rest": "h2o"}'),)))
+        foveate.attach(model, SharedPrompt((methods.parse('per_layer:layers={"1": "streaming", "rest": "h2o"}'),)))
     with foveate.attached(model, "dense"), torch.inference_mode():
         _, own = read(model, batch)
-        with pytest.raises(ValueError, match=r"methods\.Together"):
+        with pytest.raises(ValueError, match=r"methods\.SharedPrompt"):
             own.branch(model)
-    with foveate.attached(model, Together((methods.parse("dense"),))), torch.inference_mode():
+    with foveate.attached(model, SharedPrompt((methods.parse("dense"),))), torch.inference_mode():
         _, cache = read(model, batch)
         unfinished = foveate.Cache(model, prompt_length=90)
         model(batch["input_ids"], **cached(unfinished))
@@ -158,7 +158,7 @@ def test_what_cannot_go_on_is_refused():
     message = "kascade:anchors=1 is not among the methods"  # it learns nothing, but is sparse in prefill
     with foveate.attached(model, "kascade:anchors=1"), pytest.raises(ValueError, match=message):
         cache.branch(model)
-    with foveate.attached(model, Together((methods.parse("dense"),))):
+    with foveate.attached(model, SharedPrompt((methods.parse("dense"),))):
         _, cache = read(model, batch)
         with pytest.raises(ValueError, match="take a branch"):
             model(tokens(1), **cached(cache))

@@ -6,7 +6,8 @@ import torch
 from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import kernel, reference
+from foveate.ops.attend import reference
+from foveate.ops.attend import window_kernel as kernel
 from tests.combinations import every_pair
 from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, problem
 

@@ -7,7 +7,8 @@ from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import reference as attend
-from foveate.ops.score import kernel, reference
+from foveate.ops.score import column_mass_kernel as kernel
+from foveate.ops.score import reference
 from tests.combinations import every_pair
 from tests.problems import LAYOUTS, Shape, assert_close, causal_mask, in_buffer, naive, problem
 

@@ -29,7 +29,7 @@ SHAPES = (
 @every_pair(("capability", [80, 90]), SHAPES, ("softcap", [0.0, 50.0]))
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, softcap):
     triton = pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.kernel")
+    kernel = importlib.import_module("foveate.ops.attend.window_kernel")
     half = dtype != "fp32"
     tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, max(dim, value_dim))
     compiled = compile_for(

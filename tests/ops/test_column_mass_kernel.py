@@ -35,7 +35,7 @@ SHAPES = (
 @every_pair(("capability", [80, 90]), SHAPES, ("softcap", [0.0, 50.0]))
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, softcap):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.score.kernel")
+    kernel = importlib.import_module("foveate.ops.score.column_mass_kernel")
     half = dtype != "fp32"
     tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, dim)
     strides = {f"{x}_stride_{axis}": "i32:16" for x in ("q", "k", "lse") for axis in "bhl"}

@@ -14,7 +14,7 @@ from torch import Tensor
 import foveate
 from foveate.evaluation import decoding, generation
 from foveate.evaluation.tasks.base import Item
-from foveate.methods import Together
+from foveate.methods import SharedPrompt
 from foveate.methods._anchored import Place
 from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import setting
@@ -133,7 +133,7 @@ def together(
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, items: Sequence[Item]) -> Answered:
     """The items' prompts, read densely, and the model's answers to them."""
-    with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
+    with foveate.attached(model, SharedPrompt((foveate.methods.parse("dense"),))):
         prompt = generation.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):
         trace = prompt.trace(model, shared=True)

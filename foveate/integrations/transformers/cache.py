@@ -18,7 +18,7 @@ from foveate.integrations.transformers.layers import (
     recurrent_states,
     row_indices,
 )
-from foveate.methods import Together
+from foveate.methods import SharedPrompt
 from foveate.models import MemoryLayer, cache_layers
 from foveate.runtime import Phase, ReplayedSteps
 
@@ -83,7 +83,7 @@ class Cache(transformers.Cache):
             self.phase.prompt_end = prompt_end - 1
 
     def branch(self, model: torch.nn.Module) -> Cache:
-        """A cache with which one method continues after a prompt that :class:`~foveate.methods.Together` has read.
+        """A cache with which one method continues after a prompt that :class:`~foveate.methods.SharedPrompt` has read.
 
         It holds what the method would hold if it had read the prompt alone. Where nothing is evicted, keys and values
         stay in this cache's memory, and decoded tokens are written after them: use one branch after the other.
@@ -95,8 +95,8 @@ class Cache(transformers.Cache):
             ValueError: when the prompt was read by another method, or not to its end.
         """
         read = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
-        if not all(isinstance(layer.method, Together) for layer in read):
-            raise ValueError("only the cache of a prompt that methods.Together has read can be branched")
+        if not all(isinstance(layer.method, SharedPrompt) for layer in read):
+            raise ValueError("only the cache of a prompt that methods.SharedPrompt has read can be branched")
         if not self.get_seq_length() or self.get_seq_length() != self.phase.prompt_end:
             raise ValueError("the prompt is not complete: branches begin at its end")
         cache = Cache(model)

@@ -24,7 +24,7 @@ attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_until = dispatch(until.attend_until, "foveate.ops.attend.until_kernel")
-attend_window = dispatch(reference.attend_window, "foveate.ops.attend.kernel")
+attend_window = dispatch(reference.attend_window, "foveate.ops.attend.window_kernel")
 
 __all__ = [
     "Attended",

@@ -12,7 +12,7 @@ from foveate.ops.attend.library import PromptHeads
 from foveate.ops.attend.partials import with_sinks
 from foveate.ops.attend.reference import Attended, check_keys, scaled_dot_product
 
-_capped = dispatch(reference.attend_capped, "foveate.ops.attend.kernel")
+_capped = dispatch(reference.attend_capped, "foveate.ops.attend.window_kernel")
 
 
 def attend_causal(

@@ -14,7 +14,7 @@ from foveate.ops.score.nodes import (
 from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
 from foveate.ops.score.retention import Convolution
 
-column_mass = dispatch(reference.column_mass, "foveate.ops.score.kernel")
+column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel")
 indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel")
 largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
 pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel")

@@ -12,7 +12,7 @@ from foveate.evaluation import generation
 from foveate.evaluation.calibration import divergence
 from foveate.evaluation.tasks.base import Item
 from foveate.inputs import loading
-from foveate.methods import Together
+from foveate.methods import SharedPrompt
 from foveate.methods.kascade import Kascade
 
 LAYERS = 4
@@ -163,7 +163,7 @@ def test_layers_that_do_not_begin_with_layer_0_may_choose_for_themselves():
 def test_one_forward_pass_sees_what_steps_see(model, tokenizer, spec):
     items, method = [item(0, 50), item(1, 38), item(2, 64)], foveate.methods.parse(spec)
     model.generation_config.eos_token_id = int(answered(model, items[1])[0, -3])  # one ends before the others
-    with foveate.attached(model, Together((foveate.methods.parse("dense"), method))):
+    with foveate.attached(model, SharedPrompt((foveate.methods.parse("dense"), method))):
         prompt = generation.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):
         trace = prompt.trace(model, shared=True)
@@ -176,7 +176,7 @@ def test_one_forward_pass_sees_what_steps_see(model, tokenizer, spec):
 
 
 def test_an_answer_of_one_token_is_the_prompts(model, tokenizer):
-    with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
+    with foveate.attached(model, SharedPrompt((foveate.methods.parse("dense"),))):
         prompt = generation.read_prompt(model, tokenizer, [item(0, 50, 1)])
     with foveate.attached(model, "dense"):
         assert prompt.divergence(model, prompt.trace(model, shared=True), shared=True).tolist() == [0.0]
@@ -199,7 +199,7 @@ def test_sparse_prompts_are_read_by_each_method_and_predict_the_first_token(mode
 
 def test_given_texts_have_no_answers_to_go_along(model, tokenizer):
     text = dataclasses.replace(item(0, 50), target_ids=(5, 6, 7))
-    with foveate.attached(model, Together((foveate.methods.parse("dense"),))):
+    with foveate.attached(model, SharedPrompt((foveate.methods.parse("dense"),))):
         prompt = generation.read_prompt(model, tokenizer, [text])
     with pytest.raises(TypeError, match="no answers to go along"):
         prompt.divergence(model, None)

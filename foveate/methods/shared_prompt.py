@@ -14,7 +14,7 @@ from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)
-class Together(Method):
+class SharedPrompt(Method):
     """Reads a prompt on behalf of methods whose own prompts are dense; each then goes on from a branch of the cache.
 
     What methods with the same :attr:`~Method.observation` learn is computed and kept once.
@@ -34,8 +34,8 @@ class Together(Method):
     def spec(self) -> str:
         return " + ".join(method.spec for method in self.methods)
 
-    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Together:
-        return Together(tuple(method.for_layer(layer, num_layers, among) for method in self.methods))
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SharedPrompt:
+        return SharedPrompt(tuple(method.for_layer(layer, num_layers, among) for method in self.methods))
 
     @property
     def observers(self) -> list[Method]:
