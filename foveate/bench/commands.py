@@ -292,10 +292,10 @@ def hybrids(
         one.check()
     keep = kept(out)
 
-    def phases(say: Callable[[str], None]) -> list[dict[str, Any]]:
+    def all_phases(say: Callable[[str], None]) -> list[dict[str, Any]]:
         return [row for run, one in plans for row in run(one, say, keep)]
 
-    measure(bench.BENCH, out, phases)
+    measure(bench.BENCH, out, all_phases)
 
 
 @app.command("page-scores")
