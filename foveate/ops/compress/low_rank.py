@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ TINY = torch.finfo(torch.float32).tiny
 _WEAKEST = 1 / 64
 """The least root mean square of a channel of the queries, as a share of the channels' mean, that a weight follows."""
 _ALIGNED = 16
-_LARGEST_PAGE, _LARGEST_RANK = 64, 4
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,9 @@ class PageRecord:
         ValueError: for sizes outside these bounds.
     """
 
+    largest_page: ClassVar[int] = 64
+    largest_rank: ClassVar[int] = 4
+
     head_dim: int
     page_size: int
     rank: int = 2
@@ -54,8 +56,8 @@ class PageRecord:
     def __post_init__(self):
         bounds = {
             "head_dim": (1, None),
-            "page_size": (2, _LARGEST_PAGE),
-            "rank": (1, min(_LARGEST_RANK, self.page_size)),
+            "page_size": (2, self.largest_page),
+            "rank": (1, min(self.largest_rank, self.page_size)),
         }
         for name, (least, most) in bounds.items():
             value = getattr(self, name)
