@@ -142,8 +142,8 @@ def test_pages_of_equal_keys_have_one_cluster_and_finite_outputs():
         assert values["output_error"] < 10, case
 
 
-def test_records_weigh_pages_better_than_means():
-    """The same pages are chosen; summaries that weigh what their pages do leave less error."""
+def test_what_summaries_weigh_does_not_change_what_is_chosen():
+    """Of keys and values without a pattern, summaries that weigh what their pages do leave less error."""
     found = measured((0.6,))
     for size in SIZES:
         by_record, by_mean = (

@@ -139,7 +139,7 @@ def channel_weights(q: Tensor, num_kv_heads: int) -> Tensor:
         q: ``[B, Hq, L, D]``, L at least 1: some queries, such as a prompt's last.
 
     Returns:
-        fp32 ``[B, Hkv, D]``, 1/8 to about the square root of the square root of D.
+        fp32 ``[B, Hkv, D]``, 1/8 to about ``D ** 0.5``.
     """
     of_group = q.float().unflatten(1, (num_kv_heads, -1))
     size = of_group.square().mean((2, 3)).sqrt()
