@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from foveate.bench._page_estimates import COSTS, LIMIT, SINKS, TAIL, Case, Measures, measure
+from foveate.bench._page_estimates import LIMIT, SINKS, TAIL, Case, Measures, measure
 from foveate.evaluation.metrics import bootstrap, columns, mean
 from foveate.evaluation.tasks import Item, Task
 from foveate.inputs import loading, model_folder
@@ -158,7 +158,7 @@ def _rows(plan: Plan, task: Task, items: list[Item], found: list[dict[Case, Meas
                 "n": len(found),
                 **measures,
                 "baseline": SHIPPED,
-                "summary_cost": COSTS[case.score],
+                "summary_cost": values["summary_cost"][0],
                 "sinks": SINKS,
                 "tail": TAIL,
                 "item_values": {name: [round(float(x), 6) for x in values[name]] for name in MEASURES[:3]},

@@ -16,7 +16,7 @@ FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(FOLDER.
 PROCESSES = [
     ("summaries",),
     ("decode", "select_few", "boxes", "slots"),
-    ("indexer", "selected", "until", "retention"),
+    ("indexer", "selected", "until", "retention", "low_rank"),
     ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "bits", "softmax"),
 ]
 

@@ -1,7 +1,7 @@
 """score: how much each key, page or block matters to a query."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.score import indexer, nodes, pooled, reference, retention
+from foveate.ops.score import indexer, low_rank, nodes, pooled, reference, retention
 from foveate.ops.score.fp8 import FP8, fp8_range, write_fp8
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
@@ -17,6 +17,7 @@ from foveate.ops.score.retention import Convolution
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel")
 indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel")
 largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
+page_lse = dispatch(low_rank.page_lse, "foveate.ops.score.low_rank_kernel")
 pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel")
 retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel")
 
@@ -33,6 +34,7 @@ __all__ = [
     "largest_logit",
     "logit_deviation",
     "logit_reach",
+    "page_lse",
     "pooled_mass",
     "query_mass",
     "retention_logits",

@@ -1,0 +1,279 @@
+"""Low-rank summaries of pages: the mean key in eight bits and a few directions in four, in one record of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foveate.ops._math import block_length
+
+ITERATIONS = 4
+"""Subspace iterations of a direction."""
+MEAN_LIMIT, LIMIT = 127, 7
+"""The largest integers of the mean and of the factors; the least are their negatives."""
+TINY = torch.finfo(torch.float32).tiny
+"""The least scale, and the least square that is divided by."""
+_WEAKEST = 1 / 64
+"""The least root mean square of a channel of the queries, as a share of the channels' mean, that a weight follows."""
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class PageRecord:
+    """How the summary of one page of keys is stored in bytes.
+
+    A key is approximated by ``mean + sum_i coefficient_i * direction_i``, the directions being shared by the page. The
+    bytes are, in this order:
+
+    - fp32 scales, padded to 16 bytes: of the mean, then of each direction's product with its coefficients;
+    - the mean, int8 ``[D]``;
+    - the directions, int4 ``[rank, D]``;
+    - the coefficients, int4 ``[rank, page_size]``;
+    - zeros up to a multiple of 16 bytes.
+
+    A row of n four-bit numbers takes ``ceil(n / 2)`` bytes. Byte j holds number j, plus 8, in its low half and number
+    ``j + ceil(n / 2)``, plus 8, in its high half.
+
+    Args:
+        head_dim: D.
+        page_size: keys of a page, 2 to 64.
+        rank: directions, 1 to 4.
+
+    Raises:
+        ValueError: for sizes outside these bounds.
+    """
+
+    largest_page: ClassVar[int] = 64
+    largest_rank: ClassVar[int] = 4
+
+    head_dim: int
+    page_size: int
+    rank: int = 2
+
+    def __post_init__(self):
+        bounds = {
+            "head_dim": (1, None),
+            "page_size": (2, self.largest_page),
+            "rank": (1, min(self.largest_rank, self.page_size)),
+        }
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if value < least or (most is not None and value > most):
+                allowed = f"at least {least}" if most is None else f"{least} to {most}"
+                raise ValueError(f"{name} must be {allowed}, not {value}")
+
+    @property
+    def mean(self) -> int:
+        """The byte at which the mean begins."""
+        return _aligned(4 * (self.rank + 1))
+
+    @property
+    def directions(self) -> int:
+        """The byte at which the directions begin."""
+        return self.mean + self.head_dim
+
+    @property
+    def coefficients(self) -> int:
+        """The byte at which the coefficients begin."""
+        return self.directions + self.rank * -(-self.head_dim // 2)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a record."""
+        return _aligned(self.coefficients + self.rank * -(-self.page_size // 2))
+
+    def check(self, records: Tensor, keys: Tensor, weights: Tensor | None = None) -> None:
+        """Raise unless ``records`` are of this kind and ``keys``, or queries, and ``weights`` fit them."""
+        if records.dtype != torch.uint8 or records.dim() != 4 or records.shape[3] != self.bytes:
+            raise ValueError(
+                f"records must be uint8 [B, Hkv, P, {self.bytes}], not {records.dtype} {list(records.shape)}"
+            )
+        if keys.shape[3] != self.head_dim or keys.shape[:2] != records.shape[:2]:
+            raise ValueError(
+                f"keys or queries {list(keys.shape)} do not fit records {list(records.shape)} of head dim "
+                f"{self.head_dim}"
+            )
+        self._check_weights(keys, weights)
+
+    def check_pages(self, keys: Tensor, weights: Tensor | None = None) -> None:
+        """Raise unless ``keys`` are whole pages of this kind, which ``weights`` fit."""
+        if keys.shape[3] != self.head_dim or keys.shape[2] % self.page_size:
+            raise ValueError(
+                f"keys {list(keys.shape)} must be whole pages of {self.page_size} keys of {self.head_dim} numbers"
+            )
+        self._check_weights(keys, weights)
+
+    def _check_weights(self, keys: Tensor, weights: Tensor | None) -> None:
+        shape = [*keys.shape[:2], self.head_dim]
+        if weights is not None and (weights.dtype != torch.float32 or list(weights.shape) != shape):
+            raise ValueError(f"weights must be float32 {shape}, not {weights.dtype} {list(weights.shape)}")
+
+
+class Factors(NamedTuple):
+    """What records hold, as numbers: a key is ``mean + coefficients.T @ directions``."""
+
+    mean: Tensor
+    """fp32 ``[..., D]``."""
+    directions: Tensor
+    """fp32 ``[..., rank, D]``."""
+    coefficients: Tensor
+    """fp32 ``[..., rank, page_size]``: integers, for the scale is the directions'."""
+
+    def keys(self) -> Tensor:
+        """The approximated keys, fp32 ``[..., page_size, D]``."""
+        return self.mean[..., None, :] + self.coefficients.mT @ self.directions
+
+
+def channel_weights(q: Tensor, num_kv_heads: int) -> Tensor:
+    """How much each channel of the keys matters to queries like these: powers of two.
+
+    What a summary leaves out of a key changes a logit by the query's product with it. Keys are therefore multiplied by
+    these weights before they are summarised, and queries divided by them. With the queries' root mean squares
+    themselves as weights, channels that queries hardly use lose more to rounding than is won: a weight is the square
+    root of them. A query that is divided by a power of two loses nothing, within its range.
+
+    Args:
+        q: ``[B, Hq, L, D]``, L at least 1: some queries, such as a prompt's last.
+
+    Returns:
+        fp32 ``[B, Hkv, D]``, 1/8 to about ``D ** 0.5``.
+    """
+    of_group = q.float().unflatten(1, (num_kv_heads, -1))
+    size = of_group.square().mean((2, 3)).sqrt()
+    share = size / size.mean(-1, keepdim=True).clamp_min(TINY)
+    return share.clamp_min(_WEAKEST).sqrt().log2().round().exp2()
+
+
+def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None) -> Tensor:
+    """Low-rank summaries of whole pages.
+
+    Directions are found one after the other: subspace iterations on what the mean and the directions before leave of
+    the keys, from the key that is left the most of. Each is rounded before its coefficients are fitted to it by least
+    squares, and those are rounded before the next one is looked for, so that later directions make up for the rounding
+    of earlier ones. No two runs differ.
+
+    Args:
+        keys: ``[B, Hkv, P * page_size, D]``, finite; page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
+        weights: fp32 ``[B, Hkv, D]`` of :func:`channel_weights`, by which keys are multiplied; None: 1.
+
+    Returns:
+        uint8 ``[B, Hkv, P, form.bytes]``.
+
+    Raises:
+        ValueError: for keys of another head dim, or that do not fill their last page, or weights that do not fit.
+    """
+    form.check_pages(keys, weights)
+    batch, heads, length, dim = keys.shape
+    records = keys.new_empty(batch, heads, length // form.page_size, form.bytes, dtype=torch.uint8)
+    step = block_length(12 * batch * heads * form.page_size * dim, records.shape[2])
+    for first in range(0, records.shape[2], step):
+        pages = keys[:, :, first * form.page_size : (first + step) * form.page_size].float()
+        pages = pages if weights is None else pages * weights[:, :, None]
+        records[:, :, first : first + step] = _record(pages.unflatten(2, (-1, form.page_size)), form)
+    return records
+
+
+def compress_newest(
+    keys: Tensor, records: Tensor, lengths: Tensor, form: PageRecord, weights: Tensor | None = None
+) -> None:
+    """Write the summary of the page that each row's newest key fills; a row whose newest page is open keeps its own.
+
+    Args:
+        keys: ``[B, Hkv, S, D]``, finite where a row has keys.
+        records: uint8 ``[B, Hkv, P, form.bytes]``, written to.
+        lengths: int64 ``[B]``, at least 1: how many keys each row has.
+        weights: see :func:`compress_pages`.
+
+    Raises:
+        ValueError: for records of another form, or records or weights that do not fit the keys.
+    """
+    form.check(records, keys, weights)
+    full = lengths % form.page_size == 0
+    page = (lengths // form.page_size - 1).clamp_min(0)
+    slots = page[:, None] * form.page_size + torch.arange(form.page_size, device=keys.device)
+    slots = slots.where(full[:, None], 0)[:, None, :, None]  # an open page is not read
+    of_page = keys.gather(2, slots.expand(-1, keys.shape[1], -1, keys.shape[3])).float()
+    of_page = of_page if weights is None else of_page * weights[:, :, None]
+    place = page[:, None, None, None].expand(-1, keys.shape[1], 1, form.bytes)
+    made = _record(of_page[:, :, None], form)
+    records.scatter_(2, place, torch.where(full[:, None, None, None], made, records.gather(2, place)))
+
+
+def factors(records: Tensor, form: PageRecord) -> Factors:
+    """What records ``uint8 [..., form.bytes]`` hold."""
+    scales = records[..., : 4 * (form.rank + 1)].contiguous().view(torch.float32)
+    mean = records[..., form.mean : form.directions].view(torch.int8) * scales[..., :1]
+    directions = records[..., form.directions : form.coefficients].unflatten(-1, (form.rank, -1))
+    end = form.coefficients + form.rank * -(-form.page_size // 2)
+    coefficients = records[..., form.coefficients : end].unflatten(-1, (form.rank, -1))
+    return Factors(
+        mean,
+        _unpacked(directions, form.head_dim) * scales[..., 1:, None],
+        _unpacked(coefficients, form.page_size),
+    )
+
+
+def _record(keys: Tensor, form: PageRecord) -> Tensor:
+    """Records of pages of keys, fp32 ``[..., page_size, D]``."""
+    mean, mean_scale = _rounded(keys.mean(-2), MEAN_LIMIT)
+    left, scales, directions, coefficients = keys - (mean * mean_scale)[..., None, :], [mean_scale], [], []
+    for _ in range(form.rank):
+        direction, _ = _rounded(_principal(left), LIMIT)
+        fitted = (left @ direction[..., None])[..., 0] / direction.square().sum(-1, keepdim=True).clamp_min(TINY)
+        fitted, scale = _rounded(fitted, LIMIT)
+        left = left - (fitted * scale)[..., None] * direction[..., None, :]
+        scales.append(scale)
+        directions.append(direction)
+        coefficients.append(fitted)
+    parts = [
+        _padded(torch.cat(scales, -1).view(torch.uint8), form.mean),
+        mean.to(torch.int8).view(torch.uint8),
+        _packed(torch.stack(directions, -2)).flatten(-2),
+        _packed(torch.stack(coefficients, -2)).flatten(-2),
+    ]
+    return _padded(torch.cat(parts, -1), form.bytes)
+
+
+def _principal(left: Tensor) -> Tensor:
+    """A direction ``[..., D]``, of any length, along which the rows ``[..., S, D]`` are large; 0 where all are 0.
+
+    Power iterations from the longest row, of equal ones the first. Rows are scaled to at most 1, so that no square is
+    out of range.
+    """
+    left = left / left.abs().amax((-2, -1), keepdim=True).clamp_min(TINY)
+    longest = left.square().sum(-1).argmax(-1)
+    direction = left.gather(-2, longest[..., None, None].expand(*longest.shape, 1, left.shape[-1]))
+    for _ in range(ITERATIONS):
+        direction = direction / direction.square().sum(-1, keepdim=True).clamp_min(TINY).sqrt()
+        direction = (left @ direction.mT).mT @ left
+    return direction[..., 0, :]
+
+
+def _rounded(x: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Integers ``[..., n]`` of at most ``limit`` in fp32, and their scales ``[..., 1]``."""
+    scale = (x.abs().amax(-1, keepdim=True) / limit).clamp_min(TINY)
+    return (x / scale).round(), scale
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Integers of four bits ``[..., n]`` as bytes ``[..., ceil(n / 2)]``."""
+    half = -(-x.shape[-1] // 2)
+    codes = _padded((x + 8).to(torch.uint8), 2 * half)
+    return codes[..., :half] | codes[..., half:] << 4
+
+
+def _unpacked(x: Tensor, number: int) -> Tensor:
+    """The first ``number`` integers, in fp32, of bytes ``[..., ceil(number / 2)]``."""
+    return torch.cat([x & 15, x >> 4], -1)[..., :number].float() - 8
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Bytes with zeros behind them."""
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

@@ -1,0 +1,176 @@
+"""Low-rank summaries of pages: Triton kernel of :func:`compress_pages` and :func:`compress_newest`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.compress import low_rank
+from foveate.ops.compress.low_rank import PageRecord
+
+_LARGEST = 256
+"""The largest head dim."""
+_WARP = 2048
+"""Numbers of a page that a warp holds."""
+
+
+def warps(form: PageRecord) -> int:
+    """Warps of a program."""
+    numbers = triton.next_power_of_2(form.head_dim) * triton.next_power_of_2(form.page_size)
+    return max(1, min(8, numbers // _WARP))
+
+
+def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None) -> Tensor:
+    """See :func:`foveate.ops.compress.low_rank.compress_pages`. One launch; a program owns a page."""
+    batch, heads, length, _ = keys.shape
+    form.check_pages(keys, weights)
+    records = torch.empty(batch, heads, length // form.page_size, form.bytes, dtype=torch.uint8, device=keys.device)
+    _launch(keys, records, None, form, weights)
+    return records
+
+
+def compress_newest(
+    keys: Tensor, records: Tensor, lengths: Tensor, form: PageRecord, weights: Tensor | None = None
+) -> None:
+    """See :func:`foveate.ops.compress.low_rank.compress_newest`. One launch; a program owns a row and a KV head."""
+    form.check(records, keys, weights)
+    _launch(keys, records, lengths, form, weights)
+
+
+def _launch(keys: Tensor, records: Tensor, lengths: Tensor | None, form: PageRecord, weights: Tensor | None) -> None:
+    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"keys in {keys.dtype}")
+    if form.head_dim > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
+    if records.stride(3) != 1 or records.data_ptr() % 4 or any(x % 4 for x in records.stride()[:3]):
+        raise UnsupportedError("records that do not begin at multiples of 4 bytes")
+    batch, heads, pages, _ = records.shape
+    if lengths is not None:
+        pages = 1
+    if not batch * heads * pages:
+        return
+    block_d, block_s = (triton.next_power_of_2(x) for x in (form.head_dim, form.page_size))
+    _compress[pages, batch * heads](
+        keys,
+        records,
+        None if weights is None else weights.contiguous(),
+        lengths,
+        *keys.stride(),
+        *records.stride()[:3],
+        0 if lengths is None else lengths.stride(0),
+        heads,
+        WEIGHTED=weights is not None,
+        NEWEST=lengths is not None,
+        DIM=form.head_dim,
+        SIZE=form.page_size,
+        RANK=form.rank,
+        MEAN=form.mean,
+        DIRECTIONS=form.directions,
+        COEFFICIENTS=form.coefficients,
+        ITERATIONS=low_rank.ITERATIONS,
+        MEAN_LIMIT=low_rank.MEAN_LIMIT,
+        LIMIT=low_rank.LIMIT,
+        TINY=low_rank.TINY,
+        BLOCK_D=block_d,
+        BLOCK_S=block_s,
+        num_warps=warps(form),
+    )
+
+
+@triton.jit
+def _rounded(x, LIMIT: tl.constexpr, TINY: tl.constexpr):
+    """Integers of at most ``LIMIT`` in fp32, halves to the even one, and their scale."""
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), LIMIT * 1.0), TINY)
+    magic: tl.constexpr = 12582912.0  # 1.5 * 2^23: numbers about it have no fraction
+    return (tl.div_rn(x, scale) + magic) - magic, scale
+
+
+@triton.jit
+def _pack(ptr, values, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the first ``NUMBER`` of the four-bit integers ``values [BLOCK]`` in ``ceil(NUMBER / 2)`` bytes."""
+    HALF: tl.constexpr = (NUMBER + 1) // 2
+    at = tl.arange(0, BLOCK)
+    codes = tl.where(at < NUMBER, values.to(tl.int32) + 8, 0)
+    upper = tl.gather(codes, tl.minimum(at + HALF, BLOCK - 1), 0)
+    upper = tl.where(at + HALF < NUMBER, upper, 0)
+    tl.store(ptr + at, (codes | (upper << 4)).to(tl.uint8), mask=at < HALF)
+
+
+@triton.jit(do_not_specialize=["heads", "length_stride"])
+def _compress(
+    key_ptr,
+    record_ptr,
+    weight_ptr,
+    length_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    key_stride_d,
+    record_stride_b,
+    record_stride_h,
+    record_stride_p,
+    length_stride,
+    heads,
+    WEIGHTED: tl.constexpr,
+    NEWEST: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    MEAN: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    MEAN_LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TINY: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Writes the record of page ``program_id(0)``, or (``NEWEST``) of the page that the row's last key fills."""
+    page, row = tl.program_id(0), tl.program_id(1)
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    if NEWEST:
+        length = tl.load(length_ptr + batch * length_stride).to(tl.int32)
+        if length % SIZE != 0:
+            return
+        page = length // SIZE - 1
+    dims, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    exists = (places < SIZE)[:, None] & (dims < DIM)[None, :]
+    slot = page.to(tl.int64) * SIZE + places
+    key_ptr += batch * key_stride_b + head * key_stride_h
+    key_tile = slot[:, None] * key_stride_s + dims[None, :] * key_stride_d
+    left = tl.load(key_ptr + key_tile, mask=exists, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        left *= tl.load(weight_ptr + (batch * heads + head) * DIM + dims, mask=dims < DIM, other=0.0)[None, :]
+    record_ptr += batch * record_stride_b + head * record_stride_h + page.to(tl.int64) * record_stride_p
+    scale_ptr = record_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+
+    mean, scale = _rounded(tl.sum(left, 0) / SIZE, MEAN_LIMIT, TINY)
+    tl.store(scale_ptr, scale)
+    tl.store(record_ptr + MEAN + dims, mean.to(tl.int8).to(tl.uint8, bitcast=True), mask=dims < DIM)
+    left = tl.where(exists, left - (mean * scale)[None, :], 0.0)
+    for number in tl.static_range(RANK):
+        scaled = left / tl.maximum(tl.max(tl.max(tl.abs(left), 1), 0), TINY)
+        longest = tl.argmax(tl.sum(scaled * scaled, 1), 0)
+        direction = tl.sum(tl.where((places == longest)[:, None], scaled, 0.0), 0)
+        for _ in tl.static_range(ITERATIONS):
+            direction = direction / tl.sqrt_rn(tl.maximum(tl.sum(direction * direction, 0), TINY))
+            along = tl.sum(scaled * direction[None, :], 1)
+            direction = tl.sum(scaled * along[:, None], 0)
+        direction, _unused = _rounded(direction, LIMIT, TINY)
+        fitted = tl.sum(left * direction[None, :], 1) / tl.maximum(tl.sum(direction * direction, 0), TINY)
+        fitted, scale = _rounded(fitted, LIMIT, TINY)
+        left -= (fitted * scale)[:, None] * direction[None, :]
+        tl.store(scale_ptr + 1 + number, scale)
+        _pack(record_ptr + DIRECTIONS + number * ((DIM + 1) // 2), direction, DIM, BLOCK_D)
+        _pack(record_ptr + COEFFICIENTS + number * ((SIZE + 1) // 2), fitted, SIZE, BLOCK_S)
+
+    # what lies between the parts
+    for at in tl.static_range(4 * (RANK + 1), MEAN):
+        tl.store(record_ptr + at, tl.zeros([], tl.uint8))
+    END: tl.constexpr = COEFFICIENTS + RANK * ((SIZE + 1) // 2)
+    for at in tl.static_range(END, (END + 15) // 16 * 16):
+        tl.store(record_ptr + at, tl.zeros([], tl.uint8))

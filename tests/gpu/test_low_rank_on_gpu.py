@@ -1,0 +1,96 @@
+"""Low-rank summaries of pages on a GPU: building and scoring against the references, in every dtype."""
+
+import pytest
+import torch
+
+from foveate import ops
+from foveate.ops import _dispatch
+from foveate.ops.compress import low_rank as summaries
+from foveate.ops.score import low_rank
+from tests.combinations import every_pair
+from tests.helpers import in_buffer
+from tests.kernels import poisoned_memory
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
+SIZES = (("dim", "size", "rank"), [(128, 16, 2), (64, 16, 2), (80, 7, 1), (128, 32, 4), (256, 64, 3), (64, 8, 4)])
+TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 2e-3, torch.float32: 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch):
+    """A reference that is reached without being asked for fails the test."""
+    pytest.importorskip("triton")
+    assert {"compress_pages", "compress_newest", "page_lse"} <= set(_dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def check_records(found, expected, keys, form, weights):
+    """Sums in another order may round a number here and there to its neighbour, and must not make a summary worse."""
+    assert (found != expected).float().mean() < 0.02
+    pages = (keys.float() * weights[:, :, None]).unflatten(2, (-1, form.page_size))
+    left, least = ((summaries.factors(x, form).keys() - pages).square().sum((-2, -1)) for x in (found, expected))
+    torch.testing.assert_close(left, least, rtol=5e-2, atol=1e-3)
+
+
+@every_pair(DTYPES, SIZES, ("layout", ["slots", "tokens_first", "padded_rows"]), ("pages", [1, 40, 777]))
+def test_pages(dtype, dim, size, rank, layout, pages):
+    form, weights = ops.PageRecord(dim, size, rank), ops.channel_weights(draw(2, 6, 16, dim), 3)
+    keys = in_buffer(draw(2, 3, pages * size, dim, dtype=dtype), layout)
+    with poisoned_memory("cuda"):
+        found, again = (ops.compress_pages(keys, form, weights) for _ in range(2))
+    assert torch.equal(found, again)
+    check_records(found, summaries.compress_pages(keys, form, weights), keys, form, weights)
+
+
+@every_pair(DTYPES, SIZES)
+def test_the_page_that_the_newest_key_fills(dtype, dim, size, rank):
+    """Of rows whose newest page is open nothing is written; a step is captured and replayed."""
+    form, weights = ops.PageRecord(dim, size, rank), ops.channel_weights(draw(3, 6, 16, dim), 3)
+    keys, lengths = draw(3, 3, 4 * size, dim, dtype=dtype), torch.tensor([3 * size, size, 2 * size - 1], device="cuda")
+    for row, length in enumerate(lengths.tolist()):
+        keys[row, :, length:] = torch.nan
+    before = torch.full((3, 3, 4, form.bytes), 7, dtype=torch.uint8, device="cuda")
+    found = before.clone()
+    ops.compress_newest(keys, found, lengths, form, weights)
+    graph, replayed = torch.cuda.CUDAGraph(), before.clone()
+    with torch.cuda.graph(graph):
+        ops.compress_newest(keys, replayed, lengths, form, weights)
+    graph.replay()
+    assert torch.equal(found, replayed)
+    written = torch.zeros(3, 3, 4, dtype=torch.bool, device="cuda")
+    written[0, :, 2] = written[1, :, 0] = True
+    assert torch.equal(found[~written], before[~written])
+    for row, page in ((0, 2), (1, 0)):
+        of_page = keys[row : row + 1, :, page * size : (page + 1) * size]
+        expected = summaries.compress_pages(of_page, form, weights[row : row + 1])
+        check_records(found[row : row + 1, :, page : page + 1], expected, of_page, form, weights[row : row + 1])
+
+
+@every_pair(
+    DTYPES,
+    SIZES,
+    (("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (32, 4), (40, 1)]),
+    (("batch", "pages"), [(1, 1), (3, 61), (64, 300), (1, 8192)]),
+    ("softcap", [None, 30.0]),
+    ("bounded", [True, False]),
+)
+def test_masses(dtype, dim, size, rank, heads, kv_heads, batch, pages, softcap, bounded):
+    form, q = ops.PageRecord(dim, size, rank), draw(batch, heads, 1, dim, dtype=dtype)
+    weights = ops.channel_weights(draw(batch, heads, 16, dim, seed=1), kv_heads)
+    records = ops.compress_pages(draw(batch, kv_heads, pages * size, dim, dtype=dtype), form, weights)
+    lengths = torch.linspace(pages, 0, batch * kv_heads, device="cuda").int().view(batch, kv_heads) if bounded else None
+    if bounded:
+        records[torch.arange(pages, device="cuda") >= lengths[..., None]] = 255  # scales are NaN
+    rows, how = ops.fold_group(q, kv_heads), {"weights": weights, "lengths": lengths, "softcap": softcap}
+    with poisoned_memory("cuda"):
+        found, again = (ops.page_lse(rows, records, form, dim**-0.5, **how) for _ in range(2))
+    expected = low_rank.page_lse(rows, records, form, dim**-0.5, **how)
+    assert torch.equal(found, again)
+    assert torch.equal(found.isneginf(), expected.isneginf())
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -1,0 +1,167 @@
+"""Low-rank summaries of pages against their references, in numbers that Triton's interpreter gets right."""
+
+import pytest
+import torch
+
+from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.compress import low_rank as summaries
+from foveate.ops.compress import low_rank_kernel as summaries_kernel
+from foveate.ops.compress.low_rank import PageRecord
+from foveate.ops.score import low_rank, low_rank_kernel
+from tests.problems import in_buffer
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+FORMS = [PageRecord(64, 16), PageRecord(80, 7, 1), PageRecord(128, 8, 4), PageRecord(5, 3), PageRecord(16, 64, 3)]
+HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=str)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def powers(*shape):
+    """Weights of channels."""
+    return draw(*shape, seed=2).round().exp2()
+
+
+def check_records(found, expected, form, keys, weights=None, bytes_off=0.02):
+    """Sums in another order may round a number here and there to its neighbour, and must not make a summary worse."""
+    assert (found != expected).float().mean() <= bytes_off
+    pages = (keys if weights is None else keys * weights[:, :, None]).unflatten(2, (-1, form.page_size)).float()
+    left, least = ((summaries.factors(x, form).keys() - pages).square().sum((-2, -1)) for x in (found, expected))
+    torch.testing.assert_close(left, least, rtol=2e-2, atol=1e-4)
+
+
+@EACH_FORM
+@HALF
+@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+def test_pages(form, dtype, layout):
+    keys = in_buffer(draw(2, 2, 3 * form.page_size, form.head_dim, dtype=dtype), layout)
+    for weights in (None, powers(2, 2, form.head_dim)):
+        found = summaries_kernel.compress_pages(keys, form, weights)
+        check_records(found, summaries.compress_pages(keys, form, weights), form, keys, weights)
+        assert torch.equal(found, summaries_kernel.compress_pages(keys, form, weights))
+
+
+@EACH_FORM
+def test_the_page_that_the_newest_key_fills(form):
+    """Of rows whose newest page is open nothing is written; every other record stays as it is."""
+    size = form.page_size
+    keys, lengths = (
+        draw(3, 2, 4 * size, form.head_dim),
+        torch.tensor([[3 * size, 0], [size, 0], [2 * size + 1, 0]])[:, 0],
+    )
+    for row, length in enumerate(lengths.tolist()):
+        keys[row, :, length:] = torch.nan
+    before = torch.full((3, 2, 4, form.bytes + 16), 7, dtype=torch.uint8)
+    found, expected = before.clone(), before.clone()
+    weights = powers(3, 2, form.head_dim)
+    summaries_kernel.compress_newest(keys, found[..., : form.bytes], lengths, form, weights)
+    summaries.compress_newest(keys, expected[..., : form.bytes], lengths, form, weights)
+    written = torch.zeros(3, 2, 4, dtype=torch.bool)
+    written[0, :, 2] = written[1, :, 0] = True
+    for records in (found, expected):
+        assert torch.equal(records[~written], before[~written])
+        assert torch.equal(records[..., form.bytes :], before[..., form.bytes :])
+    for row, page in ((0, 2), (1, 0)):
+        mine, its = (x[row : row + 1, :, page : page + 1, : form.bytes] for x in (found, expected))
+        of_page = keys[row : row + 1, :, page * size : (page + 1) * size]
+        check_records(mine, its, form, of_page, weights[row : row + 1])
+
+
+ALIKE = {"zeros": torch.zeros(16, 8), "equal": torch.full((16, 8), 3.0), "a longest key among equals": torch.eye(16, 8)}
+
+
+@pytest.mark.parametrize("keys", ALIKE.values(), ids=ALIKE)
+def test_pages_without_a_first_direction(keys):
+    form, keys = PageRecord(8, 8), keys[None, None]
+    found = summaries_kernel.compress_pages(keys, form)
+    check_records(found, summaries.compress_pages(keys, form), form, keys, bytes_off=0.2)
+
+
+@pytest.fixture(params=[1, 100], ids=["one program", "many programs"])
+def splits(request, monkeypatch):
+    """Few programs, and so many multiprocessors that pages are split."""
+    monkeypatch.setattr(low_rank_kernel, "multiprocessors", lambda device: request.param)
+
+
+LENGTHS = {
+    "all": None,
+    "rows, the second without any": torch.tensor([70, 0], dtype=torch.int32),
+    "heads": torch.tensor([[1, 75], [64, 500]]),
+}
+
+
+def check(rows, records, form, **more):
+    found = low_rank_kernel.page_lse(rows, records, form, 0.3, **more)
+    expected = low_rank.page_lse(rows, records, form, 0.3, **more)
+    assert found.dtype == torch.float32
+    assert torch.equal(found.isneginf(), expected.isneginf())
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6 * float(rows.abs().max()) * 300)
+
+
+@EACH_FORM
+@HALF
+@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_masses(form, dtype, group, lengths, splits):
+    keys, number = draw(2, 2, 75 * form.page_size, form.head_dim), 75
+    records = summaries.compress_pages(keys, form)
+    if lengths is not None:
+        beyond = torch.arange(number) >= lengths.view(2, -1, 1).expand(-1, 2, -1)
+        records[beyond] = 255  # scales are NaN
+    records = torch.nn.functional.pad(records, (0, 32), value=255)[..., : form.bytes]
+    rows = draw(2, 2, group, form.head_dim, dtype=dtype, seed=1)
+    check(rows, records, form, lengths=lengths)
+    check(rows, records, form, lengths=lengths, weights=powers(2, 2, form.head_dim))
+
+
+@pytest.mark.parametrize("softcap", [0.7, 20.0])
+def test_capped_logits(softcap):
+    form = FORMS[0]
+    records = summaries.compress_pages(draw(1, 2, 9 * 16, 64), form)
+    check(draw(1, 2, 4, 64, seed=1), records, form, softcap=softcap)
+
+
+def test_logits_far_apart():
+    """Sums begin at the largest logit, however far it is from the mean's."""
+    form = PageRecord(16, 8, 1)
+    keys = draw(1, 1, 8 * 8, 16)
+    keys[:, :, ::8] *= 400
+    check(draw(1, 1, 4, 16, seed=1), summaries.compress_pages(keys, form), form)
+    check(draw(1, 1, 40, 16, seed=1) * 30, summaries.compress_pages(keys, form), form)
+
+
+def test_what_is_refused():
+    form, keys, rows = PageRecord(8, 4), draw(1, 2, 8, 8), draw(1, 2, 3, 8)
+    records = summaries.compress_pages(keys, form)
+    for module in (summaries, summaries_kernel):
+        with pytest.raises(ValueError, match="whole pages of 4 keys of 8 numbers"):
+            module.compress_pages(keys[:, :, :7], form)
+        with pytest.raises(ValueError, match="weights must be float32"):
+            module.compress_pages(keys, form, torch.ones(1, 2, 8).double())
+        with pytest.raises(ValueError, match="records must be uint8"):
+            module.compress_newest(keys, records[..., 1:], torch.tensor([8]), form)
+        with pytest.raises(ValueError, match="do not fit records"):
+            module.compress_newest(keys[:, :1], records, torch.tensor([8]), form)
+    for module in (low_rank, low_rank_kernel):
+        with pytest.raises(ValueError, match="records must be uint8"):
+            module.page_lse(rows, records.int(), form, 1.0)
+        with pytest.raises(ValueError, match="do not fit records"):
+            module.page_lse(rows[:, :1], records, form, 1.0)
+        with pytest.raises(ValueError, match="softcap must be"):
+            module.page_lse(rows, records, form, 1.0, softcap=-1.0)
+        with pytest.raises(ValueError, match=r"weights must be float32 \[1, 2, 8\]"):
+            module.page_lse(rows, records, form, 1.0, weights=torch.ones(2, 8))
+    with pytest.raises(UnsupportedError, match="float64"):
+        summaries_kernel.compress_pages(keys.double(), form)
+    with pytest.raises(UnsupportedError, match="float64"):
+        low_rank_kernel.page_lse(rows.double(), records, form, 1.0)
+    with pytest.raises(UnsupportedError, match="head dims above 256"):
+        summaries_kernel.compress_pages(draw(1, 1, 4, 257), PageRecord(257, 4))
+    odd = torch.zeros(1, 2, 2, form.bytes + 1, dtype=torch.uint8)[..., 1:]
+    with pytest.raises(UnsupportedError, match="multiples of 4 bytes"):
+        low_rank_kernel.page_lse(rows, odd, form, 1.0)
+    assert low_rank_kernel.page_lse(rows, records[:, :, :0], form, 1.0).shape == (1, 2, 3, 0)
+    assert summaries_kernel.compress_pages(keys[:, :, :0], form).shape == (1, 2, 0, form.bytes)

@@ -1,0 +1,195 @@
+"""Low-rank summaries of pages: their bytes, what they keep of keys, and the masses that they give."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveate import ops
+from foveate.ops.compress.low_rank import factors
+from tests.problems import LargestTensor, in_buffer
+
+FORMS = [ops.PageRecord(64, 16), ops.PageRecord(80, 7, 1), ops.PageRecord(128, 32, 4), ops.PageRecord(5, 3)]
+EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=str)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def logits(rows, keys, form, scaling):
+    """Of the keys ``[B, Hkv, P * size, D]``, ``[B, Hkv, G, P, size]``."""
+    return (rows @ keys.mT * scaling).unflatten(-1, (-1, form.page_size))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((128, 16), 288), ((64, 16), 160), ((128, 32), 304), ((128, 64, 4), 544), ((128, 16, 1), 224), ((5, 3), 32)],
+)
+def test_bytes_of_a_record(sizes, expected):
+    form = ops.PageRecord(*sizes)
+    assert form.bytes == expected
+    numbers = 8 * form.head_dim + 4 * form.rank * (form.head_dim + form.page_size) + 32 * (form.rank + 1)
+    assert 0 <= expected - numbers / 8 < 16 + 12 + form.rank
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 16), "head_dim must be at least 1, not 0"),
+        ((64, 1), "page_size must be 2 to 64, not 1"),
+        ((64, 65), "page_size must be 2 to 64, not 65"),
+        ((64, 16, 5), "rank must be 1 to 4, not 5"),
+        ((64, 3, 4), "rank must be 1 to 3, not 4"),
+    ],
+)
+def test_sizes_that_no_record_has(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        ops.PageRecord(*sizes)
+
+
+@EACH_FORM
+def test_parts_lie_where_they_are_said_to(form):
+    """Rebuilt number by number from the bytes."""
+    records = ops.compress_pages(draw(1, 1, form.page_size, form.head_dim), form)
+    data, found = bytes(records[0, 0, 0].tolist()), factors(records[0, 0, 0], form)
+    scales = torch.frombuffer(bytearray(data[: 4 * (form.rank + 1)]), dtype=torch.float32)
+    mean = torch.frombuffer(bytearray(data[form.mean : form.mean + form.head_dim]), dtype=torch.int8)
+    assert torch.equal(found.mean, mean * scales[0])
+    for first, number, factor, scaled in (
+        (form.directions, form.head_dim, found.directions, scales[1:]),
+        (form.coefficients, form.page_size, found.coefficients, torch.ones(form.rank)),
+    ):
+        half = (number + 1) // 2
+        for row in range(form.rank):
+            for j in range(number):
+                byte = data[first + row * half + j % half]
+                code = byte >> 4 if j >= half else byte & 15
+                assert factor[row, j] == (code - 8) * scaled[row]
+    assert set(data[4 * (form.rank + 1) : form.mean]) <= {0}
+    assert set(data[form.coefficients + form.rank * ((form.page_size + 1) // 2) :]) <= {0}
+
+
+@EACH_FORM
+def test_little_more_is_left_of_the_keys_than_the_best_of_that_rank_leaves(form):
+    keys = draw(2, 3, 9 * form.page_size, form.head_dim).unflatten(2, (9, -1))
+    found = factors(ops.compress_pages(keys.flatten(2, 3), form), form).keys()
+    centred = keys - keys.mean(3, keepdim=True)
+    singular = torch.linalg.svdvals(centred)
+    whole, best = centred.square().sum(), singular[..., form.rank :].square().sum()
+    assert (found - keys).square().sum() - best < 0.1 * (whole - best) + 0.002 * whole
+
+
+def test_keys_of_that_rank_are_kept():
+    form = ops.PageRecord(64, 16)
+    keys = draw(1, 2, 5, 1, 64) + draw(1, 2, 5, 16, 2, seed=1) @ draw(1, 2, 5, 2, 64, seed=2)
+    found = factors(ops.compress_pages(keys.flatten(2, 3), form), form).keys()
+    assert (found - keys).square().sum() < 0.03 * (keys - keys.mean(3, keepdim=True)).square().sum()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30])
+def test_the_size_of_keys_does_not_matter(size):
+    form, keys = FORMS[0], draw(1, 2, 32, 64)
+    small, large = (factors(ops.compress_pages(x, form), form).keys() for x in (keys, keys * size))
+    torch.testing.assert_close(large / size, small, rtol=1e-3, atol=1e-3)
+
+
+def test_keys_that_are_all_alike():
+    """Zeros stay zeros; equal keys are off by the mean's rounding alone, which the first direction takes up."""
+    form = FORMS[0]
+    assert not factors(ops.compress_pages(torch.zeros(1, 1, 16, 64), form), form).keys().any()
+    keys = draw(1, 1, 1, 64).expand(-1, -1, 16, -1)
+    found = factors(ops.compress_pages(keys, form), form).keys()
+    torch.testing.assert_close(found[0, 0, 0], keys[0, 0], rtol=0, atol=1e-3)
+
+
+@given(st.integers(0, 1000), st.sampled_from(FORMS), st.integers(1, 5), st.sampled_from(["slots", "tokens_first"]))
+def test_a_page_does_not_depend_on_others(seed, form, pages, layout):
+    keys = draw(2, 2, pages * form.page_size, form.head_dim, seed=seed)
+    whole = ops.compress_pages(in_buffer(keys, layout), form)
+    for page in range(pages):
+        alone = ops.compress_pages(keys[:, :, page * form.page_size : (page + 1) * form.page_size], form)
+        left, least = (
+            (factors(x, form).keys() - keys.unflatten(2, (pages, -1))[:, :, page]).square().sum((-2, -1))
+            for x in (whole[:, :, page], alone[:, :, 0])
+        )
+        torch.testing.assert_close(left, least, rtol=1e-2, atol=1e-4)
+
+
+@EACH_FORM
+def test_the_newest_page_is_written_when_it_is_full(form):
+    keys, weights = draw(2, 2, 3 * form.page_size, form.head_dim), draw(2, 2, form.head_dim).round().exp2()
+    whole, records = (ops.compress_pages(x, form, weights) for x in (keys, torch.zeros_like(keys)))
+    empty = records.clone()
+    for length in range(1, 3 * form.page_size + 1):
+        seen = keys.clone()
+        seen[:, :, length:] = torch.nan
+        ops.compress_newest(seen, records, torch.tensor([length, length]), form, weights)
+        full = length // form.page_size
+        assert torch.equal(records[:, :, full:], empty[:, :, full:])
+        assert (records[:, :, :full] != whole[:, :, :full]).float().mean() < 0.01 if full else True
+
+
+@EACH_FORM
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_masses_are_those_of_the_approximated_keys(form, softcap, weighted):
+    keys, rows = draw(2, 2, 9 * form.page_size, form.head_dim), draw(2, 2, 3, form.head_dim, seed=1)
+    weights = draw(2, 2, form.head_dim, seed=2).round().exp2() if weighted else None
+    records = ops.compress_pages(keys, form, weights)
+    lengths = torch.tensor([[0, 9], [4, 30]])
+    records[torch.arange(9) >= lengths[..., None]] = 255
+    found = ops.page_lse(rows, records, form, 0.3, weights=weights, lengths=lengths, softcap=softcap)
+    approximated = factors(records, form).keys().flatten(2, 3)
+    approximated = approximated if weights is None else approximated / weights[:, :, None]
+    expected = logits(rows, approximated, form, 0.3)
+    expected = (expected if softcap is None else (expected / softcap).tanh() * softcap).logsumexp(-1)
+    there = (torch.arange(9) < lengths[..., None])[:, :, None].expand_as(found)
+    torch.testing.assert_close(found[there], expected[there], rtol=1e-4, atol=1e-5)
+    assert found[~there].isneginf().all()
+
+
+def test_masses_are_close_to_the_pages_own():
+    """Of keys that a few directions describe, which a mean alone misses by more than that."""
+    form = ops.PageRecord(64, 16)
+    keys = draw(1, 2, 40, 1, 64) + 2 * draw(1, 2, 40, 16, 2, seed=1) @ draw(1, 2, 40, 2, 64, seed=2)
+    keys = (keys + 0.1 * draw(1, 2, 40, 16, 64, seed=3)).flatten(2, 3)
+    rows = draw(1, 2, 4, 64, seed=4)
+    true = logits(rows, keys, form, 0.3).logsumexp(-1)
+    found = ops.page_lse(rows, ops.compress_pages(keys, form), form, 0.3)
+    by_mean = logits(rows, keys, form, 0.3).mean(-1) + torch.tensor(16.0).log()
+    assert (found - true).abs().mean() < 0.1 * (by_mean - true).abs().mean()
+
+
+def test_weights_are_powers_of_two_that_follow_the_queries():
+    q = draw(2, 6, 16, 64) * torch.linspace(0, 3, 64).exp()
+    weights = ops.channel_weights(q, 2)
+    assert weights.shape == (2, 2, 64)
+    assert torch.equal(weights.log2(), weights.log2().round())
+    size = q.unflatten(1, (2, 3)).square().mean((2, 3)).sqrt()
+    ratio = weights.square() / (size / size.mean(-1, keepdim=True))
+    assert ((ratio > 0.49) & (ratio < 2.01)).all()
+    assert torch.equal(ops.channel_weights(1000 * q, 2), weights)
+    some = ops.channel_weights(torch.zeros(1, 2, 3, 8), 1)
+    assert (some == 1 / 8).all()
+
+
+def test_weights_keep_what_queries_use():
+    """Queries that use a few channels, in which keys differ little."""
+    form, channels = ops.PageRecord(64, 16), torch.arange(64) < 8
+    keys = draw(1, 2, 40 * 16, 64) * channels.where(channels, 3.0)
+    q = draw(1, 8, 16, 64, seed=1) * (3 * channels).float().clamp_min(0.05)
+    weights, rows = ops.channel_weights(q, 2), ops.fold_group(q[:, :, -1:], 2)
+    true = logits(rows, keys, form, 0.3).logsumexp(-1)
+    with_weights = ops.page_lse(rows, ops.compress_pages(keys, form, weights), form, 0.3, weights=weights)
+    without = ops.page_lse(rows, ops.compress_pages(keys, form), form, 0.3)
+    assert (with_weights - true).abs().mean() < 0.7 * (without - true).abs().mean()
+
+
+def test_nothing_as_large_as_the_logits_of_all_keys(monkeypatch):
+    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 20)
+    form, keys, rows = FORMS[0], draw(1, 2, 16 * 500, 64), draw(1, 2, 8, 64)
+    with LargestTensor() as largest:
+        records = ops.compress_pages(keys, form)
+        ops.page_lse(rows, records, form, 0.3)
+    assert largest.bytes <= 1 << 20, largest.what

@@ -1,0 +1,114 @@
+"""Low-rank summaries of pages: what their kernels compile to."""
+
+import importlib
+
+import pytest
+import torch
+
+from foveate.ops.compress import low_rank
+from foveate.ops.compress.low_rank import PageRecord
+from tests.combinations import every_pair
+from tests.kernels import compile_for
+
+
+def of_form(form):
+    """The constants that both kernels take."""
+    return {
+        "DIM": form.head_dim,
+        "SIZE": form.page_size,
+        "RANK": form.rank,
+        "MEAN": form.mean,
+        "DIRECTIONS": form.directions,
+        "COEFFICIENTS": form.coefficients,
+    }
+
+
+@every_pair(
+    ("capability", [90, 80]),
+    (("dtype", "sizes"), [("bf16", (128, 16)), ("bf16", (64, 16, 4)), ("fp16", (80, 7)), ("fp32", (256, 64, 4))]),
+    ("newest", [True, False]),
+    ("weighted", [True, False]),
+)
+def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, newest, weighted):
+    triton = pytest.importorskip("triton")
+    kernel, form = importlib.import_module("foveate.ops.compress.low_rank_kernel"), PageRecord(*sizes)
+    block_d, block_s = (triton.next_power_of_2(x) for x in (form.head_dim, form.page_size))
+    compiled = compile_for(
+        capability,
+        kernel._compress,
+        {
+            "key_ptr": f"*{dtype}:16",
+            "record_ptr": "*u8:16",
+            "weight_ptr": "*fp32:16" if weighted else None,
+            "length_ptr": "*i64" if newest else None,
+            **{f"key_stride_{axis}": "i32:16" for axis in "bhs"},
+            "key_stride_d": 1,
+            **{f"record_stride_{axis}": "i32:16" for axis in "bhp"},
+            **dict.fromkeys(("length_stride", "heads"), "i32"),
+            "WEIGHTED": weighted,
+            "NEWEST": newest,
+            **of_form(form),
+            "ITERATIONS": low_rank.ITERATIONS,
+            "MEAN_LIMIT": low_rank.MEAN_LIMIT,
+            "LIMIT": low_rank.LIMIT,
+            "TINY": low_rank.TINY,
+            "BLOCK_D": block_d,
+            "BLOCK_S": block_s,
+        },
+        num_warps=kernel.warps(form),
+    )
+    assert compiled.spilled == 0
+    assert compiled.shared <= 8 << 10
+
+
+@every_pair(
+    ("capability", [90, 80]),
+    (
+        ("dtype", "sizes", "heads"),
+        [
+            *(("bf16", (128, 16), 4), ("bf16", (64, 16), 7), ("fp16", (80, 7, 1), 1), ("bf16", (128, 32), 4)),
+            *(("bf16", (256, 32, 3), 4), ("fp16", (192, 64, 4), 32), ("fp32", (128, 16), 8)),
+        ],
+    ),
+    ("weighted", [True, False]),
+    ("bounded", [True, False]),
+    ("softcap", [0.0, 30.0]),
+)
+def test_masses_compile_for_ampere_and_hopper(capability, dtype, sizes, heads, weighted, bounded, softcap):
+    triton = pytest.importorskip("triton")
+    kernel, form = importlib.import_module("foveate.ops.score.low_rank_kernel"), PageRecord(*sizes)
+    types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    tile, half = kernel.tile_for(types[dtype], form, heads), dtype != "fp32"
+    compiled = compile_for(
+        capability,
+        kernel._page_lse,
+        {
+            "q_ptr": f"*{dtype}:16",
+            "record_ptr": "*u8:16",
+            "weight_ptr": "*fp32:16" if weighted else None,
+            "length_ptr": "*i64" if bounded else None,
+            "lse_ptr": "*fp32:16",
+            **{f"q_stride_{axis}": "i32:16" for axis in "bhg"},
+            "q_stride_d": 1,
+            **{f"record_stride_{axis}": "i32:16" for axis in "bhp"},
+            **{f"length_stride_{axis}": "i32" for axis in "bh"},
+            **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "each"), "i32"),
+            "padded": "i32:16",
+            "scale": "fp32",
+            "WEIGHTED": weighted,
+            "BOUNDED": bounded,
+            "SOFTCAP": softcap,
+            **of_form(form),
+            "BLOCK_D": triton.next_power_of_2(form.head_dim),
+            "BLOCK_H": triton.next_power_of_2(-(-form.head_dim // 2)),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        },
+        **tile.options,
+    )
+    assert ("mma.sync" in compiled.ptx or "wgmma.mma_async" in compiled.ptx) == half, "matrix units"
+    ahead = half and form.page_size * tile.block_m <= 256
+    assert ("cp.async.cg.shared.global" in compiled.ptx) == ahead, "records are fetched ahead, 16 bytes at a time"
+    assert "ex2.approx.ftz.f32" in compiled.ptx
+    assert compiled.shared <= 75 << 10, "three programs to a multiprocessor"
+    assert compiled.spilled <= (0 if half else 96)
