@@ -105,12 +105,12 @@ class Replayed:
         other.token(*self._token)
         layer.token(*self._token)
         self.rows = capture.move_to_device([cache, other.cache])
-        self._moving = [self.rows.numbers, self.rows.freed]
+        self._on_device = [self.rows.numbers, self.rows.freed]
         for one in (cache, other.cache):
             if one.evicts:
-                self._moving += [one.device_state.places, one.tensors["positions"]]
+                self._on_device += [one.device_state.places, one.tensors["positions"]]
         self._decoded = cache.decoded
-        self._first = [numbers.clone() for numbers in self._moving]
+        self._first = [numbers.clone() for numbers in self._on_device]
 
     def ms(self) -> float | None:
         """Milliseconds that the layer adds to a CUDA graph for a token, with its share of maintenance.
@@ -130,7 +130,7 @@ class Replayed:
 
     def again(self) -> None:
         """Reset the row numbers, so that the same tokens follow again."""
-        for numbers, first in zip(self._moving, self._first):
+        for numbers, first in zip(self._on_device, self._first):
             numbers.copy_(first)
 
     def turns(self) -> list[cold.Turn]:

@@ -89,7 +89,7 @@ def _device_rows(pages: Pages, budgets: Budgets, rows: DeviceRows, geometry: Geo
         start=None,
         alike=False,
         means=None,
-        moving=True,
+        captured=True,
     )
 
 

@@ -301,9 +301,7 @@ class _Reader:
         alike = self.keys.shape[1] // counts.shape[1]  # KV heads with the same selection
         self.capped = self.capped + (counts > allowed).sum() * alike
         counts = counts.minimum(allowed)
-        if (
-            order.device.type == "cpu" and not self.tree.rows.moving
-        ):  # places for no more than are taken, where to know it costs nothing
+        if order.device.type == "cpu" and not self.tree.rows.captured:  # no more places than are taken: free to know
             most = min(most, int(counts.max()))
         return first_of(order, counts, most)
 

@@ -52,8 +52,8 @@ class Rows:
     """Whether as many nodes may be refined in all rows."""
     means: tuple[float, float] | None
     """Nodes of the top level, and raw tokens: means over the rows; None where the device alone knows."""
-    moving: bool = False
-    """Whether the step is replayed with other numbers than those of now, which no width may depend on."""
+    captured: bool = False
+    """Whether the step is captured, and later replayed with other numbers: no width may depend on those of now."""
 
     @property
     def nodes(self) -> float | Tensor:

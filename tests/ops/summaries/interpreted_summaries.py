@@ -296,7 +296,7 @@ def test_room_for_more_than_rows_have(few):
     found, rows = check(problem, how), problem.tree.rows
     problem.tree = problem.tree._replace(
         rows=dataclasses.replace(
-            rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), moving=True
+            rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), captured=True
         )
     )
     roomy = launch.attend_summaries(
