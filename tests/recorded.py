@@ -99,8 +99,7 @@ class Replayed:
         outs, self.kind = [], type(tokens)
         for i in range(len(tokens)):
             layer, one = self.driver.layer, tokens[i : i + 1]
-            replay = layer.method.replay
-            if replay.maintenance_due(layer.store.decoded + 1) and not replay.captures_maintenance:
+            if layer.maintenance_runs_alone and layer.method.replay.maintenance_due(layer.store.decoded + 1):
                 outs.append(self.driver.feed(one))
             else:
                 outs.append(self.steps(self.layers, self.run, vars(one), {}).out.clone())

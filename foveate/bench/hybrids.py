@@ -337,8 +337,8 @@ def _prefill_cases(plan: Plan, say: Callable[[str], None]) -> list[Case]:
     cases = [
         Case("swa", "swa", sliding, flops=pair * pairs[0], exact=lambda: exact(sliding, fixed)),
         Case("lte", "swa", evicting, flops=pair * pairs[1], exact=lambda: exact(evicting, until)),
-        Case("lte, choice of what is retained", "swa", lambda: ops.running_best(*offer)),
-        Case("lte, with the choice", "swa", lambda: (ops.running_best(*offer), evicting()), flops=pair * pairs[1]),
+        Case("lte, selection of tokens", "swa", lambda: ops.running_best(*offer)),
+        Case("lte, with selection", "swa", lambda: (ops.running_best(*offer), evicting()), flops=pair * pairs[1]),
     ]
     for name, attend in _prompt_libraries(plan).items():
         dense = functools.partial(attend, q, k, v, plan.scaling)

@@ -8,6 +8,16 @@ import typer
 
 from foveate.bench.running import Methods, Out, flag, kept, measure
 
+ModelName = Annotated[
+    str | None,
+    typer.Option(help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).", show_default="llama-3.1-8b"),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the inputs.")]
+Device = Annotated[str, typer.Option(help="cuda or cpu.")]
+
 
 def prefill(
     level: Annotated[
@@ -26,12 +36,7 @@ def prefill(
     layers: Annotated[
         int | None, typer.Option(help="Layers, of which each kind is timed once (kernel).", show_default="32")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).", show_default="llama-3.1-8b"
-        ),
-    ] = None,
+    model: ModelName = None,
     chunk: Annotated[
         list[int] | None,
         typer.Option(
@@ -39,12 +44,9 @@ def prefill(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs.")] = 5,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    dtype: Dtype = None,
+    seed: Seed = 0,
+    device: Device = "cuda",
     method: Methods = None,
     out: Out = None,
 ) -> None:
@@ -91,12 +93,7 @@ def decode(
         int | None,
         typer.Option(help="Layers, of which each kind is timed once (kernel, layer).", show_default="32"),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder, or llama-3.1-8b or qwen3-8b with random weights (model).", show_default="llama-3.1-8b"
-        ),
-    ] = None,
+    model: ModelName = None,
     steps: Annotated[int | None, typer.Option(help="Timed tokens of a round (model).", show_default="64")] = None,
     rounds: Annotated[
         int | None,
@@ -117,12 +114,9 @@ def decode(
             show_default="0",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float16, bfloat16 or float32.", show_default="float16; at level model bfloat16"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    dtype: Dtype = None,
+    seed: Seed = 0,
+    device: Device = "cuda",
     method: Methods = None,
     out: Out = None,
 ) -> None:

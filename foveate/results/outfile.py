@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import typer
 
 from foveate.results.errors import UserError
 
@@ -37,7 +36,7 @@ def new_folder(folder: Path) -> Path | None:
 def announce(out: Path | None) -> Path | None:
     """Callback of each ``--out``: names a folder that is about to be made, so that a misspelt one is seen."""
     if out is not None and (folder := new_folder(out.parent)):
-        typer.echo(f"{folder} is a new folder: it is made", err=True)
+        print(f"{folder} is a new folder: it is made", file=sys.stderr)
     return out
 
 

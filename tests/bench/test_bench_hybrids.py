@@ -44,8 +44,8 @@ def test_a_row_for_each_kind_of_attention():
         ("decode", "dense of nsa's heads, sdpa", "dense of nsa's heads, sdpa"),
         ("prefill", "swa", "swa"),
         ("prefill", "lte", "swa"),
-        ("prefill", "lte, choice of what is retained", "swa"),
-        ("prefill", "lte, with the choice", "swa"),
+        ("prefill", "lte, selection of tokens", "swa"),
+        ("prefill", "lte, with selection", "swa"),
         ("prefill", "dense, sdpa-math", "dense, sdpa-math"),
     ]
     assert all(field in row for row in rows for field in FIELDS)

@@ -64,6 +64,16 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
     assert foveate.stats(plain).graphs.replayed == 0
 
 
+def test_steps_whose_maintenance_cannot_be_captured_run_alone():
+    """Every fifth: those that new pages of unequal sizes follow."""
+    spec = "luka:segmenter=gaussian,page_size=4,sinks=2,tail=9,top_k=3,compress_every=5"
+    plain, model = attached(spec, cuda_graph=False), attached(spec)
+    batch = {"input_ids": tokens(60, 2), "do_sample": False, "max_new_tokens": 61, "min_new_tokens": 61}
+    assert torch.equal(model.generate(**batch), plain.generate(**batch))
+    assert_same_stats(model, plain)
+    assert foveate.stats(model).graphs.replayed == 60 - 12 - 2, "twelve run alone, and two make ready"
+
+
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SLIDING])
 @pytest.mark.parametrize("spec", ["dense", "kascade:anchors=1,top_k=9"])
 def test_every_family_sampled_and_with_ends(family, spec):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.layers import NativeSparseAttention, rotate
+from foveate.layers import NativeSparseAttention, nsa, rotate
 from foveate.state.hybrid import BlockMemory
 from tests.layers.mixers import WIDTH, hidden, native_sparse, run
 
@@ -54,12 +54,14 @@ def test_what_a_query_sees():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [83, 300])
-def test_branches_of_whole_sequences(length):
-    """Chosen blocks as bits, 75 of them in two words, are the chosen blocks."""
-    layer = native_sparse()
+@pytest.mark.parametrize(("length", "words"), [(83, 1), (300, 2), (520, 3)])
+def test_branches_of_whole_sequences(length, words):
+    """Chosen blocks as bits, 64 in a word, are the chosen blocks."""
+    layer = native_sparse(block=4)
     generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(2, heads, length, 8, generator=generator) for heads in (layer.num_heads, 2, 2))
+    q, k, v = (torch.randn(2, heads, length, 16, generator=generator) for heads in (layer.num_heads, 2, 2))
+    at = torch.arange(length).expand(2, -1)
+    assert nsa._packed(layer._select(q, layer._compressed(k, v)[0], at)[1]).shape == (2, 2, length, words)
     pieces = layer._branches(q, k, v, torch.zeros(2, dtype=torch.int64))
     for found, expected in zip(layer._fused(q, k, v), pieces, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

@@ -7,6 +7,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import _math
+from foveate.ops.attend import chosen as chosen_keys
 from foveate.ops.attend import tiles
 from foveate.ops.select.bits import WORD_KEYS, TileKeys, keys_of_bits, set_bits
 from tests.problems import LargestTensor, Shape, assert_close, problem
@@ -121,8 +122,15 @@ def test_attention_over_bits_is_that_over_lists(monkeypatch, room, rest, heads, 
 
 def test_memory_of_attention_over_bits_is_bounded(monkeypatch):
     """Lists of keys are there of a few tiles at a time, however long the prompt."""
-    room, largest = 1 << 14, []
+    room, largest, lists_of = 1 << 14, [], []
+
+    def listed(*given):
+        found = keys_of_bits(*given)
+        lists_of.append(found.keys.nbytes)
+        return found
+
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
+    monkeypatch.setattr(chosen_keys, "_keys_of_bits", listed)
     for queries in (512, 1024):
         shape = SHAPE._replace(batch=1, group=1, queries=queries, offset=0)
         q, k, v = problem(shape)
@@ -133,6 +141,7 @@ def test_memory_of_attention_over_bits_is_bounded(monkeypatch):
         largest.append(gauge.bytes)
         assert gauge.bytes <= max(8 * room, out.nbytes), gauge.what
     assert largest[1] <= max(largest[0], out.nbytes)
+    assert room / 2 < max(lists_of) <= room, "as much as there is room for"
 
 
 def test_sums_for_the_rest_are_computed_once(monkeypatch):
@@ -149,8 +158,11 @@ def test_sums_for_the_rest_are_computed_once(monkeypatch):
     sums = tuple(sums_before(*one) for one in summed)
     given, own = (ops.attend_tiles(q, k, v, indices, starts=chosen.starts, sums=x, **how).out for x in (sums, None))
     assert torch.equal(given, own)
-    with pytest.raises(ValueError, match=r"sums of values must be \(2, 2, 11, 16\), not \(2, 2, 10, 16\)"):
-        ops.attend_tiles(q, k, v, indices, starts=chosen.starts, sums=(sums[0], sums[1][:, :, 1:]), **how)
+    for wrong, said in ((sums[1][:, :, 1:], r"\(2, 2, 10, 16\) in torch.float32"), (sums[1].half(), "torch.float16")):
+        with pytest.raises(
+            ValueError, match=rf"sums of values must be \(2, 2, 11, 16\) in torch.float32, not .*{said}"
+        ):
+            ops.attend_tiles(q, k, v, indices, starts=chosen.starts, sums=(sums[0], wrong), **how)
 
 
 def test_tiles_without_keys_are_refused():

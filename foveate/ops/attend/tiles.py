@@ -157,8 +157,10 @@ def sums_for_rest(
         return sums_before(k, start, tile, tiles), sums_before(v, start, tile, tiles)
     for name, x, of_all in (("keys", k, sums[0]), ("values", v, sums[1])):
         expected = (*x.shape[:2], tiles, x.shape[3])
-        if of_all.shape != expected:
-            raise ValueError(f"sums of {name} must be {expected}, not {tuple(of_all.shape)}")
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if of_all.shape != expected or of_all.dtype != dtype:
+            given = f"{tuple(of_all.shape)} in {of_all.dtype}"
+            raise ValueError(f"sums of {name} must be {expected} in {dtype}, not {given}")
     return sums
 
 

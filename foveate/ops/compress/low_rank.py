@@ -11,7 +11,7 @@ from torch import Tensor
 from foveate.ops._math import block_length
 
 ITERATIONS = 4
-"""Subspace iterations of a direction."""
+"""Power iterations by which a direction is found."""
 MEAN_LIMIT, LIMIT = 127, 7
 """The largest integers of the mean and of the factors; the least are their negatives."""
 TINY = torch.finfo(torch.float32).tiny
@@ -150,10 +150,10 @@ def channel_weights(q: Tensor, num_kv_heads: int) -> Tensor:
 def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None) -> Tensor:
     """Low-rank summaries of whole pages.
 
-    Directions are found one after the other: subspace iterations on what the mean and the directions before leave of
-    the keys, from the key that is left the most of. Each is rounded before its coefficients are fitted to it by least
-    squares, and those are rounded before the next one is looked for, so that later directions make up for the rounding
-    of earlier ones. No two runs differ.
+    Directions are found one after another, by power iterations on the residual keys: what the mean and the directions
+    so far do not explain. The iterations start from the longest residual. Each direction is rounded before its
+    coefficients are fitted by least squares, and the coefficients are rounded before the next direction is computed,
+    so that later directions correct the rounding of earlier ones. Repeats are equal bit for bit.
 
     Args:
         keys: ``[B, Hkv, P * page_size, D]``, finite; page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
