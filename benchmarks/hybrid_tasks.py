@@ -6,7 +6,7 @@ TEXT is a folder of tokenised text (`foveate train prepare`, as `hybrids/27m.tom
 (docs/data.md) with novels, SQuAD, DROP, NaturalQuestions and the multiple-choice sets. All presets of a seed are
 trained by `hybrids/27m.toml` on the same rows in the same order; all models answer the same items. OUT gets `runs/NAME`
 with the log, `models/NAME` and `rows/NAME/`, a file for each comparison; NAME is preset-size-seed. `--gather FILE`
-joins the rows.
+joins the rows. What `--set` changes is told apart by `--label WORD`: NAME is then preset_WORD-size-seed.
 
 One command trains and answers; `--do train` and `--do answer` are its halves, so that a model can answer while the next
 one trains. Both go on where they were stopped.
@@ -61,9 +61,13 @@ def methods(preset: str, size: str) -> list[str]:
     ]
 
 
+def _name(preset: str, size: str, seed: int, label: str | None) -> str:
+    return f"{preset}_{label}-{size}-{seed}" if label else f"{preset}-{size}-{seed}"
+
+
 def train(preset: str, size: str, seed: int, given: argparse.Namespace) -> None:
     """Trains one model and moves it to `models/`."""
-    name = f"{preset}-{size}-{seed}"
+    name = _name(preset, size, seed, given.label)
     run, final = given.out / "runs" / name, given.out / "models" / name
     if final.is_dir():
         return
@@ -79,7 +83,7 @@ def train(preset: str, size: str, seed: int, given: argparse.Namespace) -> None:
 
 def answer(preset: str, size: str, seed: int, given: argparse.Namespace) -> None:
     """Answers what is missing of one model's rows."""
-    name = f"{preset}-{size}-{seed}"
+    name = _name(preset, size, seed, given.label)
     folder = given.out / "rows" / name
     folder.mkdir(parents=True, exist_ok=True)
     chosen, _ = runner.parse_methods(methods(preset, size))
@@ -113,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=200, help="items of a split of needles")
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--set", nargs="+", default=[], help="NAME=VALUE over the configuration")
+    parser.add_argument("--label", help="a word in the models' names, for what --set changes")
     parser.add_argument("--do", choices=("train", "answer", "both"), default="both")
     parser.add_argument("--gather", type=Path, help="file for the rows of all models")
     given = parser.parse_args(arguments)

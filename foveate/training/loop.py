@@ -139,7 +139,10 @@ class _Run:
         self.parallel = Parallel(made, place, config.run.parallel, self.half)
         if config.run.compile:
             made.compile()
-        self.optimizer = adamw(made, config.optim)
+        self.held = 0 if config.sparsity.budget is None else round(config.sparsity.hold * config.steps)
+        scores = network.score_parameters(made) if self.held else []
+        self.held_parameters = {id(parameter) for parameter in scores}
+        self.optimizer = adamw(made, config.optim, apart=scores)
         self.feedback = None if config.sparsity.budget is None else SparsityFeedback(config.sparsity)
         self.forward_options: dict[str, Any] = {"use_cache": False}
         if self.feedback:
@@ -147,6 +150,8 @@ class _Run:
                 raise UserError(
                     f"sparsity.budget is set, and {type(made).__name__} has no layer that evicts by learned scores"
                 )
+            if self.held and not scores:
+                raise UserError(f"sparsity.hold is set, and {type(made).__name__} has no scores of foveate's layers")
             self.forward_options["output_retention"] = True
         self.held_out = self._held_out()
         self.step = 0
@@ -213,9 +218,11 @@ class _Run:
             for _ in range(self.shape.accumulate)
         ]
         weights = self._weights(parts)
+        holding, rate = self.step < self.held, learning_rate(self.step, self.config.steps, self.config.optim)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.config.steps, self.config.optim)
-        total = penalties = 0
+            group["lr"] = 0.0 if holding and id(group["params"][0]) in self.held_parameters else rate
+        feedback = None if holding else self.feedback
+        total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
             torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's
             with self.parallel.accumulating(micro == len(parts) - 1):
@@ -223,9 +230,9 @@ class _Run:
                     made = self.parallel.model(**part, **self.forward_options)
                 loss = made.loss * weight
                 total = total + loss.detach()
-                if self.feedback:
-                    penalty = self.feedback.penalty(made.retention) / len(parts)
-                    self.feedback.observe(made.retention)
+                if feedback:
+                    penalty = feedback.penalty(made.retention) / len(parts)
+                    feedback.observe(made.retention)
                     penalties = penalties + penalty.detach()
                     loss = loss + penalty
                 loss.backward()
@@ -233,10 +240,9 @@ class _Run:
         norm = self.parallel.clip(clip) if clip else torch.zeros((), device=self.place.device)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.feedback:
-            self.feedback.step()
-        zero = torch.zeros((), device=self.place.device)
-        self.stats.append(torch.stack([total.float(), norm.float(), penalties if self.feedback else zero]))
+        if feedback:
+            feedback.step()
+        self.stats.append(torch.stack([total.float(), norm.float(), penalties]))
         self.step += 1
 
     def _weights(self, parts: list[dict[str, Tensor]]) -> list[Tensor | float]:

@@ -110,6 +110,14 @@ def matmul_parameters(network: Any) -> int:
     return sum(parameter.numel() for parameter in network.parameters() if parameter.ndim >= 2) - left_out
 
 
+def score_parameters(network: Any) -> list[torch.nn.Parameter]:
+    """The parameters of the learned scores by which a hybrid's layers retain tokens."""
+    from foveate.layers.lte import RetentionScores  # here, as other models need no layers of the hybrids
+
+    scores = (module for module in network.modules() if isinstance(module, RetentionScores))
+    return [parameter for module in scores for parameter in module.parameters()]
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a device; None where they are not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -41,8 +41,9 @@ def _setting(default: Any, text: str) -> Any:
 class SparsitySettings:
     """Constants of the feedback; the defaults are those of the paper's runs of 20,480 steps.
 
-    λ needs about 40 updates from 1e-9 to 1e-2. Short runs want a shorter interval, larger factors and a larger start:
-    `interval` 8, `up` 2, `start` 1e-4.
+    λ needs about 40 updates from 1e-9 to 1e-2. Short runs want a shorter interval and larger factors: `interval` 8,
+    `up` 2. At large learning rates they also want `hold`: while attention cannot find anything far away yet, the loss
+    itself drives scores down, and a KV head that retains nothing learns nothing from distant tokens.
     """
 
     budget: int | None = _setting(None, "retained tokens a head may have, of a training sequence; none: no feedback")
@@ -53,6 +54,7 @@ class SparsitySettings:
     floor: float = _setting(0.95, "share of the budget below which λ falls")
     least: float = _setting(1e-9, "a smaller λ becomes 0, and a re-enabled one begins with it")
     most: float = _setting(1.0, "largest λ")
+    hold: float = _setting(0.0, "share of the run, its beginning, in which scores stay as drawn: nearly all are retained")
     ema: float | None = _setting(None, "weight a of the moving average; none: 2 / (1 + interval / 2)")
     variant: str = _setting("code", "code or paper: whose rules where they differ")
 
@@ -69,6 +71,7 @@ class SparsitySettings:
             "floor": 0 < self.floor <= 1,
             "least": 0 < self.least <= self.most,
             "start": 0 <= self.start <= self.most,
+            "hold": 0 <= self.hold < 1,
             "ema": self.ema is None or 0 < self.ema <= 1,
         }
         allowed = {
@@ -77,6 +80,7 @@ class SparsitySettings:
             "floor": "in (0, 1]",
             "least": f"above 0 and at most {self.most:g}",
             "start": f"from 0 to {self.most:g}",
+            "hold": "in [0, 1)",
             "ema": "in (0, 1]",
         }
         for name, right in bounds.items():

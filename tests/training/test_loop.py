@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foveate.results.errors import UserError
-from foveate.training import checkpoints, journal, loop, optim
+from foveate.training import checkpoints, journal, loop, network, optim
 from foveate.training.configuration import OptimSettings
 from foveate.training.loop import DivergedError, train
+from foveate.training.tokens import TokenStore
 
 
 def quiet(text):
@@ -287,6 +288,32 @@ def test_the_feedback_is_logged_and_acts(make, evicting_folder, tmp_path):
     assert rows[1]["lambda_max"] == pytest.approx(0.4)  # every token is retained at first
     assert rows[-1]["lambda_max"] == 1.0
     assert rows[0]["penalty"] > 0
+
+
+def test_held_scores_stay_as_drawn_and_learn_afterwards(make, tmp_path):
+    """Also over a kill and a resume within the hold; λ rests as long."""
+    changes = {"model": {"preset": "lalte", "size": "tiny"}, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
+    config = make({**changes, "sparsity.hold": 0.75})
+    train(config, tmp_path / "run", say=quiet)
+
+    def kill(step, steps, row):
+        if step == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config, tmp_path / "parts", say=quiet, progress=kill)
+    train(config, tmp_path / "parts", resume=True, say=quiet)
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "parts"))
+    halfway, last = (load_file(folder / checkpoints.MODEL) for folder in checkpoints.folders(tmp_path / "run"))
+    store = TokenStore(config.data.folder)
+    drawn = network.build(config.model, store.vocab_size, store.end, 128, config.seed).state_dict()
+    of_scores = [name for name in drawn if ".scores." in name]
+    assert of_scores
+    assert all(torch.equal(halfway[name], drawn[name]) for name in of_scores)
+    assert not any(torch.equal(last[name], drawn[name]) for name in of_scores if "weight" in name)
+    rows = [row for row in curve(tmp_path / "run") if "loss" in row]
+    assert [row["penalty"] > 0 for row in rows] == 6 * [False] + 2 * [True]
+    assert ["lambda_mean" in row for row in rows] == 6 * [False] + 2 * [True]
 
 
 @pytest.mark.parametrize(
