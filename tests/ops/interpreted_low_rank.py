@@ -125,7 +125,7 @@ def test_capped_logits(softcap):
 
 
 def test_logits_far_apart():
-    """Sums begin at the largest logit, however far it is from the mean's."""
+    """Sums begin at the largest logit where keys are too far from the mean for exponentials about its logit."""
     form = PageRecord(16, 8, 1)
     keys = draw(1, 1, 8 * 8, 16)
     keys[:, :, ::8] *= 400

@@ -20,6 +20,8 @@ _HEADS = 16
 """The most heads of a program."""
 _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
+_FAR = tl.constexpr(120.0)
+"""How far from the mean's logit those of a page may be, to the base 2, for 2^x of the difference to stay in fp32."""
 _VARYING = ["length_stride_b", "length_stride_h", "num_kv_heads", "parts", "number", "each"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
@@ -227,7 +229,7 @@ def _page_lse(
         mean = mean.to(tl.int8, bitcast=True).to(q.dtype)
         factor = tl.load(scale_ptr, mask=stored, other=0.0) * scale
         middle = tl.dot(mean, q, input_precision="ieee") * factor[:, None]
-        along = ()
+        along, reach = (), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for direction in tl.static_range(RANK):
             at = (DIRECTIONS + direction * HALF + halves)[None, :]
             codes = tl.load(page_ptr[:, None] + at, mask=stored[:, None] & in_half[None, :], other=0)
@@ -235,12 +237,16 @@ def _page_lse(
             product = tl.dot(((codes >> 4).to(tl.int8) - 8).to(q.dtype), high, product, input_precision="ieee")
             factor = tl.load(scale_ptr + 1 + direction, mask=stored, other=0.0) * scale
             along += (product * factor[:, None],)
+            reach += tl.abs(along[direction]) * 8.0
 
-        top = tl.full([BLOCK_N, BLOCK_M], LOWEST, tl.float32)
-        for unit in tl.range(UNITS, loop_unroll_factor=UNROLLED):
-            for nibble in tl.static_range(UNIT):
-                logits = _logits(middle, along, page_ptr + COEFFICIENTS, stored, unit, nibble, SIZE, WORDS, SOFTCAP)
-                top = tl.maximum(top, logits)
+        # exponentials about the mean's logit can neither overflow nor all vanish, unless keys reach very far from it
+        top = capped(middle, SOFTCAP)
+        if tl.max(reach) > _FAR:
+            top = tl.full([BLOCK_N, BLOCK_M], LOWEST, tl.float32)
+            for unit in tl.range(UNITS, loop_unroll_factor=UNROLLED):
+                for nibble in tl.static_range(UNIT):
+                    logits = _logits(middle, along, page_ptr + COEFFICIENTS, stored, unit, nibble, SIZE, WORDS, SOFTCAP)
+                    top = tl.maximum(top, logits)
         weight = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for unit in tl.range(UNITS, loop_unroll_factor=UNROLLED):
             for nibble in tl.static_range(UNIT):
