@@ -54,7 +54,7 @@ class SparsitySettings:
     floor: float = _setting(0.95, "share of the budget below which λ falls")
     least: float = _setting(1e-9, "a smaller λ becomes 0, and a re-enabled one begins with it")
     most: float = _setting(1.0, "largest λ")
-    hold: float = _setting(0.0, "share of the run, its beginning, in which scores stay as drawn: nearly all are retained")
+    hold: float = _setting(0.0, "share of the run at first in which scores stay as drawn: nearly all are retained")
     ema: float | None = _setting(None, "weight a of the moving average; none: 2 / (1 + interval / 2)")
     variant: str = _setting("code", "code or paper: whose rules where they differ")
 
