@@ -45,10 +45,6 @@ class SelectPages(Method):
 
     # What a subclass says
 
-    def summarise(self, cache: SlotCache, first: int, last: int) -> None:
-        """Write the summaries of the pages ``first .. last - 1``, of rows that all have them."""
-        raise NotImplementedError
-
     def summarise_newest(self, cache: SlotCache) -> None:
         """Bring the summaries of the pages that hold the rows' newest keys up to date."""
         raise NotImplementedError
@@ -83,11 +79,6 @@ class SelectPages(Method):
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
         """A decoded token reads pages, those of a prompt read everything."""
         return not self.dense
-
-    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
-        if not self.dense:
-            length, read = cache.lengths[0], cache.rows["observed"][0]
-            self.summarise(cache, (length - read) // self.page_size, length // self.page_size)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.dense:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,14 +11,11 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import note_queries
+from foveate.methods._low_rank import LowRankPages
 from foveate.methods._paged import SelectPages
 from foveate.methods.base import setting
 from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
-
-_OBSERVED = 16
-"""Last queries of a prompt by which the channels of keys are weighted."""
 
 
 @dataclass(frozen=True)
@@ -61,69 +59,38 @@ class Pages(SelectPages):
         self._check_count("window", 1)
         self._check_choice("pool", "kv_head", "layer")
 
-    # State
-
-    def form(self, geometry: Geometry) -> ops.PageRecord:
-        """How a page's summary is stored."""
-        return ops.PageRecord(geometry.head_dim, self.page_size, self.rank)
+    @functools.cached_property
+    def summaries(self) -> LowRankPages:
+        """What is kept of pages."""
+        return LowRankPages(self.page_size, self.rank, self.weighted)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        if self.dense:
-            return {}
-        width, heads = geometry.head_dim, geometry.num_kv_heads
-        record = Channel((self.form(geometry).bytes,), per=self.page_size, dtype=torch.uint8, recomputed=True)
-        if not self.weighted:
-            return {"records": record}
-        return {
-            "records": record,
-            "queries": Channel((geometry.num_heads, _OBSERVED, width), per=0, dtype=None),
-            "channel_weights": Channel((heads, width), per=0, recomputed=True, fill=1.0),  # of a row without a prompt
-        }
+        return {} if self.dense else self.summaries.channels(geometry)
 
     @property
     def observation(self) -> Hashable | None:
-        return ("queries", _OBSERVED) if self.weighted and not self.dense else None
+        return None if self.dense else self.summaries.observation
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        if self.observation is not None:
-            note_queries(cache, q, _OBSERVED)
+        if not self.dense:
+            self.summaries.observe(cache, q)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
-        observed = min(_OBSERVED, cache.rows["observed"][0])
-        if self.observation is None or not observed:
-            super().prompt_end(cache, scaling)
-            return
-        queries = cache.channel("queries")[:, :, _OBSERVED - observed :]
-        cache.channel("channel_weights").copy_(ops.channel_weights(queries, cache.geometry.num_kv_heads))
-        self.summarise(cache, 0, cache.lengths[0] // self.page_size)  # those of earlier prompts had other weights
-
-    def _weights(self, cache: SlotCache) -> Tensor | None:
-        return cache.channel("channel_weights") if self.weighted else None
-
-    def summarise(self, cache: SlotCache, first: int, last: int) -> None:
-        if first < last:
-            keys = cache.keys[:, :, first * self.page_size : last * self.page_size]
-            records = ops.compress_pages(keys, self.form(cache.geometry), self._weights(cache))
-            cache.channel("records")[:, :, first:last] = records
+        if not self.dense:
+            self.summaries.prompt_end(cache)
 
     def summarise_newest(self, cache: SlotCache) -> None:
-        lengths, form = cache.row_tensor("lengths"), self.form(cache.geometry)
-        ops.compress_newest(cache.keys, cache.channel("records"), lengths, form, self._weights(cache))
+        self.summaries.write_newest(cache)
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         """A page has one record; the page that is being filled counts like the others."""
-        of_page = self.page_size * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
-        return 0.0 if self.dense else self.form(geometry).bytes / of_page
+        return 0.0 if self.dense else self.summaries.share(geometry, dtype)
 
     # Choice
 
     @property
     def estimates_mass(self) -> bool:  # type: ignore[override]
         return not self.dense
-
-    def full_pages(self, length: Number) -> Number:
-        """Pages of a row that have summaries."""
-        return length // self.page_size
 
     def first_newest(self, length: Number) -> Number:
         """The first of the newest pages, which are always read."""
@@ -139,7 +106,7 @@ class Pages(SelectPages):
         return self.pages(self.sinks) + (self.window + self.page_size - 2) // self.page_size + 1
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        heads, mass = cache.geometry.num_kv_heads, self._mass(cache, q, scaling)
+        heads, mass = cache.geometry.num_kv_heads, self.summaries.mass(cache, q, scaling).mean(2)
         if self.pool == "layer":
             mass = mass.mean(1, keepdim=True)
         fixed, free = self._fixed(cache, mass.shape[-1])
@@ -172,14 +139,3 @@ class Pages(SelectPages):
             return super().decode_dense(cache, q, scaling)
         cache.count("mass_read", 1.0)
         return super().decode_dense(cache, q, scaling)
-
-    def _mass(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Share of the attention to full pages that each of them holds, the mean over the group: fp32 ``[B, Hkv, P]``.
-
-        0 for a page that is not full; NaN in a row that has no full page. Learned sinks take no share.
-        """
-        heads = cache.geometry.num_kv_heads
-        records = cache.channel("records")[:, :, : cache.most(self.pages)]
-        how = {"weights": self._weights(cache), "lengths": cache.each_row(self.full_pages), "softcap": cache.softcap}
-        lse = ops.page_lse(ops.fold_group(q, heads), records, self.form(cache.geometry), scaling, **how)
-        return lse.softmax(-1).mean(2)

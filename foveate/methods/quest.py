@@ -43,7 +43,13 @@ class Quest(SelectPages):
         corner = Channel((geometry.head_dim,), per=self.page_size, dtype=None, recomputed=True)
         return {} if self.dense else {"low": corner, "high": corner}
 
-    def summarise(self, cache: SlotCache, first: int, last: int) -> None:
+    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
+        if not self.dense:
+            length, read = cache.lengths[0], cache.rows["observed"][0]
+            self._bound(cache, (length - read) // self.page_size, length // self.page_size)
+
+    def _bound(self, cache: SlotCache, first: int, last: int) -> None:
+        """Write the boxes of the pages ``first .. last - 1``, of rows that all have them."""
         if first < last:
             keys = cache.keys[:, :, first * self.page_size : last * self.page_size].unflatten(2, (last - first, -1))
             cache.channel("low")[:, :, first:last] = keys.amin(3)

@@ -144,7 +144,7 @@ def test_rows_of_several_lengths_count_what_they_read(pool):
     cache = SlotCache(geometry, 4, torch.float32, torch.device("cpu"), method.channels(geometry))
     generator = torch.Generator().manual_seed(0)
     cache.append(*(torch.randn(4, KV_HEADS, 54, dim, generator=generator) for dim in (DIM, 2 * DIM)))
-    method.summarise(cache, 0, 54 // 4)
+    method.summaries.write(cache, 0, 54 // 4)
     for name in ("lengths", "counts", "live"):
         cache.rows[name] = list(lengths)
     cache.tensors["keys"][2, :, 3:] = float("nan")
