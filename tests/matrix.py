@@ -126,6 +126,8 @@ VARIANTS = [
                 "top_k": 2,
             },
             "bound": {"score": "bound", "bias": "log", "top_k": 1},
+            "lowrank": {"score": "lowrank", "top_k": 2, "prior": 0.0},
+            "lowrank_levels": {"score": "lowrank", "page_size": [4, 8], "top_k": 2, "expand": 2, "bias": "spread"},
             "two_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2},
             "two_levels_preserve": {"page_size": [4, 12], "top_k": 2, "expand": 1, "mass": "preserve"},
             "three_levels": {"page_size": [3, 6, 12], "top_k": 1, "expand": 1, "compressor": "attention"},
@@ -438,22 +440,22 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     assert counters.decode_steps == counters.decode_rows == 1
     # Of the coarsest summaries all are looked at, below only the children of refined ones and those at the end that
     # stand under none; of those looked at, the ones that do not change the output were refined.
-    looked_at, refined = 0.0, 0.0
+    summarised, refined, about = 0.0, 0.0, (driver.store.geometry, driver.store.dtype)
     for level in reversed(range(len(summaries))):
         exist = nodes(driver, level)
         if level + 1 < len(summaries):
             branch = driver.layer.method.pages.branch(level + 1)
             exist = refined * branch + exist - nodes(driver, level + 1) * branch
         changing = summaries[level].sum(1).float().mean().item()
-        looked_at, refined = looked_at + exist, exist - changing
+        summarised, refined = summarised + exist * method.reads_of(level, *about), exist - changing
     if method.name == "pages":  # which has no summaries in the place of values: pages of which some key is read
         slots = torch.cat([raw, own[:, None]], 1)
         size = method.page_size
         paged = torch.nn.functional.pad(slots, (0, -slots.shape[1] % size)).unflatten(1, (-1, size)).any(-1)
         refined = paged.sum(1).float().mean().item()
     assert float(counters.pages_refined) == pytest.approx(refined)
-    read = raw.sum(1).add(own).float().mean().item() + looked_at * getattr(method, "reads_per_summary", 0)
-    declared = method.scored(driver.store.rows["live"][0] + 1, driver.store.geometry, driver.store.dtype)
+    read = raw.sum(1).add(own).float().mean().item() + summarised
+    declared = method.scored(driver.store.rows["live"][0] + 1, *about)
     assert float(counters.keys_read) == pytest.approx(read + declared)
     assert counters.keys_available == len(tokens)
 
