@@ -79,6 +79,7 @@ VARIANTS = [
             "share": {"top_k": 0.25, "min_k": 9, "page_size": 3, "sinks": 0, "rank": 1},
             "layer": {"pool": "layer", "window": 7, "page_size": 5, "top_k": 30},
             "unweighted": {"weighted": False, "sinks": 6, "window": 1},
+            "bound": {"score": "bound", "top_k": 20},
         }.items()
     ),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.methods._boxes import PageBoxes
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._paged import SelectPages
 from foveate.methods.base import setting
@@ -26,7 +27,7 @@ class Pages(SelectPages):
     3.5 % of a page of 16 keys with their values (head dim 128, bf16). It is made when the page is full. A page's score
     is its share of the attention to all full pages, by the log-sum-exp of the logits that its summary gives its keys,
     averaged over the heads that choose together. Sinks and the newest tokens are always read, in whole pages, and count
-    towards ``top_k``. The prefill is dense.
+    towards ``top_k``. The prefill is dense. With ``score=bound`` the same is done by Quest's boxes, which are larger.
 
     Published methods of this kind differ: LOCKS (locks-kv) stores summaries of 5 to 16 % of the KV, and its later
     versions estimate a page's mass from its mean and the variance along a few directions, without the keys' own
@@ -38,6 +39,9 @@ class Pages(SelectPages):
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "window": 3, "sinks": 2}
 
+    score: str = setting(
+        "lowrank", "mass of a page: by a low-rank summary of its keys (lowrank), or as if all had Quest's bound (bound)"
+    )
     rank: int = setting(2, "directions of a page's summary, 1 to 4")
     weighted: bool = setting(
         True, "weigh the channels of keys, before they are rounded, by the last queries of the prompt"
@@ -49,19 +53,25 @@ class Pages(SelectPages):
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_choice("score", "lowrank", "bound")
         record = ops.PageRecord
-        self._check("page_size", 2 <= self.page_size <= record.largest_page, f"2 to {record.largest_page}")
+        fits = self.score != "lowrank" or 2 <= self.page_size <= record.largest_page
+        self._check("page_size", fits, f"2 to {record.largest_page} with score=lowrank")
         self._check_count("rank", 1)
         largest = min(record.largest_rank, self.page_size)
-        self._check("rank", self.rank <= largest, f"at most {largest} with pages of {self.page_size}")
+        self._check(
+            "rank", self.score != "lowrank" or self.rank <= largest, f"at most {largest} with pages of {self.page_size}"
+        )
         self._check("weighted", isinstance(self.weighted, bool), "true or false")
         self._check_count("sinks")
         self._check_count("window", 1)
         self._check_choice("pool", "kv_head", "layer")
 
     @functools.cached_property
-    def summaries(self) -> LowRankPages:
+    def summaries(self) -> LowRankPages | PageBoxes:
         """What is kept of pages."""
+        if self.score == "bound":
+            return PageBoxes(self.page_size)
         return LowRankPages(self.page_size, self.rank, self.weighted)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
@@ -83,7 +93,7 @@ class Pages(SelectPages):
         self.summaries.write_newest(cache)
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        """A page has one record; the page that is being filled counts like the others."""
+        """A page has one summary; the page that is being filled counts like the others."""
         return 0.0 if self.dense else self.summaries.share(geometry, dtype)
 
     # Choice

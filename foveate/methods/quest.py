@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from foveate import ops
+from foveate.methods._boxes import PageBoxes
 from foveate.methods._paged import SelectPages
 from foveate.methods.base import setting
 from foveate.methods.budgets import Number
@@ -39,34 +40,30 @@ class Quest(SelectPages):
         self._check_count("min_pages", 1)
         self._check_choice("pool", "head", "kv_head")
 
+    @functools.cached_property
+    def boxes(self) -> PageBoxes:
+        """What is kept of pages."""
+        return PageBoxes(self.page_size)
+
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        corner = Channel((geometry.head_dim,), per=self.page_size, dtype=None, recomputed=True)
-        return {} if self.dense else {"low": corner, "high": corner}
+        return {} if self.dense else self.boxes.channels(geometry)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
         if not self.dense:
-            length, read = cache.lengths[0], cache.rows["observed"][0]
-            self._bound(cache, (length - read) // self.page_size, length // self.page_size)
-
-    def _bound(self, cache: SlotCache, first: int, last: int) -> None:
-        """Write the boxes of the pages ``first .. last - 1``, of rows that all have them."""
-        if first < last:
-            keys = cache.keys[:, :, first * self.page_size : last * self.page_size].unflatten(2, (last - first, -1))
-            cache.channel("low")[:, :, first:last] = keys.amin(3)
-            cache.channel("high")[:, :, first:last] = keys.amax(3)
+            self.boxes.prompt_end(cache)
 
     def summarise_newest(self, cache: SlotCache) -> None:
-        corners = cache.channel("low"), cache.channel("high")
-        ops.bound_newest(cache.keys, *corners, cache.row_tensor("lengths"), self.page_size)
+        self.boxes.write_newest(cache)
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        pages = self._best(cache, self._bounds(cache, q, scaling))
+        bounds = self.boxes.bounds(cache, q, scaling, self.pool)
+        pages = self._best(cache, bounds.flatten(1, 2) if self.pool == "head" else bounds)
         cache.count_read(self._keys_of(cache, pages))
         return pages
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         """A page has two corners, each of a key's size."""
-        return 0.0 if self.dense else 2 / self.page_size * geometry.key_share
+        return 0.0 if self.dense else self.boxes.share(geometry, dtype)
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Full pages count by their corners, the page that is being filled by the keys around which its box is made."""
@@ -79,14 +76,3 @@ class Quest(SelectPages):
 
     def most_of_least(self) -> int:
         return self.min_pages
-
-    def _bounds(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Largest logits in each page, fp32 ``[B, H, P]``, H the heads that choose; -inf where a row has no page.
-
-        They are not capped where a model caps its logits: the order of pages is the same.
-        """
-        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages)
-        low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
-        how = {"lengths": cache.each_row(self.pages), "pool": self.pool}
-        bounds = ops.largest_logit(rows, low, high, scaling, **how)
-        return bounds.flatten(1, 2) if self.pool == "head" else bounds

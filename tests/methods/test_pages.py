@@ -53,6 +53,12 @@ def masses(driver, method, position):
     weights, form = weights_of(driver, method.weighted), ops.PageRecord(DIM, size, method.rank)
     for own in range(KV_HEADS):
         pages = (driver.k[:1, own : own + 1, page * size : (page + 1) * size] for page in range(length // size))
+        if method.score == "bound":  # of every query: the corner of the page's box that suits it best
+            boxes = [(page[0, 0].amin(0).double(), page[0, 0].amax(0).double()) for page in pages]
+            for q in driver.q[0, own * GROUP : (own + 1) * GROUP, position].double():
+                logs = [driver.capped(torch.maximum(q * low, q * high).sum() * SCALING) for low, high in boxes]
+                found.append(torch.stack(logs).softmax(0))
+            continue
         held = [factors(ops.compress_pages(page * weights[own], form), form).keys()[0, 0, 0].double() for page in pages]
         for q in driver.q[0, own * GROUP : (own + 1) * GROUP, position].double() / weights[own].double():
             logs = [driver.capped(keys @ q * SCALING).logsumexp(0) for keys in held]
@@ -69,6 +75,8 @@ SETTINGS = {
     "many_sinks": {"sinks": 9, "top_k": 20, "window": 7},
     "larger_pages": {"page_size": 7, "top_k": 24},
     "little": {"top_k": 1},
+    "bound": {"score": "bound"},
+    "bound_layer": {"score": "bound", "pool": "layer", "page_size": 3},
 }
 
 
@@ -103,6 +111,7 @@ def test_the_heads_of_a_group_read_the_pages_that_hold_most_of_their_estimated_a
     assert float(counters.mass_read) == pytest.approx(float(shares), rel=1e-5)
     assert float(counters.pages_refined) == choices
     record = ops.PageRecord(DIM, size, method.rank).bytes / (size * 2 * DIM * 4)
+    record = 1 / size if method.score == "bound" else record
     scored = sum(range(PROMPT + 1, TOTAL + 1)) * record
     assert float(counters.keys_read) == pytest.approx(reads + scored, rel=1e-12)
 
@@ -189,14 +198,15 @@ def test_first_layers_are_dense_if_asked_for_and_keep_no_summaries():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"page_size": 1}, "page_size must be 2 to 64, not 1"),
-        ({"page_size": 65}, "page_size must be 2 to 64, not 65"),
+        ({"page_size": 1}, "page_size must be 2 to 64 with score=lowrank, not 1"),
+        ({"page_size": 65}, "page_size must be 2 to 64 with score=lowrank, not 65"),
         ({"rank": 0}, "rank must be an integer of at least 1"),
         ({"rank": 5}, "rank must be at most 4 with pages of 16"),
         ({"rank": 3, "page_size": 2}, "rank must be at most 2 with pages of 2"),
         ({"window": 0}, "window must be an integer of at least 1"),
         ({"sinks": -1}, "sinks must be an integer of at least 0"),
         ({"weighted": 1}, "weighted must be true or false"),
+        ({"score": "mean"}, "score must be one of lowrank, bound"),
         ({"pool": "head"}, "pool must be one of kv_head, layer"),
     ],
 )
