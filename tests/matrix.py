@@ -62,6 +62,8 @@ VARIANTS = [
             "exact_anchors": {"anchors": [1]},
             "fp8": {"anchors": [1], "score_keys": "fp8", "pooling": "sqrt"},
             "fp8_decode_only": {"anchors": [1], "score_keys": "fp8", "decode_only": True, "top_k": 0.2, "min_k": 6},
+            "pages": {"anchors": [1], "score_keys": "pages", "pooling": "sqrt"},
+            "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
             "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3, "exact_anchors": False},
             "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
             "score_queries": {"anchors": [1], "score_queries": 0.5, "exact_anchors": False},
@@ -71,6 +73,15 @@ VARIANTS = [
         }.items()
     ),
     ("quest/kv_head", methods.make("quest", top_k=0.2, min_k=4, page_size=4, pool="kv_head").for_layer(2, 3)),
+    *(
+        (f"pages/{name}", methods.make("pages", **({"page_size": 4, "top_k": 16, "window": 3} | settings)))
+        for name, settings in {
+            "share": {"top_k": 0.25, "min_k": 9, "page_size": 3, "sinks": 0, "rank": 1},
+            "layer": {"pool": "layer", "window": 7, "page_size": 5, "top_k": 30},
+            "unweighted": {"weighted": False, "sinks": 6, "window": 1},
+            "bound": {"score": "bound", "top_k": 20},
+        }.items()
+    ),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
     ("lined_as_published/layer", methods.make("lined_as_published", top_k=0.15, window=8, pool="layer")),
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
@@ -116,6 +127,8 @@ VARIANTS = [
                 "top_k": 2,
             },
             "bound": {"score": "bound", "bias": "log", "top_k": 1},
+            "lowrank": {"score": "lowrank", "top_k": 2, "prior": 0.0},
+            "lowrank_levels": {"score": "lowrank", "page_size": [4, 8], "top_k": 2, "expand": 2, "bias": "spread"},
             "two_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2},
             "two_levels_preserve": {"page_size": [4, 12], "top_k": 2, "expand": 1, "mass": "preserve"},
             "three_levels": {"page_size": [3, 6, 12], "top_k": 1, "expand": 1, "compressor": "attention"},
@@ -263,8 +276,8 @@ def test_context_shorter_than_the_budget_is_dense(method):
 def test_capped_logits_are_those_of_other_keys(method):
     """Where all queries and all keys lie along one axis, keys can be moved to where their logits are capped."""
     means = method.name.startswith("luka") or getattr(method, "rest", "none") != "none"
-    if means or getattr(method, "score_keys", "exact") != "exact":
-        return  # the mean of moved keys, or a copy of them in few bits, is another
+    if means or method.name == "pages" or getattr(method, "score_keys", "exact") != "exact":
+        return  # the mean of moved keys, or what stands for them in few bits, is another
     if getattr(method, "artefact", None) is not None and method.name == "lte":
         return  # learned scores read the keys themselves, not their logits
     softcap, tokens = 0.7, Tokens.random(2, PROMPT + DECODED)
@@ -329,15 +342,19 @@ def changes(driver, token, name, places, value):
 
     Args:
         places: int64 ``[n, 2]``, KV heads and entries; or ``[n, 3]``, with a number of the entry.
-        value: what is written there, or the nearest that the dtype has.
+        value: what is written there, or the nearest that the dtype has; in bytes, a number of its sign and about as
+            large, whether they are read as fp32, as int8 or by halves.
     """
     found = []
     for some in places.split(1024):
         probe = copy.deepcopy(driver)
         probe.layer.batch_repeat_interleave(len(some) + 1)  # a row for each place, and one that stays as it is
         tensor = probe.store.tensors[name]
-        most = torch.finfo(tensor.dtype).max
-        written = torch.tensor(value).clamp(-most, most).to(tensor.dtype)
+        if tensor.dtype == torch.uint8:
+            written = torch.tensor(0x4B if value > 0 else 0xCB, dtype=torch.uint8)
+        else:
+            most = torch.finfo(tensor.dtype).max
+            written = torch.tensor(value).clamp(-most, most).to(tensor.dtype)
         if tensor.dtype == ops.FP8:  # torch writes bytes to places, but no fp8
             tensor, written = tensor.view(torch.uint8), written.view(torch.uint8)
         tensor[(torch.arange(len(some)), *some.T)] = written
@@ -357,14 +374,16 @@ def looked_at(driver, token, keys):
     for name in vectors(store):
         per, tensor = store._slot_specs()[name].per, store.tensors[name]
         entries = torch.nn.functional.pad(keys, (0, -keys.shape[1] % per)).unflatten(1, (-1, per)).any(-1)
-        places = entries[..., None].expand(-1, -1, tensor.shape[-1]).nonzero()
+        numbers_of, whole = tensor.shape[-1], tensor.dtype == torch.uint8  # packed numbers are tried together
+        places = entries.nonzero() if whole else entries[..., None].expand(-1, -1, numbers_of).nonzero()
         changed = torch.zeros(len(places), dtype=torch.bool)
         for value in (1e4, -1e4):
             rest = (~changed).nonzero()[:, 0]
             if len(rest):
                 changed[rest] = changes(driver, token, name, places[rest], value).any(1)
         numbers = torch.zeros(entries.shape, dtype=torch.float64)
-        numbers.index_put_((places[:, 0], places[:, 1]), changed.double(), accumulate=True)
+        found_of = changed.double() * (numbers_of if whole else 1)
+        numbers.index_put_((places[:, 0], places[:, 1]), found_of, accumulate=True)
         share = tensor.dtype.itemsize / per / (store.counters.bytes_per_key / KV_HEADS)
         found += share * numbers.repeat_interleave(per, 1)[:, : keys.shape[1]]
     return found * keys
@@ -422,17 +441,22 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     assert counters.decode_steps == counters.decode_rows == 1
     # Of the coarsest summaries all are looked at, below only the children of refined ones and those at the end that
     # stand under none; of those looked at, the ones that do not change the output were refined.
-    looked_at, refined = 0.0, 0.0
+    summarised, refined, about = 0.0, 0.0, (driver.store.geometry, driver.store.dtype)
     for level in reversed(range(len(summaries))):
         exist = nodes(driver, level)
         if level + 1 < len(summaries):
             branch = driver.layer.method.pages.branch(level + 1)
             exist = refined * branch + exist - nodes(driver, level + 1) * branch
         changing = summaries[level].sum(1).float().mean().item()
-        looked_at, refined = looked_at + exist, exist - changing
+        summarised, refined = summarised + exist * method.reads_of(level, *about), exist - changing
+    if method.name == "pages":  # which has no summaries in the place of values: pages of which some key is read
+        slots = torch.cat([raw, own[:, None]], 1)
+        size = method.page_size
+        paged = torch.nn.functional.pad(slots, (0, -slots.shape[1] % size)).unflatten(1, (-1, size)).any(-1)
+        refined = paged.sum(1).float().mean().item()
     assert float(counters.pages_refined) == pytest.approx(refined)
-    read = raw.sum(1).add(own).float().mean().item() + looked_at * getattr(method, "reads_per_summary", 0)
-    declared = method.scored(driver.store.rows["live"][0] + 1, driver.store.geometry, driver.store.dtype)
+    read = raw.sum(1).add(own).float().mean().item() + summarised
+    declared = method.scored(driver.store.rows["live"][0] + 1, *about)
     assert float(counters.keys_read) == pytest.approx(read + declared)
     assert counters.keys_available == len(tokens)
 
@@ -441,6 +465,8 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     for name in ("values",) if declared else ("keys", "values"):
         poisoned.store.tensors[name][0, :, : driver.store.used][unread] = float("nan")
     close(poisoned.feed(tokens[-1:]), base, 1e-6)
+    if getattr(method, "score_keys", "exact") == "pages":
+        return  # which keys are scored depends on the query: tests/methods/test_anchored.py
     if declared or vectors(driver.store) != ["keys"]:
         assert scored(driver, tokens[-1:]).sum(1).mean().item() == pytest.approx(declared)
 
@@ -464,6 +490,7 @@ PROMISED = {
     "h2o": lambda method, prompt, length: range(length - method.window, length),
     "uniform": lambda method, prompt, length: range(length - method.window, length),
     "lte": lambda method, prompt, length: {*range(method.sinks), *range(length - method.window, length)},
+    "pages": lambda method, prompt, length: {*range(method.sinks), *range(length + 1 - method.window, length)},
     "snapkv": lambda method, prompt, length: range(prompt - method.window, length),
     "streaming": seen_by_streaming,
     "lined_as_published": lambda method, prompt, length: range(length + 1 - method.window, length),
@@ -516,7 +543,9 @@ def test_small_budget_reads_less_than_dense(method):
     else:
         assert float(counters.keys_read) < 0.8 * available
         assert (counters.tokens_evicted > 0) == method.evicts
-        assert (float(counters.pages_refined) > 0) == (method.name.startswith("luka") and method.top_k != 0)
+        looks = method.name == "pages" or (method.name.startswith("luka") and method.top_k != 0)
+        assert (float(counters.pages_refined) > 0) == looks
+        assert (float(counters.mass_read) > 0) == method.estimates_mass
 
 
 @each_variant
@@ -558,7 +587,7 @@ def feed_pieces(driver, pieces):
 LENGTHS = (PROMPT, PROMPT - 17, 23, 3)
 COUNTED = (
     *("decode_rows", "keys_read", "keys_available", "prompt_tokens", "tokens_evicted", "pages_refined"),
-    *("indices_reused", "selections_capped"),
+    *("mass_read", "indices_reused", "selections_capped"),
 )
 """What is counted of each row: of a batch the sum."""
 

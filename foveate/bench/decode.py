@@ -215,7 +215,7 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
             more = {}
         graphs.append(timed.graph)
         layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": read, **more}
-        if getattr(kind.policy, "scores_a_copy", False):
+        if getattr(kind.policy, "scores_approximately", False):
             recall = _recall(plan, kind.policy, layer.cache, queries[:, :, -1:])
     ms, read = (sum(one["layers"] * one[what] for one in layers.values()) / plan.layers for what in ("ms", "bytes"))
     return _Found(ms, read, all(graphs), layers, recall)

@@ -86,6 +86,8 @@ class Method(Settings):
     """Whether the state after a prompt depends on where the prompt ended."""
     whole_prompt: ClassVar[bool] = False
     """Whether the prompt must come in one piece, and only one prompt."""
+    estimates_mass: ClassVar[bool] = False
+    """Whether a decode step counts ``mass_read``, see :class:`~foveate.state.Counters`."""
     can_decode_dense: ClassVar[bool] = False
     """Whether a decode step may read everything instead, see :meth:`decode_dense`."""
     sparse_from_tokens: ClassVar[int] = 16384

@@ -23,7 +23,7 @@ def budget(value: int | float, length: Number, least: int = 0) -> int | Number:
     return max(math.floor(value * length + 1e-9), least)
 
 
-def clamp(number: int | Number, low: int, high: Number) -> Number:
+def clamp(number: int | Number, low: int | Number, high: Number) -> Number:
     """At least ``low`` and, above all, at most ``high``; of ints, or of each in an int64 tensor."""
     if isinstance(number, Tensor):
         number = number.clamp_min(low)

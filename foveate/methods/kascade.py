@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,10 +15,16 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import load
 from foveate.methods._anchored import Place, layer_numbers, nearest
+from foveate.methods._low_rank import LowRankPages
 from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import Method, setting
+from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
+PAGE_SIZE = 16
+"""Tokens of a page under score_keys=pages."""
+ONE_PAGE_IN = 3
+"""Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
 AUTO = "auto"
 """The calibration of a method that finds its anchors from the first long prompt."""
 _ANCHORS = 5
@@ -37,6 +43,10 @@ class Kascade(TopKByMass):
     compute the mass from it, which is approximate: of keys of about the same mass others may be chosen. The keys that
     are read are the exact ones, and those of prompts and of layer 0 are scored exactly. The copy's range is that of all
     keys at a prompt's end; each prompt renews it, and the tokens decoded behind it keep to it.
+
+    With ``score_keys=pages`` anchors keep low-rank summaries of pages of 16 keys and choose in two steps, which is
+    approximate as well: the third of the pages that hold most of the attention by their summaries, the newest page
+    among them, and then keys by their exact attention within these pages.
     """
 
     name: ClassVar[str] = "kascade"
@@ -59,7 +69,8 @@ class Kascade(TopKByMass):
     )
     score_keys: str = setting(
         "exact",
-        "what anchors score for a decoded token: the keys (exact), or a copy of them in eight bits (fp8: approximate)",
+        "what anchors score for a decoded token: the keys (exact); or, approximate, a copy of them in eight bits "
+        "(fp8), or summaries of pages and then the keys of the best third (pages)",
         later=True,
     )
 
@@ -68,7 +79,7 @@ class Kascade(TopKByMass):
         self._check("exact_anchors", isinstance(self.exact_anchors, bool), "true or false")
         if self.decode_only:  # all layers read all keys of a prompt
             object.__setattr__(self, "exact_anchors", True)
-        self._check_choice("score_keys", "exact", "fp8")
+        self._check_choice("score_keys", "exact", "fp8", "pages")
         if self.score_keys != "exact":
             rule = "exact with pre_softmax pooling, which scores by mean queries"
             self._check("score_keys", self.pooling != "pre_softmax", rule)
@@ -173,14 +184,26 @@ class Kascade(TopKByMass):
         heads = (self.heads or {}).get(str(layer)) if self.remap and anchor != layer else None
         return Place(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
-    # A copy of the keys
+    # Approximate scores
 
     @property
     def scores_a_copy(self) -> bool:
         """Whether this layer keeps a copy of its keys in fp8, by which it chooses."""
         return self.score_keys == "fp8" and self.place.chooses and not self.place.dense
 
+    @property
+    def scores_pages(self) -> bool:
+        """Whether this layer keeps summaries of pages, by which it chooses whose keys it scores."""
+        return self.score_keys == "pages" and self.place.chooses and not self.place.dense
+
+    @property
+    def scores_approximately(self) -> bool:
+        """Whether this layer may choose other keys than exact scores would."""
+        return self.scores_a_copy or self.scores_pages
+
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        if self.scores_pages:
+            return _PAGES.channels(geometry)
         if not self.scores_a_copy:
             return {}
         by_channel = {"shape": (geometry.num_kv_heads, geometry.head_dim), "per": 0, "recomputed": True}
@@ -190,7 +213,17 @@ class Kascade(TopKByMass):
             "key_scales": Channel(**by_channel, fill=1.0),  # of a row without a prompt, too
         }
 
+    @property
+    def observation(self) -> Hashable | None:
+        return _PAGES.observation if self.scores_pages else None
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        if self.scores_pages:
+            _PAGES.observe(cache, q)
+
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
+        if self.scores_pages:
+            _PAGES.prompt_end(cache)
         if self.scores_a_copy and cache.used:
             kept = ops.fp8_range(cache.keys)
             for name, found in zip(("key_centres", "key_scales"), kept):
@@ -198,8 +231,38 @@ class Kascade(TopKByMass):
             ops.write_fp8(cache.channel("fp8_keys"), cache.keys, *kept)
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        if self.scores_pages:
+            _PAGES.write_newest(cache)
         self._scored_keys(cache)
         return super().decode_dense(cache, q, scaling)
+
+    def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        return self._select_in_pages(cache, q, scaling) if self.scores_pages else super().select(cache, q, scaling)
+
+    def _select_in_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Keys by their share of the attention to the best pages; pages by their share of that to full pages."""
+        _PAGES.write_newest(cache)
+        slots = ops.page_slots(self._best_pages(cache, q, scaling), PAGE_SIZE).flatten(2)
+        slots = slots.masked_fill(slots >= cache.row_tensor("lengths")[:, None, None], -1)
+        how = {"pooling": self.pooling, "pool": self.pool, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        keys = ops.gather_slots(cache.keys, slots)
+        places = self._chosen(cache, ops.pooled_mass(q, keys, scaling=scaling, mask=slots >= 0, **how)).long()
+        return slots.gather(2, places.clamp_min(0)).masked_fill(places < 0, -1)
+
+    def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """The pages whose keys are scored, ``[B, Hkv, P]``, -1 for none; the newest page is one of them."""
+        mass = _PAGES.mass(cache, q, scaling)
+        mass = (mass.sqrt() if self.pooling == "sqrt" else mass).mean(2)
+        mass = mass.mean(1, keepdim=True) if self.pool == "layer" else mass
+        page, number = torch.arange(mass.shape[2], device=mass.device), cache.each_row(_PAGES.pages)[:, None, None]
+        scores = mass.masked_fill(page == number - 1, float("inf")).masked_fill(page >= number, float("-inf"))
+        counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
+        return ops.topk_rows(scores, counts, most, dtype=torch.int32).expand(-1, cache.geometry.num_kv_heads, -1)
+
+    def scored_pages(self, length: Number) -> Number:
+        """Pages of a row of this length whose keys are scored: enough for those that are read."""
+        pages, least = _PAGES.pages(length), (self.count(length) + PAGE_SIZE - 2) // PAGE_SIZE + 1
+        return clamp(-(-pages // ONE_PAGE_IN), least, pages)
 
     def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
         if not self.scores_a_copy:
@@ -211,7 +274,20 @@ class Kascade(TopKByMass):
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         share = super().scored_share(geometry, dtype)
+        if self.scores_pages:
+            return _PAGES.share(geometry, dtype)
         return share * ops.FP8.itemsize / dtype.itemsize if self.scores_a_copy else share
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        """Under score_keys=pages the summaries of all pages, and the keys of some, of which the newest may be open."""
+        scored = super().scored(tokens, geometry, dtype)
+        if not self.scores_pages:
+            return scored
+        missing = PAGE_SIZE * _PAGES.pages(tokens) - tokens
+        return scored + geometry.key_share * (PAGE_SIZE * self.scored_pages(tokens) - missing)
+
+
+_PAGES = LowRankPages(PAGE_SIZE)
 
 
 @dataclass(frozen=True)

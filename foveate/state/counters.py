@@ -22,6 +22,8 @@ class Counters:
     prompt_tokens: int = 0
     tokens_evicted: int | Tensor = 0
     pages_refined: float | Tensor = 0.0
+    mass_read: float | Tensor = 0.0
+    """Share of the attention that the keys read hold by a method's own estimate, 0 to 1, summed over steps and rows."""
     indices_reused: int = 0
     dense_steps: int = 0
     selections_capped: int | Tensor = 0
@@ -59,9 +61,9 @@ class Counters:
         """Keep what a device counts in tensors there, which stay the same from now on, and return them."""
         kept = []
         with torch.inference_mode(False):
-            for name in ("keys_read", "pages_refined", "tokens_evicted", "selections_capped"):
+            for name in ("keys_read", "pages_refined", "mass_read", "tokens_evicted", "selections_capped"):
                 value = getattr(self, name)
-                dtype = torch.float64 if name in ("keys_read", "pages_refined") else torch.int64
+                dtype = torch.float64 if name in ("keys_read", "pages_refined", "mass_read") else torch.int64
                 if not isinstance(value, Tensor):
                     value = torch.full((), value, dtype=dtype, device=device)
                 elif value.is_inference() or value.device != device or value.dtype != dtype:

@@ -26,9 +26,12 @@ SPECS = (
     "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,pooling=sqrt",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=fp8",
+    "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages",
     "oracle_topk:top_k=40,dense_layers=0",
     "quest:top_k=64,dense_layers=0",
     "quest:top_k=64,dense_layers=0,pool=kv_head",
+    "pages:top_k=64",
+    "pages:top_k=64,pool=layer,weighted=false,rank=1",
     "h2o:top_k=64",
     "tova:top_k=64",
     "snapkv:top_k=64,window=16",
@@ -42,7 +45,9 @@ SPECS = (
 
 
 CAPPED = [
-    spec for spec in SPECS if spec.startswith(("h2o", "streaming", "quest", "luka:", "kascade")) and "fp8" not in spec
+    spec
+    for spec in SPECS
+    if spec.startswith(("h2o", "streaming", "quest", "pages", "luka:", "kascade")) and "fp8" not in spec
 ]
 
 

@@ -7,10 +7,11 @@ from matrix import Driver, Tokens
 from foveate import methods, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import decode_kernel, reference
-from foveate.ops.compress import boxes, boxes_kernel
+from foveate.ops.compress import boxes, boxes_kernel, low_rank_kernel
 from foveate.ops.retain import reference as retain
 from foveate.ops.retain import slots_kernel
 from foveate.ops.score import bounds_kernel, nodes, pooled, pooled_kernel
+from foveate.ops.score import low_rank_kernel as page_lse_kernel
 from foveate.ops.select import pages as of_pages
 from foveate.ops.select import pages_kernel, rows_kernel
 from foveate.ops.select import reference as select
@@ -468,6 +469,8 @@ def test_methods_run_on_the_kernels(monkeypatch):
         (decode_kernel, ("attend", "attend_indices", "attend_pages")),
         (bounds_kernel, ("largest_logit",)),
         (boxes_kernel, ("bound_newest",)),
+        (low_rank_kernel, ("compress_pages", "compress_newest")),
+        (page_lse_kernel, ("page_lse",)),
         (pages_kernel, ("keys_of_pages",)),
         (pooled_kernel, ("pooled_mass",)),
         (rows_kernel, ("topk_rows",)),
@@ -480,7 +483,14 @@ def test_methods_run_on_the_kernels(monkeypatch):
     tokens = Tokens.random(2, 300)
     tokens = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
     quest = "quest:top_k=64,dense_layers=0"
-    specs = ["dense", "oracle_topk:top_k=64,dense_layers=0", quest, f"{quest},pool=kv_head", "h2o:top_k=64"]
+    specs = [
+        "dense",
+        "oracle_topk:top_k=64,dense_layers=0",
+        quest,
+        f"{quest},pool=kv_head",
+        "pages:top_k=64",
+        "h2o:top_k=64",
+    ]
     if torch.cuda.get_device_capability() >= (8, 9):
         specs.append("kascade:top_k=64,score_keys=fp8,decode_only=true")
     for spec in specs:

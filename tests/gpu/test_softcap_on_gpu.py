@@ -187,6 +187,7 @@ SPECS = [
     "snapkv:top_k=16,window=4",
     "streaming:window=20",
     "quest:top_k=32,page_size=4,min_k=0,dense_layers=0",
+    "pages:top_k=32,page_size=8,window=4",
     "kascade:anchors=[0],top_k=16,min_k=4",
     "omnikv:filters=[0],wait=0,top_k=16,min_k=4",
     "lessismore:selections=[0],top_k=16,min_k=4",

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from foveate import methods, ops
+from foveate.methods import kascade
+from foveate.ops.compress.low_rank import factors
 from foveate.runtime import Layer, Phase, handed_on, without_cache
 from foveate.state import Counters, SlotCache
 from tests.helpers import assert_close
@@ -216,6 +218,7 @@ def test_the_last_tokens_are_those_of_the_last_columns(dense_last):
         methods.make("kascade", anchors=[0, 2], tile=9, top_k=0.2, min_k=3, heads={"1": [1, 0]}),
         methods.make("kascade", anchors=[1], decode_only=True, top_k=0.2, min_k=3),
         methods.make("kascade", anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="fp8"),
+        methods.make("kascade", anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="pages"),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3, score="logit"),
         methods.make("lessismore", selections=[1], top_k=0.3, min_k=3),
@@ -380,7 +383,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"dense_last": 8, "decode_only": True}, "dense_last must be 0 with decode_only"),
         ("oracle_topk", {"window": 8, "decode_only": True}, "window must be 0 with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
-        ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, fp8, not 'int8'"),
+        ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, fp8, pages, not 'int8'"),
         (
             "kascade",
             {"score_keys": "fp8", "pooling": "pre_softmax"},
@@ -609,6 +612,111 @@ def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record
     assert found.shape == wanted.shape
     assert recall >= floor
     assert recall < 1, "scores are approximate"
+
+
+def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
+    """What ``score_keys=pages`` reads for the query at position i, by KV head; and how many keys it scores."""
+    size, third, length = kascade.PAGE_SIZE, kascade.ONE_PAGE_IN, i + 1
+    form, number, full = ops.PageRecord(DIM, size), math.ceil(length / size), length // size
+    power = 0.5 if pooling == "sqrt" else 1.0
+    mass, scored = torch.zeros(KV_HEADS, number, dtype=torch.float64), 0
+    for own, weight in enumerate(channel_weights):
+        pages = (k[None, own : own + 1, page * size : (page + 1) * size] * weight for page in range(full))
+        held = [factors(ops.compress_pages(keys, form), form).keys()[0, 0, 0].double() for keys in pages]
+        for h in range(own * GROUP, (own + 1) * GROUP):
+            logs = [(keys @ (q[h, i] / weight).double() * SCALING).logsumexp(0) for keys in held]
+            mass[own, :full] += torch.stack(logs).softmax(0) ** power
+    mass = mass.sum(0, keepdim=True).expand(KV_HEADS, -1) if pool == "layer" else mass
+    scores = torch.zeros(KV_HEADS, length, dtype=torch.float64)
+    for own in range(KV_HEADS):
+        others = best(
+            mass[own, : number - 1], min(max(math.ceil(number / third), math.ceil((count - 1) / size) + 1), number) - 1
+        )
+        slots = [slot for slot in range(length) if slot // size in others | {number - 1}]
+        scored += len(slots) / KV_HEADS
+        for h in range(own * GROUP, (own + 1) * GROUP):
+            scores[own, slots] += (logits(q, k, i)[h, slots]).softmax(0) ** power
+    scores = scores.sum(0, keepdim=True).expand(KV_HEADS, -1) if pool == "layer" else scores
+    return [best(row, count) for row in scores], scored
+
+
+@pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}], ids=str
+)
+def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k):
+    """Layer 0 by exact scores, as ever."""
+    layers, prompt, total = 3, 150, 163
+    method = methods.make("kascade", anchors=[0, 1], score_keys="pages", top_k=top_k, min_k=5, **settings)
+    method = methods.make(method, decode_only=True)
+    tokens, stack = draw(layers, 1, total), Stack(method, layers, prompt)
+    stack.feed(part(tokens, prompt))
+    q, k, _ = (x[0] for x in tokens[1])
+    weighted = ops.channel_weights(q[None, :, prompt - 16 : prompt], KV_HEADS)[0]
+    read_and_scored, different = [0.0, 0.0], 0
+    how = {"pool": "kv_head", "pooling": "post_softmax"} | settings
+    for i in range(prompt, total):
+        out, count = stack.feed(part(tokens, i, i + 1)), max(int(top_k * (i + 1)), 5) if top_k == 0.1 else top_k
+        chosen, scored = best_keys_of_best_pages(q, k, i, weighted, count, **how)
+        exact = by_mass(q, k, [i], i + 1, lambda length, count=count: count, **how)
+        different += chosen != exact
+        for layer, (own_q, own_k, own_v) in enumerate((x[0] for x in layer) for layer in tokens):
+            if layer:
+                assert_close(out[layer, 0, :, 0], read(own_q, own_k, own_v, i, chosen))
+        share = ops.PageRecord(DIM, kascade.PAGE_SIZE).bytes / (kascade.PAGE_SIZE * 2 * DIM * 4)
+        read_and_scored[0] += count
+        read_and_scored[1] += scored / 2 + share * (i + 1)
+    assert [float(layer.counters.keys_read) for layer in stack.layers[1:]] == pytest.approx(
+        [sum(read_and_scored), read_and_scored[0]]
+    )
+    assert different > 3, "keys are random, and some of the best are in other pages"
+
+
+def test_keys_of_other_pages_are_not_scored():
+    """They may hold anything; the newest page is scored, open or just filled."""
+    method = methods.make("kascade", anchors=[1], score_keys="pages", top_k=9, decode_only=True)
+    anchor, size = method.for_layer(1, 2), kascade.PAGE_SIZE
+    lengths, k = [160, 157, 9], torch.randn(3, KV_HEADS, 160, DIM, generator=torch.manual_seed(0))
+    cache = SlotCache.of(k, k, HEADS).branch(anchor.channels(SlotCache.of(k, k, HEADS).geometry), False, Counters(), {})
+    cache.rows["observed"] = [0, 0, 0]
+    anchor.prompt_end(cache, SCALING)
+    for name in ("lengths", "counts", "live"):
+        cache.rows[name] = list(lengths)
+    form = ops.PageRecord(DIM, size)
+    cache.channel("records")[:, :, : 160 // size] = ops.compress_pages(k, form)
+    q = torch.randn(3, HEADS, 1, DIM, generator=torch.manual_seed(1))
+    pages, wanted = anchor._best_pages(cache, q, SCALING), anchor.select(cache, q, SCALING)
+    assert (pages >= 0).sum(-1).tolist() == [[4] * KV_HEADS, [4] * KV_HEADS, [1] * KV_HEADS]
+    assert (pages == torch.tensor([9, 9, 0])[:, None, None]).any(-1).all()
+    kept = torch.zeros(3, KV_HEADS, 10, dtype=torch.bool).scatter_(2, pages.clamp_min(0).long(), True)
+    newest = torch.zeros(10, dtype=torch.bool).index_fill_(0, torch.tensor([9]), True)
+    poisoned = ~(kept | newest).repeat_interleave(size, 2)
+    poisoned[2, :, 9:] = True
+    cache.keys[poisoned] = float("nan")
+    assert torch.equal(anchor.select(cache, q, SCALING), wanted)
+    assert wanted[2].sort(-1).values.tolist() == [list(range(9))] * KV_HEADS
+
+
+def test_scores_by_pages_find_what_exact_scores_choose():
+    """Keys that stand out in a few pages, as a model's do, are all found; of the others most."""
+    method = methods.make("kascade", anchors=[0, 1], score_keys="pages", top_k=0.05, min_k=1, decode_only=True)
+    exact, method = (one.for_layer(1, 2) for one in (method.changed(score_keys="exact"), method))
+    generator = torch.manual_seed(0)
+    q = torch.randn(4, HEADS, 1, DIM, generator=generator)
+    k = torch.randn(4, KV_HEADS, 2000, DIM, generator=generator)
+    k[:, :, 300:360] += 2 * q.unflatten(1, (KV_HEADS, GROUP)).mean(2)
+    cache = SlotCache.of(k, k, HEADS)
+    cache = cache.branch(method.channels(cache.geometry), False, Counters(), {})
+    cache.rows["observed"] = [2000] * 4
+    cache.channel("queries").copy_(q.expand(-1, -1, 16, -1))
+    method.prompt_end(cache, SCALING)
+    wanted, found = (one.select(cache, q, SCALING).long() for one in (exact, method))
+    chosen = torch.zeros(k.shape[:3], dtype=torch.bool).scatter_(2, wanted, True)
+    both = chosen & torch.zeros_like(chosen).scatter_(2, found, True)
+    assert found.shape == wanted.shape
+    assert chosen[:, :, 300:360].sum() > 300
+    assert torch.equal(both[:, :, 300:360], chosen[:, :, 300:360])
+    assert 0.8 < float(both.sum() / chosen.sum()) < 1
 
 
 def test_scores_of_a_prompt_are_there_of_a_few_tiles_at_a_time(monkeypatch):

@@ -22,7 +22,7 @@ def looks_back(method):
 def test_no_method_that_gives_up_tokens_reads_everything():
     for name, method in VARIANTS:
         assert not (method.evicts and method.can_decode_dense), name
-    for name in ("kascade", "oracle_topk", "quest", "omnikv", "lessismore", "luka", "luka_paper"):
+    for name in ("kascade", "oracle_topk", "quest", "pages", "omnikv", "lessismore", "luka", "luka_paper"):
         assert methods.make(name).can_decode_dense, name
     assert not methods.make("luka", compressor="recent").can_decode_dense
     assert methods.make("luka").sparse_from_tokens > methods.make("luka", page_size=16, top_k=3).sparse_from_tokens

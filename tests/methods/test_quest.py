@@ -66,7 +66,7 @@ def test_keys_that_several_heads_read_count_once(pool, size, top_k, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(4, KV_HEADS, 54, dim, generator=generator) for dim in (DIM, 2 * DIM))
     cache.append(k, v)
-    method._bound(cache, 0, 54 // size)
+    method.boxes.write(cache, 0, 54 // size)
     for name in ("lengths", "counts", "live"):
         cache.rows[name] = list(lengths)
     seen, real = [], ops.attend_pages

@@ -163,6 +163,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 kv_bytes_per_step=read * counted.bytes_per_key,
                 tokens_evicted=int(counted.tokens_evicted),
                 pages_refined=round(float(counted.pages_refined)),
+                mass_read_share=float(counted.mass_read) / rows if policy.method.estimates_mass else None,
                 indices_reused=counted.indices_reused,
                 dense_steps=counted.dense_steps,
                 selections_capped=int(counted.selections_capped),

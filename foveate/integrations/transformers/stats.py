@@ -22,6 +22,9 @@ class LayerStats:
     kv_bytes_per_step: float = 0.0
     tokens_evicted: int = 0
     pages_refined: int = 0
+    mass_read_share: float | None = None
+    """Share of the attention that the keys read hold by the method's own estimate, the mean over decode steps; None of
+    a method that makes none. Of ``pages``: of the attention to full pages, what those read hold by their summaries."""
     indices_reused: int = 0
     dense_steps: int = 0
     """Decode steps that read everything, because so short a context is not read faster in another way."""
@@ -47,6 +50,7 @@ class Stats:
     def summary(self) -> dict[str, Any]:
         """Totals over the layers that foveate handles, with the field names of result rows."""
         handled = [layer for layer in self.layers if layer.method != "unchanged"]
+        masses = [layer.mass_read_share for layer in handled if layer.mass_read_share is not None]
         available = sum(layer.keys_available_per_step for layer in handled)
         read = sum(layer.keys_read_per_step for layer in handled)
         return {
@@ -57,6 +61,7 @@ class Stats:
             "resident_bytes": self.resident_bytes,
             "tokens_evicted": sum(layer.tokens_evicted for layer in handled),
             "pages_refined": sum(layer.pages_refined for layer in handled),
+            "mass_read_share": sum(masses) / len(masses) if masses else None,
             "indices_reused": sum(layer.indices_reused for layer in handled),
             "notes": self._notes(),
         }
@@ -86,6 +91,10 @@ class Stats:
         ]
         if total["tokens_evicted"] or total["pages_refined"]:
             lines.append(f"{total['tokens_evicted']} tokens evicted, {total['pages_refined']} pages refined")
+        if total["mass_read_share"] is not None and total["decode_steps"]:
+            lines.append(
+                f"pages read hold {100 * total['mass_read_share']:.1f} % of the attention to pages (estimated)"
+            )
         if self.dense_prompts:
             lines.append(f"dense prompts by {self.dense_prompts}")
         if self.graphs.replayed:

@@ -30,6 +30,8 @@ def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
             size,
             None if paging.fixed else field("tokens", level),
             field("recent", level) if paging.recent else None,
+            field("records", level) if paging.records else None,
+            pages.record(level, cache.geometry) if paging.records else None,
         )
         for level, size in enumerate(paging.sizes)
     )

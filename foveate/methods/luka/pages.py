@@ -70,6 +70,9 @@ class Pages:
                 fields |= {"low": vector, "high": vector}
             if paging.entropy:
                 fields["entropy"] = number
+            if paging.records:
+                record = self.record(level, geometry)
+                fields["records"] = Channel((record.bytes,), per=per, dtype=torch.uint8, recomputed=True)
             channels |= {self.channel(field, level): channel for field, channel in fields.items()}
             if not self.fixed:
                 channels[self.channel("tokens", level)] = number
@@ -90,6 +93,10 @@ class Pages:
     def channel(field: str, level: int) -> str:
         """Name of a field of the nodes of a level."""
         return f"summary_{field}" + (f"_{level}" if level else "")
+
+    def record(self, level: int, geometry: Geometry) -> ops.PageRecord:
+        """How the low-rank summaries of a level are stored."""
+        return ops.PageRecord(geometry.head_dim, self.sizes[level])
 
     # Making pages
 
@@ -203,6 +210,9 @@ class Pages:
         if self.paging.zero_values:
             nodes = nodes._replace(v=torch.zeros_like(nodes.v))
         fields = dict(zip(ops.Nodes._fields, nodes))
+        if paging.records:  # of the keys themselves, on every level
+            keys = new.tokens(cache.keys).flatten(2, 3)
+            fields["records"] = ops.compress_pages(keys, self.record(level, cache.geometry))
         if not self.fixed:
             fields["tokens"] = (used if level == 0 else self._children(cache, "tokens", level, new)).sum(-1)
         for name, got in (("mass", mass), ("recent", recent)):

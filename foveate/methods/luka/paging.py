@@ -31,6 +31,8 @@ class Paging:
     """Whether nodes keep the variance of the keys beneath."""
     bounds: bool
     """Whether they keep the smallest and the largest of the keys beneath."""
+    records: bool
+    """Whether they keep low-rank summaries of the keys beneath."""
     entropy: bool
     """Whether they keep the entropy of their children's weights."""
     mass: bool

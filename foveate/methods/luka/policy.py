@@ -9,6 +9,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from foveate import ops
@@ -65,7 +66,9 @@ class LuKA(Method):
     max_refined: int | float = setting(1.0, "most nodes of a level refined under refine=top_p: a number, or a share")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
-        "spread", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
+        "spread",
+        "mass of a page: as seen from its summary, with the spread or a box of its keys, by Quest's bound, or by a "
+        "low-rank summary of its keys (lowrank)",
     )
     prior: float = setting(0.5, "share of recent attention in the mass by which pages are chosen, below 1")
     window: int = setting(16, "queries over which recent attention is averaged")
@@ -89,7 +92,12 @@ class LuKA(Method):
         self._check_choice("compressor", "mean", "recent", "attention", "random")
         self._check_choice("refine", "top_k", "threshold", "top_p")
         self._check_choice("pool", "kv_head", "layer")
-        self._check_choice("score", "summary", "spread", "box", "bound")
+        self._check_choice("score", "summary", "spread", "box", "bound", "lowrank")
+        if self.score == "lowrank":
+            self._check("segmenter", self.segmenter == "fixed", "fixed with score=lowrank")
+            most = ops.PageRecord.largest_page
+            fits = all(2 <= size <= most for size in self.sizes)
+            self._check("page_size", fits, f"2 to {most} on every level with score=lowrank")
         self._check_choice("mass", "exact", "preserve")
         self._check_choice("bias", "none", "log", "entropy", "spread")
         for name in ("page_deviation", "temperature"):
@@ -137,6 +145,7 @@ class LuKA(Method):
                 window=self.window,
                 spread=self.uses_spread,
                 bounds=self.uses_bounds,
+                records=self.uses_records,
                 entropy=self.bias == "entropy",
                 mass=self.weighs_mass,
                 recent=self.looks_back,
@@ -174,9 +183,21 @@ class LuKA(Method):
         return self.score == "bound"
 
     @property
+    def uses_records(self) -> bool:
+        """Whether summaries keep low-rank summaries of the keys beneath."""
+        return self.score == "lowrank"
+
+    @property
     def reads_per_summary(self) -> float:
-        """Cost of reading a summary, as a multiple of a raw token's key and value."""
+        """Cost of reading a summary, as a multiple of a raw token's key and value; without records."""
         return 1.0 + 0.5 * self.uses_spread + 1.0 * self.uses_bounds
+
+    def reads_of(self, level: int, geometry: Geometry, dtype: torch.dtype) -> float:
+        """The same of a level, with records."""
+        if not self.uses_records:
+            return self.reads_per_summary
+        of_token = (geometry.head_dim + geometry.value_dim) * dtype.itemsize
+        return self.reads_per_summary + self.pages.record(level, geometry).bytes / of_token
 
     # Prompt
 
@@ -230,7 +251,7 @@ class LuKA(Method):
     @property
     def sparse_from_tokens(self) -> int:  # type: ignore[override]
         """Later with many refined pages, which take more launches than few."""
-        few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "bound"
+        few = len(self.sizes) == 1 and self.refine == "top_k" and self.score not in ("bound", "lowrank")
         few = few and isinstance(self.top_k, int) and self.top_k <= 8
         return Method.sparse_from_tokens if few else 65536
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.reference import gather_fields, gather_pages, page_slots
+from foveate.ops.score import page_lse
 from foveate.ops.score.nodes import free_energy, key_logits, largest_logit, logit_deviation, logit_reach
 from foveate.ops.select.mass import by_mass, first_of
 from foveate.ops.select.reference import topk, topk_rows
@@ -220,6 +221,8 @@ class _Reader:
         """
         how, of = self.how, self.tree.levels[level]
         fields = {name: field for name, field in of.nodes._asdict().items() if field is not None}
+        if how.score == "lowrank":
+            fields["records"] = of.records
         if of.tokens is not None:
             fields["log_size"] = of.tokens.clamp_min(1.0).log()
         if isinstance(index, slice):
@@ -247,6 +250,8 @@ class _Reader:
         elif how.score == "bound":
             upper = largest_logit(self.rows, fields["low"], fields["high"], self.scaling)
             rank = capped(upper, self.softcap) + log_size
+        elif how.score == "lowrank":
+            rank = page_lse(self.rows, fields["records"], of.record, self.scaling, softcap=self.softcap)
         if hidden is not None:
             for estimate in (logits, rank):
                 if estimate is not None:

@@ -25,7 +25,7 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement
     """
     (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
     if how.rule not in RULES or how.score not in SCORES:
-        raise UnsupportedError(f"refinement by bounds ({how.rule}, {how.score})")
+        raise UnsupportedError(f"refinement by {how.rule} and {how.score}")
     vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or any(x.dtype != q.dtype for x in (k, v)):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")

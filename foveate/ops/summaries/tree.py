@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.ops.compress.low_rank import PageRecord
 from foveate.ops.compress.reference import Nodes
 
 
@@ -25,10 +26,18 @@ class Level(NamedTuple):
     """fp32 ``[B, Hkv, N]``: attention that each node got lately, the mean over the group; None where it does not count.
     """
 
+    records: Tensor | None = None
+    """uint8 ``[B, Hkv, N, record.bytes]``: low-rank summaries of all the keys beneath; None where the rule does not
+    score by them."""
+    record: PageRecord | None = None
+    """How these are stored."""
+
     @property
     def reads(self) -> float:
-        """Vectors read of a summary, in those of a raw token (its key and its value)."""
-        return 1.0 + 0.5 * (self.nodes.spread is not None) + 1.0 * (self.nodes.low is not None)
+        """Bytes read of a summary, in those of a raw token (its key and its value)."""
+        k, v = self.nodes.k, self.nodes.v
+        own = 0.0 if self.record is None else self.record.bytes / ((k.shape[3] + v.shape[3]) * k.element_size())
+        return 1.0 + 0.5 * (self.nodes.spread is not None) + 1.0 * (self.nodes.low is not None) + own
 
 
 @dataclasses.dataclass(frozen=True)

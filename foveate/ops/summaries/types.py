@@ -23,7 +23,8 @@ class Refinement:
     """Who chooses: each ``kv_head``, by the mean over its group, or the whole ``layer``, by the largest mass in any
     head."""
     score: str = "summary"
-    """Estimate of a node's mass: its weight (``summary``), or by the ``spread``, a ``box`` or Quest's ``bound``."""
+    """Estimate of a node's mass: its weight (``summary``), or by the ``spread``, a ``box`` or Quest's ``bound``, or by
+    the low-rank summary of the keys beneath (``lowrank``, see :func:`foveate.ops.page_lse`)."""
     bias: str = "log"
     """Added to a summary's logit: ``none``, ``log`` (of its tokens), ``entropy`` or ``spread``."""
     mass: str = "exact"

@@ -97,7 +97,8 @@ def kascade(rows: Sequence[Row]) -> str:
             row["ms"],
             flash[case["context"]]["ms"] / row["ms"],
         )
-        how = "" if exact else f", chosen by {method.score_keys} keys (recall {row['recall']:.3f})"
+        scored = "pages" if method.score_keys == "pages" else f"{method.score_keys} keys"
+        how = "" if exact else f", chosen by {scored} (recall {row['recall']:.3f})"
         times = (_pair(theirs and theirs[i], ours[i]) for i in range(len(ours)))
         lines.append((f"{100 * case['share']:.0f} %{how}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
     heading = f"ms, and times as fast; the paper / here ({made_with([row for row, _ in found])}):"

@@ -1,5 +1,7 @@
 """LuKA for one sequence, in fp64 and without any of foveate's operations: slow, and written to be read.
 
+But for the bytes of low-rank summaries, which tests/ops/test_low_rank.py tests.
+
 At every decoded token the tree is grown anew from the raw tokens and the cover is taken from its roots down. All that
 is carried from step to step is what the attention has done: the mass that tokens have received, in all and lately, and
 what pages have received lately.
@@ -13,6 +15,10 @@ import math
 import random
 
 import numpy as np
+import torch
+
+from foveate import ops
+from foveate.ops.compress.low_rank import factors
 
 SHARE_OF_DEVIATION = 0.6
 
@@ -53,6 +59,7 @@ class Sequence:
         self.heads, self.group = len(k), len(q) // len(k)
         self.mass = np.zeros(k.shape[:2])  # summed over the heads of the group
         self.keys_read = self.pages_refined = 0.0
+        self.held: dict[tuple[int, int, int], np.ndarray] = {}  # keys by low-rank summaries, as of shares_made
         self.capped = 0
         for h, query in itertools.product(range(len(q)), range(prompt)):
             logits = self.cap(self.k[h // self.group, : query + 1] @ q[h, query] * scaling)
@@ -73,7 +80,7 @@ class Sequence:
         logits = [self.log_weights(head, token, tree.roots) for head, tree in enumerate(trees)]
         covers = [dict(zip(tree.roots, weights)) for tree, weights in zip(trees, logits)]  # logits [G] of each node
         ranks = [dict(zip(tree.roots, self.ranks(h, token, tree.roots, covers[h]))) for h, tree in enumerate(trees)]
-        seen = [sum(node.level >= 0 for node in cover) for cover in covers]
+        seen = [sum(self.reads_of(node) for node in cover if node.level >= 0) for cover in covers]
         looked_at = [[node for node in cover if node.level >= 0] for cover in covers]
         refined = [[] for _ in covers]
         for level in reversed(range(len(trees[0].levels))):
@@ -81,7 +88,7 @@ class Sequence:
             for head, nodes in enumerate(refined):
                 for node in nodes:
                     self.replace(head, token, node, covers[head], ranks[head])
-                    seen[head] += len(node.children) if level else 0
+                    seen[head] += sum(map(self.reads_of, node.children)) if level else 0
                     looked_at[head] += node.children if level else []
         outs = np.zeros((len(self.q), self.v.shape[2]))
         for head, cover in enumerate(covers):
@@ -98,7 +105,7 @@ class Sequence:
                 name = head, node.level, node.number
                 self.recent_of_nodes[name] += (got - self.recent_of_nodes[name]) / self.method.window
             raw = sum(node.level < 0 for node in cover)
-            self.keys_read += (raw + seen[head] * self.reads_per_summary) / self.heads
+            self.keys_read += (raw + seen[head]) / self.heads
             self.pages_refined += len(refined[head]) / self.heads if trees[head].levels else 0
         return outs
 
@@ -225,6 +232,8 @@ class Sequence:
                 found.append(weights[node])
             elif self.method.score == "bound":
                 found.append(self.upper(head, token, node))
+            elif self.method.score == "lowrank":
+                found.append(np.logaddexp.reduce(self.cap(self.dots(head, token, self.as_held(head, node))), 0))
             elif self.method.score == "box":
                 rows = self.q[head * self.group : (head + 1) * self.group, token] * self.scaling
                 reach = np.abs(rows) @ np.sqrt(node.spread)
@@ -240,11 +249,24 @@ class Sequence:
         best = np.maximum(rows * node.low, rows * node.high).sum(1) * self.scaling
         return self.cap(best) + node.log_size
 
-    @property
-    def reads_per_summary(self) -> float:
-        """Of a key and its value: the summary's own, half for the spread, the two corners; only what is looked at."""
+    def as_held(self, head: int, node: Node) -> np.ndarray:
+        """The keys beneath a node as its low-rank summary has them."""
+        name = head, node.level, node.number
+        if name not in self.held:
+            keys = torch.from_numpy(self.k[head, node.tokens]).float()[None, None]
+            form = ops.PageRecord(keys.shape[3], keys.shape[2])
+            self.held[name] = factors(ops.compress_pages(keys, form), form).keys()[0, 0, 0].double().numpy()
+        return self.held[name]
+
+    def reads_of(self, node: Node) -> float:
+        """Of a key and its value in fp32: the summary's own, half for the spread, the two corners, the bytes of a
+        low-rank summary; only what is looked at."""
         spread = self.method.score in ("spread", "box") or self.method.bias == "spread"
-        return 1 + spread / 2 + (self.method.score == "bound")
+        record = 0.0
+        if self.method.score == "lowrank":
+            dim, value_dim = self.k.shape[2], self.v.shape[2]
+            record = ops.PageRecord(dim, len(node.tokens)).bytes / (4 * (dim + value_dim))
+        return 1 + spread / 2 + (self.method.score == "bound") + record
 
     # Refinement
 

@@ -159,6 +159,15 @@ def test_capped_logits_equal_the_method_written_out(seed):
     assert_equals_written_out(method, [60, chance.randint(1, 60)], 6, seed, 1.0, chance.choice([1.5, 3.0]))
 
 
+@pytest.mark.parametrize("seed", range(300, 316))
+def test_choices_by_low_rank_summaries_equal_the_method_written_out(seed):
+    chance, sizes = random.Random(seed), [2, 4, 8, [4, 8], [2, 6], [3, 6, 12]]
+    fitting = {"score": "lowrank", "segmenter": "fixed", "page_size": chance.choice(sizes)}
+    method = methods.make(any_settings(seed), **fitting)
+    prompts = [60, chance.randint(1, 60)]
+    assert_equals_written_out(method, prompts, 9, seed, 1.0, chance.choice([math.inf, 3.0]))
+
+
 @pytest.mark.parametrize("settings", [{}, {"page_size": [4, 8]}, {"compressor": "attention"}], ids=str)
 def test_a_second_turn_after_which_rows_are_equally_long(settings):
     """Rows that are alike now had different pages before."""
@@ -285,11 +294,19 @@ BAD = [
             "compressor": "mean, recent, attention, random",
             "refine": "top_k, threshold, top_p",
             "pool": "kv_head, layer",
-            "score": "summary, spread, box, bound",
+            "score": "summary, spread, box, bound, lowrank",
             "mass": "exact, preserve",
             "bias": "none, log, entropy, spread",
         }.items()
         for value in ("", "Mean", None, 1, ["fixed"])
+    ),
+    *(
+        ({"score": "lowrank"} | settings, f"{name} must be {rule} with score=lowrank, not {value!r}")
+        for name, rule, value, settings in (
+            ("segmenter", "fixed", "gaussian", {"segmenter": "gaussian"}),
+            ("page_size", "2 to 64 on every level", 1, {"page_size": 1}),
+            ("page_size", "2 to 64 on every level", (32, 128), {"page_size": [32, 128]}),
+        )
     ),
     *(({"zero_values": value}, f"zero_values must be true or false, not {value!r}") for value in (1, 0, "true", None)),
 ]

@@ -336,8 +336,9 @@ def test_what_it_refuses():
         arguments = dict(zip("qkv", problem.arguments)) | changed
         return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
 
-    with pytest.raises(UnsupportedError, match="bounds"):
-        run(Problem(), ops.Refinement(score="bound"))
+    for score in ("bound", "lowrank"):
+        with pytest.raises(UnsupportedError, match=f"refinement by top_k and {score}"):
+            run(Problem(), ops.Refinement(score=score))
     with pytest.raises(UnsupportedError, match="float64"):
         run(Problem(dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="head dims above 256"):

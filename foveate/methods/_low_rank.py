@@ -1,0 +1,118 @@
+"""Low-rank summaries of the pages of a cache, as methods keep them and score by them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.methods._common import note_queries
+from foveate.methods.budgets import Number
+from foveate.state import Channel, Geometry, SlotCache
+
+_OBSERVED = 16
+"""Last queries of a prompt by which the channels of keys are weighted."""
+
+
+@dataclass(frozen=True)
+class LowRankPages:
+    """A record of each full page, see :class:`foveate.ops.PageRecord`.
+
+    Records of a prompt are made when it ends, others when a decoded token fills their page. They are written again
+    before they are read where tokens were removed.
+
+    Args:
+        size: keys of a page.
+        rank: directions of a record.
+        weighted: whether the channels of keys are weighted by a prompt's last queries before they are rounded. Each
+            prompt renews the weights, and with them the records of all pages.
+    """
+
+    size: int
+    rank: int = 2
+    weighted: bool = True
+
+    def form(self, geometry: Geometry) -> ops.PageRecord:
+        """How a page's summary is stored."""
+        return ops.PageRecord(geometry.head_dim, self.size, self.rank)
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        """The state that is kept, see :meth:`Method.channels`."""
+        width, heads = geometry.head_dim, geometry.num_kv_heads
+        found = {"records": Channel((self.form(geometry).bytes,), per=self.size, dtype=torch.uint8, recomputed=True)}
+        if self.weighted:
+            found["queries"] = Channel((geometry.num_heads, _OBSERVED, width), per=0, dtype=None)
+            # 1 in a row without a prompt
+            found["channel_weights"] = Channel((heads, width), per=0, recomputed=True, fill=1.0)
+        return found
+
+    def share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+        """Bytes of a record over those of its page's keys and values; :meth:`Method.scored_share` of all keys."""
+        return self.form(geometry).bytes / (self.size * (geometry.head_dim + geometry.value_dim) * dtype.itemsize)
+
+    # Prompt
+
+    @property
+    def observation(self) -> Hashable | None:
+        """What is learned from a prompt, see :attr:`Method.observation`."""
+        return ("queries", _OBSERVED) if self.weighted else None
+
+    def observe(self, cache: SlotCache, q: Tensor) -> None:
+        """Learn from prompt queries."""
+        if self.weighted:
+            note_queries(cache, q, _OBSERVED)
+
+    def prompt_end(self, cache: SlotCache) -> None:
+        """Summarise the pages that the prompt has filled, or all of them where their weights are new."""
+        length, read = cache.lengths[0], cache.rows["observed"][0]
+        if not read:
+            return
+        first = (length - read) // self.size
+        if self.weighted:
+            queries = cache.channel("queries")[:, :, -min(_OBSERVED, read) :]
+            cache.channel("channel_weights").copy_(ops.channel_weights(queries, cache.geometry.num_kv_heads))
+            first = 0
+        self.write(cache, first, length // self.size)
+
+    def write(self, cache: SlotCache, first: int, last: int) -> None:
+        """Write the records of the pages ``first .. last - 1``, of rows that all have them."""
+        if first < last:
+            keys = cache.keys[:, :, first * self.size : last * self.size]
+            records = ops.compress_pages(keys, self.form(cache.geometry), self._weights(cache))
+            cache.channel("records")[:, :, first:last] = records
+
+    # Decode
+
+    def write_newest(self, cache: SlotCache) -> None:
+        """Write the records of the pages that the rows' newest keys have filled."""
+        lengths, form = cache.row_tensor("lengths"), self.form(cache.geometry)
+        ops.compress_newest(cache.keys, cache.channel("records"), lengths, form, self._weights(cache))
+
+    def mass(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Share of the attention to full pages that each of them holds: fp32 ``[B, Hkv, G, P]``.
+
+        0 for a page that is not full; NaN in a row that has no full page. Learned sinks take no share.
+        """
+        records = cache.channel("records")[:, :, : cache.most(self.pages)]
+        how = {"weights": self._weights(cache), "lengths": cache.each_row(self.full), "softcap": cache.softcap}
+        rows = ops.fold_group(q, cache.geometry.num_kv_heads)
+        return ops.page_lse(rows, records, self.form(cache.geometry), scaling, **how).softmax(-1)
+
+    def pages(self, length: Number) -> Number:
+        """Pages of a row, the one that is being filled included."""
+        return -(-length // self.size)
+
+    def full(self, length: Number) -> Number:
+        """Full pages of a row."""
+        return length // self.size
+
+    @property
+    def spec(self) -> str:
+        """What distinguishes its rules, see :meth:`~foveate.state.row_numbers.RowNumbers.each_row`."""
+        return f"pages of {self.size}"
+
+    def _weights(self, cache: SlotCache) -> Tensor | None:
+        return cache.channel("channel_weights") if self.weighted else None

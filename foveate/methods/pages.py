@@ -1,0 +1,151 @@
+"""Pages by the attention that their keys will hold, as low-rank summaries estimate it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.methods._boxes import PageBoxes
+from foveate.methods._low_rank import LowRankPages
+from foveate.methods._paged import SelectPages
+from foveate.methods.base import setting
+from foveate.methods.budgets import Number
+from foveate.state import Channel, Geometry, SlotCache
+
+
+@dataclass(frozen=True)
+class Pages(SelectPages):
+    """The heads of a group read the pages that hold most of their attention, by a low-rank summary of each page.
+
+    A summary is the page's mean key in eight bits and ``rank`` directions in four (:class:`foveate.ops.PageRecord`),
+    3.5 % of a page of 16 keys with their values (head dim 128, bf16). It is made when the page is full. A page's score
+    is its share of the attention to all full pages, by the log-sum-exp of the logits that its summary gives its keys,
+    averaged over the heads that choose together. Sinks and the newest tokens are always read, in whole pages, and count
+    towards ``top_k``. The prefill is dense. With ``score=bound`` the same is done by Quest's boxes, which are larger.
+
+    Published methods of this kind differ: LOCKS (locks-kv) stores summaries of 5 to 16 % of the KV, and its later
+    versions estimate a page's mass from its mean and the variance along a few directions, without the keys' own
+    coefficients. Budgets, always-read pages, weighted channels and pooling are this method's own.
+    """
+
+    name: ClassVar[str] = "pages"
+    source: ClassVar[str] = "foveate; of the kind of Quest, arXiv:2406.10774, and LOCKS, pypi.org/project/locks-kv"
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "window": 3, "sinks": 2}
+
+    score: str = setting(
+        "lowrank", "mass of a page: by a low-rank summary of its keys (lowrank), or as if all had Quest's bound (bound)"
+    )
+    rank: int = setting(2, "directions of a page's summary, 1 to 4")
+    weighted: bool = setting(
+        True, "weigh the channels of keys, before they are rounded, by the last queries of the prompt"
+    )
+    sinks: int = setting(4, "first tokens that are always read")
+    window: int = setting(16, "newest tokens that are always read, this one included")
+    pool: str = setting("kv_head", "who chooses pages: the heads of a kv_head together, or the whole layer")
+    dense_layers: int = setting(0, "first layers that read all keys")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_choice("score", "lowrank", "bound")
+        record = ops.PageRecord
+        fits = self.score != "lowrank" or 2 <= self.page_size <= record.largest_page
+        self._check("page_size", fits, f"2 to {record.largest_page} with score=lowrank")
+        self._check_count("rank", 1)
+        largest = min(record.largest_rank, self.page_size)
+        self._check(
+            "rank", self.score != "lowrank" or self.rank <= largest, f"at most {largest} with pages of {self.page_size}"
+        )
+        self._check("weighted", isinstance(self.weighted, bool), "true or false")
+        self._check_count("sinks")
+        self._check_count("window", 1)
+        self._check_choice("pool", "kv_head", "layer")
+
+    @functools.cached_property
+    def summaries(self) -> LowRankPages | PageBoxes:
+        """What is kept of pages."""
+        if self.score == "bound":
+            return PageBoxes(self.page_size)
+        return LowRankPages(self.page_size, self.rank, self.weighted)
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return {} if self.dense else self.summaries.channels(geometry)
+
+    @property
+    def observation(self) -> Hashable | None:
+        return None if self.dense else self.summaries.observation
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        if not self.dense:
+            self.summaries.observe(cache, q)
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
+        if not self.dense:
+            self.summaries.prompt_end(cache)
+
+    def summarise_newest(self, cache: SlotCache) -> None:
+        self.summaries.write_newest(cache)
+
+    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+        """A page has one summary; the page that is being filled counts like the others."""
+        return 0.0 if self.dense else self.summaries.share(geometry, dtype)
+
+    # Choice
+
+    @property
+    def estimates_mass(self) -> bool:  # type: ignore[override]
+        return not self.dense
+
+    def first_newest(self, length: Number) -> Number:
+        """The first of the newest pages, which are always read."""
+        before = length - self.window
+        return before.clamp_min(0) // self.page_size if isinstance(before, Tensor) else max(before, 0) // self.page_size
+
+    def least(self, length: Number) -> Number:
+        """The pages of the sinks and the newest ones."""
+        between = self.first_newest(length) - self.pages(self.sinks)
+        return self.pages(length) - (between.clamp_min(0) if isinstance(between, Tensor) else max(between, 0))
+
+    def most_of_least(self) -> int:
+        return self.pages(self.sinks) + (self.window + self.page_size - 2) // self.page_size + 1
+
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        heads, mass = cache.geometry.num_kv_heads, self.summaries.mass(cache, q, scaling).mean(2)
+        if self.pool == "layer":
+            mass = mass.mean(1, keepdim=True)
+        fixed, free = self._fixed(cache, mass.shape[-1])
+        pages = self._best(cache, torch.where(free, mass, fixed))
+        held = (mass.gather(-1, pages.clamp_min(0).long()) * (pages >= 0)).sum(-1)
+        cache.count("mass_read", held.nan_to_num(1.0))  # a row without any full page reads all that it has
+        pages = pages.expand(-1, heads, -1)
+        cache.count_read(self._keys_of(cache, pages), pages_refined=cache.each_row(self.count)[:, None])
+        return pages
+
+    def _fixed(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
+        """Scores of the pages that compete with no others, fp32 ``[B, 1, P]``, and which do compete.
+
+        inf: a page that is always read. -inf: one that a row does not have.
+        """
+        step = cache.step
+        if step is None:
+            return self._fixed_now(cache, number)
+        return step.once(("fixed pages", self.spec, number), lambda: self._fixed_now(cache, number))
+
+    def _fixed_now(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
+        page = torch.arange(number, device=cache.device)
+        newest, end = (cache.each_row(rule)[:, None, None] for rule in (self.first_newest, self.pages))
+        always = (page < self.pages(self.sinks)) | (page >= newest)
+        fixed = torch.where(always, float("inf"), 0.0).masked_fill(page >= end, float("-inf"))
+        return fixed, fixed == 0
+
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        if self.dense:
+            return super().decode_dense(cache, q, scaling)
+        cache.count("mass_read", 1.0)
+        return super().decode_dense(cache, q, scaling)

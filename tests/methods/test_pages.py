@@ -1,0 +1,215 @@
+"""Pages by low-rank summaries, written out."""
+
+import math
+
+import pytest
+import torch
+
+import foveate
+from foveate import methods, ops
+from foveate.ops.compress.low_rank import factors
+from foveate.runtime import Layer, Phase, handed_on
+from foveate.state import Counters, Geometry, SlotCache
+from tests.helpers import assert_close, generate, left_padded, tiny_model
+
+HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.3
+GROUP = HEADS // KV_HEADS
+PROMPT, TOTAL = 37, 56
+
+
+class Driver:
+    """One layer fed with random tokens, keys loud in one channel and, now and then, all over."""
+
+    def __init__(self, method, softcap=None, batch=1):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((batch, heads, TOTAL, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        self.q, self.k, self.v = (torch.randn(shape, generator=generator) for shape in shapes)
+        self.k[:, :, ::7] *= 2.0
+        self.k[..., 3] += 9.0
+        self.q[..., 5] *= 5.0
+        self.softcap = softcap
+        self.layer = Layer(method.for_layer(1, 2), Counters(), Phase(prompt_end=PROMPT))
+
+    def feed(self, first, last):
+        handed_on.begin("driver", self.layer.phase)
+        new = [x[:, :, first:last] for x in (self.q, self.k, self.v)]
+        handed_on.post(self.layer, new[1])
+        return self.layer.attend(*new, None, SCALING, softcap=self.softcap)
+
+    def capped(self, logits):
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+
+def weights_of(driver, weighted):
+    """What the channels of each KV head's keys are multiplied by, by the last 16 queries of the prompt."""
+    if not weighted:
+        return torch.ones(KV_HEADS, DIM)
+    return ops.channel_weights(driver.q[:, :, PROMPT - 16 : PROMPT], KV_HEADS)[0]
+
+
+def masses(driver, method, position):
+    """Share of each full page in each query head's attention to full pages, by the page's summary: ``[H, P]``."""
+    size, length, found = method.page_size, position + 1, []
+    weights, form = weights_of(driver, method.weighted), ops.PageRecord(DIM, size, method.rank)
+    for own in range(KV_HEADS):
+        pages = (driver.k[:1, own : own + 1, page * size : (page + 1) * size] for page in range(length // size))
+        if method.score == "bound":  # of every query: the corner of the page's box that suits it best
+            boxes = [(page[0, 0].amin(0).double(), page[0, 0].amax(0).double()) for page in pages]
+            for q in driver.q[0, own * GROUP : (own + 1) * GROUP, position].double():
+                logs = [driver.capped(torch.maximum(q * low, q * high).sum() * SCALING) for low, high in boxes]
+                found.append(torch.stack(logs).softmax(0))
+            continue
+        held = [factors(ops.compress_pages(page * weights[own], form), form).keys()[0, 0, 0].double() for page in pages]
+        for q in driver.q[0, own * GROUP : (own + 1) * GROUP, position].double() / weights[own].double():
+            logs = [driver.capped(keys @ q * SCALING).logsumexp(0) for keys in held]
+            found.append(torch.stack(logs).softmax(0))
+    return torch.stack(found)
+
+
+SETTINGS = {
+    "kv_head": {},
+    "layer": {"pool": "layer"},
+    "share": {"top_k": 0.4, "min_k": 5},
+    "unweighted": {"weighted": False, "rank": 1},
+    "no_sinks": {"sinks": 0, "window": 1},
+    "many_sinks": {"sinks": 9, "top_k": 20, "window": 7},
+    "larger_pages": {"page_size": 7, "top_k": 24},
+    "little": {"top_k": 1},
+    "bound": {"score": "bound"},
+    "bound_layer": {"score": "bound", "pool": "layer", "page_size": 3},
+}
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_heads_of_a_group_read_the_pages_that_hold_most_of_their_estimated_attention(settings, softcap):
+    method = methods.make("pages", **{"top_k": 17, "page_size": 4, "window": 6, "sinks": 3} | settings)
+    size, driver = method.page_size, Driver(method, softcap)
+    driver.feed(0, PROMPT)
+    shares, reads, choices = 0.0, 0, 0
+    for position in range(PROMPT, TOTAL):
+        out, length = driver.feed(position, position + 1), position + 1
+        number = math.ceil(length / size)
+        tokens = max(int(method.top_k * length), method.min_k) if isinstance(method.top_k, float) else method.top_k
+        always = {*range(math.ceil(method.sinks / size)), *range((length - method.window) // size, number)}
+        count = max(tokens // size, len(always))
+        mass = masses(driver, method, position).unflatten(0, (KV_HEADS, GROUP)).mean(1)
+        mass = mass.mean(0, keepdim=True).expand(KV_HEADS, -1) if method.pool == "layer" else mass
+        for own in range(KV_HEADS):
+            others = sorted((page for page in range(number) if page not in always), key=lambda page: -mass[own, page])
+            pages = always | {*others[: count - len(always)]}
+            slots = torch.tensor(
+                [slot for page in pages for slot in range(page * size, min((page + 1) * size, length))]
+            )
+            for head in range(own * GROUP, (own + 1) * GROUP):
+                logits = driver.capped(driver.k[0, own, slots] @ driver.q[0, head, position] * SCALING)
+                assert_close(out[0, head, 0], logits.softmax(0) @ driver.v[0, own, slots])
+            shares += sum(mass[own, page] for page in pages if page < length // size) / KV_HEADS
+            reads += len(slots) / KV_HEADS
+        choices += len(pages)
+    counters = driver.layer.counters
+    assert float(counters.mass_read) == pytest.approx(float(shares), rel=1e-5)
+    assert float(counters.pages_refined) == choices
+    record = ops.PageRecord(DIM, size, method.rank).bytes / (size * 2 * DIM * 4)
+    record = 1 / size if method.score == "bound" else record
+    scored = sum(range(PROMPT + 1, TOTAL + 1)) * record
+    assert float(counters.keys_read) == pytest.approx(reads + scored, rel=1e-12)
+
+
+def test_a_summary_of_loud_keys_weighs_the_channels_that_queries_use():
+    """The weights are those of the last prompt, with which the pages of earlier ones are summarised anew."""
+    method = methods.make("pages", page_size=4)
+    driver = Driver(method, batch=2)
+    driver.feed(0, PROMPT)
+    driver.feed(PROMPT, PROMPT + 3)
+    driver.layer.phase.prompt_end = TOTAL
+    driver.feed(PROMPT + 3, TOTAL)
+    store, form = driver.layer.store, ops.PageRecord(DIM, 4)
+    weights = ops.channel_weights(driver.q[:, :, TOTAL - 16 :], KV_HEADS)
+    assert torch.equal(store.channel("channel_weights"), weights)
+    assert weights.unique().numel() > 1
+    expected = ops.compress_pages(driver.k, form, weights)
+    assert torch.equal(store.channel("records")[:, :, : TOTAL // 4], expected)
+    assert not torch.equal(expected, ops.compress_pages(driver.k, form))
+
+
+def test_summaries_are_made_when_pages_are_full():
+    driver, form = Driver(methods.make("pages", page_size=4)), ops.PageRecord(DIM, 4)
+    driver.feed(0, PROMPT)
+    records = driver.layer.store.channel("records")
+    for length in range(PROMPT, TOTAL):
+        weights = driver.layer.store.channel("channel_weights")
+        expected = ops.compress_pages(driver.k[:, :, : length // 4 * 4], form, weights)
+        assert torch.equal(records[:, :, : length // 4], expected)
+        assert not records[:, :, length // 4 :].any()
+        driver.feed(length, length + 1)
+
+
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+def test_rows_of_several_lengths_count_what_they_read(pool):
+    """The shortest has no full page, and reads all that it has."""
+    lengths, geometry = [54, 37, 3, 48], Geometry(HEADS, KV_HEADS, DIM, 2 * DIM)
+    method = methods.make("pages", top_k=13, page_size=4, pool=pool, weighted=False, window=2)
+    cache = SlotCache(geometry, 4, torch.float32, torch.device("cpu"), method.channels(geometry))
+    generator = torch.Generator().manual_seed(0)
+    cache.append(*(torch.randn(4, KV_HEADS, 54, dim, generator=generator) for dim in (DIM, 2 * DIM)))
+    method.summaries.write(cache, 0, 54 // 4)
+    for name in ("lengths", "counts", "live"):
+        cache.rows[name] = list(lengths)
+    cache.tensors["keys"][2, :, 3:] = float("nan")
+    q = torch.randn(4, HEADS, 1, DIM, generator=generator)
+    assert method.decode(cache, q, SCALING).isfinite().all()
+    counters = cache.counters
+    # three pages of 4, of which the newest has 2, 1 and 4 tokens
+    record = ops.PageRecord(DIM, 4).bytes / (4 * 3 * DIM * 4)
+    assert float(counters.keys_read) == pytest.approx(10 + 9 + 3 + 12 + sum(lengths) * record)
+    assert float(counters.pages_refined) == 3 + 3 + 1 + 3
+    assert 1.0 < float(counters.mass_read) < 4.0
+
+
+def test_stats_tell_the_estimated_share_of_attention():
+    model, found = tiny_model(), {}
+    for top_k in (8, 24, 1.0):
+        with foveate.attached(model, f"pages:page_size=4,window=4,top_k={top_k}"):
+            generate(model, new=12, **left_padded([61, 40]))
+            found[top_k] = foveate.stats(model)
+        shares = [layer.mass_read_share for layer in found[top_k].layers]
+        assert found[top_k].summary()["mass_read_share"] == pytest.approx(sum(shares) / len(shares))
+        assert f"{100 * sum(shares) / len(shares):.1f} % of the attention to pages" in str(found[top_k])
+    small, large, whole = (one.summary()["mass_read_share"] for one in found.values())
+    assert 0 < small < large < whole == pytest.approx(1.0)
+    # sinks, and two pages for the newest tokens, or one where these are a page: at 64, 68 and 72, and at 44 and 48
+    assert [layer.pages_refined for layer in found[8].layers] == [2 * 11 * 3 - 5] * len(found[8].layers)
+    with foveate.attached(model, "quest"):
+        generate(model, new=3, **left_padded([20]))
+        assert foveate.stats(model).summary()["mass_read_share"] is None
+        assert "attention to pages" not in str(foveate.stats(model))
+
+
+def test_first_layers_are_dense_if_asked_for_and_keep_no_summaries():
+    method, geometry = methods.make("pages", dense_layers=1), Geometry(HEADS, KV_HEADS, DIM, DIM)
+    layers = [method.for_layer(layer, 3) for layer in range(3)]
+    assert [layer.dense for layer in layers] == [True, False, False]
+    assert [bool(layer.channels(geometry)) for layer in layers] == [False, True, True]
+    assert [layer.observation is None for layer in layers] == [True, False, False]
+    assert not methods.make("pages").for_layer(0, 3).dense
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"page_size": 1}, "page_size must be 2 to 64 with score=lowrank, not 1"),
+        ({"page_size": 65}, "page_size must be 2 to 64 with score=lowrank, not 65"),
+        ({"rank": 0}, "rank must be an integer of at least 1"),
+        ({"rank": 5}, "rank must be at most 4 with pages of 16"),
+        ({"rank": 3, "page_size": 2}, "rank must be at most 2 with pages of 2"),
+        ({"window": 0}, "window must be an integer of at least 1"),
+        ({"sinks": -1}, "sinks must be an integer of at least 0"),
+        ({"weighted": 1}, "weighted must be true or false"),
+        ({"score": "mean"}, "score must be one of lowrank, bound"),
+        ({"pool": "head"}, "pool must be one of kv_head, layer"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        methods.make("pages", **settings)
