@@ -1,0 +1,79 @@
+"""SparQ: keys by their attention in the dimensions in which the query is largest."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.methods._common import attend_all, count_scored, recent
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget, clamp
+from foveate.state import Channel, Geometry, SlotCache
+
+
+@dataclass(frozen=True)
+class SparQ(Method):
+    """A KV head reads the keys with most attention in its queries' largest dimensions, and a recent window."""
+
+    name: ClassVar[str] = "sparq"
+    source: ClassVar[str] = "SparQ Attention, Ribar et al. 2024, arXiv:2312.04985"
+    can_decode_dense: ClassVar[bool] = True
+    needs_prompt_end: ClassVar[bool] = True
+    observation: ClassVar[str] = "value_sum"
+    replay: ClassVar[Replay] = Replay()
+    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    small_budget: ClassVar[dict] = {"top_k": 9, "rank": 4, "window": 3}
+
+    top_k: int | float = setting(0.1, "keys read, the window included: a number, or a share of the tokens so far")
+    min_k: int = setting(128, "least number of keys when top_k is a share")
+    rank: int = setting(32, "dimensions of each key that are scored, at most all")
+    window: int = setting(32, "recent tokens that are read whatever their scores")
+    mean_value: bool = setting(True, "whether the mean of all values stands for the keys that are not read")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        for name, least in (("min_k", 0), ("rank", 1), ("window", 1)):
+            self._check_count(name, least)
+        self._check("mean_value", isinstance(self.mean_value, bool), "true or false")
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return {"value_sum": Channel((geometry.num_kv_heads, geometry.value_dim), per=0)}
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        cache.channel("value_sum").add_(cache.values[:, :, -q.shape[2] :].sum(2, dtype=torch.float32))
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        mean = self._add_newest(cache) / cache.row_tensor("lengths")[:, None, None]
+        rows, empty = ops.fold_group(q, cache.geometry.num_kv_heads).float(), (cache.positions < 0)[:, :, None]
+        dims = rows.abs().sum(2, keepdim=True).topk(min(self.rank, rows.shape[3])).indices
+        part, keys = (x.gather(3, dims.expand(-1, -1, x.shape[2], -1)).float() for x in (rows, cache.keys))
+        kept, whole = (x.abs().sum(3, keepdim=True).clamp_min(1e-20) for x in (part, rows))  # of the temperature
+        logits = ops.key_logits(part * (whole / kept).sqrt(), keys, scaling, cache.softcap)
+        logits = logits.masked_fill(empty, -torch.inf).flatten(1, 2)[:, :, None]
+        mass = ops.with_sinks(ops.Attended(logits.softmax(3), logits.logsumexp(3)), cache.sink_logits).out
+        mass = mass.view(*rows.shape[:3], -1)
+        scores = mass.mean(2).masked_fill(recent(cache, self.window), torch.inf).masked_fill(empty[:, :, 0], -torch.inf)
+        indices = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count))
+        cache.count_read(cache.each_row(self.count)[:, None])
+        count_scored(self, cache)
+        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        out = ops.attend_indices(q, cache.keys, cache.values, indices, **how).out
+        read = torch.zeros_like(scores).scatter_add_(2, indices.clamp_min(0), (indices >= 0).float())
+        rest = (mass * (1 - read)[:, :, None]).sum(3).flatten(1)[..., None, None] * self.mean_value  # 1 - alpha
+        return out.float().lerp(mean.repeat_interleave(cache.geometry.group, 1)[:, :, None], rest).to(out.dtype)
+
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        self._add_newest(cache)
+        return attend_all(cache, q, scaling).out
+
+    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+        return min(self.rank, geometry.head_dim) / (geometry.head_dim + geometry.value_dim)
+
+    def count(self, length: Number) -> Number:
+        return clamp(budget(self.top_k, length, self.min_k), self.window, length)
+
+    def _add_newest(self, cache: SlotCache) -> Tensor:
+        newest = (cache.row_tensor("lengths") - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
+        return cache.channel("value_sum").add_(ops.gather_slots(cache.values, newest)[:, :, 0])
