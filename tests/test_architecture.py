@@ -38,7 +38,7 @@ LAYERS_OF_OPS = (
 
 LAYERS_OF_STATE = (
     ("counters", "description", "hybrid"),
-    ("device_rows", "eviction", "snapshots"),
+    ("device_rows", "eviction", "snapshots", "storage"),
     ("row_numbers",),
     ("cache",),
 )

@@ -90,7 +90,8 @@ class Quest(Method):
         pages = ops.topk_rows(self._bounds(cache, q, scaling), counts, most, dtype=torch.int32)
         self._count_read(cache, pages)
         how = {"lengths": lengths, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, scaling=scaling, **how).out
+        how |= {"scaling": scaling, "block_table": cache.block_table}
+        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         """A page has two corners, each of a key's size."""
@@ -110,7 +111,8 @@ class Quest(Method):
     def _bound_newest(self, cache: SlotCache) -> Tensor:
         """Put the newest keys into the boxes of their pages; returns the rows' lengths."""
         lengths = cache.row_tensor("lengths")
-        ops.bound_newest(cache.keys, cache.channel("low"), cache.channel("high"), lengths, self.page_size)
+        corners = cache.channel("low"), cache.channel("high")
+        ops.bound_newest(cache.memory[0], *corners, lengths, self.page_size, block_table=cache.block_table)
         return lengths
 
     def pages(self, length: Number) -> Number:
