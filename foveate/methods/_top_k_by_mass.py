@@ -184,7 +184,7 @@ class TopKByMass(SelectOnce):
             last = [q[:, :, sparse:]] if sparse < length else []
             outs = [ops.attend_causal(x, cache.keys, cache.values, offset=offset + sparse, **how).out for x in last]
         how |= {"tile": tile, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
-        tiles = ops.attend_tile_keys(first, cache.keys, cache.values, chosen, **how)
+        tiles = ops.attend_tile_keys(first, *cache.memory, chosen, block_table=cache.block_table, **how)
         return ops.Attended(torch.cat([tiles.out, *outs], 2)) if sparse < length else tiles
 
     def select_tiles(

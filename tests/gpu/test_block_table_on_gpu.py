@@ -102,6 +102,33 @@ def test_chosen_keys_and_pages(dtype, heads, kv_heads, dim, value_dim, batch, nu
         same(found, ops.attend_pages(q, k, v, chosen, page_size, **how))
 
 
+@every_pair(DTYPES, GROUPS, DIMS, BLOCK_SIZES, LAYOUTS, (("queries", "offset"), [(1, 0), (300, 0), (129, 900)]))
+def test_prompts(dtype, heads, kv_heads, dim, value_dim, block_size, layout, queries, offset):
+    """Windows by the same kernel to the last bit, and tiles: on Hopper keys in one piece have a kernel of their own."""
+    end = queries + offset
+    q, k, v, _ = problem(1, heads, kv_heads, end, dim, value_dim, dtype)
+    q = q.expand(-1, -1, queries, -1) + torch.linspace(0, 1, queries, device="cuda")[:, None].to(dtype)
+    k, v = (x.nan_to_num(0.5, 0.5) for x in (k, v))
+    *memory, table = in_blocks(k, v, block_size, layout)
+    where, how = {"block_table": table}, {"offset": offset, **SCALING}
+    more = {"lower": torch.arange(offset, end, device="cuda") - 99, "sinks": 4}
+    with poisoned_memory("cuda"):
+        found = ops.attend_window(q, *memory, **where, **how, **more)
+    same(found, ops.attend_window(q, k, v, **how, **more))
+    tile = 32
+    number = -(-end // tile) - offset // tile
+    draw = torch.rand(1, kv_heads, number, 256, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
+    begins = (torch.arange(number, device="cuda") + offset // tile)[:, None] * tile
+    indices = (draw * begins).int().where(draw * begins >= 1, -1)
+    with poisoned_memory("cuda"):
+        found = ops.attend_tiles(q, *memory, indices, tile=tile, **where, **how).out
+    expected = ops.attend_tiles(q, k, v, indices, tile=tile, **how).out
+    tolerance = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    if torch.cuda.get_device_capability() != (9, 0):
+        assert torch.equal(found, expected)
+
+
 @every_pair(DTYPES, BLOCK_SIZES, LAYOUTS, ("page_size", [1, 16, 100]))
 def test_boxes_and_writes(dtype, block_size, layout, page_size):
     _, k, v, lengths = problem(3, 4, 2, 700, 80, 64, dtype)

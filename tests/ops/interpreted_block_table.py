@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from foveate.ops import BlockTable
-from foveate.ops.attend import decode_kernel
+from foveate.ops.attend import decode_kernel, tiles_kernel, window_kernel
 from foveate.ops.compress import boxes_kernel
+from foveate.ops.gpu.tiles import Tile
 from foveate.ops.retain import slots_kernel
 from foveate.ops.score import pooled_kernel
 from tests.combinations import every_pair
-from tests.problems import BLOCK_LAYOUTS, in_blocks
+from tests.problems import BLOCK_LAYOUTS, Shape, in_blocks
+from tests.problems import problem as prompt
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -154,13 +156,56 @@ def test_a_token_is_put(block_size, layout):
     assert int(named) == 2 * 2 * (len(keys) * block_size - 2 * 150)
 
 
+# Prompts
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several blocks of queries and of keys in everything."""
+    small = Tile(16, 16, num_warps=4, num_stages=1)
+    monkeypatch.setattr(window_kernel, "tile_for", lambda dtype, dim: small)
+    monkeypatch.setattr(tiles_kernel, "tile_for", lambda dtype, dim, rows: small)
+
+
+PROMPT = Shape(batch=2, kv_heads=2, group=3, queries=25, offset=20, dim=16, value_dim=24)
+
+
+@every_pair(SIZES, LAYOUTS, ("window", [1, 20, 100]), ("sinks", [0, 4]), ("softcap", [None, 5.0]), HALF)
+def test_windows_of_prompts(dtype, block_size, layout, window, sinks, softcap, small_tiles):
+    """Keys that no query sees are NaN."""
+    q, k, v = prompt(PROMPT, dtype=dtype, extra=9)
+    lower = torch.arange(20, 45) - window + 1
+    unseen = slice(sinks, max(21 - window, sinks))
+    k[:, :, unseen], v[:, :, unseen] = torch.nan, torch.nan
+    *memory, table = in_blocks(k, v, block_size, layout)
+    how = {**SCALING, "lower": lower, "sinks": sinks, "offset": 20, "softcap": softcap}
+    found = window_kernel.attend_window(q, *memory, block_table=table, **how)
+    same(found, window_kernel.attend_window(q, k, v, **how))
+
+
+@every_pair(SIZES, LAYOUTS, ("tile", [1, 5, 16]), ("heads", [None, [1, 1]]), ("rest", [False, True]), HALF)
+def test_tiles_of_prompts(dtype, block_size, layout, tile, heads, rest, small_tiles):
+    q, k, v = prompt(PROMPT, dtype=dtype, extra=9)
+    tiles = -(-45 // tile) - 20 // tile
+    draw = torch.rand(2, 2, tiles, 16, generator=torch.Generator().manual_seed(4)).argsort(-1)[..., :11]
+    indices = draw.masked_fill(draw % 5 == 0, -1).to(torch.int32)  # keys before every tile
+    heads = None if heads is None else torch.tensor(heads)
+    *memory, table = in_blocks(k, v, block_size, layout)
+    how = {**SCALING, "tile": tile, "offset": 20, "heads": heads, "rest": rest}
+    found = tiles_kernel.attend_tiles(q, *memory, indices, block_table=table, **how)
+    same(found, tiles_kernel.attend_tiles(q, k, v, indices, **how))
+
+
 def test_what_does_not_fit():
     q, k, v = problem(torch.float32)
     *memory, table = in_blocks(k, v, 16)
+    indices, lower = torch.zeros(2, 2, 1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     calls = [
         lambda table: decode_kernel.attend(q, *memory, block_table=table, **SCALING),
         lambda table: pooled_kernel.pooled_mass(q, memory[0], block_table=table, **SCALING),
         lambda table: boxes_kernel.bound_newest(memory[0], k, k, torch.tensor([1, 1]), 1, block_table=table),
+        lambda table: window_kernel.attend_window(q, *memory, lower=lower, block_table=table, **SCALING),
+        lambda table: tiles_kernel.attend_tiles(q, *memory, indices, tile=1, block_table=table, **SCALING),
         lambda table: slots_kernel.put_token(
             *memory, k[:, :, :1], v[:, :, :1], torch.tensor([1, 1]), block_table=table
         ),

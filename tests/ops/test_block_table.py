@@ -75,6 +75,33 @@ def test_verbs(block_size, layout):
 
 @SIZES
 @LAYOUTS
+def test_verbs_of_prompts(block_size, layout):
+    """Queries 30 .. 49 of a prompt, whose earlier keys are in blocks, too."""
+    q, k, v = problem(20)
+    *memory, table = in_blocks(k, v, block_size, layout)
+    indices = torch.randint(-1, 28, (2, 2, 6, 9), generator=torch.Generator().manual_seed(0))
+    bits, begins = torch.zeros(2, 2, 6, dtype=torch.int32), torch.arange(7)
+    ops.set_bits(bits, indices[:, :, :, :1], begins)
+    starts = torch.arange(7)
+    chosen = ops.TileKeys(bits, begins, starts, tuple(starts.tolist()))
+    how, where = {"offset": 30, **SCALING}, {"block_table": table}
+    lower = torch.arange(20, 40)
+    for verb, given, more in [
+        (ops.attend_causal, (), {"softcap": 5.0, "need_lse": True}),
+        (ops.attend_window, (), {"lower": lower, "sinks": 3}),
+        (ops.attend_tiles, (indices,), {"tile": 4}),
+        (ops.attend_tiles, (indices,), {"tile": 4, "rest": True}),
+        (ops.attend_tile_keys, (chosen,), {"tile": 4}),
+        (ops.attend_tile_keys, (chosen,), {"tile": 4, "rest": True}),
+    ]:
+        found = verb(q, *memory, *given, **how, **more, **where)
+        expected = verb(q, k, v, *given, **how, **more)
+        for x, y in zip(found, expected):
+            assert x is y is None or torch.equal(x, y)
+
+
+@SIZES
+@LAYOUTS
 def test_the_newest_box(block_size, layout):
     _, k, v = problem()
     keys, _, table = in_blocks(k, v, block_size, layout)

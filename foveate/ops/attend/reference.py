@@ -185,6 +185,7 @@ def attend_window(
     offset: int = 0,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Causal attention over the first ``sinks`` keys and a window whose start may move from query to query.
 
@@ -195,8 +196,10 @@ def attend_window(
             those of the first ``sinks`` that do not lie behind its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
-        sink_logits, softcap: see :func:`attend`.
+        sink_logits, softcap, block_table: see :func:`attend`.
     """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
     length = q.shape[2]
     starts, lower = lower.tolist(), lower[:, None]
     width = max(offset + i - start for i, start in enumerate(starts)) + sinks + 512
