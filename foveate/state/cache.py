@@ -362,7 +362,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         one.sink_logits, one.softcap = self.sink_logits, self.softcap
         shared = ("keys", "values", "block_table") if size == self.block_size else ()
         one.tensors |= {name: self.tensors[name] for name in shared if name in self.tensors}
-        one.free_blocks = self.free_blocks
+        one.free_blocks = self.free_blocks if shared else []
         for name, spec in one._slot_specs().items():
             if name not in shared:
                 one.tensors[name] = one._buffer(name, spec, self.capacity)

@@ -95,7 +95,8 @@ class Storage:
         held = self.tensors.get("block_table")
         more = number - (0 if held is None else held.shape[1])
         added = self._as_table(self._take_blocks(self.batch_size * more)).view(self.batch_size, more)
-        self.tensors["block_table"] = added if held is None else torch.cat([held, added], 1)
+        with torch.inference_mode(False):
+            self.tensors["block_table"] = added if held is None else torch.cat([held, added], 1)
 
     def _take_blocks(self, number: int) -> list[int]:
         """Blocks that no row holds; memory grows where there are too few."""
