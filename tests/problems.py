@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foveate.ops import BlockTable
+
 
 class Shape(NamedTuple):
     """Sizes of one attention problem."""
@@ -57,6 +59,41 @@ def in_buffer(x: Tensor, layout: str) -> Tensor:
     else:
         view = x.new_full((batch, heads, length, dim + 3), nan)[..., :dim]
     return view.copy_(x)
+
+
+BLOCK_LAYOUTS = ["heads_first", "slots_first", "side_by_side", "flat"]
+"""As FlashInfer, FlashAttention, vLLM and SGLang keep paged keys and values."""
+
+
+def in_blocks(k: Tensor, v: Tensor, block_size: int, layout: str = "slots_first", spare: int = 3, seed: int = 0):
+    """The same numbers in physical blocks in any order: ``(k, v, BlockTable)``.
+
+    Slots of no key are NaN, and the table names too many blocks, some of which do not exist.
+    """
+    batch, heads, length, dim = k.shape
+    needed, width = -(-length // block_size), dim + v.shape[3]
+    number = batch * needed + spare
+    size = {
+        "heads_first": (2, number, heads, block_size, max(dim, v.shape[3])),
+        "slots_first": (2, number, block_size, heads, max(dim, v.shape[3])),
+        "side_by_side": (number, heads, block_size, width),
+        "flat": (2, number * block_size, heads, max(dim, v.shape[3])),
+    }[layout]
+    memory = k.new_full(size, float("nan"))
+    if layout == "side_by_side":
+        both = memory[..., :dim], memory[..., dim:]
+    elif layout == "flat":
+        both = memory.unflatten(1, (number, block_size)).transpose(2, 3)
+    else:
+        both = memory if layout == "heads_first" else memory.transpose(2, 3)
+    both = both[0][..., :dim], both[1][..., : v.shape[3]]
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))[: batch * needed].to(k.device)
+    for x, blocks in zip((k, v), both):
+        whole = torch.nn.functional.pad(x, (0, 0, 0, needed * block_size - length), value=float("nan"))
+        blocks[order] = whole.unflatten(2, (needed, block_size)).transpose(1, 2).flatten(0, 1)
+    table = torch.nn.functional.pad(order.view(batch, needed), (0, 2), value=-1)
+    table[:, -1] = 1 << 30
+    return *both, BlockTable(table.to(torch.int32), length)
 
 
 def problem(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32, layout: str = "own", extra: int = 0):

@@ -29,7 +29,7 @@ LAYERS = (
 """Modules and folders of the package, the lowest first: each imports its own layer and those below."""
 
 LAYERS_OF_OPS = (
-    ("_math", "_dispatch"),
+    ("_math", "_dispatch", "block_table"),
     ("gpu",),
     ("score", "select", "attend", "compress", "retain", "recur"),
     ("summaries",),
@@ -38,7 +38,7 @@ LAYERS_OF_OPS = (
 
 LAYERS_OF_STATE = (
     ("counters", "description", "hybrid"),
-    ("device_rows", "eviction", "snapshots"),
+    ("device_rows", "eviction", "snapshots", "storage"),
     ("row_numbers",),
     ("cache",),
 )

@@ -128,7 +128,7 @@ class SelectOnce(Method):
             cache.counters.indices_reused += cache.batch_size
             cache.count_read(read if heads is None else read.index_select(1, heads))
         how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_indices(q, cache.keys, cache.values, indices, **how).out
+        return ops.attend_indices(q, *cache.memory, indices, block_table=cache.block_table, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out

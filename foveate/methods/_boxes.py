@@ -53,7 +53,8 @@ class PageBoxes:
     def write_newest(self, cache: SlotCache) -> None:
         """Put the newest keys into the boxes of their pages."""
         corners = cache.channel("low"), cache.channel("high")
-        ops.bound_newest(cache.keys, *corners, cache.row_tensor("lengths"), self.size)
+        how = {"block_table": cache.block_table}
+        ops.bound_newest(cache.memory[0], *corners, cache.row_tensor("lengths"), self.size, **how)
 
     def bounds(self, cache: SlotCache, q: Tensor, scaling: float, pool: str = "head", full: bool = False) -> Tensor:
         """Largest logits in each page, fp32 ``[B, Hkv, G, P]``, or ``[B, Hkv, P]`` with ``pool="kv_head"``.

@@ -17,7 +17,8 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
     cache.count_read(cache.held(mask, lengths))
     mask = None if mask is None else mask[:, :, None]
     how = {"mask": mask, "lengths": lengths, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-    return ops.attend(q, cache.keys, cache.values, scaling=scaling, need_mass=need_mass, **how)
+    how |= {"scaling": scaling, "need_mass": need_mass, "block_table": cache.block_table}
+    return ops.attend(q, *cache.memory, **how)
 
 
 def count_scored(method: Method, cache: SlotCache) -> None:

@@ -87,7 +87,8 @@ class SelectPages(Method):
         pages = self.choose(cache, q, scaling)
         count_scored(self, cache)
         how = {"lengths": cache.row_tensor("lengths"), "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_pages(q, cache.keys, cache.values, pages, self.page_size, scaling=scaling, **how).out
+        how |= {"scaling": scaling, "block_table": cache.block_table}
+        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if not self.dense:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -98,13 +98,13 @@ class TopKByMass(SelectOnce):
             mask, lengths = cache.stored()
             how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
             how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-            k, key_scales = self._scored_keys(cache)
-            scores = ops.pooled_mass(q, k, scaling=scaling, key_scales=key_scales, **how)
+            k, where = self._scored_keys(cache)
+            scores = ops.pooled_mass(q, k, scaling=scaling, **how, **where)
         return self._chosen(cache, scores)
 
-    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
-        """The keys whose mass a decoded token goes by, ``[B, Hkv, used, D]``, and the scales of a copy in fp8."""
-        return cache.keys, None
+    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
+        """The keys whose mass a decoded token goes by, and their block table, or the scales of a copy in fp8."""
+        return cache.memory[0], {"block_table": cache.block_table}
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         if self.pooling == "pre_softmax":
@@ -113,8 +113,8 @@ class TopKByMass(SelectOnce):
         cache.count_read(cache.held(mask, lengths))
         mask = None if mask is None else mask[:, :, None]
         how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        attended = ops.attend_pooled(q, cache.keys, cache.values, scaling=scaling, **how)
+        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
+        attended = ops.attend_pooled(q, *cache.memory, scaling=scaling, **how)
         return self._chosen(cache, attended.mass), attended.out
 
     def _chosen(self, cache: SlotCache, scores: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class TopKByMass(SelectOnce):
             last = [q[:, :, sparse:]] if sparse < length else []
             outs = [ops.attend_causal(x, cache.keys, cache.values, offset=offset + sparse, **how).out for x in last]
         how |= {"tile": tile, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
-        tiles = ops.attend_tile_keys(first, cache.keys, cache.values, chosen, **how)
+        tiles = ops.attend_tile_keys(first, *cache.memory, chosen, block_table=cache.block_table, **how)
         return ops.Attended(torch.cat([tiles.out, *outs], 2)) if sparse < length else tiles
 
     def select_tiles(

@@ -264,13 +264,13 @@ class Kascade(TopKByMass):
         pages, least = _PAGES.pages(length), (self.count(length) + PAGE_SIZE - 2) // PAGE_SIZE + 1
         return clamp(-(-pages // ONE_PAGE_IN), least, pages)
 
-    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
+    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
         if not self.scores_a_copy:
             return super()._scored_keys(cache)
         copy, centres, scales = (cache.channel(name) for name in ("fp8_keys", "key_centres", "key_scales"))
         newest = cache.each_row(operator.sub, 1)[:, None]
         ops.write_fp8(copy, cache.keys, centres, scales, newest)
-        return copy, scales
+        return copy, {"key_scales": scales}
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         share = super().scored_share(geometry, dtype)

@@ -73,7 +73,8 @@ class LinedAsPublished(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         indices = self._selected(cache)
         how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        attended = ops.attend_indices(q, cache.keys, cache.values, indices, need_mass=True, **how)
+        how |= {"need_mass": True, "block_table": cache.block_table}
+        attended = ops.attend_indices(q, *cache.memory, indices, **how)
         mass = attended.mass.masked_fill(indices < 0, 0.0)
         cache.channel("mass").scatter_add_(2, indices.clamp_min(0), mass)
         cache.count_read((indices >= 0).sum(-1))

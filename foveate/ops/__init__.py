@@ -5,7 +5,8 @@ one exists, a kernel beside it that is tested against the reference. A verb cont
 one operation that fuses several verbs, LuKA's.
 
 Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk, Dv]`` with ``Hq`` a multiple of
-``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32.
+``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32. Verbs that take a ``block_table`` read
+keys and values in blocks that all rows share, ``k [N, Hkv, n, D]``, see :class:`BlockTable`.
 """
 
 from foveate.ops._math import first_keys, fold_group
@@ -35,6 +36,7 @@ from foveate.ops.attend import (
     prompt_path,
     with_sinks,
 )
+from foveate.ops.block_table import BlockTable
 from foveate.ops.compress import (
     Nodes,
     PageRecord,
@@ -107,6 +109,7 @@ __all__ = [
     "INDEXER_BLOCK",
     "WORD_KEYS",
     "Attended",
+    "BlockTable",
     "Convolution",
     "Covered",
     "IndexerScores",

@@ -25,9 +25,14 @@ class Layer:
         phase: shared by the layers of one cache.
         dense_below: decode steps are dense below this many tokens of all sequences together; "auto": below what the
             method declares, on a GPU with kernels.
+        block_size: slots of a block in which keys and values are kept, see
+            :class:`~foveate.state.storage.Storage`; 0: they are in one piece.
     """
 
-    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0):
+    def __init__(
+        self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0, block_size: int = 0
+    ):
+        self.block_size = block_size
         self.method, self.counters, self.phase, self.dense_below = method, counters, phase, dense_below
         self.store: SlotCache | None = None
         self.seen = 0
@@ -125,8 +130,8 @@ class Layer:
     ) -> Tensor:
         if self.store is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-            channels = self.method.channels(geometry)
-            self.store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels, self.method.evicts, self.counters)
+            channels, evicts, kept = self.method.channels(geometry), self.method.evicts, (k.dtype, k.device)
+            self.store = SlotCache(geometry, len(k), *kept, channels, evicts, self.counters, self.block_size)
             self.store.staged, self.store.forward = self.record_past, self.phase.forward
         self.store.sink_logits = None if sink_logits is None else sink_logits.detach()
         self.store.softcap = softcap

@@ -25,5 +25,7 @@ class Policy:
     dense_below: int | str = 0
     """Decode steps are dense below this many tokens of all sequences together; "auto": where sparse steps are slower
     on a GPU (:attr:`Method.sparse_from_tokens`)."""
+    block_size: int = 0
+    """Slots of a block in which a cache keeps keys and values; 0: in one piece."""
     look: Callable[[int, Tensor, Tensor, float, float | None], None] | None = None
     """Called with the layer's index, its rotated queries and keys ``[B, H, n, D]``, the scaling and the logits' cap."""

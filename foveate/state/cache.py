@@ -22,11 +22,10 @@ from foveate.state.device_rows import DeviceRows
 from foveate.state.eviction import Eviction, Freed, movable
 from foveate.state.row_numbers import DeviceState, RowNumbers
 from foveate.state.snapshots import Snapshots
+from foveate.state.storage import Storage
 
-_ALIGN = 64
 
-
-class SlotCache(RowNumbers, Eviction, Snapshots):
+class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     """Keys, values and method state of one layer for a batch of sequences.
 
     Args:
@@ -36,6 +35,10 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         channels: state that the method keeps, by name.
         evicts: whether slots are given up, so that positions have to be kept.
         counters: where to count what is read.
+        block_size: slots of a block in which keys and values are kept, see :class:`Storage`; 0: they are in one piece.
+
+    Raises:
+        ValueError: for blocks, or pages, of a method that evicts.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         channels: dict[str, Channel] | None = None,
         evicts: bool = False,
         counters: Counters | None = None,
+        block_size: int = 0,
     ):
         names = ("lengths", "counts", "live", "prompt", "pages", "paged", "observed")
         super().__init__({name: [0] * batch_size for name in names}, device)
@@ -69,8 +73,11 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         self.to_come = 0  # columns of the prompt behind those of the present forward pass
         self._row: int | None = None
         self.tally: Tally | None = None  # where numbers on the device wait for those of other layers
+        self.block_size, self.free_blocks = block_size, []
         if evicts and any(spec.per > 1 for spec in self.specs.values()):
             raise ValueError("a method that evicts cannot keep pages: their slots would move")
+        if evicts and block_size:
+            raise ValueError("a method that evicts keeps its slots in one piece, not in blocks")
         for name, spec in self.specs.items():
             if spec.per == 0:
                 with torch.inference_mode(False):
@@ -114,16 +121,6 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
     def used(self) -> int:
         """Slots in use, the largest row's; in a step that is replayed, all that there are."""
         return max(self.rows["counts"]) if self.step is None else self.capacity
-
-    @property
-    def keys(self) -> Tensor:
-        """``[B, Hkv, used, D]``, a view."""
-        return self.tensors["keys"][:, :, : self.used]
-
-    @property
-    def values(self) -> Tensor:
-        """``[B, Hkv, used, Dv]``, a view."""
-        return self.tensors["values"][:, :, : self.used]
 
     @property
     def positions(self) -> Tensor:
@@ -224,22 +221,6 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
 
     # Writing
 
-    def reserve(self, slots: int) -> None:
-        """Make room for at least this many slots in every row."""
-        if slots <= self.capacity:
-            return
-        if self._row is not None:
-            raise RuntimeError("a row of a batch cannot grow alone: reserve room in the batch first")
-        capacity = -(-(slots + max(_ALIGN, slots // 16)) // _ALIGN) * _ALIGN
-        for name, spec in self._slot_specs().items():
-            grown = self._buffer(name, spec, capacity)
-            if name in self.tensors:
-                old = self.tensors[name]
-                grown[:, :, : old.shape[2]] = old
-            self.tensors[name] = grown
-        self.capacity, self.borrowed = capacity, False
-        self.counters.resident_bytes = self.resident_bytes
-
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add n tokens to every row, after the last slot in use; all rows must use the same number of slots.
 
@@ -250,8 +231,7 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         if len(set(self.rows["counts"])) > 1:
             raise ValueError("rows of different lengths are appended to one by one")
         self.reserve(first + n)
-        self.tensors["keys"][:, :, first : first + n] = k
-        self.tensors["values"][:, :, first : first + n] = v
+        self._write(first, k, v)
         if "positions" in self.tensors:
             start = self.rows["lengths"][0]
             self.tensors["positions"][:, :, first : first + n] = torch.arange(
@@ -316,7 +296,8 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         one = object.__new__(SlotCache)
         one.__dict__.update(self.__dict__)
         one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
-        one.tensors = {name: tensor[b : b + 1] for name, tensor in self.tensors.items()}
+        whole = self._shared
+        one.tensors = {name: x if name in whole else x[b : b + 1] for name, x in self.tensors.items()}
         one.snapshots = {}
         one._row = b
         return one
@@ -330,8 +311,12 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         """Rows of the batch anew: ``index`` int64 ``[B']`` (beam search, repeats, selection)."""
         with torch.inference_mode(False), torch.no_grad():
             index = index.clone()
+            if self.block_size and "block_table" in self.tensors:
+                self._take_rows_of_blocks(index.tolist())
+            whole = (*self._shared, "block_table")
             self.tensors = {
-                name: movable(tensor).index_select(0, index).view(tensor.dtype) for name, tensor in self.tensors.items()
+                name: x if name in whole else movable(x).index_select(0, index).view(x.dtype)
+                for name, x in self.tensors.items()
             }
         per_row = [*self.rows.values(), *([self.freed.rows] if self.freed is not None else [])]
         alike = all(len(set(numbers)) == 1 for numbers in per_row)
@@ -353,7 +338,7 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         one = object.__new__(SlotCache)
         one.__dict__.update(self.__dict__)
         one.specs = {name: self.specs[here] for name, here in names.items()}
-        one.tensors = {name: self.tensors[name] for name in ("keys", "values")}
+        one.tensors = {name: self.tensors[name] for name in ("keys", "values", "block_table") if name in self.tensors}
         one.tensors |= {name: self.tensors[here] for name, here in names.items()}
         one.rows = {name: list(numbers) for name, numbers in self.rows.items()}
         return one
@@ -370,13 +355,20 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
             channels, evicts, counters: of the other method.
             filled: channels to copy from this cache, their names here by the names there; the others are empty.
         """
-        one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters)
+        size = 0 if evicts else self.block_size
+        one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters, size)
         one.rows = {name: list(numbers) for name, numbers in self.rows.items()}
         one.capacity, one.borrowed = self.capacity, True
         one.sink_logits, one.softcap = self.sink_logits, self.softcap
+        shared = ("keys", "values", "block_table") if size == self.block_size else ()
+        one.tensors |= {name: self.tensors[name] for name in shared if name in self.tensors}
+        one.free_blocks = self.free_blocks if shared else []
         for name, spec in one._slot_specs().items():
-            shared = name in ("keys", "values")
-            one.tensors[name] = self.tensors[name] if shared else one._buffer(name, spec, self.capacity)
+            if name not in shared:
+                one.tensors[name] = one._buffer(name, spec, self.capacity)
+        if not shared:  # out of blocks, into one piece
+            one.borrowed = False
+            one._write(0, self.keys, self.values)
         for name, here in filled.items():
             one.tensors[name].copy_(self.tensors[here])
         if evicts:
@@ -396,13 +388,6 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
             specs["positions"] = Channel(dtype=torch.int32)
         return specs | {name: spec for name, spec in self.specs.items() if spec.per > 0}
 
-    def _buffer(self, name: str, spec: Channel, capacity: int) -> Tensor:
-        """Empty entries for this many slots: zeros, or -1 for positions."""
-        shape = (self.batch_size, self.geometry.num_kv_heads, -(-capacity // spec.per), *spec.shape)
-        with torch.inference_mode(False):  # a buffer made under inference_mode could not be written outside of it
-            buffer = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
-        return buffer.fill_(-1) if name == "positions" else buffer
-
     def _put(
         self, slots: Tensor, freed: Tensor | None, k: Tensor, v: Tensor, newest: Tensor | None, take: bool = False
     ) -> None:
@@ -411,7 +396,8 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
         first = next((name for name in emptied if not self.specs[name].shape), None)  # by the same launch
         own["emptied"] = None if first is None else movable(self.tensors[first])
-        slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, freed=freed, take=take, **own)
+        own |= {"freed": freed, "take": take, "block_table": self.block_table}
+        slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
         for name in emptied:
             if name != first:
                 index = slot.view(*slot.shape, 1, *[1] * len(self.specs[name].shape))

@@ -123,13 +123,6 @@ class Eviction:
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
         self.retain([order[b : b + 1, :, :live] for b, live in enumerate(self.rows["live"])], self.uneven)
 
-    def own_memory(self) -> None:
-        """Copy keys and values that other branches read, before one of them is written over."""
-        if self.borrowed:
-            with torch.inference_mode(False):
-                self.tensors |= {name: self.tensors[name].clone() for name in ("keys", "values")}
-            self.borrowed = False
-
 
 def movable(tensor: Tensor) -> Tensor:
     """The same memory in a dtype that can be gathered and scattered, which fp8 cannot."""

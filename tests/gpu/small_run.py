@@ -50,6 +50,8 @@ CAPPED = [
     if spec.startswith(("h2o", "streaming", "quest", "pages", "luka:", "kascade")) and "fp8" not in spec
 ]
 
+IN_BLOCKS = [spec for spec in SPECS if spec.startswith(("dense", "quest", "oracle_topk", "kascade:anchors=[0]"))]
+
 
 def main() -> int:
     ran: set[str] = set()
@@ -75,6 +77,8 @@ def parts() -> dict[str, Callable[[], None]]:
         found[f"native sparse attention, {dtype}"] = partial(attend_blocks, dtype)
         for spec in SPECS:
             found[f"{spec}, {dtype}"] = partial(decode, spec, dtype)
+        for spec in IN_BLOCKS:
+            found[f"{spec}, in blocks, {dtype}"] = partial(decode, spec, dtype, None, 16)
         for spec in CAPPED:
             found[f"{spec}, capped, {dtype}"] = partial(decode, spec, dtype, 5.0)
     return found
@@ -92,12 +96,12 @@ def has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-def decode(spec: str, dtype: torch.dtype, softcap: float | None = None) -> None:
+def decode(spec: str, dtype: torch.dtype, softcap: float | None = None, block_size: int = 0) -> None:
     """A prompt and some steps of a middle layer; of the first one where that is the only anchor."""
     tokens = Tokens.random(2, PROMPT + DECODED)
     tokens = Tokens(*(x.to("cuda", dtype) for x in (tokens.q, tokens.k, tokens.v)))
     layer, among = (0, None) if "anchors=[0]" in spec else (1, [1])
-    driver = Driver(methods.parse(spec).for_layer(layer, 3, among), PROMPT, softcap)
+    driver = Driver(methods.parse(spec).for_layer(layer, 3, among), PROMPT, softcap, block_size)
     driver.feed(tokens[:PROMPT])
     driver.feed_steps(tokens[PROMPT:])
 

@@ -28,6 +28,20 @@ SHAPES = (
 
 @every_pair(("capability", [80, 90]), SHAPES, ("softcap", [0.0, 50.0]))
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, softcap):
+    assert_compiled_well(*_compiled(capability, dtype, dim, value_dim, softcap), spilled=40)
+
+
+@every_pair(
+    ("capability", [80, 90]),
+    (SHAPES[0], [("bf16", 64, 64), ("bf16", 192, 128), ("fp16", 128, 128), ("fp32", 128, 128)]),
+    ("block_size", [16, 24]),
+)
+def test_prompts_in_blocks_compile_for_ampere_and_hopper(capability, dtype, dim, value_dim, block_size):
+    assert_compiled_well(*_compiled(capability, dtype, dim, value_dim, 0.0, block_size), spilled=40)
+
+
+def _compiled(capability, dtype, dim, value_dim, softcap, block_size=0):
+    """The kernel, the capability, and whether it is of half precision."""
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.window_kernel")
     half = dtype != "fp32"
@@ -44,6 +58,9 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, softc
             "lower_stride": 1,
             "sink_ptr": f"*{dtype}:16" if dim == 64 else None,
             "sink_stride": 1,
+            "table_ptr": "*i32" if block_size else None,
+            "table_stride": "i32" if block_size else None,
+            "BLOCK_SIZE": block_size,
             "lse_ptr": "*fp32:16" if softcap else None,
             "scale": "fp32",
             "SOFTCAP": softcap,
@@ -56,4 +73,4 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, softc
         },
         **tile.options,
     )
-    assert_compiled_well(compiled, capability, half, spilled=40)
+    return compiled, capability, half

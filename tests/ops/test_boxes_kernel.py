@@ -8,7 +8,8 @@ from tests.kernels import compile_for
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_bounding_compiles_for_ampere_and_hopper(capability):
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_bounding_compiles_for_ampere_and_hopper(capability, block_size):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.compress.boxes_kernel")
     compiled = compile_for(
@@ -17,6 +18,9 @@ def test_bounding_compiles_for_ampere_and_hopper(capability):
         {
             **dict.fromkeys(("key_ptr", "low_ptr", "high_ptr"), "*bf16:16"),
             "length_ptr": "*i64:16",
+            "table_ptr": "*i32" if block_size else None,
+            "table_stride": "i32" if block_size else None,
+            "BLOCK_SIZE": block_size,
             **dict.fromkeys((*kernel._VARYING, "length_stride", "heads", "page_size"), "i32"),
             **{f"{x}_stride_{axis}": "i32:16" for x, axis in (("key", "s"), ("low", "p"), ("high", "p"))},
             **{f"{x}_stride_d": 1 for x in ("key", "low", "high")},

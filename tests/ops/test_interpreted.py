@@ -18,6 +18,7 @@ PROCESSES = [
     ("decode", "select_few", "boxes", "slots"),
     ("indexer", "selected", "until", "retention", "low_rank"),
     ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "bits", "softmax"),
+    ("block_table",),
 ]
 
 

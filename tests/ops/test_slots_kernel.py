@@ -33,8 +33,8 @@ def test_giving_up_compiles_for_ampere_and_hopper(capability, at):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("evicts", [False, True])
-def test_putting_compiles_for_ampere_and_hopper(capability, evicts):
+@pytest.mark.parametrize(("evicts", "block_size"), [(False, 0), (True, 0), (False, 16)])
+def test_putting_compiles_for_ampere_and_hopper(capability, evicts, block_size):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.retain.slots_kernel")
     compiled = compile_for(
@@ -46,10 +46,13 @@ def test_putting_compiles_for_ampere_and_hopper(capability, evicts):
             "freed_ptr": "*i64:16" if evicts else None,
             **dict.fromkeys(("position_ptr", "newest_ptr"), "*i32:16" if evicts else None),
             "emptied_ptr": "*fp32:16" if evicts else None,
+            "table_ptr": "*i32" if block_size else None,
+            "table_stride": "i32" if block_size else None,
             **dict.fromkeys((*kernel._STRIDES, "heads", "key_stride_s", "value_stride_s"), "i32"),
             **{f"{x}_stride_d": 1 for x in ("key", "value", "k", "v")},
             **dict.fromkeys(("position_stride_s", "emptied_stride_s"), 1),
             "TAKE": evicts,
+            "BLOCK_SIZE": block_size,
             "DIM": 128,
             "VALUE_DIM": 128,
             "BLOCK": 128,

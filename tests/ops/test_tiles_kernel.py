@@ -39,6 +39,19 @@ CAPABILITIES = ("capability", [90, 80])
     ],
 )
 def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest, softcap):
+    _compile_attention(capability, dtype, dim, rest, softcap)
+
+
+@every_pair(
+    CAPABILITIES,
+    (SHAPES[0], [("bf16", 64), ("bf16", 256), ("fp16", 128), ("fp32", 128)]),
+    ("block_size", [16, 24]),
+)
+def test_attention_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim, block_size):
+    _compile_attention(capability, dtype, dim, False, 0.0, block_size)
+
+
+def _compile_attention(capability, dtype, dim, rest, softcap, block_size=0):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.tiles_kernel")
     half = dtype != "fp32"
@@ -58,8 +71,11 @@ def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, rest, 
             **dict.fromkeys(("key_sum_ptr", "value_sum_ptr"), "*fp32:16" if rest else None),
             "sink_ptr": f"*{dtype}:16" if dim == 64 else None,
             "sink_stride": 1,
+            "table_ptr": "*i32" if block_size else None,
+            "table_stride": "i32" if block_size else None,
             "MAPPED": True,
             "REST": rest,
+            "BLOCK_SIZE": block_size,
             "SOFTCAP": softcap,
             "index_stride_k": 1,
             "scale": "fp32",

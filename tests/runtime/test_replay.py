@@ -40,6 +40,25 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
     assert_same_state(plain.store, driver.store)
 
 
+KEEPING = [(name, method) for name, method in RECORDED if not method.evicts]
+
+
+@pytest.mark.parametrize("method", [m for _, m in KEEPING], ids=[name for name, _ in KEEPING])
+def test_replays_in_blocks_equal_ordinary_steps(method, monkeypatch):
+    """Also over growth, after which rows have more blocks."""
+    monkeypatch.setattr(replay, "ROOM", 1)
+    tokens = Tokens.random(2, PROMPT + 75, seed=1)
+    plain, driver = Driver(method), Driver(method, block_size=16)
+    for one in (plain, driver):
+        one.feed(tokens[:PROMPT])
+    replayed = Replayed(driver)
+    close(replayed.feed_steps(tokens[PROMPT:]), plain.feed_steps(tokens[PROMPT:]))
+    assert replayed.use.replayed > 40
+    assert replayed.use.captured > 1
+    assert_same_counts(plain.layer.counters, driver.layer.counters)
+    assert_same_state(plain.store, driver.store)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -31,6 +31,7 @@ def attach(
     *,
     cuda_graph: bool | str = "auto",
     dense_below: int | str = "auto",
+    block_size: int = 0,
     **settings: Any,
 ) -> Attachment | csa.SparseAttachment:
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
@@ -48,18 +49,22 @@ def attach(
             fewer tokens than this. "auto": on a GPU :attr:`Method.sparse_from_tokens`, from which the method is faster;
             elsewhere 0, which means never. Methods that evict never do. :func:`stats` counts these steps. Comparisons
             of methods want 0.
+        block_size: slots of a block in which caches keep keys and values (paged KV), with the same results; 0: in one
+            piece. Methods that evict keep theirs in one piece.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
-            ``cuda_graph=True`` where it is not possible, or ``dense_below`` without a method; the model is left as it
-            was.
+            ``cuda_graph=True`` where it is not possible, ``dense_below`` or ``block_size`` without a method, or
+            ``block_size`` of a method that evicts; the model is left as it was.
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs = Graphs(cuda_graph)
     whole = isinstance(dense_below, int) and not isinstance(dense_below, bool) and dense_below >= 0
     if not (whole or dense_below == "auto"):
         raise ValueError(f"dense_below must be a number of tokens, at least 0, or 'auto', not {dense_below!r}")
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 0:
+        raise ValueError(f"block_size must be a number of slots, or 0 for one piece, not {block_size!r}")
     if method is None:
         if settings:
             raise ValueError(f"settings need a method: {', '.join(settings)}")
@@ -67,6 +72,8 @@ def attach(
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
         if dense_below not in ("auto", 0):
             raise ValueError(f"dense_below={dense_below} needs a method: a model's own sparse attention stays as it is")
+        if block_size:
+            raise ValueError(f"block_size={block_size} needs a method: a model's own sparse attention stays as it is")
         decoder = decoder_of(model)
         csa.check(model, decoder)
         releases.check(model, decoder)
@@ -87,9 +94,13 @@ def attach(
             uid,
             forward=forward,
             dense_below=dense_below,
+            block_size=block_size,
         )
         for index in modules
     }
+    evicting = next((policy.method for policy in policies.values() if policy.method.evicts), None)
+    if block_size and evicting is not None:
+        raise ValueError(f"block_size={block_size}: {evicting.name} evicts, and keeps its slots in one piece")
     _check_artefacts(policies, config, modules)
     attachment = Attachment(chosen, copy.deepcopy(config), policies, unchanged, uid, forward, graphs=graphs)
     attachment.auto = auto_for(policies, attachment.config)

@@ -80,7 +80,13 @@ class Attachment:
         twin.forward = {}
         twin.graphs = copy.deepcopy(self.graphs, memo)
         twin.policies = {
-            index: Policy(policy.method, twin.uid, forward=twin.forward, dense_below=policy.dense_below)
+            index: Policy(
+                policy.method,
+                twin.uid,
+                forward=twin.forward,
+                dense_below=policy.dense_below,
+                block_size=policy.block_size,
+            )
             for index, policy in self.policies.items()
         }
         for index, policy in self.policies.items():

@@ -49,7 +49,7 @@ class Cache(transformers.Cache):
                 "leaving layers out (assistant_early_exit) is not supported"
             )
         for index, policy in attachment.policies.items():
-            how = (policy.method, policy.counters, self.phase, policy.dense_below)
+            how = (policy.method, policy.counters, self.phase, policy.dense_below, policy.block_size)
             own = layers[index]
             recurrent = isinstance(own, LinearAttentionLayer)
             layers[index] = HybridCacheLayer(*how, own.number_of_states) if recurrent else CacheLayer(*how)

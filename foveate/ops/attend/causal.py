@@ -11,6 +11,7 @@ from foveate.ops.attend import library, reference
 from foveate.ops.attend.library import PromptHeads
 from foveate.ops.attend.partials import with_sinks
 from foveate.ops.attend.reference import Attended, check_keys, scaled_dot_product
+from foveate.ops.block_table import BlockTable
 
 _capped = dispatch(reference.attend_capped, "foveate.ops.attend.window_kernel")
 
@@ -25,6 +26,7 @@ def attend_causal(
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
     need_lse: bool = False,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
 
@@ -37,11 +39,15 @@ def attend_causal(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
-        sink_logits, softcap: see :func:`attend`.
+        sink_logits, softcap, block_table: see :func:`attend`. Of keys in blocks a copy in one piece is made, since that
+            is what the libraries take.
 
     Raises:
-        ValueError: for fewer keys than that, sinks of other heads, or a cap that is not a finite number above 0.
+        ValueError: for fewer keys than that, sinks of other heads, a cap that is not a finite number above 0, or a
+            table that does not fit.
     """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
     if sink_logits is not None:
         how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": True}
         return with_sinks(attend_causal(q, k, v, **how), sink_logits)

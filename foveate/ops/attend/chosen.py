@@ -12,6 +12,7 @@ from foveate.ops import _math
 from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import tiles
 from foveate.ops.attend.reference import Attended
+from foveate.ops.block_table import BlockTable
 from foveate.ops.select import bits
 from foveate.ops.select.bits import TileKeys
 
@@ -29,6 +30,7 @@ def attend_tile_keys(
     scaling: float,
     offset: int = 0,
     rest: bool = False,
+    block_table: BlockTable | None = None,
     **how: Any,
 ) -> Attended:
     """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order; kernels give the same bits.
@@ -37,13 +39,16 @@ def attend_tile_keys(
     before all tiles are computed once, from one pass over the keys and values: fp32, one key and one value a tile.
 
     Args:
-        q, k, v, tile, scaling, offset, rest, how: as for :func:`attend_tiles`; ``how`` without ``starts``, ``counts``,
-            ``sums`` and ``out``.
+        q, k, v, tile, scaling, offset, rest, block_table, how: as for :func:`attend_tiles`; ``how`` without ``starts``,
+            ``counts``, ``sums`` and ``out``.
         chosen: of ``H`` heads, those of the keys and values, or one for all.
 
     Raises:
         ValueError: when there are not as many selections as tiles.
     """
+    if block_table is not None and rest:  # sums of all keys are of those in one piece
+        k, v = block_table.gather(q, k, v)
+        block_table = None
     batch, heads, length = len(q), k.shape[1], q.shape[2]
     start, end = offset - offset % tile, offset + length
     number = len(chosen.places) - 1
@@ -58,6 +63,7 @@ def attend_tile_keys(
         indices, counts = (x.expand(-1, heads, -1) for x in found)
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
         some = {"tile": tile, "scaling": scaling, "offset": since, "starts": starts - starts[0], "rest": rest, **how}
+        some["block_table"] = block_table
         some["sums"] = tuple(x[:, :, first:last] for x in sums) if rest else None
         part = slice(since - offset, until - offset)
         _attend_tiles(q[:, :, part], k, v, indices, counts=counts, out=out[:, :, part], **some)

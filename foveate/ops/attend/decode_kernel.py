@@ -10,6 +10,8 @@ from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import reference
 from foveate.ops.attend.reference import Attended, check_sinks
 from foveate.ops.attend.splits_kernel import merge_splits
+from foveate.ops.block_table import BlockTable
+from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import group_tile, multiprocessors, split
@@ -34,6 +36,7 @@ def attend(
     softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.reference.attend`; several queries are left to the library.
 
@@ -44,10 +47,12 @@ def attend(
     """
     if q.shape[2] != 1:
         more = {"mask": mask, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
-        return reference.attend(q, k, v, scaling=scaling, need_lse=need_lse, need_mass=need_mass, **more)
+        more |= {"scaling": scaling, "need_lse": need_lse, "need_mass": need_mass, "block_table": block_table}
+        return reference.attend(q, k, v, **more)
     how = ("sum", "kv_head") if need_mass else None
-    number = k.shape[2]
-    return _decode(q, k, v, None, _bytes(mask, k), lengths, number, scaling, need_lse, sink_logits, softcap, how)
+    number = k.shape[2] if block_table is None else block_table.length
+    mask, more = _bytes(mask, q, k, number), {"how": how, "block_table": block_table}
+    return _decode(q, k, v, None, mask, lengths, number, scaling, need_lse, sink_logits, softcap, **more)
 
 
 def attend_pooled(
@@ -62,6 +67,7 @@ def attend_pooled(
     softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.pooled.attend_pooled` and :func:`attend`.
 
@@ -69,13 +75,14 @@ def attend_pooled(
     read once; with the log-sum-exp a second pass over the logits makes attention of them and pools it.
     """
     check(pooling, pool)
-    number, how = k.shape[2], (pooling, pool)
-    return _decode(q, k, v, None, _bytes(mask, k), lengths, number, scaling, True, sink_logits, softcap, how)
+    number = k.shape[2] if block_table is None else block_table.length
+    mask, more = _bytes(mask, q, k, number), {"how": (pooling, pool), "block_table": block_table}
+    return _decode(q, k, v, None, mask, lengths, number, scaling, True, sink_logits, softcap, **more)
 
 
-def _bytes(mask: Tensor | None, k: Tensor) -> Tensor | None:
+def _bytes(mask: Tensor | None, q: Tensor, k: Tensor, number: int) -> Tensor | None:
     """A mask ``[.., .., 1, Lk]`` as int8 ``[B, Hkv, Lk]``, a view."""
-    return None if mask is None else mask.expand(*k.shape[:2], 1, k.shape[2])[:, :, 0].view(torch.int8)
+    return None if mask is None else mask.expand(len(q), k.shape[1], 1, number)[:, :, 0].view(torch.int8)
 
 
 def attend_indices(
@@ -91,16 +98,18 @@ def attend_indices(
     softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.reference.attend_indices`, and :func:`attend`: keys are read where they lie."""
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
     if need_mass:
         raise UnsupportedError("the mass of the keys")
-    if indices.shape[:2] != k.shape[:2]:
+    if indices.shape[:2] != (len(q), k.shape[1]):
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
-    heads, number = None if heads is None else heads.contiguous(), indices.shape[2]
-    return _decode(q, k, v, indices, None, lengths, number, scaling, need_lse, sink_logits, softcap, heads=heads)
+    number, heads = indices.shape[2], None if heads is None else heads.contiguous()
+    more = {"heads": heads, "block_table": block_table}
+    return _decode(q, k, v, indices, None, lengths, number, scaling, need_lse, sink_logits, softcap, **more)
 
 
 def attend_pages(
@@ -116,6 +125,7 @@ def attend_pages(
     softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.reference.attend_pages`, and :func:`attend`: keys are read where they lie.
 
@@ -128,12 +138,15 @@ def attend_pages(
         raise UnsupportedError("the mass of the keys")
     reference.check_pages(q, k, pages)
     number = pages.shape[2] * page_size
-    how = {"page_size": page_size}
+    how = {"page_size": page_size, "block_table": block_table}
     return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, sink_logits, softcap, **how)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, block_table: BlockTable | None) -> None:
     (batch, num_heads, _, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
+    if block_table is not None:
+        block_table.check(q, k, v)
+        batch = len(k)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > _LARGEST:
@@ -158,17 +171,19 @@ def _decode(
     how: tuple[str, str] | None = None,
     page_size: int = 0,
     heads: Tensor | None = None,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
 
     ``how``: pooling and pool of the mass of all keys; None for none. ``page_size``: of pages, which ``indices``
     ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all; 0 for none.
     """
-    _check(q, k, v)
+    _check(q, k, v, block_table)
     check_sinks(sink_logits, q.shape[1])
     batch, num_heads, _, dim = q.shape
     num_kv_heads, value_dim = v.shape[1], v.shape[3]
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
+    keys = k.shape[2] if block_table is None else block_table.length
     group = num_heads // sets
     capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
     tile = group_tile(q.dtype, max(dim, value_dim), group, capability)
@@ -192,6 +207,7 @@ def _decode(
         chosen,
         heads,
         lengths,
+        *arguments(block_table),
         *found,
         *(kept[:3] if kept else (None, None, None)),
         *(q.stride(axis) for axis in (0, 1, 3)),
@@ -204,7 +220,7 @@ def _decode(
         group,
         parts,
         number,
-        k.shape[2] if page_size else None,
+        keys if page_size else None,
         each,
         kept.logits.shape[2] if kept else 0,
         blocks,
@@ -214,6 +230,7 @@ def _decode(
         MASKED=mask is not None,
         BOUNDED=lengths is not None,
         PAGE_SIZE=page_size,
+        BLOCK_SIZE=block_size(block_table, k),
         SHARED=sets // num_kv_heads,
         KEPT=kept is not None,
         CODED=kept is not None and kept.coded,
@@ -249,7 +266,7 @@ def _decode(
     return Attended(out, lse if need_lse else None, mass)
 
 
-_VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h"]
+_VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h", "table_stride"]
 _VARYING += ["batches", "num_kv_heads", "parts", "number", "keys", "each", "blocks"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
@@ -262,6 +279,8 @@ def _attend_decode(
     chosen_ptr,
     head_ptr,
     length_ptr,
+    table_ptr,
+    table_stride,
     out_ptr,
     lse_ptr,
     logit_ptr,
@@ -298,6 +317,7 @@ def _attend_decode(
     MASKED: tl.constexpr,
     BOUNDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SHARED: tl.constexpr,
     KEPT: tl.constexpr,
     CODED: tl.constexpr,
@@ -318,6 +338,9 @@ def _attend_decode(
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, and ``length`` and ``keys`` say how many of the first keys are there. ``SHARED``: so many heads in a row,
     of the ``num_kv_heads`` that choose here, read the keys of one KV head.
+
+    ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
+    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
     FILL: tl.constexpr = -1 if INDEXED else 0
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
@@ -331,8 +354,13 @@ def _attend_decode(
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    k_ptr += batch * k_stride_b + kv_head * k_stride_h
-    v_ptr += batch * v_stride_b + kv_head * v_stride_h
+    if BLOCK_SIZE:
+        table_ptr += batch * table_stride
+        k_ptr += kv_head * k_stride_h
+        v_ptr += kv_head * v_stride_h
+    else:
+        k_ptr += batch * k_stride_b + kv_head * k_stride_h
+        v_ptr += batch * v_stride_b + kv_head * v_stride_h
     if INDEXED or MASKED:
         of_head = head if head_ptr is None else tl.load(head_ptr + head)
         chosen_ptr += batch * chosen_stride_b + of_head * chosen_stride_h
@@ -352,6 +380,10 @@ def _attend_decode(
         next_place = begin * BLOCK_N + places
         entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
         following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
+    if BLOCK_SIZE:  # one block ahead, too
+        next_place = begin * BLOCK_N + places
+        chosen = following if INDEXED else next_place
+        next_block = entries(table_ptr, chosen, next_place, number, keys, INDEXED, PAGE_SIZE, BLOCK_SIZE)
     for block in tl.range(begin, end):
         place = block * BLOCK_N + places
         slots, stored = place.to(tl.int64), place < number
@@ -365,12 +397,17 @@ def _attend_decode(
                 slots, stored = slot.to(tl.int64), stored & (slot < keys)
             elif INDEXED:
                 slots = tl.maximum(chosen.to(tl.int32), 0).to(tl.int64)  # a choice among int64 does not compile
+        if BLOCK_SIZE:
+            in_block, slots = next_block.to(tl.int64), (slots.to(tl.int32) % BLOCK_SIZE).to(tl.int64)
         k_mask, v_mask = stored[:, None], stored[:, None]
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]
         if BLOCK_DV > VALUE_DIM:
             v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
-        k_tile = (slots * k_stride_l)[:, None] + dims[None, :] * k_stride_d
+        k_rows = slots * k_stride_l
+        if BLOCK_SIZE:
+            k_rows += in_block * k_stride_b
+        k_tile = k_rows[:, None] + dims[None, :] * k_stride_d
         k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
@@ -378,9 +415,16 @@ def _attend_decode(
             largest = tl.maximum(tl.max(logits, 1), LOWEST)
             _keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
         top, p, fade = exponentials(logits, top)
-        v_tile = (slots * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
+        v_rows = slots * v_stride_l
+        if BLOCK_SIZE:
+            v_rows += in_block * v_stride_b
+        v_tile = v_rows[:, None] + value_dims[None, :] * v_stride_d
         v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
         weight, out = accumulate(p, v, fade, weight, out)
+        if BLOCK_SIZE:
+            next_place = place + BLOCK_N
+            chosen = following if INDEXED else next_place
+            next_block = entries(table_ptr, chosen, next_place, number, keys, INDEXED, PAGE_SIZE, BLOCK_SIZE)
 
     out, lse = normalised(weight, out), log_sum_exp(top, weight)
     if KEPT:

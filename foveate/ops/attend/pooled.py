@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from foveate.ops.attend.reference import Attended, attend
+from foveate.ops.block_table import BlockTable
 from foveate.ops.score.pooled import pooled_mass
 
 
@@ -18,6 +19,7 @@ def attend_pooled(
     softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention over all keys, with its log-sum-exp, and their scores as :func:`pooled_mass` has them.
 
@@ -29,7 +31,7 @@ def attend_pooled(
         scaling: factor of the logits.
         mask: bool, broadcastable to ``[B, Hkv, 1, N]``: True where a key is. The others may hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
-        sink_logits, softcap: see :func:`attend`.
+        sink_logits, softcap, block_table: see :func:`attend`.
         pooling, pool: see :func:`pooled_mass`.
 
     Returns:
@@ -38,6 +40,8 @@ def attend_pooled(
     Raises:
         ValueError: for a pooling or a pool that there is not.
     """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
     by_head = None if mask is None else mask.expand(*k.shape[:2], 1, k.shape[2])[:, :, 0]
     how = {"scaling": scaling, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
     scores = pooled_mass(q, k, mask=by_head, pooling=pooling, pool=pool, **how)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate.ops._math import block_length, capped, first_keys, fold_group, matmul_fp32, unfold_group
+from foveate.ops.block_table import BlockTable
 
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's own kernels. cuDNN's plans anew for every length, which in decode and for prompts of many lengths takes
@@ -40,6 +41,7 @@ def attend(
     softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention of every query over every given key that the mask and the lengths leave.
 
@@ -57,10 +59,15 @@ def attend(
             sinks are not capped. None: there is no cap.
         need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both, and without sinks or a
             cap, the fastest library kernel runs.
+        block_table: where keys and values are when ``k`` and ``v`` are blocks that all rows share, ``[N, Hkv, n,
+            D(v)]``; None: they are in one piece.
 
     Raises:
-        ValueError: for sinks of other heads, or a cap that is not a finite number above 0.
+        ValueError: for sinks of other heads, a cap that is not a finite number above 0, or a table that does not fit,
+            see :meth:`BlockTable.check`.
     """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
     num_heads, length = q.shape[1:3]
     rows = fold_group(q, k.shape[1])
     if lengths is not None:
@@ -178,6 +185,7 @@ def attend_window(
     offset: int = 0,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Causal attention over the first ``sinks`` keys and a window whose start may move from query to query.
 
@@ -188,8 +196,10 @@ def attend_window(
             those of the first ``sinks`` that do not lie behind its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
-        sink_logits, softcap: see :func:`attend`.
+        sink_logits, softcap, block_table: see :func:`attend`.
     """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
     length = q.shape[2]
     starts, lower = lower.tolist(), lower[:, None]
     width = max(offset + i - start for i, start in enumerate(starts)) + sinks + 512
@@ -225,6 +235,7 @@ def attend_indices(
     softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention over gathered keys: only the selected keys are read.
 
@@ -232,11 +243,13 @@ def attend_indices(
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
-        sink_logits, softcap: see :func:`attend`.
+        sink_logits, softcap, block_table: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
     """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
     indices = indices if heads is None else indices.index_select(1, heads)
     used = indices >= 0
     if lengths is not None:
@@ -259,6 +272,7 @@ def attend_pages(
     softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention over pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1``, as far as these are there.
 
@@ -267,7 +281,7 @@ def attend_pages(
             marks an unused place. No page stands twice in a row.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
             those that are not there, may hold anything.
-        sink_logits, softcap: see :func:`attend`.
+        sink_logits, softcap, block_table: see :func:`attend`. Pages need not have the size of blocks.
 
     Returns:
         With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
@@ -276,6 +290,8 @@ def attend_pages(
         ValueError: when the pages are of neither kind of heads.
     """
     check_pages(q, k, pages)
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
     num_kv_heads, number = k.shape[1:3]
     shared = pages.shape[1] // num_kv_heads
     ends = number
@@ -292,7 +308,7 @@ def attend_pages(
 
 def check_pages(q: Tensor, k: Tensor, pages: Tensor) -> None:
     """Raise unless pages are of the KV heads or of the query heads."""
-    if len(pages) != len(k) or pages.shape[1] not in (k.shape[1], q.shape[1]):
+    if len(pages) != len(q) or pages.shape[1] not in (k.shape[1], q.shape[1]):
         raise ValueError(f"pages {tuple(pages.shape)} do not fit q {tuple(q.shape)} and k {tuple(k.shape)}")
 
 

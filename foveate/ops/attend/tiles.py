@@ -6,6 +6,7 @@ from torch import Tensor
 
 from foveate.ops._math import block_length, capped, matmul_fp32, tile_rows
 from foveate.ops.attend.reference import Attended, gather_fields, rows_of_heads
+from foveate.ops.block_table import BlockTable
 
 
 def attend_tiles(
@@ -25,6 +26,7 @@ def attend_tiles(
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
     out: Tensor | None = None,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
 
@@ -44,12 +46,14 @@ def attend_tiles(
             of their number added to its logit, capped, and their mean value. A key must not be chosen twice then.
         sums: with ``rest``: fp32 (fp64 of fp64) ``[B, Hkv, T, D(v)]``, the sums of all keys and of all values before
             each tile, see :func:`sums_before`; None: they are computed.
-        sink_logits, softcap: see :func:`attend`.
+        sink_logits, softcap, block_table: see :func:`attend`.
         out: ``[B, Hq, Lq, Dv]``, last stride 1, which the output is written to; None: new memory.
 
     Raises:
         ValueError: when there are not as many selections as tiles, or sums, counts or ``out`` of another shape.
     """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
     batch, num_kv_heads = k.shape[:2]
     rows, lead = tile_rows(q, num_kv_heads, tile, offset)
     tiles, width = rows.shape[2:4]

@@ -10,6 +10,8 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.reference import Attended, check_sinks
 from foveate.ops.attend.tiles import check_out, check_selection, sums_for_rest
+from foveate.ops.block_table import BlockTable
+from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
 
@@ -83,6 +85,7 @@ def attend_tiles(
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
     out: Tensor | None = None,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
@@ -90,8 +93,15 @@ def attend_tiles(
     the tile and then over its own, with an online softmax: repeats are equal bit for bit. fp32 is multiplied in full
     precision. New output lies in memory as ``[B, Lq, Hq, Dv]``.
     """
+    if block_table is not None and rest:  # sums of all keys are of those in one piece
+        k, v = block_table.gather(q, k, v)
+        block_table = None
     batch, num_heads, length, dim = q.shape
-    num_kv_heads, num_keys, value_dim = v.shape[1:]
+    num_kv_heads, slots, value_dim = v.shape[1:]
+    num_keys, rows = slots, batch
+    if block_table is not None:
+        block_table.check(q, k, v)
+        num_keys, rows = block_table.length, len(k)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > max(_TILES):
@@ -101,14 +111,15 @@ def attend_tiles(
     check_selection(indices, starts, batch, num_kv_heads, tiles, counts)
     if num_keys < offset + length:
         raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
-    if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim):
+    if num_heads % num_kv_heads or k.shape != (rows, num_kv_heads, slots, dim):
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     check_sinks(sink_logits, num_heads)
 
     starts = None if starts is None else starts.contiguous()
     used = places_used(indices, starts, tiles) if counts is None else counts.expand(2, -1, -1, -1).contiguous()
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2) if out is None else check_out(out, q, v)
-    if _HOPPER and not rest and softcap is None and q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0):
+    own = _HOPPER and not rest and softcap is None and block_table is None and q.is_cuda
+    if own and torch.cuda.get_device_capability(q.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
         if hopper.fits(q, k, v, tile=tile, scaling=scaling):
             how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "sink_logits": sink_logits}
@@ -129,6 +140,7 @@ def attend_tiles(
         key_sums,
         value_sums,
         sink_logits,
+        *arguments(block_table),
         out,
         *q.stride(),
         *k.stride(),
@@ -146,6 +158,7 @@ def attend_tiles(
         scaling * _LOG2E.value,
         MAPPED=heads is not None,
         REST=rest,
+        BLOCK_SIZE=block_size(block_table, k),
         SOFTCAP=constant(softcap),
         DIM=dim,
         VALUE_DIM=value_dim,
@@ -191,7 +204,7 @@ def _count_places(
     tl.store(used_ptr + tl.num_programs(1).to(tl.int64) * tiles, tl.where(used > tl.sum(number, 0), -used, used))
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
+@triton.jit(do_not_specialize=["table_stride", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
 def _attend_tiles(
     q_ptr,
     k_ptr,
@@ -203,6 +216,8 @@ def _attend_tiles(
     key_sum_ptr,
     value_sum_ptr,
     sink_ptr,
+    table_ptr,
+    table_stride,
     out_ptr,
     q_stride_b,
     q_stride_h,
@@ -234,6 +249,7 @@ def _attend_tiles(
     scale,
     MAPPED: tl.constexpr,
     REST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -247,6 +263,9 @@ def _attend_tiles(
     Row r of a tile is query ``r % tile`` of the group's head ``r // tile``. The last tiles, which have the most keys,
     have the lowest numbers and start first. With ``REST`` the logit of the mean of the keys that are left is had from
     the sum of all keys, ``[B, Hkv, T, D]``, less the sum of the logits of those chosen.
+
+    ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
+    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
     t, part = tiles - 1 - tl.program_id(0) // parts, tl.program_id(0) % parts
     batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
@@ -261,8 +280,13 @@ def _attend_tiles(
     q_ptr += batch * q_stride_b + head * group * q_stride_h
     q_tile = (member * q_stride_h + query * q_stride_l)[:, None] + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    k_ptr += batch * k_stride_b + head * k_stride_h
-    v_ptr += batch * v_stride_b + head * v_stride_h
+    if BLOCK_SIZE:
+        table_ptr += batch * table_stride
+        k_ptr += head * k_stride_h
+        v_ptr += head * v_stride_h
+    else:
+        k_ptr += batch * k_stride_b + head * k_stride_h
+        v_ptr += batch * v_stride_b + head * v_stride_h
     source = tl.load(heads_ptr + head) if MAPPED else head
     index_ptr += batch * index_stride_b + source * index_stride_h + t.to(tl.int64) * index_stride_t
     if start_ptr is not None:
@@ -292,7 +316,12 @@ def _attend_tiles(
                 keys = tl.load(index_ptr + (first + places) * index_stride_k, mask=within, other=-1)
                 stored = keys >= 0
             slots = tl.where(stored, keys, 0).to(tl.int64)
+            if BLOCK_SIZE:
+                in_block = tl.load(table_ptr + slots // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+                slots = slots % BLOCK_SIZE
             k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
+            if BLOCK_SIZE:
+                k_tile += in_block[None, :] * k_stride_b
             k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
             logits = tl.dot(q, k, input_precision="ieee") * scale
             if REST and not of_tile:
@@ -307,6 +336,8 @@ def _attend_tiles(
             p = tl.exp2(logits - higher[:, None])
             fade = tl.exp2(top - higher)
             v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
+            if BLOCK_SIZE:
+                v_tile += in_block[:, None] * v_stride_b
             v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
             if REST and not of_tile:
                 value_sum -= tl.sum(v.to(tl.float32), 0)

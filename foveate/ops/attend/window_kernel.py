@@ -7,6 +7,8 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.reference import Attended, check_sinks
+from foveate.ops.block_table import BlockTable
+from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import Tile, tile_of_width
@@ -39,6 +41,7 @@ def attend_window(
     offset: int = 0,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.reference.attend_window`.
 
@@ -46,7 +49,8 @@ def attend_window(
     (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
     The output lies in memory as ``[B, Lq, Hq, Dv]``.
     """
-    return _windowed(q, k, v, scaling, lower, sinks, offset, sink_logits, softcap, need_lse=False)
+    more = {"need_lse": False, "block_table": block_table}
+    return _windowed(q, k, v, scaling, lower, sinks, offset, sink_logits, softcap, **more)
 
 
 def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
@@ -66,16 +70,21 @@ def _windowed(
     sink_logits: Tensor | None,
     softcap: float | None,
     need_lse: bool,
+    block_table: BlockTable | None = None,
 ) -> Attended:
     batch, num_heads, length, dim = q.shape
-    num_kv_heads, num_keys, value_dim = v.shape[1:]
+    num_kv_heads, slots, value_dim = v.shape[1:]
+    num_keys, rows = slots, batch
+    if block_table is not None:
+        block_table.check(q, k, v)
+        num_keys, rows = block_table.length, len(k)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > max(_TILES):
         raise UnsupportedError(f"head dims above {max(_TILES)}")
     if num_keys < offset + length:
         raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
-    if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, num_keys, dim) or lower.shape != (length,):
+    if num_heads % num_kv_heads or k.shape != (rows, num_kv_heads, slots, dim) or lower.shape != (length,):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "lower"), (q, k, v, lower)))
         raise ValueError(f"shapes do not fit: {shapes}")
     check_sinks(sink_logits, num_heads)
@@ -89,6 +98,7 @@ def _windowed(
         v,
         lower,
         sink_logits,
+        *arguments(block_table),
         out,
         lse,
         *q.stride(),
@@ -103,6 +113,7 @@ def _windowed(
         offset,
         sinks,
         scaling * LOG2E.value,
+        BLOCK_SIZE=block_size(block_table, k),
         SOFTCAP=constant(softcap),
         DIM=dim,
         VALUE_DIM=value_dim,
@@ -115,13 +126,15 @@ def _windowed(
     return Attended(out, lse)
 
 
-@triton.jit(do_not_specialize=["num_heads", "group", "length", "offset", "sinks"])
+@triton.jit(do_not_specialize=["table_stride", "num_heads", "group", "length", "offset", "sinks"])
 def _attend_window(
     q_ptr,
     k_ptr,
     v_ptr,
     lower_ptr,
     sink_ptr,
+    table_ptr,
+    table_stride,
     out_ptr,
     lse_ptr,
     q_stride_b,
@@ -147,6 +160,7 @@ def _attend_window(
     offset,
     sinks,
     scale,
+    BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -160,6 +174,9 @@ def _attend_window(
 
     The keys of the block are the sinks and all from the first query's ``lower`` to the last query's own. They are
     counted by ``place``: the sinks first, and ``gap`` keys, which no query sees, are left out behind them.
+
+    ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
+    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
     row, first = tl.program_id(0), tl.program_id(1) * BLOCK_M
     batch, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
@@ -182,8 +199,13 @@ def _attend_window(
     q_ptr += batch * q_stride_b + head * q_stride_h + first.to(tl.int64) * q_stride_l
     q_tile = tl.arange(0, BLOCK_M)[:, None] * q_stride_l + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    k_ptr += batch * k_stride_b + head // group * k_stride_h
-    v_ptr += batch * v_stride_b + head // group * v_stride_h
+    if BLOCK_SIZE:
+        table_ptr += batch * table_stride
+        k_ptr += head // group * k_stride_h
+        v_ptr += head // group * v_stride_h
+    else:
+        k_ptr += batch * k_stride_b + head // group * k_stride_h
+        v_ptr += batch * v_stride_b + head // group * v_stride_h
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
@@ -201,7 +223,12 @@ def _attend_window(
                 keys = tl.where(place < sinks, place, place + gap)
                 stored = place < total
             slots = keys.to(tl.int64)
+            if BLOCK_SIZE:
+                in_block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+                slots = (keys % BLOCK_SIZE).to(tl.int64)
             k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
+            if BLOCK_SIZE:
+                k_tile += in_block[None, :] * k_stride_b
             k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
             logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)
             if not whole:
@@ -209,6 +236,8 @@ def _attend_window(
                 logits = tl.where(seen & (keys[None, :] <= own[:, None]), logits, float("-inf"))
             top, p, fade = exponentials(logits, top)
             v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
+            if BLOCK_SIZE:
+                v_tile += in_block[:, None] * v_stride_b
             v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
             weight, out = accumulate(p, v, fade, weight, out)
 

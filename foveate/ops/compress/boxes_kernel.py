@@ -6,17 +6,29 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.block_table import BlockTable
+from foveate.ops.gpu.block_table import arguments, block_size
 
 _MOST = 64
 """Keys that a program looks at at once."""
 
 
-def bound_newest(keys: Tensor, low: Tensor, high: Tensor, lengths: Tensor, page_size: int) -> None:
+def bound_newest(
+    keys: Tensor,
+    low: Tensor,
+    high: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    *,
+    block_table: BlockTable | None = None,
+) -> None:
     """See :func:`foveate.ops.compress.boxes.bound_newest`. One launch; a program owns a row and a KV head."""
-    batch, heads, _, dim = keys.shape
+    batch, heads, dim = len(low), keys.shape[1], keys.shape[3]
     if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"keys in {keys.dtype}")
-    shape = (batch, heads, low.shape[2], dim)
+    if block_table is not None:
+        block_table.check(low, keys)
+    shape = (len(keys) if block_table is None else batch, heads, low.shape[2], dim)
     if low.dtype != keys.dtype or high.dtype != keys.dtype or not low.shape == high.shape == shape:
         raise ValueError(f"corners {tuple(low.shape)} in {low.dtype} do not fit keys {tuple(keys.shape)}")
     if batch * heads:
@@ -25,12 +37,14 @@ def bound_newest(keys: Tensor, low: Tensor, high: Tensor, lengths: Tensor, page_
             low,
             high,
             lengths,
+            *arguments(block_table),
             *keys.stride(),
             *low.stride(),
             *high.stride(),
             lengths.stride(0),
             heads,
             page_size,
+            BLOCK_SIZE=block_size(block_table, keys),
             DIM=dim,
             BLOCK_D=triton.next_power_of_2(dim),
             BLOCK=min(_MOST, triton.next_power_of_2(page_size)),
@@ -41,12 +55,14 @@ def bound_newest(keys: Tensor, low: Tensor, high: Tensor, lengths: Tensor, page_
 _VARYING = [f"{x}_stride_{axis}" for x in ("key", "low", "high") for axis in "bh"]
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "length_stride", "heads", "page_size"])
+@triton.jit(do_not_specialize=[*_VARYING, "length_stride", "table_stride", "heads", "page_size"])
 def _bound_newest(
     key_ptr,
     low_ptr,
     high_ptr,
     length_ptr,
+    table_ptr,
+    table_stride,
     key_stride_b,
     key_stride_h,
     key_stride_s,
@@ -62,21 +78,32 @@ def _bound_newest(
     length_stride,
     heads,
     page_size,
+    BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes one page of ``low`` and ``high``."""
+    """Writes one page of ``low`` and ``high``. ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots,
+    and ``table`` has the blocks of each row."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     length = tl.load(length_ptr + batch * length_stride)
     page, dims, places = (length - 1) // page_size, tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
-    key_ptr += batch * key_stride_b + head * key_stride_h + dims[None, :] * key_stride_d
+    if BLOCK_SIZE:
+        table_ptr += batch * table_stride
+        key_ptr += head * key_stride_h + dims[None, :] * key_stride_d
+    else:
+        key_ptr += batch * key_stride_b + head * key_stride_h + dims[None, :] * key_stride_d
     low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)
     for first in tl.range(page * page_size, length, BLOCK):
         slot = first + places
         there = (slot < length)[:, None] & (dims < DIM)[None, :]
-        keys = tl.load(key_ptr + slot[:, None] * key_stride_s, mask=there, other=0.0).to(tl.float32)
+        key_rows = key_ptr
+        if BLOCK_SIZE:
+            in_block = tl.load(table_ptr + slot // BLOCK_SIZE, mask=slot < length, other=0).to(tl.int64)
+            slot = slot % BLOCK_SIZE
+            key_rows += (in_block * key_stride_b)[:, None]
+        keys = tl.load(key_rows + slot[:, None] * key_stride_s, mask=there, other=0.0).to(tl.float32)
         low = tl.minimum(low, tl.min(tl.where(there, keys, float("inf")), 0))
         high = tl.maximum(high, tl.max(tl.where(there, keys, float("-inf")), 0))
     low_ptr += batch * low_stride_b + head * low_stride_h + page * low_stride_p + dims * low_stride_d

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from foveate.ops.block_table import BlockTable
 from foveate.ops.select import topk
 
 
@@ -105,6 +106,7 @@ def put_token(
     positions: Tensor | None = None,
     newest: Tensor | None = None,
     emptied: Tensor | None = None,
+    block_table: BlockTable | None = None,
 ) -> Tensor:
     """Write one token of every row into memory: where one was given up, or else into the row's next slot.
 
@@ -116,6 +118,8 @@ def put_token(
         take: whether ``freed`` becomes -1.
         positions: int32 ``[B, Hkv, S]``, in which the token gets its own from ``newest``, int32 ``[B]``.
         emptied: ``[B, Hkv, S]``, numbers of slots, of which the token's becomes 0.
+        block_table: where the slots are when ``keys`` and ``values`` are blocks that all rows share, ``[N, Hkv, n,
+            D(v)]``; None: they are in one piece.
 
     Returns:
         int64 ``[B, Hkv]``: the slots that were written.
@@ -125,9 +129,15 @@ def put_token(
         slot = torch.where(freed >= 0, freed, slot)
         if take:
             freed.fill_(-1)
-    index = slot[..., None, None]
-    for memory, x in ((keys, k), (values, v)):
-        memory.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), x)
+    if block_table is not None:
+        block_table.check(k, keys, values)
+        block, place = block_table.slots(slot, keys.shape[2])
+        head = torch.arange(keys.shape[1], device=keys.device)
+        keys[block, head, place], values[block, head, place] = k[:, :, 0], v[:, :, 0]
+    else:
+        index = slot[..., None, None]
+        for memory, x in ((keys, k), (values, v)):
+            memory.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), x)
     if positions is not None:
         positions.scatter_(2, slot[..., None], newest[:, None, None].expand(-1, keys.shape[1], 1))
     if emptied is not None:

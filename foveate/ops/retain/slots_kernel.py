@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.block_table import BlockTable
+from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.retain.reference import check_out
 
 _BLOCK = 2048
@@ -64,10 +66,13 @@ def put_token(
     positions: Tensor | None = None,
     newest: Tensor | None = None,
     emptied: Tensor | None = None,
+    block_table: BlockTable | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.retain.reference.put_token`. One launch; a program owns a row and a KV head."""
-    batch, heads, _, dim = keys.shape
-    value_dim = values.shape[3]
+    batch, heads, dim, value_dim = len(keys), keys.shape[1], keys.shape[3], values.shape[3]
+    if block_table is not None:
+        block_table.check(k, keys, values)
+        batch = len(k)
     if (k.dtype, v.dtype) != (keys.dtype, values.dtype) or (positions is not None and newest.dtype != positions.dtype):
         raise ValueError(f"a token in {k.dtype} and {v.dtype} for memory in {keys.dtype} and {values.dtype}")
     if k.shape != (batch, heads, 1, dim) or v.shape != (batch, heads, 1, value_dim):
@@ -85,6 +90,7 @@ def put_token(
             positions,
             None if positions is None else newest.contiguous(),
             emptied,
+            *arguments(block_table),
             found,
             *keys.stride(),
             *values.stride(),
@@ -95,6 +101,7 @@ def put_token(
             *((0, 0, 0) if emptied is None else emptied.stride()),
             heads,
             TAKE=take and freed is not None,
+            BLOCK_SIZE=block_size(block_table, keys),
             DIM=dim,
             VALUE_DIM=value_dim,
             BLOCK=triton.next_power_of_2(max(dim, value_dim)),
@@ -167,7 +174,7 @@ def _give_up(
 _STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "k", "v", "freed", "position", "emptied") for axis in "bh"]
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, "heads"])
+@triton.jit(do_not_specialize=[*_STRIDES, "table_stride", "heads"])
 def _put_token(
     key_ptr,
     value_ptr,
@@ -178,6 +185,8 @@ def _put_token(
     position_ptr,
     newest_ptr,
     emptied_ptr,
+    table_ptr,
+    table_stride,
     found_ptr,
     key_stride_b,
     key_stride_h,
@@ -203,11 +212,13 @@ def _put_token(
     emptied_stride_s,
     heads,
     TAKE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes a token, its position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the slots."""
+    """Writes a token, its position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the slots. ``BLOCK_SIZE``, where
+    it is not 0: memory is blocks of so many slots, and ``table`` has the blocks of each row."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     slot, dims = tl.load(slot_ptr + batch), tl.arange(0, BLOCK)
@@ -220,8 +231,13 @@ def _put_token(
     tl.store(found_ptr + row, slot)
     k = tl.load(k_ptr + batch * k_stride_b + head * k_stride_h + dims * k_stride_d, mask=dims < DIM)
     v = tl.load(v_ptr + batch * v_stride_b + head * v_stride_h + dims * v_stride_d, mask=dims < VALUE_DIM)
-    key_ptr += batch * key_stride_b + head * key_stride_h + slot * key_stride_s
-    value_ptr += batch * value_stride_b + head * value_stride_h + slot * value_stride_s
+    if BLOCK_SIZE:
+        in_block = tl.load(table_ptr + batch * table_stride + slot // BLOCK_SIZE).to(tl.int64)
+        key_ptr += in_block * key_stride_b + head * key_stride_h + slot % BLOCK_SIZE * key_stride_s
+        value_ptr += in_block * value_stride_b + head * value_stride_h + slot % BLOCK_SIZE * value_stride_s
+    else:
+        key_ptr += batch * key_stride_b + head * key_stride_h + slot * key_stride_s
+        value_ptr += batch * value_stride_b + head * value_stride_h + slot * value_stride_s
     tl.store(key_ptr + dims * key_stride_d, k, mask=dims < DIM)
     tl.store(value_ptr + dims * value_stride_d, v, mask=dims < VALUE_DIM)
     if position_ptr is not None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length, first_keys, fold_group
+from foveate.ops.block_table import BlockTable
 from foveate.ops.score.nodes import key_logits
 
 
@@ -19,6 +20,7 @@ def pooled_mass(
     softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
+    block_table: BlockTable | None = None,
 ) -> Tensor:
     """The mean of the attention that query heads pay to each key (Kascade, section 3.3), or the most (OmniKV).
 
@@ -38,14 +40,18 @@ def pooled_mass(
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), the largest attention of
             any head (``max``), or the largest scaled logit of any head (``max_logit``), which no sink changes.
         pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
+        block_table: where the keys are when ``k`` is blocks that all rows share, ``[N, Hkv, n, D]``; None: in one
+            piece.
 
     Returns:
         fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer; -inf where no key is (in any head).
 
     Raises:
-        ValueError: for a pooling or a pool that there is not.
+        ValueError: for a pooling or a pool that there is not, or a table that does not fit.
     """
     check(pooling, pool)
+    if block_table is not None:
+        (k,) = block_table.gather(q, k)
     if lengths is not None:
         there = first_keys(lengths, k.shape[2])
         mask = there if mask is None else mask & there

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.block_table import BlockTable
+from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
 from foveate.ops.score.fp8 import FP8
@@ -60,6 +62,7 @@ def pooled_mass(
     softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
+    block_table: BlockTable | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.score.pooled.pooled_mass`.
 
@@ -72,7 +75,10 @@ def pooled_mass(
     """
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
-    num_kv_heads, number = k.shape[1:3]
+    num_kv_heads, number, rows = k.shape[1], k.shape[2], batch
+    if block_table is not None:
+        block_table.check(q, k)
+        rows = len(k)
     expected = q.dtype if key_scales is None else FP8
     if k.dtype != expected or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
@@ -81,11 +87,11 @@ def pooled_mass(
         raise UnsupportedError("keys in fp8 below compute capability {}.{}".format(*_FP8_SINCE))
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
-    if num_heads % num_kv_heads or length != 1 or k.shape != (batch, num_kv_heads, number, dim):
+    if num_heads % num_kv_heads or length != 1 or k.shape != (rows, num_kv_heads, number, dim):
         raise ValueError(f"shapes do not fit one query a row: q {tuple(q.shape)}, k {tuple(k.shape)}")
     if key_scales is not None and key_scales.shape != (batch, num_kv_heads, dim):
         raise ValueError(f"key_scales {tuple(key_scales.shape)} do not fit k {tuple(k.shape)}")
-    group = num_heads // num_kv_heads
+    group, number = num_heads // num_kv_heads, number if block_table is None else block_table.length
     if not batch * number:
         return pooled(room_for(q, number, 0, 1, 16), num_kv_heads, number, None, None, pooling, pool)
     if mask is not None:
@@ -104,6 +110,7 @@ def pooled_mass(
         key_scales,
         mask,
         lengths,
+        *arguments(block_table),
         *kept[:3],
         *(q.stride(axis) for axis in (0, 1, 3)),
         *k.stride(),
@@ -125,6 +132,7 @@ def pooled_mass(
         SCALED=key_scales is not None,
         MASKED=mask is not None,
         BOUNDED=lengths is not None,
+        BLOCK_SIZE=block_size(block_table, k),
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,
@@ -231,13 +239,15 @@ def _keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded
     tl.store(logit_ptr + rows[:, None] * padded + place[None, :], logits, mask=moved)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "num_kv_heads", "parts", "each"])
+@triton.jit(do_not_specialize=[*_VARYING, "table_stride", "num_kv_heads", "parts", "each"])
 def _keep_logits(
     q_ptr,
     k_ptr,
     scale_ptr,
     mask_ptr,
     length_ptr,
+    table_ptr,
+    table_stride,
     logit_ptr,
     top_ptr,
     lse_ptr,
@@ -271,6 +281,7 @@ def _keep_logits(
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -278,7 +289,8 @@ def _keep_logits(
 ):
     """Writes ``logit [B, Hq, padded]``, ``top [B, Hq, blocks]`` (``CODED``: the largest logit of each block) and
     ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e). ``SCALED``: the keys are in
-    fp8, over scales ``[B, Hkv, D]``, which the queries take on."""
+    fp8, over scales ``[B, Hkv, D]``, which the queries take on. ``BLOCK_SIZE``, where it is not 0: keys are in blocks
+    of so many slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table`` has the blocks of each row."""
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -291,7 +303,11 @@ def _keep_logits(
     if SCALED:
         scales = scale_ptr + batch * scale_stride_b + head * scale_stride_h + dims * scale_stride_d
         q = (q.to(tl.float32) * tl.load(scales, mask=dims < DIM, other=0.0)[None, :]).to(q.dtype)
-    k_ptr += batch * k_stride_b + head * k_stride_h
+    if BLOCK_SIZE:
+        table_ptr += batch * table_stride
+        k_ptr += head * k_stride_h
+    else:
+        k_ptr += batch * k_stride_b + head * k_stride_h
     if MASKED:
         mask_ptr += batch * mask_stride_b + head * mask_stride_h
     if BOUNDED:
@@ -306,6 +322,9 @@ def _keep_logits(
     if MASKED:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
         following = tl.load(mask_ptr + next_place * mask_stride_l, mask=next_place < number, other=0)
+    if BLOCK_SIZE:  # one block ahead, too
+        next_place = begin * BLOCK_N + places
+        next_block = tl.load(table_ptr + next_place // BLOCK_SIZE, mask=next_place < number, other=0)
     for block in tl.range(begin, end):
         place = block * BLOCK_N + places
         slots, stored = place.to(tl.int64), place < number
@@ -315,7 +334,12 @@ def _keep_logits(
         k_mask = stored[:, None]
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]
-        k = tl.load(k_ptr + (slots * k_stride_l)[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
+        k_rows = slots * k_stride_l
+        if BLOCK_SIZE:
+            k_rows = (place % BLOCK_SIZE).to(tl.int64) * k_stride_l + next_block.to(tl.int64) * k_stride_b
+            next_place = place + BLOCK_N
+            next_block = tl.load(table_ptr + next_place // BLOCK_SIZE, mask=next_place < number, other=0)
+        k = tl.load(k_ptr + k_rows[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
         if SCALED:
             k = k.to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)

@@ -1,0 +1,73 @@
+"""Keys in blocks: a table says in which physical block a row's keys are (PagedAttention, Kwon et al. 2023)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Where the keys of each row are, in memory that all rows share.
+
+    Memory is ``[N, Hkv, n, D]``: N physical blocks of n slots each. Key s of row b is in slot ``s % n`` of block
+    ``table[b, s // n]``. Memory is read through its strides, so that the layouts of engines are views of it: with
+    ``[N, n, Hkv, D]`` it is ``kv.transpose(1, 2)``, with keys and values side by side ``kv[..., :D]`` and
+    ``kv[..., D:]``, and with a flat ``[slots, Hkv, D]`` it is ``kv.unflatten(0, (-1, n)).transpose(1, 2)``.
+
+    Args:
+        table: int32 or int64 ``[B, M]``, each row contiguous. Entries of blocks that hold no key of a row may be
+            anything: what they name is not used.
+        length: how many keys the longest row has, Lk, at most ``M * n``. A verb takes ``lengths`` for shorter rows.
+    """
+
+    table: Tensor
+    length: int
+
+    def check(self, q: Tensor, *memory: Tensor) -> None:
+        """Raise ValueError unless the table is one of integers for the rows of q, on the memory's device, and has
+        blocks for all keys."""
+        table = self.table
+        if (
+            table.dim() != 2
+            or table.dtype not in (torch.int32, torch.int64)
+            or (table.numel() and table.stride(1) != 1)
+        ):
+            raise ValueError(
+                f"a block table must be int32 or int64 [B, M] of contiguous rows, not {table.dtype} {list(table.shape)}"
+            )
+        if len(table) != len(q):
+            raise ValueError(f"a block table of {len(table)} rows does not fit q {list(q.shape)}")
+        for x in memory:
+            if x.dim() != 4 or x.device != table.device:
+                raise ValueError(
+                    f"memory {list(x.shape)} on {x.device} must be [N, Hkv, n, D] on the block table's {table.device}"
+                )
+            if not 0 <= self.length <= table.shape[1] * x.shape[2]:
+                raise ValueError(f"{table.shape[1]} blocks of {x.shape[2]} slots have no room for {self.length} keys")
+
+    def slots(self, indices: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """Physical block and slot within it, int64 like ``indices [B, ...]``, of keys of each row.
+
+        The keys exist in their rows; entries of the table that name no block count as 0.
+        """
+        entries = (indices // block_size).flatten(1).long()
+        blocks = self.table.gather(1, entries).long().view(indices.shape)
+        return blocks, indices.long() % block_size
+
+    def gather(self, q: Tensor, *memory: Tensor) -> list[Tensor]:
+        """A copy of each memory ``[N, Hkv, n, D]`` in one piece, for the rows of q: ``[B, Hkv, Lk, D]``.
+
+        What the table names no block for is a copy of some block, or zeros where there is none.
+
+        Raises:
+            ValueError: see :meth:`check`.
+        """
+        self.check(q, *memory)
+        copies = []
+        for x in memory:
+            number, heads, size, dim = x.shape
+            entries = self.table[:, : -(-self.length // size)].long()
+            blocks = x[entries.clamp(0, number - 1)] if number else x.new_zeros(*entries.shape, heads, size, dim)
+            copies.append(blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length].contiguous())
+        return copies

@@ -1,0 +1,191 @@
+"""Keys in blocks on a GPU: kernels give the same bits as for keys in one piece, also in replayed steps."""
+
+import pytest
+import torch
+from matrix import LENGTHS, PROMPT, Driver, Tokens, assert_same_state, padded
+
+import foveate
+from foveate import methods, ops
+from foveate.ops import BlockTable, _dispatch
+from foveate.runtime import CudaRecorder, replay
+from tests.combinations import every_pair
+from tests.helpers import generate, left_padded, tiny_model
+from tests.kernels import poisoned_memory
+from tests.problems import BLOCK_LAYOUTS, in_blocks
+from tests.recorded import Replayed
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
+GROUPS = (("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (16, 1), (70, 1)])
+DIMS = (("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
+SIZES = (("batch", "number"), [(1, 1), (3, 61), (64, 700), (1, 40_001), (5, 4096)])
+BLOCK_SIZES = ("block_size", [1, 16, 24, 256])
+LAYOUTS = ("layout", BLOCK_LAYOUTS)
+SPECS = [
+    "dense",
+    "quest:top_k=64,dense_layers=0",
+    "quest:top_k=0.2,min_k=8,page_size=12,dense_layers=0,pool=kv_head",
+    "oracle_topk:top_k=64,dense_layers=0",
+    "omnikv:top_k=64,filters=[0],wait=0",
+    "kascade:top_k=64,anchors=[0],decode_only=true",
+]
+SCALING = {"scaling": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch):
+    """A reference that is reached without being asked for fails the test."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
+    assert {"attend", "pooled_mass", "put_token"} <= set(_dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+
+
+def problem(batch, heads, kv_heads, number, dim, value_dim, dtype):
+    """``q, k, v, lengths``: one query a row; keys that are not there are NaN."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, generator=generator, device="cuda").to(dtype)
+        for shape in ((batch, heads, 1, dim), (batch, kv_heads, number, dim), (batch, kv_heads, number, value_dim))
+    )
+    lengths = (torch.rand(batch, generator=generator, device="cuda") * number).long() + 1
+    absent = torch.arange(number, device="cuda") >= lengths[:, None, None]
+    absent = absent.expand(-1, kv_heads, -1)
+    k[absent], v[absent] = torch.nan, torch.inf
+    return q, k, v, lengths
+
+
+def same(found, expected):
+    for mine, its in zip(found, expected, strict=True):
+        assert mine is its is None or torch.equal(mine, its)
+        assert mine is None or not mine.isnan().any()
+
+
+@every_pair(DTYPES, GROUPS, DIMS, SIZES, BLOCK_SIZES, LAYOUTS)
+def test_all_keys(dtype, heads, kv_heads, dim, value_dim, batch, number, block_size, layout):
+    q, k, v, lengths = problem(batch, heads, kv_heads, number, dim, value_dim, dtype)
+    *memory, table = in_blocks(k, v, block_size, layout)
+    how = {**SCALING, "lengths": lengths}
+    for more in ({"need_lse": True}, {"need_lse": True, "need_mass": True}):
+        with poisoned_memory("cuda"):
+            found = ops.attend(q, *memory, block_table=table, **how, **more)
+        same(found, ops.attend(q, k, v, **how, **more))
+    for pooling in ("post_softmax", "max_logit"):
+        with poisoned_memory("cuda"):
+            found = ops.pooled_mass(q, memory[0], block_table=table, pooling=pooling, **how)
+        same([found], [ops.pooled_mass(q, k, pooling=pooling, **how)])
+        with poisoned_memory("cuda"):
+            found = ops.attend_pooled(q, *memory, block_table=table, pooling=pooling, **how)
+        same(found, ops.attend_pooled(q, k, v, pooling=pooling, **how))
+
+
+@every_pair(DTYPES, GROUPS, DIMS, SIZES, BLOCK_SIZES, LAYOUTS)
+def test_chosen_keys_and_pages(dtype, heads, kv_heads, dim, value_dim, batch, number, block_size, layout):
+    q, k, v, lengths = problem(batch, heads, kv_heads, number, dim, value_dim, dtype)
+    *memory, table = in_blocks(k, v, block_size, layout)
+    generator = torch.Generator("cuda").manual_seed(1)
+    draw = torch.rand(batch, kv_heads, number, generator=generator, device="cuda")
+    for integers in (torch.int32, torch.int64):
+        indices = draw.argsort(-1)[..., : max(1, number // 3)]
+        indices = indices.masked_fill(indices >= lengths[:, None, None], -1).to(integers)
+        with poisoned_memory("cuda"):
+            found = ops.attend_indices(q, *memory, indices, need_lse=True, block_table=table, **SCALING)
+        same(found, ops.attend_indices(q, k, v, indices, need_lse=True, **SCALING))
+    for page_size, choosing in ((16, kv_heads), (5, heads)):
+        pages = -(-number // page_size)
+        draw = torch.rand(batch, choosing, pages, generator=generator, device="cuda")
+        chosen = draw.argsort(-1).masked_fill(draw < 0.5, -1).to(torch.int32)
+        how = {"need_lse": True, "lengths": lengths, **SCALING}
+        with poisoned_memory("cuda"):
+            found = ops.attend_pages(q, *memory, chosen, page_size, block_table=table, **how)
+        same(found, ops.attend_pages(q, k, v, chosen, page_size, **how))
+
+
+@every_pair(DTYPES, GROUPS, DIMS, BLOCK_SIZES, LAYOUTS, (("queries", "offset"), [(1, 0), (300, 0), (129, 900)]))
+def test_prompts(dtype, heads, kv_heads, dim, value_dim, block_size, layout, queries, offset):
+    """Windows by the same kernel to the last bit, and tiles: on Hopper keys in one piece have a kernel of their own."""
+    end = queries + offset
+    q, k, v, _ = problem(1, heads, kv_heads, end, dim, value_dim, dtype)
+    q = q.expand(-1, -1, queries, -1) + torch.linspace(0, 1, queries, device="cuda")[:, None].to(dtype)
+    k, v = (x.nan_to_num(0.5, 0.5) for x in (k, v))
+    *memory, table = in_blocks(k, v, block_size, layout)
+    where, how = {"block_table": table}, {"offset": offset, **SCALING}
+    more = {"lower": torch.arange(offset, end, device="cuda") - 99, "sinks": 4}
+    with poisoned_memory("cuda"):
+        found = ops.attend_window(q, *memory, **where, **how, **more)
+    same(found, ops.attend_window(q, k, v, **how, **more))
+    tile = 32
+    number = -(-end // tile) - offset // tile
+    draw = torch.rand(1, kv_heads, number, 256, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
+    begins = (torch.arange(number, device="cuda") + offset // tile)[:, None] * tile
+    indices = (draw * begins).int().where(draw * begins >= 1, -1)
+    with poisoned_memory("cuda"):
+        found = ops.attend_tiles(q, *memory, indices, tile=tile, **where, **how).out
+    expected = ops.attend_tiles(q, k, v, indices, tile=tile, **how).out
+    tolerance = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    if torch.cuda.get_device_capability() != (9, 0):
+        assert torch.equal(found, expected)
+
+
+@every_pair(DTYPES, BLOCK_SIZES, LAYOUTS, ("page_size", [1, 16, 100]))
+def test_boxes_and_writes(dtype, block_size, layout, page_size):
+    _, k, v, lengths = problem(3, 4, 2, 700, 80, 64, dtype)
+    keys, values, table = in_blocks(k, v, block_size, layout)
+    corners = torch.zeros(2, 3, 2, -(-700 // page_size), 80, dtype=dtype, device="cuda")
+    mine, its = corners.clone(), corners.clone()
+    ops.bound_newest(keys, *mine, lengths, page_size, block_table=table)
+    ops.bound_newest(k, *its, lengths, page_size)
+    assert torch.equal(mine, its)
+    assert mine.any()
+    new = k[:, :, :1].clone() + 1, v[:, :, :1].clone() + 1
+    ops.put_token(keys, values, *new, lengths - 1, block_table=table)
+    ops.put_token(k, v, *new, lengths - 1)
+    for found, expected in zip(table.gather(k, keys, values), (k, v)):
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_blocks_beyond_32_bits():
+    """Blocks whose first number is further from the memory's begin than 32 bits can say."""
+    q, k, v, lengths = problem(2, 8, 2, 4000, 128, 128, torch.float16)
+    far = 2**31 // (16 * 2 * 128) + 5
+    size, needed = (far + 600, 16, 2, 128), 250
+    memory = [torch.empty(size, dtype=torch.float16, device="cuda").transpose(1, 2) for _ in range(2)]
+    order = (far + torch.randperm(600, device="cuda"))[: 2 * needed]
+    for x, blocks in zip((k, v), memory):
+        blocks[order] = x.unflatten(2, (needed, 16)).transpose(1, 2).flatten(0, 1)
+    table = BlockTable(order.view(2, needed).to(torch.int32), 4000)
+    found = ops.attend(q, *memory, lengths=lengths, need_lse=True, block_table=table, **SCALING)
+    same(found, ops.attend(q, k, v, lengths=lengths, need_lse=True, **SCALING))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("replayed", [False, True])
+def test_decoded_tokens_of_a_method(spec, dtype, replayed, monkeypatch):
+    """Of a ragged batch, over growth of the cache, in ordinary and in replayed steps."""
+    monkeypatch.setattr(replay, "ROOM", 1)
+    method, outs, stores = methods.parse(spec).for_layer(0, 1), [], []
+    batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
+    steps = Tokens.random(len(LENGTHS), 90, seed=1)
+    batch, steps = (Tokens(*(x.to("cuda", dtype) for x in (some.q, some.k, some.v))) for some in (batch, steps))
+    for block_size in (0, 16):
+        driver = Driver(method, block_size=block_size)
+        driver.feed(batch, mask.cuda())
+        feeding = Replayed(driver, CudaRecorder(torch.device("cuda"))) if replayed else driver
+        outs.append(feeding.feed_steps(steps))
+        stores.append(driver.store)
+    assert torch.equal(*outs)
+    assert_same_state(*stores)
+
+
+@pytest.mark.parametrize("spec", ["dense", "quest:top_k=16,page_size=4,min_pages=1", "luka:page_size=4,tail=9,top_k=2"])
+def test_generate(spec):
+    model, outs = tiny_model().cuda(), []
+    batch = {name: x.cuda() for name, x in left_padded([60, 41, 3]).items()}
+    for block_size in (0, 16):
+        with foveate.attached(model, spec, dense_below=0, cuda_graph=True, block_size=block_size):
+            outs.append(generate(model, **batch, new=70))
+            assert foveate.stats(model).graphs.replayed >= 30
+    assert torch.equal(*outs)

@@ -1,0 +1,219 @@
+"""The kernels of decoding on keys in blocks: the same bits as on keys in one piece, under Triton's interpreter."""
+
+import pytest
+import torch
+
+from foveate.ops import BlockTable
+from foveate.ops.attend import decode_kernel, tiles_kernel, window_kernel
+from foveate.ops.compress import boxes_kernel
+from foveate.ops.gpu.tiles import Tile
+from foveate.ops.retain import slots_kernel
+from foveate.ops.score import pooled_kernel
+from tests.combinations import every_pair
+from tests.problems import BLOCK_LAYOUTS, Shape, in_blocks
+from tests.problems import problem as prompt
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+HALF = ("dtype", [torch.float32, torch.float16])
+SIZES = ("block_size", [1, 3, 16, 40, 256])
+"""Smaller and larger than what a program reads at once, and of no power of two."""
+LAYOUTS = ("layout", BLOCK_LAYOUTS)
+SPLITS = ("splits", [1, 100])
+SCALING = {"scaling": 0.3}
+
+
+@pytest.fixture
+def splits(request, monkeypatch):
+    """Few programs, and so many multiprocessors that keys are split."""
+    for kernel in (decode_kernel, pooled_kernel):
+        monkeypatch.setattr(kernel, "multiprocessors", lambda device: request.param)
+
+
+def problem(dtype, batch=2, heads=6, kv_heads=2, number=150, dim=16, value_dim=24):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(batch, heads, 1, dim, generator=generator).to(dtype)
+    k = torch.randn(batch, kv_heads, number, dim, generator=generator).to(dtype)
+    v = torch.randn(batch, kv_heads, number, value_dim, generator=generator).to(dtype)
+    return q, k, v
+
+
+def same(found, expected):
+    for mine, its in zip(found, expected):
+        assert mine is its is None or (torch.equal(mine, its) and not mine.isnan().any())
+
+
+@every_pair(
+    SIZES,
+    LAYOUTS,
+    ("ragged", [None, "lengths", "mask"]),
+    ("need_mass", [False, True]),
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+)
+def test_attention_of_all_keys(dtype, block_size, layout, ragged, need_mass, splits):
+    """Keys that are not there are NaN."""
+    q, k, v = problem(dtype)
+    how = {**SCALING, "need_lse": True, "need_mass": need_mass}
+    lengths, mask = torch.tensor([120, 17]), torch.rand(2, 1, 1, 150, generator=torch.Generator().manual_seed(1)) < 0.5
+    if ragged == "lengths":
+        how["lengths"], mask = lengths, torch.arange(150) < lengths[:, None, None, None]
+    elif ragged == "mask":
+        how["mask"] = mask
+    if ragged:
+        k, v = (x.masked_fill(~mask.transpose(2, 3), torch.nan) for x in (k, v))
+    *memory, table = in_blocks(k, v, block_size, layout)
+    same(decode_kernel.attend(q, *memory, block_table=table, **how), decode_kernel.attend(q, k, v, **how))
+
+
+@every_pair(
+    SIZES,
+    LAYOUTS,
+    ("pooling", ["post_softmax", "max_logit"]),
+    ("pool", ["kv_head", "layer"]),
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+)
+def test_pooled_mass(dtype, block_size, layout, pooling, pool, splits):
+    q, k, v = problem(dtype)
+    lengths = torch.tensor([150, 17])
+    k[1, :, 17:], v[1, :, 17:] = torch.nan, torch.nan
+    how = {**SCALING, "pooling": pooling, "pool": pool, "lengths": lengths}
+    *memory, table = in_blocks(k, v, block_size, layout)
+    found = pooled_kernel.pooled_mass(q, memory[0], block_table=table, **how)
+    assert torch.equal(found, pooled_kernel.pooled_mass(q, k, **how))
+    found = decode_kernel.attend_pooled(q, *memory, block_table=table, **how)
+    same(found, decode_kernel.attend_pooled(q, k, v, **how))
+
+
+@every_pair(
+    SIZES,
+    LAYOUTS,
+    ("integers", [torch.int32, torch.int64]),
+    ("heads", [None, [1, 1]]),
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+)
+def test_attention_of_chosen_keys(dtype, block_size, layout, integers, heads, splits):
+    """Keys that are not chosen are NaN."""
+    q, k, v = problem(dtype)
+    indices = torch.rand(2, 2, 150, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :70].to(integers)
+    indices[..., ::5] = -1
+    heads = None if heads is None else torch.tensor(heads)
+    read = indices if heads is None else indices.index_select(1, heads)
+    chosen = torch.zeros(2, 2, 151, dtype=torch.bool).scatter_(2, read.long() % 151, True)[..., :150, None]
+    k, v = (x.masked_fill(~chosen, torch.nan) for x in (k, v))
+    *memory, table = in_blocks(k, v, block_size, layout)
+    how = {**SCALING, "need_lse": True, "heads": heads, "lengths": torch.tensor([70, 33])}
+    found = decode_kernel.attend_indices(q, *memory, indices, block_table=table, **how)
+    same(found, decode_kernel.attend_indices(q, k, v, indices, **how))
+
+
+@every_pair(SIZES, LAYOUTS, ("page_size", [1, 5, 16]), ("own", [False, True]), HALF, SPLITS, indirect=["splits"])
+def test_attention_of_pages(dtype, block_size, layout, page_size, own, splits):
+    q, k, v = problem(dtype)
+    lengths, number = torch.tensor([150, 33]), -(-150 // page_size)
+    for row, length in enumerate(lengths.tolist()):
+        k[row, :, length:], v[row, :, length:] = torch.nan, torch.nan
+    draw = torch.rand(2, 6 if own else 2, number, generator=torch.Generator().manual_seed(3))
+    pages = draw.argsort(-1).masked_fill(draw < 0.5, -1).to(torch.int32)
+    *memory, table = in_blocks(k, v, block_size, layout)
+    how = {**SCALING, "need_lse": True, "lengths": lengths}
+    found = decode_kernel.attend_pages(q, *memory, pages, page_size, block_table=table, **how)
+    same(found, decode_kernel.attend_pages(q, k, v, pages, page_size, **how))
+
+
+@every_pair(SIZES, LAYOUTS, ("page_size", [1, 5, 16, 100]), HALF)
+def test_the_newest_box(dtype, block_size, layout, page_size):
+    _, k, v = problem(dtype)
+    lengths = torch.tensor([150, 33])
+    k[1, :, 33:] = torch.nan
+    corners = torch.zeros(2, 2, 2, -(-150 // page_size), 16, dtype=dtype)
+    mine, its = corners.clone(), corners.clone()
+    keys, _, table = in_blocks(k, v, block_size, layout)
+    boxes_kernel.bound_newest(keys, *mine, lengths, page_size, block_table=table)
+    boxes_kernel.bound_newest(k, *its, lengths, page_size)
+    assert torch.equal(mine, its)
+    assert mine.any()
+    assert mine.isfinite().all()
+
+
+@every_pair(SIZES, LAYOUTS)
+def test_a_token_is_put(block_size, layout):
+    """Every other slot stays as it is."""
+    _, k, v = problem(torch.float16)
+    keys, values, table = in_blocks(k, v, block_size, layout)
+    new = torch.randn(2, 2, 1, 16).half(), torch.randn(2, 2, 1, 24).half()
+    slots = torch.tensor([149, 33])
+    assert slots_kernel.put_token(keys, values, *new, slots, block_table=table).tolist() == [[149, 149], [33, 33]]
+    slots_kernel.put_token(k, v, *new, slots)
+    for mine, its in zip(table.gather(k, keys, values), (k, v)):
+        assert torch.equal(mine, its)
+    named = keys.isnan().all(-1).sum() + values.isnan().all(-1).sum()
+    assert int(named) == 2 * 2 * (len(keys) * block_size - 2 * 150)
+
+
+# Prompts
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several blocks of queries and of keys in everything."""
+    small = Tile(16, 16, num_warps=4, num_stages=1)
+    monkeypatch.setattr(window_kernel, "tile_for", lambda dtype, dim: small)
+    monkeypatch.setattr(tiles_kernel, "tile_for", lambda dtype, dim, rows: small)
+
+
+PROMPT = Shape(batch=2, kv_heads=2, group=3, queries=25, offset=20, dim=16, value_dim=24)
+
+
+@every_pair(SIZES, LAYOUTS, ("window", [1, 20, 100]), ("sinks", [0, 4]), ("softcap", [None, 5.0]), HALF)
+def test_windows_of_prompts(dtype, block_size, layout, window, sinks, softcap, small_tiles):
+    """Keys that no query sees are NaN."""
+    q, k, v = prompt(PROMPT, dtype=dtype, extra=9)
+    lower = torch.arange(20, 45) - window + 1
+    unseen = slice(sinks, max(21 - window, sinks))
+    k[:, :, unseen], v[:, :, unseen] = torch.nan, torch.nan
+    *memory, table = in_blocks(k, v, block_size, layout)
+    how = {**SCALING, "lower": lower, "sinks": sinks, "offset": 20, "softcap": softcap}
+    found = window_kernel.attend_window(q, *memory, block_table=table, **how)
+    same(found, window_kernel.attend_window(q, k, v, **how))
+
+
+@every_pair(SIZES, LAYOUTS, ("tile", [1, 5, 16]), ("heads", [None, [1, 1]]), ("rest", [False, True]), HALF)
+def test_tiles_of_prompts(dtype, block_size, layout, tile, heads, rest, small_tiles):
+    q, k, v = prompt(PROMPT, dtype=dtype, extra=9)
+    tiles = -(-45 // tile) - 20 // tile
+    draw = torch.rand(2, 2, tiles, 16, generator=torch.Generator().manual_seed(4)).argsort(-1)[..., :11]
+    indices = draw.masked_fill(draw % 5 == 0, -1).to(torch.int32)  # keys before every tile
+    heads = None if heads is None else torch.tensor(heads)
+    *memory, table = in_blocks(k, v, block_size, layout)
+    how = {**SCALING, "tile": tile, "offset": 20, "heads": heads, "rest": rest}
+    found = tiles_kernel.attend_tiles(q, *memory, indices, block_table=table, **how)
+    same(found, tiles_kernel.attend_tiles(q, k, v, indices, **how))
+
+
+def test_what_does_not_fit():
+    q, k, v = problem(torch.float32)
+    *memory, table = in_blocks(k, v, 16)
+    indices, lower = torch.zeros(2, 2, 1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    calls = [
+        lambda table: decode_kernel.attend(q, *memory, block_table=table, **SCALING),
+        lambda table: pooled_kernel.pooled_mass(q, memory[0], block_table=table, **SCALING),
+        lambda table: boxes_kernel.bound_newest(memory[0], k, k, torch.tensor([1, 1]), 1, block_table=table),
+        lambda table: window_kernel.attend_window(q, *memory, lower=lower, block_table=table, **SCALING),
+        lambda table: tiles_kernel.attend_tiles(q, *memory, indices, tile=1, block_table=table, **SCALING),
+        lambda table: slots_kernel.put_token(
+            *memory, k[:, :, :1], v[:, :, :1], torch.tensor([1, 1]), block_table=table
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="a block table of 1 rows does not fit"):
+            call(BlockTable(table.table[:1], 150))
+        with pytest.raises(ValueError, match="no room for 193 keys"):
+            call(BlockTable(table.table, 193))
+        with pytest.raises(ValueError, match="must be int32 or int64"):
+            call(BlockTable(table.table.float(), 150))

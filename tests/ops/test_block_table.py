@@ -1,0 +1,151 @@
+"""Keys in blocks: the references give what they give for the same keys in one piece, bit for bit."""
+
+import pytest
+import torch
+
+from foveate import ops
+from foveate.ops import BlockTable
+from tests.problems import BLOCK_LAYOUTS, in_blocks
+
+SCALING = {"scaling": 0.3}
+SIZES = pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+LAYOUTS = pytest.mark.parametrize("layout", BLOCK_LAYOUTS)
+
+
+def problem(queries=1, number=50):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, queries, 16, generator=generator)
+    k = torch.randn(2, 2, number, 16, generator=generator)
+    v = torch.randn(2, 2, number, 24, generator=generator)
+    return q, k, v
+
+
+@SIZES
+@LAYOUTS
+def test_memory_in_one_piece(block_size, layout):
+    q, k, v = problem()
+    *memory, table = in_blocks(k, v, block_size, layout)
+    assert memory[0].shape[1:] == (2, block_size, 16)
+    for found, expected in zip(table.gather(q, *memory), (k, v)):
+        assert torch.equal(found, expected)
+    shorter = BlockTable(table.table, 20)
+    assert torch.equal(shorter.gather(q, memory[0])[0], k[:, :, :20])
+
+
+def test_rows_share_blocks():
+    """The first block of both rows is one: a common prefix."""
+    q, k, v = problem()
+    k[1, :, :16], v[1, :, :16] = k[0, :, :16], v[0, :, :16]
+    *memory, table = in_blocks(k, v, 16)
+    table.table[1, 0] = table.table[0, 0]
+    for found, expected in zip(table.gather(q, *memory), (k, v)):
+        assert torch.equal(found, expected)
+
+
+@SIZES
+@LAYOUTS
+def test_verbs(block_size, layout):
+    """With keys that are not there, and several queries."""
+    q, k, v = problem()
+    lengths, several = torch.tensor([50, 17]), problem(3)[0]
+    *memory, table = in_blocks(k, v, block_size, layout)
+    indices = torch.randint(-1, 50, (2, 2, 9), generator=torch.Generator().manual_seed(0))
+    pages = torch.tensor([[0, 3, -1], [2, 1, 0]]).expand(2, 2, 3)
+    where, how = {"block_table": table, **SCALING}, {"lengths": lengths, "need_lse": True, "need_mass": True}
+    in_one_piece = [
+        ops.attend(q, k, v, **how, **SCALING),
+        ops.attend(several, k, v, **SCALING),
+        ops.attend_pooled(q, k, v, lengths=lengths, **SCALING),
+        ops.attend_indices(q, k, v, indices, need_mass=True, **SCALING),
+        ops.attend_pages(q, k, v, pages, 7, **how, **SCALING),
+        (ops.pooled_mass(q, k, lengths=lengths, pooling="sqrt", **SCALING),),
+    ]
+    found = [
+        ops.attend(q, *memory, **how, **where),
+        ops.attend(several, *memory, **where),
+        ops.attend_pooled(q, *memory, lengths=lengths, **where),
+        ops.attend_indices(q, *memory, indices, need_mass=True, **where),
+        ops.attend_pages(q, *memory, pages, 7, **how, **where),
+        (ops.pooled_mass(q, memory[0], lengths=lengths, pooling="sqrt", **where),),
+    ]
+    for mine, its in zip(found, in_one_piece):
+        for x, y in zip(mine, its):
+            assert x is y is None or torch.equal(x, y)
+
+
+@SIZES
+@LAYOUTS
+def test_verbs_of_prompts(block_size, layout):
+    """Queries 30 .. 49 of a prompt, whose earlier keys are in blocks, too."""
+    q, k, v = problem(20)
+    *memory, table = in_blocks(k, v, block_size, layout)
+    indices = torch.randint(-1, 28, (2, 2, 6, 9), generator=torch.Generator().manual_seed(0))
+    bits, begins = torch.zeros(2, 2, 6, dtype=torch.int32), torch.arange(7)
+    ops.set_bits(bits, indices[:, :, :, :1], begins)
+    starts = torch.arange(7)
+    chosen = ops.TileKeys(bits, begins, starts, tuple(starts.tolist()))
+    how, where = {"offset": 30, **SCALING}, {"block_table": table}
+    lower = torch.arange(20, 40)
+    for verb, given, more in [
+        (ops.attend_causal, (), {"softcap": 5.0, "need_lse": True}),
+        (ops.attend_window, (), {"lower": lower, "sinks": 3}),
+        (ops.attend_tiles, (indices,), {"tile": 4}),
+        (ops.attend_tiles, (indices,), {"tile": 4, "rest": True}),
+        (ops.attend_tile_keys, (chosen,), {"tile": 4}),
+        (ops.attend_tile_keys, (chosen,), {"tile": 4, "rest": True}),
+    ]:
+        found = verb(q, *memory, *given, **how, **more, **where)
+        expected = verb(q, k, v, *given, **how, **more)
+        for x, y in zip(found, expected):
+            assert x is y is None or torch.equal(x, y)
+
+
+@SIZES
+@LAYOUTS
+def test_the_newest_box(block_size, layout):
+    _, k, v = problem()
+    keys, _, table = in_blocks(k, v, block_size, layout)
+    mine, its = torch.zeros(2, 2, 2, 8, 16), torch.zeros(2, 2, 2, 8, 16)
+    ops.bound_newest(keys, *mine, torch.tensor([50, 17]), 7, block_table=table)
+    ops.bound_newest(k, *its, torch.tensor([50, 17]), 7)
+    assert torch.equal(mine, its)
+    assert mine.any()
+
+
+@SIZES
+@LAYOUTS
+@pytest.mark.parametrize("freed", [None, [[-1, 3], [0, -1]]])
+def test_a_token_is_put(block_size, layout, freed):
+    """Every other slot stays as it is."""
+    _, k, v = problem()
+    keys, values, table = in_blocks(k, v, block_size, layout)
+    before = int(keys.isnan().sum() + values.isnan().sum())
+    new, slots = (torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 24)), torch.tensor([49, 17])
+    freed = None if freed is None else torch.tensor(freed)
+    found = ops.put_token(keys, values, *new, slots, freed=freed, block_table=table)
+    assert torch.equal(found, ops.put_token(k, v, *new, slots, freed=freed))
+    for mine, its in zip(table.gather(k, keys, values), (k, v)):
+        assert torch.equal(mine, its)
+    assert int(keys.isnan().sum() + values.isnan().sum()) == before
+
+
+def test_no_blocks():
+    q, empty, table = problem()[0], torch.zeros(0, 2, 16, 16), torch.zeros(2, 0, dtype=torch.int32)
+    assert BlockTable(table, 0).gather(q, empty)[0].shape == (2, 2, 0, 16)
+    assert not ops.attend(q, empty, empty, block_table=BlockTable(table, 0), **SCALING).out.any()
+
+
+def test_what_does_not_fit():
+    q, k, v = problem()
+    *memory, good = in_blocks(k, v, 16)
+    for table, message in [
+        (BlockTable(good.table[:1], 50), "a block table of 1 rows does not fit q"),
+        (BlockTable(good.table, 97), "6 blocks of 16 slots have no room for 97 keys"),
+        (BlockTable(good.table, -1), "no room for -1 keys"),
+        (BlockTable(good.table.float(), 50), r"must be int32 or int64 \[B, M\]"),
+        (BlockTable(good.table[0], 50), r"must be int32 or int64 \[B, M\]"),
+        (BlockTable(good.table.repeat_interleave(2, 1)[:, ::2], 50), "of contiguous rows"),
+        (BlockTable(good.table.to("meta"), 50), r"on cpu must be \[N, Hkv, n, D\] on the block table's meta"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ops.attend(q, *memory, block_table=table, **SCALING)
