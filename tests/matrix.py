@@ -232,6 +232,9 @@ def assert_same_state(a, b):
                 else:
                     coarser = spec.per // min(spec.per for spec in store.specs.values() if spec.per > 1)
                     picked[name] = [store.tensors[name][row, :, : store.rows["pages"][row] // coarser]]
+            for name, spec in store.specs.items():
+                if spec.per == 0 and name in store.tensors:
+                    picked[name] = [store.tensors[name][row].float()]
             ordered.append(picked)
         assert ordered[0].keys() == ordered[1].keys()
         for name in ordered[0]:

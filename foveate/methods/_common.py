@@ -33,7 +33,10 @@ def count_scored(method: Method, cache: SlotCache) -> None:
 
 
 def recent(cache: SlotCache, window: int) -> Tensor:
-    """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row."""
+    """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row.
+
+    In rows of fewer tokens their empty slots are among these; ``cache.stored()`` tells them apart.
+    """
     return cache.positions >= cache.each_row(operator.sub, window)[:, None, None]
 
 

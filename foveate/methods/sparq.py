@@ -46,23 +46,33 @@ class SparQ(Method):
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         mean = self._add_newest(cache) / cache.row_tensor("lengths")[:, None, None]
-        rows, empty = ops.fold_group(q, cache.geometry.num_kv_heads).float(), (cache.positions < 0)[:, :, None]
-        dims = rows.abs().sum(2, keepdim=True).topk(min(self.rank, rows.shape[3])).indices
-        part, keys = (x.gather(3, dims.expand(-1, -1, x.shape[2], -1)).float() for x in (rows, cache.keys))
-        kept, whole = (x.abs().sum(3, keepdim=True).clamp_min(1e-20) for x in (part, rows))  # of the temperature
-        logits = ops.key_logits(part * (whole / kept).sqrt(), keys, scaling, cache.softcap)
-        logits = logits.masked_fill(empty, -torch.inf).flatten(1, 2)[:, :, None]
-        mass = ops.with_sinks(ops.Attended(logits.softmax(3), logits.logsumexp(3)), cache.sink_logits).out
-        mass = mass.view(*rows.shape[:3], -1)
-        scores = mass.mean(2).masked_fill(recent(cache, self.window), torch.inf).masked_fill(empty[:, :, 0], -torch.inf)
+        mass = self._approximate(cache, q, scaling)
+        empty = cache.positions < 0
+        scores = mass.mean(2).masked_fill(recent(cache, self.window), torch.inf).masked_fill(empty, -torch.inf)
         indices = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count))
         cache.count_read(cache.each_row(self.count)[:, None])
         count_scored(self, cache)
         how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        out = ops.attend_indices(q, cache.keys, cache.values, indices, **how).out
+        out = ops.attend_indices(q, *cache.memory, indices, block_table=cache.block_table, **how).out
+        if not self.mean_value:
+            return out
         read = torch.zeros_like(scores).scatter_add_(2, indices.clamp_min(0), (indices >= 0).float())
-        rest = (mass * (1 - read)[:, :, None]).sum(3).flatten(1)[..., None, None] * self.mean_value  # 1 - alpha
-        return out.float().lerp(mean.repeat_interleave(cache.geometry.group, 1)[:, :, None], rest).to(out.dtype)
+        left = (mass * (1 - read)[:, :, None]).sum(3).flatten(1)  # 1 - alpha of each query head
+        mean = mean.repeat_interleave(cache.geometry.group, 1)
+        return out.float().lerp(mean[:, :, None], left[..., None, None]).to(out.dtype)
+
+    def _approximate(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Attention of each head by its group's largest dimensions, fp32 ``[B, Hkv, G, used]``; 0 in empty slots."""
+        rows = ops.fold_group(q, cache.geometry.num_kv_heads).float()
+        dims = rows.abs().sum(2, keepdim=True).topk(min(self.rank, rows.shape[3])).indices
+        part, keys = (x.gather(3, dims.expand(-1, -1, x.shape[2], -1)).float() for x in (rows, cache.keys))
+        kept, whole = (x.abs().sum(3, keepdim=True).clamp_min(1e-20) for x in (part, rows))
+        logits = ops.key_logits(
+            part * (whole / kept).sqrt(), keys, scaling, cache.softcap
+        )  # at the paper's temperature
+        logits = logits.masked_fill((cache.positions < 0)[:, :, None], -torch.inf).flatten(1, 2)[:, :, None]
+        mass = ops.with_sinks(ops.Attended(logits.softmax(3), logits.logsumexp(3)), cache.sink_logits).out
+        return mass.view(*rows.shape[:3], -1)
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self._add_newest(cache)
@@ -72,8 +82,10 @@ class SparQ(Method):
         return min(self.rank, geometry.head_dim) / (geometry.head_dim + geometry.value_dim)
 
     def count(self, length: Number) -> Number:
+        """Keys that a row of this length reads."""
         return clamp(budget(self.top_k, length, self.min_k), self.window, length)
 
     def _add_newest(self, cache: SlotCache) -> Tensor:
+        """Add the newest value of each row to the sum of its values; returns the sums, fp32 ``[B, Hkv, Dv]``."""
         newest = (cache.row_tensor("lengths") - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
         return cache.channel("value_sum").add_(ops.gather_slots(cache.values, newest)[:, :, 0])

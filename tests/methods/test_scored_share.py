@@ -18,11 +18,9 @@ from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)
-class SparQ(Method):
-    """A decoded token scores every key by the dimensions in which its query is largest, and reads the best keys whole.
-
-    The heads of a group choose dimensions and keys together. The paper's mean of the values, which stands for the keys
-    that are not read, is left out.
+class PlainSparQ(Method):
+    """SparQ in parts that tests can change: a decoded token scores every key by the dimensions in which its
+    query is largest, and reads the best keys whole. It has no window, and no mean of the values.
     """
 
     source: ClassVar[str] = "SparQ Attention, Ribar et al. 2024, arXiv:2312.04985"
@@ -79,36 +77,36 @@ class SparQ(Method):
         count_scored(self, cache)
 
 
-SparQ.name = "sparq"  # given to a finished class, which does not register: it is no method of the library
+PlainSparQ.name = "plain_sparq"  # given to a finished class, which does not register: it is no method of the library
 
 
-class DeclaresNothing(SparQ):
+class DeclaresNothing(PlainSparQ):
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         return 0.0
 
 
-class DeclaresOfTheKeyAlone(SparQ):
+class DeclaresOfTheKeyAlone(PlainSparQ):
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         return self.rank / geometry.head_dim
 
 
-class DeclaresWholeKeys(SparQ):
+class DeclaresWholeKeys(PlainSparQ):
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         return geometry.key_share
 
 
-class ScoresOneDimensionMore(SparQ):
+class ScoresOneDimensionMore(PlainSparQ):
     @property
     def scored_dims(self) -> int:
         return self.rank + 1
 
 
-class CountsNothing(SparQ):
+class CountsNothing(PlainSparQ):
     def count_scored(self, cache: SlotCache) -> None:
         pass
 
 
-class CountsTwice(SparQ):
+class CountsTwice(PlainSparQ):
     def count_scored(self, cache: SlotCache) -> None:
         count_scored(self, cache)
         count_scored(self, cache)
@@ -137,8 +135,8 @@ WRONG = {  # of 71 keys 9 are read whole, and of each 4 numbers of 32 are scored
 }
 """Methods that differ from SparQ in one thing, and what the matrix finds: what is so, and what should be."""
 
-SMALL = SparQ(**SparQ.small_budget)
-OF_THE_METHOD = {"method": (SMALL, SparQ(top_k=0.2, min_k=6, rank=7)), "name": (SparQ.name,)}
+SMALL = PlainSparQ(**PlainSparQ.small_budget)
+OF_THE_METHOD = {"method": (SMALL, PlainSparQ(top_k=0.2, min_k=6, rank=7)), "name": (PlainSparQ.name,)}
 
 
 OTHERS = {
@@ -171,14 +169,14 @@ def test_the_matrix_is_run_whole():
 
 @pytest.mark.parametrize(("test", "given"), CASES)
 def test_a_method_that_scores_a_part_of_each_key_passes_the_matrix(test, given, monkeypatch):
-    monkeypatch.setitem(methods.REGISTRY, SparQ.name, SparQ)
+    monkeypatch.setitem(methods.REGISTRY, PlainSparQ.name, PlainSparQ)
     test(**given)
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG.items(), ids=[wrong.__name__ for wrong in WRONG])
 def test_the_matrix_fails_what_is_declared_or_counted_wrongly(wrong, message):
     with pytest.raises(AssertionError, match=message):
-        matrix.test_unselected_keys_may_be_nan_and_counters_tell_the_truth(wrong(**SparQ.small_budget))
+        matrix.test_unselected_keys_may_be_nan_and_counters_tell_the_truth(wrong(**PlainSparQ.small_budget))
 
 
 def test_the_share_that_is_found_is_that_of_every_key():
