@@ -9,10 +9,10 @@ cd "$(dirname "$0")/.."
 model=${1:?MODEL: a folder, such as of Qwen2.5-Coder-1.5B-Instruct} out=${2:?OUT: a file of rows}
 dense_prompt=kascade:decode_only=true few=luka:page_size=16,top_k=3 paper=luka:page_size=16,top_k=3,score=summary,prior=0.0
 step() { foveate bench decode "$@" --out "$out"; }
-step --batch 1 --batch 32 --method "$dense_prompt" --method "$paper" --method "$few" --method luka \
-  --method quest --method omnikv --method lessismore
+step --batch 1 --batch 32 --method "$dense_prompt" --method "$dense_prompt,score_keys=pages" --method "$paper" --method "$few" \
+  --method luka --method pages --method quest --method omnikv --method lessismore
 step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --method "$dense_prompt,top_k=0.3" \
-  --method "$dense_prompt,score_keys=fp8"
+  --method "$dense_prompt,score_keys=fp8" --method "$dense_prompt,score_keys=pages" --method pages
 step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \
   --method quest --method omnikv --method lessismore --method h2o --method streaming --method snapkv --method tova
 for liger in "" --liger; do

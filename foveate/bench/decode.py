@@ -35,7 +35,16 @@ from foveate.state import Counters, Geometry, SlotCache
 from foveate.state.counters import Tally
 
 BENCH = "decode"
-METHODS = ("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3", "luka", "quest", "omnikv", "lessismore")
+METHODS = (
+    "dense",
+    "kascade:decode_only=true",
+    "luka:page_size=16,top_k=3",
+    "luka",
+    "pages",
+    "quest",
+    "omnikv",
+    "lessismore",
+)
 CONTEXTS, BATCHES = (8192, 32768, 131072), (1, 32)
 LEVELS = ("kernel", "layer")
 _DTYPES = ("float16", "bfloat16", "float32")
