@@ -119,8 +119,19 @@ class Problem:
                 spread=field(of.nodes.spread, spread),
                 entropy=field(of.nodes.entropy, how.bias == "entropy"),
             )
-            levels.append(of._replace(nodes=nodes, tokens=field(of.tokens), recent=field(of.recent, how.prior > 0)))
+            of = of._replace(nodes=nodes, tokens=field(of.tokens), recent=field(of.recent, how.prior > 0))
+            levels.append(self._with_records(of, as_read) if how.score == "lowrank" else of)
         return self.tree._replace(levels=tuple(levels))
+
+    def _with_records(self, of: ops.Level, as_read: bool) -> ops.Level:
+        """With low-rank summaries of keys about each node's; of nodes that are not there their scales are NaN."""
+        record = ops.PageRecord(of.nodes.k.shape[3], min(of.size, ops.PageRecord.largest_page))
+        counts = self.tree.rows.numbers[2 + len(self.tree.levels) + self.sizes.index(of.size)]
+        keys = of.nodes.k.nan_to_num(0.0).float().repeat_interleave(record.page_size, 2)
+        noise = torch.randn(keys.shape, generator=torch.Generator().manual_seed(1)).to(keys.device)
+        records = ops.compress_pages(keys + noise, record)
+        unused = torch.arange(records.shape[2], device=keys.device) >= counts[:, None, None]
+        return of._replace(records=records.masked_fill(unused[..., None], 0 if as_read else 255), record=record)
 
     def overrate(self, nodes: list[int], logit: float, scaling: float, level: int = -1) -> None:
         """Lets some nodes, in the first row, seem far heavier than what is beneath them."""

@@ -89,7 +89,8 @@ class LowRankPages:
     def write_newest(self, cache: SlotCache) -> None:
         """Write the records of the pages that the rows' newest keys have filled."""
         lengths, form = cache.row_tensor("lengths"), self.form(cache.geometry)
-        ops.compress_newest(cache.keys, cache.channel("records"), lengths, form, self._weights(cache))
+        how = {"weights": self._weights(cache), "block_table": cache.block_table}
+        ops.compress_newest(cache.memory[0], cache.channel("records"), lengths, form, **how)
 
     def mass(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Share of the attention to full pages that each of them holds: fp32 ``[B, Hkv, G, P]``.
@@ -100,6 +101,22 @@ class LowRankPages:
         how = {"weights": self._weights(cache), "lengths": cache.each_row(self.full), "softcap": cache.softcap}
         rows = ops.fold_group(q, cache.geometry.num_kv_heads)
         return ops.page_lse(rows, records, self.form(cache.geometry), scaling, **how).softmax(-1)
+
+    def fixed(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
+        """Scores of pages that compete with no others, fp32 ``[B, 1, number]``, and which do compete.
+
+        inf: a row's newest page. -inf: one that it does not have. The same for all layers of a step.
+        """
+        step = cache.step
+        if step is None:
+            return self._fixed_now(cache, number)
+        return step.once(("newest page", self.spec, number), lambda: self._fixed_now(cache, number))
+
+    def _fixed_now(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
+        newest = cache.each_row(self.pages)[:, None, None] - 1
+        beyond = torch.arange(number, device=cache.device) - newest
+        fixed = torch.where(beyond > 0, float("-inf"), float("inf"))
+        return fixed, beyond < 0
 
     def pages(self, length: Number) -> Number:
         """Pages of a row, the one that is being filled included."""

@@ -242,22 +242,21 @@ class Kascade(TopKByMass):
     def _select_in_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Keys by their share of the attention to the best pages; pages by their share of that to full pages."""
         _PAGES.write_newest(cache)
-        slots = ops.page_slots(self._best_pages(cache, q, scaling), PAGE_SIZE).flatten(2)
-        slots = slots.masked_fill(slots >= cache.row_tensor("lengths")[:, None, None], -1)
+        pages = self._best_pages(cache, q, scaling)
         how = {"pooling": self.pooling, "pool": self.pool, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        keys = ops.gather_slots(cache.keys, slots)
-        places = self._chosen(cache, ops.pooled_mass(q, keys, scaling=scaling, mask=slots >= 0, **how)).long()
-        return slots.gather(2, places.clamp_min(0)).masked_fill(places < 0, -1)
+        how |= {"scaling": scaling, "lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
+        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, PAGE_SIZE, **how)
+        places = self._chosen(cache, mass)[:, : pages.shape[1]]
+        return ops.keys_at_places(places, pages, PAGE_SIZE).expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """The pages whose keys are scored, ``[B, Hkv, P]``, -1 for none; the newest page is one of them."""
+        """Pages whose keys are scored, ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; the newest is one of them."""
         mass = _PAGES.mass(cache, q, scaling)
         mass = (mass.sqrt() if self.pooling == "sqrt" else mass).mean(2)
         mass = mass.mean(1, keepdim=True) if self.pool == "layer" else mass
-        page, number = torch.arange(mass.shape[2], device=mass.device), cache.each_row(_PAGES.pages)[:, None, None]
-        scores = mass.masked_fill(page == number - 1, float("inf")).masked_fill(page >= number, float("-inf"))
+        fixed, free = _PAGES.fixed(cache, mass.shape[2])
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
-        return ops.topk_rows(scores, counts, most, dtype=torch.int32).expand(-1, cache.geometry.num_kv_heads, -1)
+        return ops.topk_rows(torch.where(free, mass, fixed), counts, most, dtype=torch.int32)
 
     def scored_pages(self, length: Number) -> Number:
         """Pages of a row of this length whose keys are scored: enough for those that are read."""

@@ -27,6 +27,7 @@ SPECS = (
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,pooling=sqrt",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=fp8",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages",
+    "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages,pool=layer,pooling=sqrt",
     "oracle_topk:top_k=40,dense_layers=0",
     "quest:top_k=64,dense_layers=0",
     "quest:top_k=64,dense_layers=0,pool=kv_head",
@@ -39,6 +40,8 @@ SPECS = (
     "luka:page_size=16,tail=32",
     "luka:page_size=16,tail=32,top_k=3,prior=0.0,score=summary",
     "luka:page_size=[8,32],tail=32,top_k=0.3,mass=preserve",
+    "luka:page_size=[8,32],tail=32,top_k=0.3,score=lowrank",
+    "luka:page_size=16,tail=32,top_k=3,score=lowrank",
     "luka:page_size=16,tail=32,refine=top_p,top_p=0.5,compressor=attention,temperature=1.0",
     "luka_paper:tail=32",
 )
@@ -50,7 +53,11 @@ CAPPED = [
     if spec.startswith(("h2o", "streaming", "quest", "pages", "luka:", "kascade")) and "fp8" not in spec
 ]
 
-IN_BLOCKS = [spec for spec in SPECS if spec.startswith(("dense", "quest", "oracle_topk", "kascade:anchors=[0]"))]
+IN_BLOCKS = [
+    spec
+    for spec in SPECS
+    if spec.startswith(("dense", "quest", "pages", "oracle_topk", "kascade:anchors=[0]")) or "score_keys=pages" in spec
+]
 
 
 def main() -> int:

@@ -29,6 +29,8 @@ SPECS = [
     "oracle_topk:top_k=64,dense_layers=0",
     "omnikv:top_k=64,filters=[0],wait=0",
     "kascade:top_k=64,anchors=[0],decode_only=true",
+    "kascade:top_k=64,anchors=[1],score_keys=pages,decode_only=true",
+    "pages:top_k=64",
 ]
 SCALING = {"scaling": 0.1}
 
@@ -100,6 +102,10 @@ def test_chosen_keys_and_pages(dtype, heads, kv_heads, dim, value_dim, batch, nu
         with poisoned_memory("cuda"):
             found = ops.attend_pages(q, *memory, chosen, page_size, block_table=table, **how)
         same(found, ops.attend_pages(q, k, v, chosen, page_size, **how))
+        how, chosen = {"lengths": lengths, **SCALING}, chosen[:, :kv_heads]
+        with poisoned_memory("cuda"):
+            found = ops.pooled_mass_of_pages(q, memory[0], chosen, page_size, block_table=table, **how)
+        same([found], [ops.pooled_mass_of_pages(q, k, chosen, page_size, **how)])
 
 
 @every_pair(DTYPES, GROUPS, DIMS, BLOCK_SIZES, LAYOUTS, (("queries", "offset"), [(1, 0), (300, 0), (129, 900)]))
@@ -130,13 +136,22 @@ def test_prompts(dtype, heads, kv_heads, dim, value_dim, block_size, layout, que
 
 
 @every_pair(DTYPES, BLOCK_SIZES, LAYOUTS, ("page_size", [1, 16, 100]))
-def test_boxes_and_writes(dtype, block_size, layout, page_size):
+def test_boxes_summaries_and_writes(dtype, block_size, layout, page_size):
     _, k, v, lengths = problem(3, 4, 2, 700, 80, 64, dtype)
     keys, values, table = in_blocks(k, v, block_size, layout)
     corners = torch.zeros(2, 3, 2, -(-700 // page_size), 80, dtype=dtype, device="cuda")
     mine, its = corners.clone(), corners.clone()
     ops.bound_newest(keys, *mine, lengths, page_size, block_table=table)
     ops.bound_newest(k, *its, lengths, page_size)
+    assert torch.equal(mine, its)
+    assert mine.any()
+    form = ops.PageRecord(80, min(max(page_size, 2), 64))
+    full = (lengths // form.page_size * form.page_size).clamp_min(1)
+    mine, its = (
+        torch.zeros(3, 2, -(-700 // form.page_size), form.bytes, dtype=torch.uint8, device="cuda") for _ in "ab"
+    )
+    ops.compress_newest(keys, mine, full, form, block_table=table)
+    ops.compress_newest(k, its, full, form)
     assert torch.equal(mine, its)
     assert mine.any()
     new = k[:, :, :1].clone() + 1, v[:, :, :1].clone() + 1
@@ -166,7 +181,8 @@ def test_blocks_beyond_32_bits():
 def test_decoded_tokens_of_a_method(spec, dtype, replayed, monkeypatch):
     """Of a ragged batch, over growth of the cache, in ordinary and in replayed steps."""
     monkeypatch.setattr(replay, "ROOM", 1)
-    method, outs, stores = methods.parse(spec).for_layer(0, 1), [], []
+    layer, among = (1, [1]) if "anchors=[1]" in spec else (0, None)  # layer 0 scores no pages
+    method, outs, stores = methods.parse(spec).for_layer(layer, 2, among), [], []
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
     steps = Tokens.random(len(LENGTHS), 90, seed=1)
     batch, steps = (Tokens(*(x.to("cuda", dtype) for x in (some.q, some.k, some.v))) for some in (batch, steps))

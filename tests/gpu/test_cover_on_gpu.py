@@ -114,7 +114,11 @@ def test_any_head_dim(dtype, dim, value_dim, mass, few):
 
 
 @every_pair(
-    DTYPES, MASS, ("sizes", [(8, 32), (16, 64, 256), (16,)]), ("score", ["summary", "spread", "box"]), strength=3
+    DTYPES,
+    MASS,
+    ("sizes", [(8, 32), (16, 64, 256), (16,)]),
+    ("score", ["summary", "spread", "box", "lowrank"]),
+    strength=3,
 )
 def test_shares_of_levels(dtype, mass, sizes, score):
     pages, allowed = (1600, 1024, 64), (0.11, 0.3, 0.5)[: len(sizes)]

@@ -43,9 +43,11 @@ def kernels_only(monkeypatch):
         "attend_pages",
         "bound_newest",
         "give_up",
+        "keys_at_places",
         "keys_of_pages",
         "largest_logit",
         "pooled_mass",
+        "pooled_mass_of_pages",
         "put_token",
         "topk_rows",
     }
@@ -256,6 +258,59 @@ def test_pooled_mass(dtype, heads, kv_heads, batch, number, pooling, pool):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 if pooling == "max_logit" else 1e-7)
 
 
+def check_mass_of_pages(q, k, pages, page_size, lengths, **how):
+    """Against the reference in fp64, among NaN; repeats are equal bit for bit."""
+    of_heads = pages.expand(-1, k.shape[1], -1)
+    k[unread(k.shape[2], of_heads, page_size, k.shape[1], lengths)] = torch.nan
+    how |= {"lengths": lengths}
+    with poisoned_memory("cuda"):
+        found, again = (ops.pooled_mass_of_pages(q, k, x, page_size, **how) for x in (pages, pages.long()))
+    assert torch.equal(found, again)
+    wide = q.double(), k.nan_to_num(0.0).double()
+    expected = pooled.pooled_mass_of_pages(*wide, pages, page_size, **how).float()
+    atol = 1e-3 if how.get("pooling") == "max_logit" else 1e-7
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=atol)
+    return found
+
+
+@every_pair(
+    DTYPES,
+    GROUPS,
+    (("page_size", "places"), [(1, 333), (3, 200), (16, 40), (64, 20)]),
+    (("pooling", "pool"), [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "layer"), ("max_logit", "kv_head")]),
+)
+def test_pooled_mass_of_pages_among_nan(dtype, heads, kv_heads, page_size, places, pooling, pool):
+    q, k, _ = problem(3, heads, kv_heads, 2001, 128, 16, dtype)
+    pages = selection(3, 1 if pool == "layer" else kv_heads, -(-2001 // page_size), places)
+    how = {"scaling": 0.25, "pooling": pooling, "pool": pool}
+    found = check_mass_of_pages(q, k, pages, page_size, torch.tensor([2001, 1234, 700], device="cuda"), **how)
+    assert found[-1].isneginf().all()
+    lengths = torch.full((3, kv_heads), 600, dtype=torch.int32, device="cuda")
+    lengths[0, 0] = 5
+    more = {"softcap": 20.0, "sink_logits": draw(heads, seed=9)}
+    check_mass_of_pages(q, k, pages, page_size, lengths, **how, **more)
+
+
+@every_pair(DTYPES, DIMS)
+def test_pooled_mass_of_pages_of_any_head_dim(dtype, dim, value_dim):
+    for batch, number in ((1, 40_001), (64, 700)):
+        q, k, _ = problem(batch, 8, 2, number, dim, value_dim, dtype)
+        pages = selection(batch, 2, -(-number // 16), -(-number // 48))
+        check_mass_of_pages(q, k, pages, 16, torch.full((batch,), number - 3, device="cuda"), scaling=dim**-0.5)
+
+
+@pytest.mark.parametrize("number", [1, 130, 5000, 70_000])
+@pytest.mark.parametrize("stored", [torch.int32, torch.int64])
+def test_keys_at_places_within_pages(number, stored):
+    pages = uniform(3, 2, 8192).argsort(-1)[..., :4400].to(torch.int32)
+    places = (uniform(3, 2, number, seed=1) * (4400 * 16 + 1)).to(stored) - 1
+    found = ops.keys_at_places(places, pages, 16)
+    assert found.dtype == stored
+    assert torch.equal(found, of_pages.keys_at_places(places, pages, 16))
+    shared = pages[:, :1].expand(-1, 2, -1)
+    assert torch.equal(ops.keys_at_places(places, shared, 16), of_pages.keys_at_places(places, shared, 16))
+
+
 @every_pair(DIMS)
 def test_pooled_mass_of_any_head_dim(dim, value_dim):
     q, k, _ = problem(2, 8, 2, 3000, dim, value_dim, torch.bfloat16)
@@ -402,7 +457,9 @@ def steps(q, k, v, mask, indices, counts, most):
     bounds = ops.largest_logit(rows, low, high, 0.1, lengths=counts // 2)
     pages = ops.topk_rows(bounds.flatten(1, 2), counts // 20, most // 20, dtype=torch.int32)
     paged = ops.attend_pages(q, k, v, pages, 16, scaling=0.1, lengths=8 * counts - 5, need_lse=True)
-    return *dense[:2], mass, chosen, *sparse[:2], *given[:2], bounds, pages, *paged[:2]
+    of_best = ops.pooled_mass_of_pages(q, k, pages, 16, scaling=0.1, lengths=8 * counts - 5)
+    best = ops.keys_at_places(ops.topk_rows(of_best, counts // 2, most // 2, dtype=torch.int32), pages, 16)
+    return *dense[:2], mass, chosen, *sparse[:2], *given[:2], bounds, pages, *paged[:2], of_best, best
 
 
 @pytest.mark.parametrize(("batch", "number"), [(1, 30_000), (16, 5000)])
@@ -457,10 +514,11 @@ def test_keys_beyond_the_reach_of_32_bits():
     bounds = ops.largest_logit(ops.fold_group(q, 2), k, k, 0.1)[2:, :, :, -3000:]
     logits = nodes.key_logits(ops.fold_group(q[2:], 2).double(), near.double(), 0.1).float()
     torch.testing.assert_close(bounds, logits, rtol=1e-4, atol=1e-4)
+    expected = pooled.pooled_mass(q[2:].double(), near.double(), scaling=0.1).float()
     mass = ops.pooled_mass(q, k, scaling=0.1, mask=mask[:, 0])[2:, :, -3000:]
-    torch.testing.assert_close(
-        mass, pooled.pooled_mass(q[2:].double(), near.double(), scaling=0.1).float(), rtol=1e-3, atol=1e-9
-    )
+    torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-9)
+    mass = ops.pooled_mass_of_pages(q, k, pages.expand(3, 2, -1), 8, scaling=0.1)[2:]
+    torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-9)
 
 
 def test_methods_run_on_the_kernels(monkeypatch):
@@ -471,8 +529,8 @@ def test_methods_run_on_the_kernels(monkeypatch):
         (boxes_kernel, ("bound_newest",)),
         (low_rank_kernel, ("compress_pages", "compress_newest")),
         (page_lse_kernel, ("page_lse",)),
-        (pages_kernel, ("keys_of_pages",)),
-        (pooled_kernel, ("pooled_mass",)),
+        (pages_kernel, ("keys_at_places", "keys_of_pages")),
+        (pooled_kernel, ("pooled_mass", "pooled_mass_of_pages")),
         (rows_kernel, ("topk_rows",)),
         (slots_kernel, ("give_up", "put_token")),
     )
@@ -489,6 +547,7 @@ def test_methods_run_on_the_kernels(monkeypatch):
         quest,
         f"{quest},pool=kv_head",
         "pages:top_k=64",
+        "kascade:top_k=64,score_keys=pages,decode_only=true",
         "h2o:top_k=64",
     ]
     if torch.cuda.get_device_capability() >= (8, 9):

@@ -150,7 +150,10 @@ def test_a_long_prompt_has_no_matrix(much_memory):
     ("dim", [64, 80, 128, 256]),
     CAPS,
     ("mass", ["exact", "preserve"]),
-    (("score", "bias"), [("summary", "none"), ("spread", "log"), ("box", "log"), ("spread", "spread")]),
+    (
+        ("score", "bias"),
+        [("summary", "none"), ("spread", "log"), ("box", "log"), ("spread", "spread"), ("lowrank", "log")],
+    ),
     ("few", [True, False]),
 )
 def test_summaries(dtype, heads, kv_heads, dim, softcap, mass, score, bias, few):

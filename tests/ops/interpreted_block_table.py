@@ -5,7 +5,7 @@ import torch
 
 from foveate.ops import BlockTable
 from foveate.ops.attend import decode_kernel, tiles_kernel, window_kernel
-from foveate.ops.compress import boxes_kernel
+from foveate.ops.compress import PageRecord, boxes_kernel, low_rank, low_rank_kernel
 from foveate.ops.gpu.tiles import Tile
 from foveate.ops.retain import slots_kernel
 from foveate.ops.score import pooled_kernel
@@ -126,6 +126,51 @@ def test_attention_of_pages(dtype, block_size, layout, page_size, own, splits):
     same(found, decode_kernel.attend_pages(q, k, v, pages, page_size, **how))
 
 
+@every_pair(
+    SIZES,
+    LAYOUTS,
+    ("page_size", [1, 5, 16]),
+    (("pooling", "pool"), [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max_logit", "kv_head")]),
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+)
+def test_pooled_mass_of_pages(dtype, block_size, layout, page_size, pooling, pool, splits):
+    """Keys of no page, and those that are not there, are NaN."""
+    q, k, v = problem(dtype)
+    lengths, number = torch.tensor([150, 33]), -(-150 // page_size)
+    draw = torch.rand(2, 1 if pool == "layer" else 2, number, generator=torch.Generator().manual_seed(3))
+    pages = draw.argsort(-1).masked_fill(draw < 0.5, -1).to(torch.int32)
+    read = (torch.arange(150) // page_size == pages[..., None]).any(2) & (torch.arange(150) < lengths[:, None, None])
+    k[~read.expand(-1, 2, -1)] = torch.nan
+    keys, _, table = in_blocks(k, v, block_size, layout)
+    how = {**SCALING, "lengths": lengths, "pooling": pooling, "pool": pool}
+    found = pooled_kernel.pooled_mass_of_pages(q, keys, pages, page_size, block_table=table, **how)
+    assert torch.equal(found, pooled_kernel.pooled_mass_of_pages(q, k, pages, page_size, **how))
+    assert found.isfinite().any()
+    assert not found.isnan().any()
+
+
+@every_pair(SIZES, LAYOUTS, ("page_size", [2, 5, 16]), HALF)
+def test_the_newest_summary(dtype, block_size, layout, page_size):
+    """Of the row whose newest page is full."""
+    _, k, v = problem(dtype)
+    lengths, form = torch.tensor([150 // page_size * page_size, page_size + 1]), PageRecord(16, page_size)
+    k[1, :, page_size + 1 :] = torch.nan
+    weights = torch.randint(-2, 3, (2, 2, 16), generator=torch.Generator().manual_seed(5)).float().exp2()
+    mine, its, expected = (torch.zeros(2, 2, -(-150 // page_size), form.bytes, dtype=torch.uint8) for _ in range(3))
+    keys, _, table = in_blocks(k, v, block_size, layout)
+    low_rank_kernel.compress_newest(keys, mine, lengths, form, weights, block_table=table)
+    low_rank_kernel.compress_newest(k, its, lengths, form, weights)
+    assert torch.equal(mine, its)
+    low_rank.compress_newest(keys, expected, lengths, form, weights, block_table=table)
+    low_rank.compress_newest(k, its.zero_(), lengths, form, weights)
+    assert torch.equal(expected, its)
+    for records in (mine, expected):
+        assert records[0].any(-1).sum(-1).tolist() == [1, 1]
+        assert not records[1].any()
+
+
 @every_pair(SIZES, LAYOUTS, ("page_size", [1, 5, 16, 100]), HALF)
 def test_the_newest_box(dtype, block_size, layout, page_size):
     _, k, v = problem(dtype)
@@ -200,9 +245,16 @@ def test_what_does_not_fit():
     q, k, v = problem(torch.float32)
     *memory, table = in_blocks(k, v, 16)
     indices, lower = torch.zeros(2, 2, 1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    form, pages = PageRecord(16, 16), torch.zeros(2, 2, 1, dtype=torch.int32)
+    records = torch.zeros(2, 2, 10, form.bytes, dtype=torch.uint8)
     calls = [
         lambda table: decode_kernel.attend(q, *memory, block_table=table, **SCALING),
         lambda table: pooled_kernel.pooled_mass(q, memory[0], block_table=table, **SCALING),
+        lambda table: pooled_kernel.pooled_mass_of_pages(q, memory[0], pages, 16, block_table=table, **SCALING),
+        lambda table: low_rank_kernel.compress_newest(
+            memory[0], records, torch.tensor([16, 16]), form, block_table=table
+        ),
+        lambda table: low_rank.compress_newest(memory[0], records, torch.tensor([16, 16]), form, block_table=table),
         lambda table: boxes_kernel.bound_newest(memory[0], k, k, torch.tensor([1, 1]), 1, block_table=table),
         lambda table: window_kernel.attend_window(q, *memory, lower=lower, block_table=table, **SCALING),
         lambda table: tiles_kernel.attend_tiles(q, *memory, indices, tile=1, block_table=table, **SCALING),

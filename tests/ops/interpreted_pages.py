@@ -1,10 +1,14 @@
-"""Attention over pages against its reference, in numbers that Triton's interpreter gets right."""
+"""Attention over pages, and its mass, against their references, in numbers that Triton's interpreter gets right."""
 
 import pytest
 import torch
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode, decode_kernel, gather
+from foveate.ops.score import pooled, pooled_kernel
+from foveate.ops.select import pages as of_pages
+from foveate.ops.select import pages_kernel
+from tests.combinations import every_pair
 from tests.problems import in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -53,7 +57,8 @@ def check(q, k, v, pages, page_size, lengths=None):
 @pytest.fixture(params=[1, 100], ids=["one program", "many programs"])
 def splits(request, monkeypatch):
     """Few programs, and so many multiprocessors that keys are split."""
-    monkeypatch.setattr(decode_kernel, "multiprocessors", lambda device: request.param)
+    for kernel in (decode_kernel, pooled_kernel):
+        monkeypatch.setattr(kernel, "multiprocessors", lambda device: request.param)
 
 
 HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -140,3 +145,126 @@ def test_what_attention_over_pages_refuses():
         for wrong in (pages[:1], pages[:, :1], pages.repeat(1, 2, 1)):
             with pytest.raises(ValueError, match="do not fit q"):
                 function(q, k, v, wrong, 16, scaling=1.0)
+
+
+# Mass
+
+
+HALVES = ("dtype", [torch.float32, torch.float16])
+SPLITS = ("splits", [1, 100])
+POOLING = ("pooling", ["post_softmax", "sqrt", "max", "max_logit"])
+POOL = ("pool", ["kv_head", "layer"])
+SIZES = ("page_size", [1, 3, 16, 64])
+RAGGED = {"all": None, **LENGTHS}
+
+
+def check_mass(q, k, pages, page_size, lengths=None, **how):
+    """Against the reference, of which pages are read and keys that are not hold NaN; repeats are equal bit for bit."""
+    how = {"scaling": 0.3, "lengths": lengths, **how}
+    forget_unread(k, k.clone(), pages.expand(-1, k.shape[1], -1), page_size, lengths)
+    expected = pooled.pooled_mass_of_pages(q, k, pages, page_size, **how)
+    found = pooled_kernel.pooled_mass_of_pages(q, k, pages, page_size, **how)
+    exact, logit = q.dtype == torch.float32, how.get("pooling") == "max_logit"
+    atol = (1e-5 if exact else 1e-3) if logit else 1e-9
+    torch.testing.assert_close(found, expected, rtol=1e-5 if exact else 3e-4, atol=atol)
+    assert torch.equal(found, pooled_kernel.pooled_mass_of_pages(q, k, pages.long(), page_size, **how))
+    return found
+
+
+@every_pair(SIZES, POOLING, POOL, HALVES, ("lengths", RAGGED), SPLITS, indirect=["splits"], strength=3)
+def test_the_mass_of_keys_of_pages(page_size, pooling, pool, dtype, lengths, splits):
+    q, k, _ = problem(dtype=dtype)
+    lengths, share = RAGGED[lengths], 0.4 if page_size < 64 else 1.0
+    pages = selection(2, 1 if pool == "layer" else 2, 150, page_size, share)
+    found = check_mass(q * 3, k, pages, page_size, lengths, pooling=pooling, pool=pool)
+    ends = torch.full((2, 1), 150) if lengths is None else lengths.view(2, -1)
+    slots = gather.page_slots(pages, page_size).flatten(2)
+    slots = slots.masked_fill(slots >= (ends.amin(1, keepdim=True) if pool == "layer" else ends)[..., None], -1)
+    assert torch.equal(found.isneginf(), (slots < 0) | (slots >= 150))
+
+
+@every_pair(POOL, ("beside", [False, True]), ("softcap", [None, 0.7, 50.0]), POOLING, HALVES)
+def test_the_mass_of_keys_of_pages_capped_and_beside_sinks(pool, beside, softcap, pooling, dtype):
+    q, k, _ = problem(dtype=dtype)
+    logits = 5 + 2 * torch.randn(6, generator=torch.manual_seed(0)) if beside else None
+    pages = selection(2, 1 if pool == "layer" else 2, 150, 16, 0.9)
+    how = {"pooling": pooling, "pool": pool, "lengths": torch.tensor([150, 77]), "softcap": softcap}
+    found = check_mass(q, k, pages, 16, **how, sink_logits=logits)
+    changes = {"softcap": softcap is not None, "sink_logits": beside and pooling != "max_logit"}
+    for name, changed in changes.items():
+        other = how | {"scaling": 0.3, "sink_logits": logits, name: None}
+        without = pooled_kernel.pooled_mass_of_pages(q, k, pages, 16, **other)
+        assert torch.equal(found, without) != changed
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 7), (6, 1), (2, 20), (1, 130)])
+def test_the_mass_of_keys_of_pages_of_any_group(kv_heads, group, splits):
+    q, k, _ = problem(1, kv_heads, group, 60)
+    check_mass(q, k, selection(1, kv_heads, 60, 5), 5, torch.tensor([58]))
+
+
+@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+@pytest.mark.parametrize("dim", [5, 24, 80, 256])
+def test_the_mass_of_keys_of_pages_of_any_head_dim_and_strides(layout, dim, splits):
+    q, k, _ = (in_buffer(x, layout) for x in problem(dim=dim))
+    pages = selection(2, 2, 150, 16)
+    check_mass(q, k, torch.stack([pages, torch.full_like(pages, 5)], -1)[..., 0], 16, torch.tensor([149, 140]))
+    q, k, _ = (in_buffer(x, layout) for x in problem(dim=dim))
+    check_mass(q, k, pages[:, :1].clone(), 16)  # the same of all KV heads
+
+
+def test_the_mass_of_keys_of_all_pages_in_order_is_that_of_all_keys(splits):
+    q, k, _ = problem(number=160)
+    pages = torch.arange(10, dtype=torch.int32).expand(2, 2, -1)
+    found = pooled_kernel.pooled_mass_of_pages(q, k, pages, 16, scaling=0.3, lengths=torch.tensor([160, 99]))
+    assert torch.equal(found, pooled_kernel.pooled_mass(q, k, scaling=0.3, lengths=torch.tensor([160, 99])))
+
+
+def test_the_mass_of_rows_without_pages(splits):
+    q, k, _ = problem()
+    pages = selection(2, 2, 150, 16)
+    pages[1] = -1
+    assert check_mass(q, k, pages, 16)[1].isneginf().all()
+    assert pooled_kernel.pooled_mass_of_pages(q, k, pages[:, :, :0], 16, scaling=0.3).shape == (2, 2, 0)
+
+
+def test_what_the_mass_of_keys_of_pages_refuses():
+    q, k, _ = problem()
+    pages = selection(2, 2, 150, 16)
+    with pytest.raises(UnsupportedError, match="float64"):
+        pooled_kernel.pooled_mass_of_pages(q.double(), k.double(), pages, 16, scaling=1.0)
+    for module in (pooled, pooled_kernel):
+        for wrong, pool in ((pages[:1], "kv_head"), (pages.repeat(1, 2, 1), "kv_head"), (pages, "layer")):
+            with pytest.raises(ValueError, match=f"pooled by {pool} do not fit q"):
+                module.pooled_mass_of_pages(q, k, wrong, 16, scaling=1.0, pool=pool)
+        with pytest.raises(ValueError, match="pooling must be"):
+            module.pooled_mass_of_pages(q, k, pages, 16, scaling=1.0, pooling="pre_softmax")
+
+
+@every_pair(
+    ("number", [1, 9, 1500]),
+    ("page_size", [1, 3, 16]),
+    ("stored", [torch.int32, torch.int64]),
+    ("layout", ["own", "apart", "shared"]),
+)
+def test_keys_at_places_within_pages(number, page_size, stored, layout):
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.rand(2, 3, 2000, generator=generator).argsort(-1)[..., :500].sort(-1).values.to(torch.int32)
+    places = torch.randint(-1, 500 * page_size, (2, 3, number), generator=generator).to(stored)
+    if layout == "apart":
+        pages, places = (torch.stack([x, torch.full_like(x, 1 << 30)], -1)[..., 0] for x in (pages, places))
+    elif layout == "shared":
+        pages, places = (x[:, :1].expand(-1, 3, -1) for x in (pages, places))
+    found, expected = (one.keys_at_places(places, pages, page_size) for one in (pages_kernel, of_pages))
+    assert found.dtype == expected.dtype == stored
+    assert torch.equal(found, expected)
+    slots = gather.page_slots(pages, page_size).flatten(2)
+    wanted = [[[slots[b, h, at] if at >= 0 else -1 for at in places[b, h, :9]] for h in range(3)] for b in range(2)]
+    assert found[..., :9].tolist() == wanted
+
+
+def test_keys_at_places_of_other_heads_are_refused():
+    places, pages = torch.zeros(2, 3, 4, dtype=torch.int32), torch.zeros(2, 1, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="do not fit places"):
+        pages_kernel.keys_at_places(places, pages, 16)
+    assert pages_kernel.keys_at_places(places[..., :0], pages.expand(-1, 3, -1), 16).shape == (2, 3, 0)

@@ -59,6 +59,7 @@ def test_verbs(block_size, layout):
         ops.attend_indices(q, k, v, indices, need_mass=True, **SCALING),
         ops.attend_pages(q, k, v, pages, 7, **how, **SCALING),
         (ops.pooled_mass(q, k, lengths=lengths, pooling="sqrt", **SCALING),),
+        (ops.pooled_mass_of_pages(q, k, pages, 7, lengths=lengths, **SCALING),),
     ]
     found = [
         ops.attend(q, *memory, **how, **where),
@@ -67,6 +68,7 @@ def test_verbs(block_size, layout):
         ops.attend_indices(q, *memory, indices, need_mass=True, **where),
         ops.attend_pages(q, *memory, pages, 7, **how, **where),
         (ops.pooled_mass(q, memory[0], lengths=lengths, pooling="sqrt", **where),),
+        (ops.pooled_mass_of_pages(q, memory[0], pages, 7, lengths=lengths, **where),),
     ]
     for mine, its in zip(found, in_one_piece):
         for x, y in zip(mine, its):

@@ -189,8 +189,24 @@ def test_scoring_of_keys_in_fp8_compiles_for_ada_and_hopper(capability, dtype, d
     assert "cvt.rn.f16x2.e4m3x2" in compiled.ptx
 
 
-def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=False, block_size=0):
-    """The compiled kernel that keeps logits; ``scaled``: of keys in fp8."""
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
+    ("bounded", [False, True]),
+    ("page_size", [3, 16, 64]),
+    ("block_size", [0, *BLOCK_SIZES[1]]),
+    ("softcap", [0.0, 50.0]),
+)
+def test_scoring_of_pages_compiles_for_ampere_and_hopper(
+    capability, dtype, dim, heads, bounded, page_size, block_size, softcap
+):
+    how = {"page_size": page_size, "block_size": block_size}
+    compiled = _scoring(capability, dtype, dim, heads, False, bounded, softcap, **how)
+    (assert_compiled_well_in_blocks if block_size else assert_compiled_well)(compiled, capability, dtype != "fp32")
+
+
+def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=False, block_size=0, page_size=0):
+    """The compiled kernel that keeps logits; ``scaled``: of keys in fp8; ``page_size``: of those of pages."""
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
     tile, half = _tile(kernel.tile_for, dtype, dim, heads, capability, scaled=scaled), dtype != "fp32"
@@ -203,18 +219,19 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=Fal
             "scale_ptr": "*fp32:16" if scaled else None,
             **{f"scale_stride_{axis}": "i32:16" for axis in "bh"},
             "scale_stride_d": 1,
-            "mask_ptr": "*i8" if masked else None,
+            "chosen_ptr": "*i32:16" if page_size else "*i8" if masked else None,
             "table_ptr": "*i32" if block_size else None,
             "table_stride": "i32" if block_size else None,
             "logit_ptr": "*i16:16" if half else "*fp32:16",
             **dict.fromkeys(("top_ptr", "lse_ptr"), "*fp32:16"),
             **{f"k_stride_{axis}": "i32:16" for axis in "bhl"},
             **{f"q_stride_{axis}": "i32:16" for axis in "bh"},
-            **{f"mask_stride_{axis}": "i32" for axis in "bh"},
-            **dict.fromkeys(("q_stride_d", "k_stride_d", "mask_stride_l"), 1),
+            **{f"chosen_stride_{axis}": "i32" for axis in "bh"},
+            **dict.fromkeys(("q_stride_d", "k_stride_d", "chosen_stride_l"), 1),
             "length_ptr": "*i64" if bounded else None,
             **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "blocks", "splits", "each"), "i32"),
+            "keys": "i32" if page_size else None,
             "padded": "i32:16",
             **dict.fromkeys(("scale", "steps"), "fp32"),
             "CODED": half,
@@ -222,6 +239,7 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=Fal
             "SCALED": scaled,
             "MASKED": masked,
             "BOUNDED": bounded,
+            "PAGE_SIZE": page_size,
             "BLOCK_SIZE": block_size,
             "DIM": dim,
             "BLOCK_D": triton.next_power_of_2(dim),
@@ -232,27 +250,29 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=Fal
     )
 
 
-@every_pair(CAPABILITIES, ("coded", [True, False]), ("how", ["SUM", "MAX", "LOGIT"]))
-def test_pooling_compiles_for_ampere_and_hopper(capability, coded, how):
+@every_pair(CAPABILITIES, ("coded", [True, False]), ("how", ["SUM", "MAX", "LOGIT"]), ("page_size", [0, 3, 16]))
+def test_pooling_compiles_for_ampere_and_hopper(capability, coded, how, page_size):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
+    kernel = importlib.import_module("foveate.ops.score.kept_logits_kernel")
     compiled = compile_for(
         capability,
         kernel._pool_logits,
         {
-            "mask_ptr": "*i8",
+            "chosen_ptr": "*i32:16" if page_size else "*i8",
             "logit_ptr": "*i16:16" if coded else "*fp32:16",
             **dict.fromkeys(("top_ptr", "lse_ptr", "score_ptr"), "*fp32:16"),
-            **{f"mask_stride_{axis}": "i32" for axis in "bh"},
-            "mask_stride_l": 1,
+            **{f"chosen_stride_{axis}": "i32" for axis in "bh"},
+            "chosen_stride_l": 1,
             "length_ptr": "*i64",
             **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **dict.fromkeys(("sets", "members", "group", "number", "blocks", "splits"), "i32"),
+            "keys": "i32" if page_size else None,
             "padded": "i32:16",
             **dict.fromkeys(("power", "step"), "fp32"),
             "CODED": coded,
-            "MASKED": True,
+            "MASKED": not page_size,
             "BOUNDED": True,
+            "PAGE_SIZE": page_size,
             **{one: one == how for one in ("SUM", "MAX", "LOGIT")},
             "KEYS": kernel._POOLED,
             "BLOCK_N": 128,

@@ -26,10 +26,10 @@ def of_form(form):
 @every_pair(
     ("capability", [90, 80]),
     (("dtype", "sizes"), [("bf16", (128, 16)), ("bf16", (64, 16, 4)), ("fp16", (80, 7)), ("fp32", (256, 64, 4))]),
-    ("newest", [True, False]),
+    (("newest", "block_size"), [(True, 0), (True, 1), (True, 16), (True, 24), (False, 0)]),
     ("weighted", [True, False]),
 )
-def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, newest, weighted):
+def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, newest, block_size, weighted):
     triton = pytest.importorskip("triton")
     kernel, form = importlib.import_module("foveate.ops.compress.low_rank_kernel"), PageRecord(*sizes)
     block_d, block_s = (triton.next_power_of_2(x) for x in (form.head_dim, form.page_size))
@@ -41,12 +41,15 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
             "record_ptr": "*u8:16",
             "weight_ptr": "*fp32:16" if weighted else None,
             "length_ptr": "*i64" if newest else None,
+            "table_ptr": "*i32" if block_size else None,
+            "table_stride": "i32" if block_size else None,
             **{f"key_stride_{axis}": "i32:16" for axis in "bhs"},
             "key_stride_d": 1,
             **{f"record_stride_{axis}": "i32:16" for axis in "bhp"},
             **dict.fromkeys(("length_stride", "heads"), "i32"),
             "WEIGHTED": weighted,
             "NEWEST": newest,
+            "BLOCK_SIZE": block_size,
             **of_form(form),
             "ITERATIONS": low_rank.ITERATIONS,
             "MEAN_LIMIT": low_rank.MEAN_LIMIT,

@@ -243,6 +243,55 @@ def test_pooled_mass_is_the_mean_or_the_most_of_the_heads_that_share_a_key(shape
         assert_close(found[..., 1:], ops.pooled_mass(q, k[:, :, 1:], scaling=0.3))
 
 
+@pytest.mark.parametrize("lengths", [None, torch.tensor([23, 9]), torch.tensor([[5, 40], [23, 0]])], ids=str)
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+@pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max", "max_logit"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_pooled_mass_of_pages_is_that_of_their_keys_alone(page_size, pooling, pool, lengths):
+    """Written out: the keys of a row's pages side by side; the others are NaN. The last page is not full."""
+    q, k, _ = problem(SOME._replace(queries=1, offset=22))
+    pages, sinks = torch.tensor([[[1, -1, 0], [0, 1, -1]], [[0, -1, -1], [1, 0, -1]]]), torch.linspace(-1, 1, 6)
+    pages = pages[:, :1] if pool == "layer" else pages
+    ends = torch.full((2, 2), 23) if lengths is None else lengths.view(2, -1).expand(-1, 2).clamp_max(23)
+    wanted = torch.full((2, 6, 3, page_size), float("nan"), dtype=torch.float64)
+    read = torch.zeros(2, 2, 23, dtype=torch.bool)
+    for row in range(2):
+        for head in range(6):
+            own, of = head // 3, pages[row, 0 if pool == "layer" else head // 3].tolist()
+            keys = [page * page_size + i if page >= 0 else -1 for page in of for i in range(page_size)]
+            there = [0 <= key < ends[row, own] for key in keys]
+            logits = torch.full((len(keys) + 1,), -torch.inf, dtype=torch.float64)
+            logits[-1] = sinks[head]
+            for place, key in enumerate(keys):
+                if there[place]:
+                    logits[place] = 0.3 * q[row, head, 0].double() @ k[row, own, key].double()
+                    read[row, own, key] = True
+            found = logits[:-1] if pooling == "max_logit" else logits.softmax(0)[:-1]
+            wanted[row, head] = (found.sqrt() if pooling == "sqrt" else found).view(3, -1)
+            wanted[row, head].view(-1)[~torch.tensor(there)] = torch.nan  # of a key that is not there, in any head
+    wanted = wanted.flatten(2).unflatten(1, (1 if pool == "layer" else 2, -1))
+    wanted = (wanted.amax(2) if pooling.startswith("max") else wanted.mean(2)).nan_to_num(-torch.inf, neginf=-torch.inf)
+    k[~read] = torch.nan
+    how = {"scaling": 0.3, "lengths": lengths, "sink_logits": sinks, "pooling": pooling, "pool": pool}
+    found = ops.pooled_mass_of_pages(q, k, pages, page_size, **how)
+    assert found.shape == (2, 1 if pool == "layer" else 2, 3 * page_size)
+    assert_close(found, wanted)
+    assert torch.equal(ops.pooled_mass_of_pages(q, k, pages.int(), page_size, **how), found)
+
+
+def test_pages_that_do_not_fit_have_no_mass():
+    q, k, _ = problem(SOME._replace(queries=1))
+    pages = torch.zeros(2, 2, 3, dtype=torch.int32)
+    for wrong, pool in (
+        (pages[:1], "kv_head"),
+        (pages.repeat(1, 3, 1), "kv_head"),
+        (pages, "layer"),
+        (pages[0], "layer"),
+    ):
+        with pytest.raises(ValueError, match=f"pooled by {pool} do not fit q"):
+            ops.pooled_mass_of_pages(q, k, wrong, 4, scaling=0.3, pool=pool)
+
+
 def copy_of(k):
     copy, (centres, scales) = torch.empty(k.shape, dtype=ops.FP8), ops.fp8_range(k)
     ops.write_fp8(copy, k, centres, scales)

@@ -164,3 +164,12 @@ def test_memory_does_not_grow_with_the_number_of_scores():
     with LargestTensor() as largest:
         ops.topk(scores, k, chunk=chunk)
     assert largest.bytes <= 8 * (k + chunk), largest.what
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_keys_at_places_within_pages(dtype):
+    pages = torch.tensor([[[3, 5, -1], [0, 2, 9]]], dtype=torch.int32)
+    places = torch.tensor([[[0, 3, 4, 7, -1], [-1, 1, 6, 8, 11]]], dtype=dtype)
+    found = ops.keys_at_places(places, pages, 4)
+    assert found.dtype == dtype
+    assert found.tolist() == [[[12, 15, 20, 23, -1], [-1, 1, 10, 36, 39]]]

@@ -15,8 +15,8 @@ from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import group_tile, multiprocessors, split
+from foveate.ops.score.kept_logits_kernel import keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
-from foveate.ops.score.pooled_kernel import _keep, per_head, pooled, room_for, steps
 
 _LARGEST = 256
 """The largest head dim."""
@@ -413,7 +413,7 @@ def _attend_decode(
         logits = tl.where(stored[None, :], logits, float("-inf"))
         if KEPT:
             largest = tl.maximum(tl.max(logits, 1), LOWEST)
-            _keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
+            keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
         top, p, fade = exponentials(logits, top)
         v_rows = slots * v_stride_l
         if BLOCK_SIZE:

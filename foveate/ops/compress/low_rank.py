@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length
+from foveate.ops.block_table import BlockTable
 
 ITERATIONS = 4
 """Power iterations by which a direction is found."""
@@ -85,18 +86,27 @@ class PageRecord:
         """Bytes of a record."""
         return _aligned(self.coefficients + self.rank * -(-self.page_size // 2))
 
-    def check(self, records: Tensor, keys: Tensor, weights: Tensor | None = None) -> None:
+    def check(
+        self,
+        records: Tensor,
+        keys: Tensor,
+        weights: Tensor | None = None,
+        block_table: BlockTable | None = None,
+    ) -> None:
         """Raise unless ``records`` are of this kind and ``keys``, or queries, and ``weights`` fit them."""
         if records.dtype != torch.uint8 or records.dim() != 4 or records.shape[3] != self.bytes:
             raise ValueError(
                 f"records must be uint8 [B, Hkv, P, {self.bytes}], not {records.dtype} {list(records.shape)}"
             )
-        if keys.shape[3] != self.head_dim or keys.shape[:2] != records.shape[:2]:
+        if block_table is not None:
+            block_table.check(records, keys)
+        shared = slice(2) if block_table is None else slice(1, 2)
+        if keys.shape[3] != self.head_dim or keys.shape[shared] != records.shape[shared]:
             raise ValueError(
                 f"keys or queries {list(keys.shape)} do not fit records {list(records.shape)} of head dim "
                 f"{self.head_dim}"
             )
-        self._check_weights(keys, weights)
+        self._check_weights(records, weights)
 
     def check_pages(self, keys: Tensor, weights: Tensor | None = None) -> None:
         """Raise unless ``keys`` are whole pages of this kind, which ``weights`` fit."""
@@ -106,8 +116,8 @@ class PageRecord:
             )
         self._check_weights(keys, weights)
 
-    def _check_weights(self, keys: Tensor, weights: Tensor | None) -> None:
-        shape = [*keys.shape[:2], self.head_dim]
+    def _check_weights(self, rows: Tensor, weights: Tensor | None) -> None:
+        shape = [*rows.shape[:2], self.head_dim]
         if weights is not None and (weights.dtype != torch.float32 or list(weights.shape) != shape):
             raise ValueError(f"weights must be float32 {shape}, not {weights.dtype} {list(weights.shape)}")
 
@@ -177,7 +187,13 @@ def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None
 
 
 def compress_newest(
-    keys: Tensor, records: Tensor, lengths: Tensor, form: PageRecord, weights: Tensor | None = None
+    keys: Tensor,
+    records: Tensor,
+    lengths: Tensor,
+    form: PageRecord,
+    weights: Tensor | None = None,
+    *,
+    block_table: BlockTable | None = None,
 ) -> None:
     """Write the summary of the page that each row's newest key fills; a row whose newest page is open keeps its own.
 
@@ -186,16 +202,22 @@ def compress_newest(
         records: uint8 ``[B, Hkv, P, form.bytes]``, written to.
         lengths: int64 ``[B]``, at least 1: how many keys each row has.
         weights: see :func:`compress_pages`.
+        block_table: where the keys are when ``keys`` is blocks that all rows share, ``[N, Hkv, n, D]``; None: in one
+            piece. Pages need not have the size of blocks.
 
     Raises:
-        ValueError: for records of another form, or records or weights that do not fit the keys.
+        ValueError: for records of another form, or records, weights or a table that do not fit the keys.
     """
-    form.check(records, keys, weights)
+    form.check(records, keys, weights, block_table)
     full = lengths % form.page_size == 0
     page = (lengths // form.page_size - 1).clamp_min(0)
     slots = page[:, None] * form.page_size + torch.arange(form.page_size, device=keys.device)
-    slots = slots.where(full[:, None], 0)[:, None, :, None]  # an open page is not read
-    of_page = keys.gather(2, slots.expand(-1, keys.shape[1], -1, keys.shape[3])).float()
+    slots = slots.where(full[:, None], 0)  # an open page is not read
+    if block_table is None:
+        of_page = keys.gather(2, slots[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])).float()
+    else:
+        block, slot = block_table.slots(slots, keys.shape[2])
+        of_page = keys[block, :, slot].transpose(1, 2).contiguous().float()
     of_page = of_page if weights is None else of_page * weights[:, :, None]
     place = page[:, None, None, None].expand(-1, keys.shape[1], 1, form.bytes)
     made = _record(of_page[:, :, None], form)

@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.block_table import BlockTable
 from foveate.ops.compress import low_rank
 from foveate.ops.compress.low_rank import PageRecord
+from foveate.ops.gpu.block_table import arguments, block_size
 
 _LARGEST = 256
 """The largest head dim."""
@@ -33,14 +35,27 @@ def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None
 
 
 def compress_newest(
-    keys: Tensor, records: Tensor, lengths: Tensor, form: PageRecord, weights: Tensor | None = None
+    keys: Tensor,
+    records: Tensor,
+    lengths: Tensor,
+    form: PageRecord,
+    weights: Tensor | None = None,
+    *,
+    block_table: BlockTable | None = None,
 ) -> None:
     """See :func:`foveate.ops.compress.low_rank.compress_newest`. One launch; a program owns a row and a KV head."""
-    form.check(records, keys, weights)
-    _launch(keys, records, lengths, form, weights)
+    form.check(records, keys, weights, block_table)
+    _launch(keys, records, lengths, form, weights, block_table)
 
 
-def _launch(keys: Tensor, records: Tensor, lengths: Tensor | None, form: PageRecord, weights: Tensor | None) -> None:
+def _launch(
+    keys: Tensor,
+    records: Tensor,
+    lengths: Tensor | None,
+    form: PageRecord,
+    weights: Tensor | None,
+    block_table: BlockTable | None = None,
+) -> None:
     if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"keys in {keys.dtype}")
     if form.head_dim > _LARGEST:
@@ -58,12 +73,14 @@ def _launch(keys: Tensor, records: Tensor, lengths: Tensor | None, form: PageRec
         records,
         None if weights is None else weights.contiguous(),
         lengths,
+        *arguments(block_table),
         *keys.stride(),
         *records.stride()[:3],
         0 if lengths is None else lengths.stride(0),
         heads,
         WEIGHTED=weights is not None,
         NEWEST=lengths is not None,
+        BLOCK_SIZE=block_size(block_table, keys),
         DIM=form.head_dim,
         SIZE=form.page_size,
         RANK=form.rank,
@@ -99,12 +116,14 @@ def _pack(ptr, values, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(ptr + at, (codes | (upper << 4)).to(tl.uint8), mask=at < HALF)
 
 
-@triton.jit(do_not_specialize=["heads", "length_stride"])
+@triton.jit(do_not_specialize=["heads", "length_stride", "table_stride"])
 def _compress(
     key_ptr,
     record_ptr,
     weight_ptr,
     length_ptr,
+    table_ptr,
+    table_stride,
     key_stride_b,
     key_stride_h,
     key_stride_s,
@@ -116,6 +135,7 @@ def _compress(
     heads,
     WEIGHTED: tl.constexpr,
     NEWEST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
     RANK: tl.constexpr,
@@ -129,7 +149,10 @@ def _compress(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Writes the record of page ``program_id(0)``, or (``NEWEST``) of the page that the row's last key fills."""
+    """Writes the record of page ``program_id(0)``, or (``NEWEST``) of the page that the row's last key fills.
+
+    ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots, and ``table`` has the blocks of each row.
+    """
     page, row = tl.program_id(0), tl.program_id(1)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     if NEWEST:
@@ -140,8 +163,12 @@ def _compress(
     dims, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     exists = (places < SIZE)[:, None] & (dims < DIM)[None, :]
     slot = page.to(tl.int64) * SIZE + places
-    key_ptr += batch * key_stride_b + head * key_stride_h
-    key_tile = slot[:, None] * key_stride_s + dims[None, :] * key_stride_d
+    key_rows = batch * key_stride_b
+    if BLOCK_SIZE:
+        blocks = tl.load(table_ptr + batch * table_stride + slot // BLOCK_SIZE, mask=places < SIZE, other=0)
+        key_rows, slot = (blocks.to(tl.int64) * key_stride_b)[:, None], slot % BLOCK_SIZE
+    key_ptr += head * key_stride_h
+    key_tile = key_rows + slot[:, None] * key_stride_s + dims[None, :] * key_stride_d
     left = tl.load(key_ptr + key_tile, mask=exists, other=0.0).to(tl.float32)
     if WEIGHTED:
         left *= tl.load(weight_ptr + (batch * heads + head) * DIM + dims, mask=dims < DIM, other=0.0)[None, :]

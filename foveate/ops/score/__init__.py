@@ -19,6 +19,7 @@ indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_ker
 largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
 page_lse = dispatch(low_rank.page_lse, "foveate.ops.score.low_rank_kernel")
 pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel")
+pooled_mass_of_pages = dispatch(pooled.pooled_mass_of_pages, "foveate.ops.score.pooled_kernel")
 retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel")
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "logit_reach",
     "page_lse",
     "pooled_mass",
+    "pooled_mass_of_pages",
     "query_mass",
     "retention_logits",
     "tile_logits",

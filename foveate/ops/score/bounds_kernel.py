@@ -7,8 +7,8 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
+from foveate.ops.score.kept_logits_kernel import per_head
 from foveate.ops.score.nodes import check_pool
-from foveate.ops.score.pooled_kernel import per_head
 
 _LARGEST = 256
 """The largest head dim."""

@@ -12,7 +12,7 @@ from foveate.ops.compress.low_rank import PageRecord
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
-from foveate.ops.score.pooled_kernel import per_head
+from foveate.ops.score.kept_logits_kernel import per_head
 
 _LARGEST = 256
 """The largest head dim."""

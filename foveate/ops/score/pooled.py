@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length, first_keys, fold_group
+from foveate.ops.attend.gather import gather_slots, page_slots
 from foveate.ops.block_table import BlockTable
 from foveate.ops.score.nodes import key_logits
 
@@ -71,6 +72,49 @@ def pooled_mass(
     return scores
 
 
+def pooled_mass_of_pages(
+    q: Tensor,
+    k: Tensor,
+    pages: Tensor,
+    page_size: int,
+    *,
+    scaling: float,
+    lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+    pooling: str = "post_softmax",
+    pool: str = "kv_head",
+    block_table: BlockTable | None = None,
+) -> Tensor:
+    """:func:`pooled_mass` of the keys of some pages: attention is that among these keys, and sinks.
+
+    Page p is the keys ``p * page_size .. (p + 1) * page_size - 1``, as far as these are there.
+
+    Args:
+        pages: int ``[B, Hkv, P]``, or ``[B, 1, P]`` for all KV heads, which ``pool="layer"`` needs; -1 marks an unused
+            place. No page stands twice in a row.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
+            those that are not there, may hold anything.
+        q, k, scaling, sink_logits, softcap, pooling, pool: see :func:`pooled_mass`.
+        block_table: see :func:`pooled_mass`. Pages need not have the size of blocks.
+
+    Returns:
+        fp32 ``[B, Hkv, P * page_size]``, or ``[B, 1, P * page_size]`` of the layer, in the order of the pages; -inf
+        where no key is (in any head).
+
+    Raises:
+        ValueError: for a pooling or a pool that there is not, or a table or pages that do not fit.
+    """
+    check_pages(q, k, pages, pool)
+    if block_table is not None:
+        (k,) = block_table.gather(q, k)
+    slots = page_slots(pages, page_size).flatten(2).expand(-1, k.shape[1], -1)
+    ends = k.shape[2] if lengths is None else lengths.clamp_max(k.shape[2]).view(len(q), -1, 1)
+    slots = slots.masked_fill(slots >= ends, -1)
+    how = {"sink_logits": sink_logits, "softcap": softcap, "pooling": pooling, "pool": pool}
+    return pooled_mass(q, gather_slots(k, slots), scaling=scaling, mask=slots >= 0, **how)
+
+
 def _logits(rows: Tensor, k: Tensor, key_scales: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """Of ``rows [B, Hkv, G, D]``: fp32 ``[B, Hkv, G, N]``; a copy in fp8 is converted block by block."""
     if key_scales is None:
@@ -86,3 +130,12 @@ def check(pooling: str, pool: str) -> None:
         raise ValueError(f"pooling must be post_softmax, sqrt, max or max_logit, not {pooling!r}")
     if pool not in ("kv_head", "layer"):
         raise ValueError(f"pool must be kv_head or layer, not {pool!r}")
+
+
+def check_pages(q: Tensor, k: Tensor, pages: Tensor, pool: str) -> None:
+    """Raise unless pages are of the KV heads, or the same for all of them."""
+    heads = (1,) if pool == "layer" else (1, k.shape[1])
+    if pages.dim() != 3 or len(pages) != len(q) or pages.shape[1] not in heads:
+        raise ValueError(
+            f"pages {tuple(pages.shape)} pooled by {pool} do not fit q {tuple(q.shape)} and k {tuple(k.shape)}"
+        )

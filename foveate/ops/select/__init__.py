@@ -6,6 +6,7 @@ from foveate.ops.select.bits import WORD_KEYS, KeyLists, TileKeys
 from foveate.ops.select.mass import by_bound, by_mass, first_of
 from foveate.ops.select.reference import StreamingTopK, topk
 
+keys_at_places = dispatch(pages.keys_at_places, "foveate.ops.select.pages_kernel")
 keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")
 keys_of_pages = dispatch(pages.keys_of_pages, "foveate.ops.select.pages_kernel")
 set_bits = dispatch(bits.set_bits, "foveate.ops.select.bits_kernel")
@@ -20,6 +21,7 @@ __all__ = [
     "by_bound",
     "by_mass",
     "first_of",
+    "keys_at_places",
     "keys_of_bits",
     "keys_of_pages",
     "set_bits",

@@ -1,4 +1,4 @@
-"""What pages hold that several heads have chosen, each its own."""
+"""What pages hold that several heads have chosen, each its own; and which keys are at places within pages."""
 
 import torch
 from torch import Tensor
@@ -22,3 +22,18 @@ def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Ten
     missing = (newest + 1) * page_size - lengths
     read = (of_kv_head == newest[:, None, None]).any(-1)
     return (first & (ordered >= 0)).sum(-1) * page_size - read * missing[:, None]
+
+
+def keys_at_places(places: Tensor, pages: Tensor, page_size: int) -> Tensor:
+    """The keys at places among those of some pages, which are side by side in the order of the pages.
+
+    Args:
+        places: int ``[B, H, K]``, each of a page that there is; -1 marks an unused one.
+        pages: int ``[B, H, P]``; page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
+        page_size: keys of a page.
+
+    Returns:
+        ``[B, H, K]``, of the dtype of places; -1 where the place is unused.
+    """
+    of_page = pages.gather(2, (places.clamp_min(0) // page_size).long())
+    return (of_page * page_size + places % page_size).masked_fill(places < 0, -1).to(places.dtype)

@@ -1,4 +1,5 @@
-"""What pages hold that several heads have chosen: Triton kernel of :func:`keys_of_pages`."""
+"""What pages hold that several heads have chosen, and keys at places within pages: Triton kernels of
+:func:`keys_of_pages` and :func:`keys_at_places`."""
 
 import torch
 import triton
@@ -7,6 +8,8 @@ from torch import Tensor
 
 _BLOCK = tl.constexpr(512)
 """Pages that a program looks at at once."""
+_PLACES = 1024
+"""Places of a program."""
 
 
 def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Tensor) -> Tensor:
@@ -34,6 +37,55 @@ def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Ten
             num_warps=4,
         )
     return found
+
+
+def keys_at_places(places: Tensor, pages: Tensor, page_size: int) -> Tensor:
+    """See :func:`foveate.ops.select.pages.keys_at_places`. One launch."""
+    batch, heads, number = places.shape
+    if pages.shape[:2] != (batch, heads):
+        raise ValueError(f"pages {tuple(pages.shape)} do not fit places {tuple(places.shape)}")
+    found = torch.empty(batch, heads, number, dtype=places.dtype, device=places.device)
+    if found.numel():
+        _keys_at_places[triton.cdiv(number, _PLACES), batch * heads](
+            places,
+            pages,
+            found,
+            *places.stride(),
+            *pages.stride(),
+            heads,
+            number,
+            PAGE_SIZE=page_size,
+            BLOCK=_PLACES,
+            num_warps=4,
+        )
+    return found
+
+
+@triton.jit(do_not_specialize=["place_stride_b", "place_stride_h", "page_stride_b", "page_stride_h", "heads", "number"])
+def _keys_at_places(
+    place_ptr,
+    page_ptr,
+    key_ptr,
+    place_stride_b,
+    place_stride_h,
+    place_stride_k,
+    page_stride_b,
+    page_stride_h,
+    page_stride_p,
+    heads,
+    number,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes ``key [B, H, K]``, contiguous."""
+    row, at = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    place_ptr += batch * place_stride_b + head * place_stride_h
+    page_ptr += batch * page_stride_b + head * page_stride_h
+    place = tl.load(place_ptr + at * place_stride_k, mask=at < number, other=-1).to(tl.int32)
+    page = tl.load(page_ptr + place // PAGE_SIZE * page_stride_p, mask=place >= 0, other=0).to(tl.int32)
+    key = tl.where(place < 0, -1, page * PAGE_SIZE + place % PAGE_SIZE)
+    tl.store(key_ptr + row.to(tl.int64) * number + at, key.to(key_ptr.dtype.element_ty), mask=at < number)
 
 
 @triton.jit(

@@ -14,6 +14,7 @@ from foveate.ops.attend.gather import page_slots
 from foveate.ops.gpu.softcap import constant
 from foveate.ops.gpu.tiles import multiprocessors
 from foveate.ops.summaries.attend_kernel import attend_nodes
+from foveate.ops.summaries.estimate import low_rank_ranks
 from foveate.ops.summaries.masses_kernel import note, pooled
 from foveate.ops.summaries.plan import (
     FEW_HEADS,
@@ -166,6 +167,9 @@ class SummariesLaunch:
         if stage.few and blocks > stage.at_once:
             bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
             recent, recent_strides = self._recent(of)
+        estimate = None
+        if how.score == "lowrank":
+            estimate = low_rank_ranks(q, of, visit, self.scaling, self.softcap or None)
         listed = (None, None) if raw else (above.pages, above.chosen)
         nodes, spread, entropy = of.nodes.k, of.nodes.spread, of.nodes.entropy
         read = [self.dim] * (1 + (spread is not None)) + [self.value_dim] * stage.replaces
@@ -177,6 +181,7 @@ class SummariesLaunch:
             nodes,
             of.nodes.v,
             spread,
+            estimate,
             of.tokens,
             entropy,
             self.tree.rows.numbers,
@@ -215,6 +220,7 @@ class SummariesLaunch:
             self.tree.sinks,
             space.places,
             rank.stride(1),
+            0 if estimate is None else estimate.stride(1),
             space.places,
             0 if bounds is None else bounds.shape[2],
             self.scaling,

@@ -38,6 +38,7 @@ def free_energy(deviation, log_size):
         "per",
         "sinks",
         "rank_places",
+        "estimate_places",
         "parent_places",
         "list_stride_b",
         "list_stride_h",
@@ -51,6 +52,7 @@ def score_nodes(
     node_ptr,
     value_ptr,
     spread_ptr,
+    estimate_ptr,
     size_ptr,
     entropy_ptr,
     slots_ptr,
@@ -91,6 +93,7 @@ def score_nodes(
     sinks,
     places,
     rank_places,
+    estimate_places,
     parent_places,
     bound_places,
     scaling,
@@ -135,6 +138,8 @@ def score_nodes(
     bound_places]``: each head's largest rank; what the head sees in the block, as a multiple of that; the largest sum
     over the group of a node's shares of what the heads see in the block; and the largest ``recent`` attention.
 
+    ``SCORE`` 3: nodes are ranked by ``estimate [B, Hq, estimate_places]``, log-sum-exps to the base e.
+
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]`` is the number of keys read.
 
     ``SOFTCAP``: the cap of logits, 0 for none. A summary's logit is capped before the bias is added; a logit one
@@ -142,6 +147,7 @@ def score_nodes(
 
     ``SIGNALS``: the next launch may start once all programs of this one have, since it waits for their results itself.
     """
+    SPREAD: tl.constexpr = BIAS == 3 or SCORE == 1 or SCORE == 2
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
@@ -216,7 +222,7 @@ def score_nodes(
             size_ptr += batch * size_stride_b + head * size_stride_h
         if BIAS == 2:
             entropy_ptr += batch * entropy_stride_b + head * entropy_stride_h
-        if BIAS == 3 or SCORE > 0:
+        if SPREAD:
             spread_ptr += batch * spread_stride_b + head * spread_stride_h
             scaled = q.to(tl.float32) * scaling
             squared = tl.minimum(scaled * scaled, LARGEST).to(q.dtype)
@@ -256,7 +262,7 @@ def score_nodes(
             if SIZED:
                 tokens = tl.load(size_ptr + node * size_stride_n, mask=there, other=1.0)
                 size = tl.log2(tl.maximum(tokens, 1.0))[None, :] / LOG2E
-            if BIAS == 3 or SCORE > 0:
+            if SPREAD:
                 spread_tile = (node * spread_stride_n)[:, None] + dims[None, :] * spread_stride_d
                 spread = tl.load(spread_ptr + spread_tile, mask=node_mask, other=0.0)
             if BIAS == 3 or SCORE == 1:
@@ -282,6 +288,10 @@ def score_nodes(
                 if SOFTCAP > 0:
                     reach = capped(plain + reach, SOFTCAP, NATURAL=True) - dot
                 ranks = tl.where(there[None, :], (dot + size + reach) * LOG2E, float("-inf"))
+            elif SCORE == 3:
+                of_nodes = estimate_ptr + rows[:, None] * estimate_places + place[None, :]
+                estimate = tl.load(of_nodes, mask=exist[:, None] & there[None, :], other=float("-inf"))
+                ranks = estimate * LOG2E
             if BRANCH and PRESERVE:
                 GROUPS: tl.constexpr = BLOCK_N // BRANCH
                 sibling = block * GROUPS + tl.arange(0, GROUPS)

@@ -12,7 +12,7 @@ from foveate.ops.summaries.types import Refinement, Sums
 _LARGEST = 256
 """The largest head dim."""
 RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
-SCORES = {"summary": 0, "spread": 1, "box": 2}
+SCORES = {"summary": 0, "spread": 1, "box": 2, "lowrank": 3}
 BIASES = {"none": 0, "log": 1, "entropy": 2, "spread": 3}
 
 

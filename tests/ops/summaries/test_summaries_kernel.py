@@ -66,20 +66,24 @@ def assert_compiled_well(compiled, half, spilled, wide=None, programs=2):
     assert compiled.spilled <= spilled
 
 
-@every_pair(SHAPES, ("how", ["plain", "spread", "children"]), ("attends", [False, True]), ("softcap", [0.0, 50.0]))
+@every_pair(
+    SHAPES, ("how", ["plain", "spread", "children", "estimate"]), ("attends", [False, True]), ("softcap", [0.0, 50.0])
+)
 def test_scores_compile_for_hopper(dtype, dim, group, how, attends, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.summaries.score_kernel").score_nodes
     host = importlib.import_module("foveate.ops.summaries.launch")
     tile = host.tile_for(TYPES[dtype], dim, group, 9)
-    options = host.scoring_options(tile, TYPES[dtype], dim * (1 + (how != "plain") + attends), 9)
-    vector, number, children = f"*{dtype}:16", "*fp32:16", how == "children"
+    spread, children = how in ("spread", "children"), how == "children"
+    options = host.scoring_options(tile, TYPES[dtype], dim * (1 + spread + attends), 9)
+    vector, number = f"*{dtype}:16", "*fp32:16"
     compiled = _compiled(
         kernel,
         ("q", "k", "v", "node", "value", "spread"),
         options,
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "node_ptr", "value_ptr"), vector),
-        spread_ptr=None if how == "plain" else vector,
+        spread_ptr=vector if spread else None,
+        estimate_ptr=number if how == "estimate" else None,
         **dict.fromkeys(("size_ptr", "entropy_ptr"), None),
         **dict.fromkeys(("slots_ptr", "count_ptr"), "*i64:16"),
         **dict.fromkeys(("list_ptr", "chosen_ptr"), "*i64:16" if children else None),
@@ -96,7 +100,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends, softcap):
         KEEPS_RAW=True,
         PRESERVE=children,
         BIAS=1,
-        SCORE=int(how != "plain"),
+        SCORE={"plain": 0, "estimate": 3}.get(how, 1),
         SIZED=False,
         SIGNALS=attends,
         LARGEST=torch.finfo(TYPES[dtype]).max,

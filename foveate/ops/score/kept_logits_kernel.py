@@ -1,0 +1,214 @@
+"""Logits of one query a row that are kept to be pooled: how they are stored, and the Triton kernel that pools them."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops.gpu.softmax import LOG2E, LOWEST
+
+_LN2 = tl.constexpr(0.6931471805599453)
+_STEPS = 2048.0
+"""Steps of a factor of two, of what is pooled, in which 16 bits say how far a logit is below its block's largest."""
+_NOTHING = tl.constexpr(65535)
+"""That many steps and more are nothing; of logits pooled as such, the floor of their block."""
+
+_POOLED = 1024
+"""Keys of a program that pools."""
+VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h"]
+VARYING += ["number", "keys", "blocks", "splits"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
+
+
+class Kept(NamedTuple):
+    """Logits of one query a row, to the base 2; all contiguous."""
+
+    logits: Tensor
+    """``[B, Hq, padded]``: fp32, or int16, the steps below the largest of its block, minus 2^15."""
+    tops: Tensor
+    """fp32 ``[B, Hq, blocks]``: the largest of each block; of fp32 logits ``[B, Hq, 0]``."""
+    lses: Tensor
+    """fp32 ``[B, Hq, splits]``: the log-sum-exp of each part."""
+    block: int
+    """Keys of a block."""
+
+    @property
+    def coded(self) -> bool:
+        return self.logits.dtype == torch.int16
+
+    def beside(self, sink_logits: Tensor | None) -> "Kept":
+        """The same logits with those of sinks, ``[Hq]``, as one more part of each head's log-sum-exp."""
+        if sink_logits is None:
+            return self
+        sinks = (sink_logits.float() * LOG2E.value)[None, :, None].expand(len(self.lses), -1, 1)
+        return self._replace(lses=torch.cat([self.lses, sinks], -1))
+
+
+def room_for(q: Tensor, number: int, blocks: int, splits: int, block: int) -> Kept:
+    """Room for the logits of ``number`` keys, of a length of which many are moved at a time."""
+    (batch, num_heads), padded, coded = q.shape[:2], triton.cdiv(number, 16) * 16, q.dtype != torch.float32
+    return Kept(
+        torch.empty(batch, num_heads, padded, dtype=torch.int16 if coded else torch.float32, device=q.device),
+        torch.empty(batch, num_heads, blocks if coded else 0, dtype=torch.float32, device=q.device),
+        torch.empty(batch, num_heads, splits, dtype=torch.float32, device=q.device),
+        block,
+    )
+
+
+def steps(pooling: str) -> float:
+    """In how many steps of a logit's 16 bits what is pooled doubles."""
+    return _STEPS * {"sqrt": 0.5, "max_logit": 0.25}.get(pooling, 1.0)
+
+
+def pooled(
+    kept: Kept,
+    num_kv_heads: int,
+    number: int,
+    chosen: Tensor | None,
+    lengths: Tensor | None,
+    pooling: str,
+    pool: str,
+    page_size: int = 0,
+    keys: int | None = None,
+) -> Tensor:
+    """Attention from logits that were kept, pooled; ``lengths [B, Hkv]``.
+
+    Of keys that are not there it is -inf. ``pooling=sum``: the sum over the heads, which is 0 of these.
+
+    Args:
+        chosen: a mask of the keys, int8 ``[B, Hkv, N]``; or pages ``[B, Hkv, P]``, which all heads of a set share.
+        page_size: keys of a page; 0: ``chosen`` is a mask.
+        keys: how many keys there are to have pages of.
+    """
+    batch, num_heads, padded = kept.logits.shape
+    sets, splits = 1 if pool == "layer" else num_kv_heads, kept.lses.shape[2]
+    scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=kept.logits.device)
+    if scores.numel():
+        _pool_logits[triton.cdiv(number, _POOLED), batch * sets](
+            chosen,
+            lengths,
+            *kept[:3],
+            scores,
+            *((0, 0, 0) if chosen is None else chosen.stride()),
+            *((0, 0) if lengths is None else lengths.stride()),
+            sets,
+            num_heads // sets,
+            num_heads // num_kv_heads,
+            number,
+            keys,
+            padded,
+            kept.tops.shape[2],
+            splits,
+            0.5 if pooling == "sqrt" else 1.0,
+            1 / steps(pooling),
+            CODED=kept.coded,
+            MASKED=chosen is not None and not page_size,
+            BOUNDED=lengths is not None,
+            PAGE_SIZE=page_size,
+            MAX=pooling == "max",
+            LOGIT=pooling == "max_logit",
+            SUM=pooling == "sum",
+            KEYS=_POOLED,
+            BLOCK_N=kept.block,
+            SPLITS=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
+    return scores[..., :number]
+
+
+def per_head(lengths: Tensor, num_kv_heads: int) -> Tensor:
+    """Lengths ``[B]`` or ``[B, Hkv]`` as ``[B, Hkv]``, a view."""
+    return lengths[:, None].expand(-1, num_kv_heads) if lengths.dim() == 1 else lengths
+
+
+@triton.jit
+def keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded, blocks, steps, CODED: tl.constexpr):
+    """Writes a block of some heads to what :class:`Kept` holds: ``logits [M, N]`` and ``largest [M]``, the largest."""
+    if CODED:
+        below = tl.minimum((largest[:, None] - logits) * steps + 0.5, _NOTHING)
+        logits = (below.to(tl.int32) - 32768).to(tl.int16)
+        tl.store(top_ptr + rows * blocks + block, largest, mask=exist)
+    moved = exist[:, None] & (place < padded)[None, :]
+    tl.store(logit_ptr + rows[:, None] * padded + place[None, :], logits, mask=moved)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "sets", "members"])
+def _pool_logits(
+    chosen_ptr,
+    length_ptr,
+    logit_ptr,
+    top_ptr,
+    lse_ptr,
+    score_ptr,
+    chosen_stride_b,
+    chosen_stride_h,
+    chosen_stride_l,
+    length_stride_b,
+    length_stride_h,
+    sets,
+    members,
+    group,
+    number,
+    keys,
+    padded,
+    blocks,
+    splits,
+    power,
+    step,
+    CODED: tl.constexpr,
+    MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MAX: tl.constexpr,
+    LOGIT: tl.constexpr,
+    SUM: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Writes ``score [B, sets, padded]``, contiguous: of the ``members`` query heads of each set.
+
+    ``chosen`` holds what is not 0 at keys that are there (``MASKED``), or (``PAGE_SIZE`` not 0) pages of so many keys,
+    the same for all members; keys of pages count below ``keys``, and below ``length`` (``BOUNDED``). ``LOGIT``: the
+    largest logit, to the base e, whatever the log-sum-exps.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    batch, first = row // sets, row % sets * members
+    block = tl.program_id(0) * (KEYS // BLOCK_N) + tl.arange(0, KEYS // BLOCK_N)
+    place = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    exist, some = place < number, tl.arange(0, SPLITS)
+    if MASKED:
+        chosen_ptr += batch * chosen_stride_b + place.to(tl.int64) * chosen_stride_l
+    score = tl.full([KEYS // BLOCK_N, BLOCK_N], float("-inf") if LOGIT else 0.0, tl.float32)
+    lost, key = place < 0, place
+    if PAGE_SIZE:
+        chosen_ptr += batch * chosen_stride_b + first // group * chosen_stride_h
+        page = tl.load(chosen_ptr + place // PAGE_SIZE * chosen_stride_l, mask=exist, other=-1).to(tl.int32)
+        key = page * PAGE_SIZE + place % PAGE_SIZE
+        lost = (page < 0) | (key >= keys)
+    for member in tl.range(0, members):
+        head = batch * sets * members + first + member
+        lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
+        top = tl.maximum(tl.max(lse, 0), LOWEST)
+        lse = tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), LOWEST)
+        logit = tl.load(logit_ptr + head * padded + place, mask=place < padded, other=0)
+        if CODED:
+            largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
+            below = logit.to(tl.int32) + 32768
+            logit = largest[:, None] - below.to(tl.float32) * step
+            if not LOGIT:
+                logit = tl.where(below == _NOTHING, float("-inf"), logit)
+        mass = logit * _LN2 if LOGIT else tl.exp2((logit - lse) * power)
+        score = tl.maximum(score, mass) if MAX or LOGIT else score + mass
+        if MASKED:
+            there = tl.load(chosen_ptr + (first + member) // group * chosen_stride_h, mask=exist, other=0)
+            lost = lost | (there == 0)
+        if BOUNDED:
+            of_head = batch * length_stride_b + (first + member) // group * length_stride_h
+            lost = lost | (key >= tl.load(length_ptr + of_head).to(tl.int32))
+    score = score if MAX or LOGIT or SUM else score / members
+    if MASKED or BOUNDED or PAGE_SIZE:
+        score = tl.where(lost, 0.0 if SUM else float("-inf"), score)
+    tl.store(score_ptr + row * padded + place, score, mask=place < padded)
