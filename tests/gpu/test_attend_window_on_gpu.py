@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods, ops
 from foveate.ops import _dispatch
-from foveate.ops.attend import reference
+from foveate.ops.attend import window
 from foveate.state import SlotCache
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
@@ -84,7 +84,7 @@ def check(q, k, v, lower, sinks, offset):
         out = ops.attend_window(q, k, v, **arguments).out
         assert torch.equal(out, ops.attend_window(q, k, v, **arguments).out), "repeats are equal bit for bit"
     assert out.dtype == q.dtype
-    exact = reference.attend_window(*(x.double() for x in (q, k, v)), **arguments).out
+    exact = window.attend_window(*(x.double() for x in (q, k, v)), **arguments).out
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     return out
@@ -207,7 +207,7 @@ def test_windows_on_the_gpu_begin_where_they_begin_on_the_cpu(window):
 def test_what_takes_the_reference(launches):
     q, k, v = problem(1, 4, 2, 70, 9, 64, torch.float32)
     arguments = {"scaling": 0.125, "lower": lower_of("window", 70, 9), "sinks": 4, "offset": 9}
-    expected = reference.attend_window(q, k, v, **arguments).out
+    expected = window.attend_window(q, k, v, **arguments).out
     with _dispatch.reference_only():
         assert torch.equal(ops.attend_window(q, k, v, **arguments).out, expected)
     torch.autograd.grad(ops.attend_window(q.requires_grad_(), k, v, **arguments).out.sum(), q)

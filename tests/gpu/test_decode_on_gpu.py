@@ -6,7 +6,7 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.ops import _dispatch
-from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.attend import decode, decode_kernel, gather
 from foveate.ops.compress import boxes, boxes_kernel, low_rank_kernel
 from foveate.ops.retain import reference as retain
 from foveate.ops.retain import slots_kernel
@@ -90,7 +90,7 @@ def selection(batch, heads, number, places, seed=0):
 
 
 def exact(q, k, v, **more):
-    run = reference.attend_indices if "indices" in more else reference.attend
+    run = decode.attend_indices if "indices" in more else decode.attend
     return run(q.double(), k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double(), need_lse=True, **more)
 
 
@@ -166,7 +166,7 @@ def test_attention_of_chosen_keys_among_nan(dtype, heads, kv_heads, places):
 
 def unread(number, pages, page_size, kv_heads, lengths):
     """bool ``[B, Hkv, number]``: the keys of no page ``[B, H, P]`` that is read, and those that are not there."""
-    slots = reference.page_slots(pages, page_size).flatten(2).unflatten(1, (kv_heads, -1)).flatten(2)
+    slots = gather.page_slots(pages, page_size).flatten(2).unflatten(1, (kv_heads, -1)).flatten(2)
     where = slots.masked_fill((slots < 0) | (slots >= number), number)
     none = torch.ones(*where.shape[:2], number + 1, dtype=torch.bool, device="cuda").scatter(2, where, False)
     return none[..., :number] | (torch.arange(number, device="cuda") >= lengths.view(len(lengths), -1, 1))
@@ -180,7 +180,7 @@ def check_pages(q, k, v, pages, page_size, lengths):
     with poisoned_memory("cuda"):
         found = ops.attend_pages(q, k, v, pages, page_size, **how)
     wide = (q.double(), k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double())
-    check_attended(found, reference.attend_pages(*wide, pages, page_size, **how), q.dtype)
+    check_attended(found, decode.attend_pages(*wide, pages, page_size, **how), q.dtype)
     assert torch.equal(ops.attend_pages(q, k, v, pages.long(), page_size, **how).out, found.out)
     return found
 

@@ -5,7 +5,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import _dispatch
-from foveate.ops.attend import library, reference
+from foveate.ops.attend import dense, library
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.problems import in_buffer
@@ -62,7 +62,7 @@ def test_output_and_log_sum_exp(name, dtype, heads, dim, queries, offset):
     given = (q, k, v, dim**-0.5, offset, None)
     found = one.attend(*given, True)
     full = [x.float() for x in (q, k, v)]
-    close(found, reference.attend_causal(*full, scaling=dim**-0.5, offset=offset, need_lse=True), dtype)
+    close(found, dense.attend_causal(*full, scaling=dim**-0.5, offset=offset, need_lse=True), dtype)
     again = one.attend(*given, True)
     assert torch.equal(again.out, found.out)
     assert torch.equal(again.lse, found.lse)
@@ -81,7 +81,7 @@ def test_capped_logits(dtype, heads, dim):
         pytest.skip("FlashAttention-3 is built without caps of logits")
     found = one.attend(q, k, v, dim**-0.5, 211, 5.0, True)
     full, how = [x.float() for x in (q, k, v)], {"offset": 211, "softcap": 5.0, "need_lse": True}
-    expected = reference.attend_causal(*full, scaling=dim**-0.5, **how)
+    expected = dense.attend_causal(*full, scaling=dim**-0.5, **how)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(found.out.float(), expected.out, rtol=2e-2, atol=2e-2)
 

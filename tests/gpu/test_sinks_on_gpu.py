@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops.attend import decode_kernel, pooled, reference, tiles, tiles_kernel, window_kernel
+from foveate.ops.attend import decode, decode_kernel, dense, pooled, tiles, tiles_kernel, window, window_kernel
 from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
 from tests.combinations import every_pair
@@ -40,19 +40,19 @@ def test_decoding(dtype, heads, dim, number, batch):
     how = {"scaling": dim**-0.5, "sink_logits": sinks}
     lengths = torch.randint(1, number + 1, (batch, heads[1]), device="cuda")
     more = {"lengths": lengths, "need_lse": True, "need_mass": True}
-    found, expected = (one.attend(*x, **how, **more) for one, x in ((decode_kernel, (q, k, v)), (reference, full)))
+    found, expected = (one.attend(*x, **how, **more) for one, x in ((decode_kernel, (q, k, v)), (decode, full)))
     close(found.out, expected.out)
     close(found.lse, expected.lse)
     torch.testing.assert_close(found.mass, expected.mass, rtol=3e-2, atol=1e-5)
     indices = torch.randint(-1, number, (batch, heads[1], 777), device="cuda", dtype=torch.int32)
     close(
         decode_kernel.attend_indices(q, k, v, indices, **how).out,
-        reference.attend_indices(*full, indices, **how).out,
+        decode.attend_indices(*full, indices, **how).out,
     )
     pages = torch.rand(batch, heads[1], -(-number // 16), device="cuda").argsort(-1)[..., :50].to(torch.int32)
     close(
         decode_kernel.attend_pages(q, k, v, pages, 16, **how).out,
-        reference.attend_pages(*full, pages, 16, **how).out,
+        decode.attend_pages(*full, pages, 16, **how).out,
     )
     for pooling in ("post_softmax", "max"):
         expected = score.pooled_mass(*full[:2], pooling=pooling, **how)
@@ -72,9 +72,9 @@ def test_prompts(dtype, heads, dim):
     lower = torch.arange(300, number, device="cuda") - 257
     close(
         window_kernel.attend_window(q, k, v, lower=lower, sinks=4, **how).out,
-        reference.attend_window(*full, lower=lower, sinks=4, **how).out,
+        window.attend_window(*full, lower=lower, sinks=4, **how).out,
     )
-    close(ops.attend_causal(q, k, v, **how).out, reference.attend_causal(*full, **how).out)
+    close(ops.attend_causal(q, k, v, **how).out, dense.attend_causal(*full, **how).out)
     tile, starts = 32, torch.arange(288, number, 32)
     chosen = torch.stack([torch.randperm(start)[:200].sort().values for start in starts.tolist()])
     chosen = chosen.to("cuda", torch.int32).expand(2, heads[1], -1, -1)

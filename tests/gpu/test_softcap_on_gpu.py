@@ -12,7 +12,7 @@ import foveate
 from foveate import methods, ops
 from foveate.methods import SharedPrompt
 from foveate.ops import _dispatch
-from foveate.ops.attend import decode_kernel, pooled, reference, tiles, tiles_kernel, window_kernel
+from foveate.ops.attend import decode, decode_kernel, pooled, tiles, tiles_kernel, window, window_kernel
 from foveate.ops.score import column_mass_kernel as mass_kernel
 from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
@@ -74,7 +74,7 @@ def test_decoding(dtype, heads, dim, softcap, number, beside):
         1, number + 1, (2, heads[1]), generator=torch.Generator("cuda").manual_seed(1), device="cuda"
     )
     more = {"lengths": lengths, "need_lse": True, "need_mass": True}
-    found, expected = (one.attend(*x, **how, **more) for one, x in ((decode_kernel, (q, k, v)), (reference, full)))
+    found, expected = (one.attend(*x, **how, **more) for one, x in ((decode_kernel, (q, k, v)), (decode, full)))
     close(found.out, expected.out, dtype)
     close(found.lse, expected.lse, dtype)
     close_masses(found.mass, expected.mass, dtype)
@@ -83,10 +83,10 @@ def test_decoding(dtype, heads, dim, softcap, number, beside):
     assert torch.equal(again.mass, found.mass)
     indices = torch.randint(-1, number, (2, heads[1], 777), device="cuda", dtype=torch.int32)
     found = decode_kernel.attend_indices(q, k, v, indices, **how).out
-    close(found, reference.attend_indices(*full, indices, **how).out, dtype)
+    close(found, decode.attend_indices(*full, indices, **how).out, dtype)
     pages = torch.rand(2, heads[1], -(-number // 16), device="cuda").argsort(-1)[..., :50].to(torch.int32)
     found = decode_kernel.attend_pages(q, k, v, pages, 16, **how).out
-    close(found, reference.attend_pages(*full, pages, 16, **how).out, dtype)
+    close(found, decode.attend_pages(*full, pages, 16, **how).out, dtype)
     for pooling in ("post_softmax", "sqrt", "max"):
         expected = score.pooled_mass(*full[:2], pooling=pooling, **how)
         close_masses(pooled_kernel.pooled_mass(q, k, pooling=pooling, **how), expected, dtype)
@@ -104,10 +104,10 @@ def test_prompts(dtype, heads, dim, softcap):
     how = {"scaling": dim**-0.5, "offset": 300, "softcap": softcap}
     lower = torch.arange(300, number, device="cuda") - 257
     for logits in (None, sinks):
-        window = {"lower": lower, "sinks": 4, "sink_logits": logits, **how}
+        bounds = {"lower": lower, "sinks": 4, "sink_logits": logits, **how}
         found, expected = (
-            window_kernel.attend_window(q, k, v, **window).out,
-            reference.attend_window(*full, **window).out,
+            window_kernel.attend_window(q, k, v, **bounds).out,
+            window.attend_window(*full, **bounds).out,
         )
         close(found, expected, dtype)
         found = ops.attend_causal(q, k, v, sink_logits=logits, **how)
@@ -115,7 +115,7 @@ def test_prompts(dtype, heads, dim, softcap):
             expected = ops.attend_causal(*full, sink_logits=logits, **how)
         close(found.out, expected.out, dtype)
         close(found.lse, expected.lse, dtype)
-    lse = reference.attend_capped(*full, **how).lse
+    lse = window.attend_capped(*full, **how).lse
     found, expected = mass_kernel.column_mass(q, k, lse, **how), masses.column_mass(q, k, lse, **how)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     tile, starts = 32, torch.arange(288, number, 32)

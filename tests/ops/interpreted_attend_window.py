@@ -6,7 +6,7 @@ import torch
 from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import reference
+from foveate.ops.attend import window
 from foveate.ops.attend import window_kernel as kernel
 from tests.combinations import every_pair
 from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, problem
@@ -45,7 +45,7 @@ def run(q, k, v, lower, sinks, offset):
 def check(q, k, v, lower, sinks, offset):
     out = run(q, k, v, lower, sinks, offset)
     assert out.dtype == q.dtype
-    expected = reference.attend_window(q, k, v, scaling=0.3, lower=lower, sinks=sinks, offset=offset).out
+    expected = window.attend_window(q, k, v, scaling=0.3, lower=lower, sinks=sinks, offset=offset).out
     assert_close(out, expected, q.dtype)
     return out
 
@@ -171,7 +171,7 @@ def test_learned_sinks(dtype, level, small_tiles):
     how = {"scaling": 0.3, "lower": lower, "sinks": 0, "offset": 14}
     logits = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
     out = kernel.attend_window(q, k, v, sink_logits=logits, **how).out
-    assert_close(out, reference.attend_window(q, k, v, sink_logits=logits, **how).out, dtype)
+    assert_close(out, window.attend_window(q, k, v, sink_logits=logits, **how).out, dtype)
     without = kernel.attend_window(q, k, v, **how).out
     assert torch.equal(out, without) == (level < 0)
     assert (out[:, :, 30:] == 0).all()
@@ -194,7 +194,7 @@ def test_capped_logits(dtype, softcap, beside, offset, small_tiles):
     how = {"scaling": 3.0, "lower": lower, "sinks": 3, "offset": offset}
     how["sink_logits"] = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
     out = kernel.attend_window(q, k, v, softcap=softcap, **how).out
-    assert_close(out, reference.attend_window(q, k, v, softcap=softcap, **how).out, dtype)
+    assert_close(out, window.attend_window(q, k, v, softcap=softcap, **how).out, dtype)
     assert not torch.allclose(out, kernel.attend_window(q, k, v, **how).out, rtol=0.01, atol=0.01)
 
 
@@ -206,7 +206,7 @@ def test_capped_prompts(dtype, softcap, offset, queries, small_tiles):
     shape = SOME._replace(batch=2, kv_heads=2, group=3, offset=offset, queries=queries, value_dim=24)
     q, k, v = problem(shape, dtype=dtype, extra=3)
     how = {"scaling": 3.0, "offset": offset, "softcap": softcap}
-    found, expected = (one.attend_capped(q, k, v, **how) for one in (kernel, reference))
+    found, expected = (one.attend_capped(q, k, v, **how) for one in (kernel, window))
     assert_close(found.out, expected.out, dtype)
     assert_close(found.lse, expected.lse, dtype)
 

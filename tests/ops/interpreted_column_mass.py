@@ -6,7 +6,7 @@ import torch
 from foveate import ops
 from foveate.ops import _dispatch
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import reference as attend
+from foveate.ops.attend import window
 from foveate.ops.score import column_mass_kernel as kernel
 from foveate.ops.score import reference
 from tests.combinations import every_pair
@@ -73,7 +73,7 @@ def test_capped_logits(dtype, softcap, offset, small_tiles):
     shape = SOME._replace(batch=2, offset=offset)
     q, k, v = problem(shape, dtype=dtype)
     how = {"scaling": 3.0, "offset": offset, "softcap": softcap}
-    lse = attend.attend_capped(q, k, v, **how).lse
+    lse = window.attend_capped(q, k, v, **how).lse
     mass = kernel.column_mass(q, k, lse, **how)
     assert_close(mass, reference.column_mass(q, k, lse, **how))
     assert_close(mass.sum(-1), torch.full((2, 2), 3.0 * shape.queries), torch.float16)

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.attend import decode, decode_kernel
 from foveate.ops.attend.pooled import attend_pooled
 from foveate.ops.gpu import tiles as gpu_tiles
 from foveate.ops.score import fp8_range, pooled, pooled_kernel, write_fp8
@@ -51,10 +51,10 @@ def check(q, k, v, indices=None, mask=None, lengths=None):
     k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0)
     if indices is not None:
         found = decode_kernel.attend_indices(q, k, v, indices, **more)
-        expected = reference.attend_indices(q, k_, v_, indices, **more)
+        expected = decode.attend_indices(q, k_, v_, indices, **more)
     else:
         found = decode_kernel.attend(q, k, v, mask=mask, **more)
-        expected = reference.attend(q, k_, v_, mask=mask, **more)
+        expected = decode.attend(q, k_, v_, mask=mask, **more)
     close(found, expected, q.dtype)
     return found
 
@@ -132,8 +132,8 @@ def test_chosen_keys(dtype, places, splits):
 def test_keys_that_another_head_has_chosen(stored, splits):
     q, k, v = problem(heads=12, kv_heads=4)
     indices, heads = selection(2, 4, 150, 70).to(stored), torch.tensor([[2, 9], [2, 9], [0, 9], [3, 9]])[:, 0]
-    expected = reference.attend_indices(q, k, v, indices[:, [2, 2, 0, 3]], scaling=0.3, need_lse=True)
-    for attend in (decode_kernel.attend_indices, reference.attend_indices):
+    expected = decode.attend_indices(q, k, v, indices[:, [2, 2, 0, 3]], scaling=0.3, need_lse=True)
+    for attend in (decode_kernel.attend_indices, decode.attend_indices):
         close(attend(q, k, v, indices, scaling=0.3, need_lse=True, heads=heads), expected, q.dtype)
 
 
@@ -170,7 +170,7 @@ def test_the_mass_of_the_keys(masked, lengths):
     q, k, v = problem()
     mask = torch.rand(2, 2, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
     more = {"scaling": 0.3, "mask": mask, "lengths": lengths, "need_lse": True, "need_mass": True}
-    found, expected = decode_kernel.attend(q, k, v, **more), reference.attend(q, k, v, **more)
+    found, expected = decode_kernel.attend(q, k, v, **more), decode.attend(q, k, v, **more)
     close(found, expected, q.dtype)
     torch.testing.assert_close(found.mass, expected.mass)
 
@@ -184,7 +184,7 @@ def test_learned_sinks(dtype, level, masked, splits):
     lengths = torch.tensor([150, 0])
     more = {"mask": mask, "lengths": lengths, "scaling": 0.3, "need_lse": True, "need_mass": True}
     found = decode_kernel.attend(q, k, v, sink_logits=logits, **more)
-    expected = reference.attend(q, k, v, sink_logits=logits, **more)
+    expected = decode.attend(q, k, v, sink_logits=logits, **more)
     close(found, expected, dtype)
     torch.testing.assert_close(found.mass, expected.mass, rtol=2e-3, atol=2e-5)
     assert not found.out[1].any()
@@ -193,10 +193,10 @@ def test_learned_sinks(dtype, level, masked, splits):
     assert torch.allclose(found.out, without.out, atol=1e-6) == (level < 0)
 
     indices, more = selection(2, 2, 150, 70), {"scaling": 0.3, "need_lse": True, "sink_logits": logits}
-    found, expected = (one.attend_indices(q, k, v, indices, **more) for one in (decode_kernel, reference))
+    found, expected = (one.attend_indices(q, k, v, indices, **more) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     pages = torch.tensor([[3, 0, -1, 9], [1, -1, -1, -1]], dtype=torch.int32).expand(2, 2, 4)
-    found, expected = (one.attend_pages(q, k, v, pages, 15, **more) for one in (decode_kernel, reference))
+    found, expected = (one.attend_pages(q, k, v, pages, 15, **more) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
         decode_kernel.attend(q, k, v, scaling=0.3, sink_logits=logits[:5])
@@ -232,17 +232,17 @@ def test_capped_logits(dtype, softcap, masked, beside, splits):
     logits = torch.randn(6, generator=torch.manual_seed(0)) if beside else None
     how = {"scaling": 2.0, "softcap": softcap, "sink_logits": logits, "need_lse": True}
     more = {"mask": mask, "lengths": torch.tensor([150, 77]), "need_mass": True}
-    found, expected = (one.attend(q, k, v, **more, **how) for one in (decode_kernel, reference))
+    found, expected = (one.attend(q, k, v, **more, **how) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     torch.testing.assert_close(found.mass, expected.mass, rtol=4e-3, atol=2e-5)
     without = decode_kernel.attend(q, k, v, **more, **how | {"softcap": None})
     assert not torch.allclose(found.out, without.out, rtol=0.01, atol=0.01)
 
     indices = selection(2, 2, 150, 70)
-    found, expected = (one.attend_indices(q, k, v, indices, **how) for one in (decode_kernel, reference))
+    found, expected = (one.attend_indices(q, k, v, indices, **how) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     pages = torch.tensor([[3, 0, -1, 9], [1, -1, -1, -1]], dtype=torch.int32).expand(2, 2, 4)
-    found, expected = (one.attend_pages(q, k, v, pages, 15, **how) for one in (decode_kernel, reference))
+    found, expected = (one.attend_pages(q, k, v, pages, 15, **how) for one in (decode_kernel, decode))
     close(found, expected, dtype)
 
 
@@ -276,7 +276,7 @@ def test_no_keys():
 def test_several_queries_are_the_librarys():
     q, k, v = problem()
     q = q.expand(-1, -1, 3, -1)
-    expected = reference.attend(q, k, v, scaling=0.3)
+    expected = decode.attend(q, k, v, scaling=0.3)
     assert torch.equal(decode_kernel.attend(q, k, v, scaling=0.3).out, expected.out)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import decode_kernel, reference
+from foveate.ops.attend import decode, decode_kernel, gather
 from foveate.ops.score import pooled, pooled_kernel
 from foveate.ops.select import pages as of_pages
 from foveate.ops.select import pages_kernel
@@ -36,7 +36,7 @@ def selection(batch, heads, number, page_size, share=0.4, seed=0):
 
 def forget_unread(k, v, pages, page_size, lengths):
     """What is of no page, or not there, becomes NaN and inf."""
-    slots = reference.page_slots(pages, page_size).flatten(2).unflatten(1, (k.shape[1], -1)).flatten(2)
+    slots = gather.page_slots(pages, page_size).flatten(2).unflatten(1, (k.shape[1], -1)).flatten(2)
     read = (slots[..., None] == torch.arange(k.shape[2])).any(2)
     if lengths is not None:
         read &= torch.arange(k.shape[2]) < lengths.view(len(k), -1, 1)
@@ -46,7 +46,7 @@ def forget_unread(k, v, pages, page_size, lengths):
 def check(q, k, v, pages, page_size, lengths=None):
     more = {"scaling": 0.3, "lengths": lengths, "need_lse": True}
     forget_unread(k, v, pages, page_size, lengths)
-    expected = reference.attend_pages(q, k, v, pages, page_size, **more)
+    expected = decode.attend_pages(q, k, v, pages, page_size, **more)
     tolerance = 1e-5 if q.dtype == torch.float32 else 2e-3
     found = decode_kernel.attend_pages(q, k, v, pages, page_size, **more)
     torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
@@ -110,7 +110,7 @@ def test_heads_of_a_group_read_pages_of_their_own(splits):
     found = decode_kernel.attend_pages(q, k, v, pages, 16, scaling=0.3)
     for head in range(4):
         some = slice(16 * head, 16 * head + 16)
-        alone = reference.attend(q[:, head : head + 1], k[:, :, some], v[:, :, some], scaling=0.3)
+        alone = decode.attend(q[:, head : head + 1], k[:, :, some], v[:, :, some], scaling=0.3)
         torch.testing.assert_close(found.out[:, head : head + 1], alone.out)
 
 
@@ -141,7 +141,7 @@ def test_what_attention_over_pages_refuses():
         decode_kernel.attend_pages(q.expand(-1, -1, 2, -1), k, v, pages, 16, scaling=1.0)
     with pytest.raises(UnsupportedError, match="float64"):
         decode_kernel.attend_pages(q.double(), k.double(), v.double(), pages, 16, scaling=1.0)
-    for function in (reference.attend_pages, decode_kernel.attend_pages):
+    for function in (decode.attend_pages, decode_kernel.attend_pages):
         for wrong in (pages[:1], pages[:, :1], pages.repeat(1, 2, 1)):
             with pytest.raises(ValueError, match="do not fit q"):
                 function(q, k, v, wrong, 16, scaling=1.0)
@@ -178,7 +178,7 @@ def test_the_mass_of_keys_of_pages(page_size, pooling, pool, dtype, lengths, spl
     pages = selection(2, 1 if pool == "layer" else 2, 150, page_size, share)
     found = check_mass(q * 3, k, pages, page_size, lengths, pooling=pooling, pool=pool)
     ends = torch.full((2, 1), 150) if lengths is None else lengths.view(2, -1)
-    slots = reference.page_slots(pages, page_size).flatten(2)
+    slots = gather.page_slots(pages, page_size).flatten(2)
     slots = slots.masked_fill(slots >= (ends.amin(1, keepdim=True) if pool == "layer" else ends)[..., None], -1)
     assert torch.equal(found.isneginf(), (slots < 0) | (slots >= 150))
 
@@ -258,7 +258,7 @@ def test_keys_at_places_within_pages(number, page_size, stored, layout):
     found, expected = (one.keys_at_places(places, pages, page_size) for one in (pages_kernel, of_pages))
     assert found.dtype == expected.dtype == stored
     assert torch.equal(found, expected)
-    slots = reference.page_slots(pages, page_size).flatten(2)
+    slots = gather.page_slots(pages, page_size).flatten(2)
     wanted = [[[slots[b, h, at] if at >= 0 else -1 for at in places[b, h, :9]] for h in range(3)] for b in range(2)]
     assert found[..., :9].tolist() == wanted
 

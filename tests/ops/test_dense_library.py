@@ -14,9 +14,9 @@ import torch
 
 from foveate import ops
 from foveate.ops import _dispatch
-from foveate.ops.attend import library, reference
+from foveate.ops.attend import dense, library
+from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PYTORCH, CuDNN, FlashAttention3, Library
-from foveate.ops.attend.reference import Attended
 from tests.problems import Shape, assert_close, causal_mask, naive, problem
 
 SHAPE = Shape(batch=2, kv_heads=3, group=4, queries=17, offset=20, dim=64, value_dim=64)
@@ -237,7 +237,7 @@ def test_learned_sinks_take_their_share_of_a_library_s_result(used):
     one, (q, k, v) = used(StandIn()), problem(SHAPE)
     sinks = torch.randn(12)
     how = {"scaling": 0.125, "offset": SHAPE.offset, "sink_logits": sinks, "need_lse": True}
-    found, expected = ops.attend_causal(q, k, v, **how), reference.attend_causal(q, k, v, **how)
+    found, expected = ops.attend_causal(q, k, v, **how), dense.attend_causal(q, k, v, **how)
     assert one.calls
     assert_close(found.out, expected.out)
     assert_close(found.lse, expected.lse)
@@ -246,7 +246,7 @@ def test_learned_sinks_take_their_share_of_a_library_s_result(used):
 def test_the_reference_is_textbook_attention():
     q, k, v = problem(SHAPE, extra=3)
     expected = naive(q, *(x[:, :, : SHAPE.keys] for x in (k, v)), 0.125, causal_mask(SHAPE.queries, SHAPE.offset))
-    found = reference.attend_causal(q, k, v, scaling=0.125, offset=SHAPE.offset, need_lse=True)
+    found = dense.attend_causal(q, k, v, scaling=0.125, offset=SHAPE.offset, need_lse=True)
     assert_close(found.out, expected.out)
     assert_close(found.lse, expected.lse)
 
@@ -390,8 +390,8 @@ def cudnn(monkeypatch):
         if causal:
             found = in_fp64(q, k[:, :, : q.shape[2]], v[:, :, : q.shape[2]], scale)
         else:
-            dense = naive(q, k, v, scale)
-            found = Attended(dense.out.to(q.dtype), dense.lse.float())
+            exact = naive(q, k, v, scale)
+            found = Attended(exact.out.to(q.dtype), exact.lse.float())
         return found.out, found.lse[..., None], *[None] * 7
 
     class Aten:

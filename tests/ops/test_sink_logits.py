@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops.attend import pooled, reference, tiles
+from foveate.ops.attend import decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score.reference import query_mass
 from tests.helpers import Shape, assert_close, problem
@@ -43,19 +43,19 @@ def test_attention_and_its_mass(sinks):
     q, k, v = problem(SHAPE)
     mask = torch.rand(2, 1, 7, SHAPE.keys, generator=torch.manual_seed(0)) < 0.6
     mask[0, :, 3] = False  # this query sees nothing but the sinks
-    found = reference.attend(q, k, v, scaling=SCALING, mask=mask, sink_logits=sinks, need_lse=True, need_mass=True)
+    found = decode.attend(q, k, v, scaling=SCALING, mask=mask, sink_logits=sinks, need_lse=True, need_mass=True)
     weights, lse = written_out(q, k, sinks, mask)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
     assert_close(found.mass, by_kv_head(weights.sum(2)).sum(2))
     assert not found.out[0, :, 3].any()
-    alone = reference.attend(q, k, v, scaling=SCALING, mask=mask, sink_logits=sinks)
+    alone = decode.attend(q, k, v, scaling=SCALING, mask=mask, sink_logits=sinks)
     assert torch.equal(alone.out, found.out)
     assert alone.lse is None
 
 
 @pytest.mark.parametrize("offset", [0, 20])
-@pytest.mark.parametrize("one", [ops, reference])
+@pytest.mark.parametrize("one", [ops, dense])
 def test_causal_attention_with_gradients(sinks, offset, one):
     shape = SHAPE._replace(offset=offset)
     q, k, v = problem(shape, extra=3)
@@ -76,7 +76,7 @@ def test_windows(sinks):
     q, k, v = problem(SHAPE)
     position = torch.arange(SHAPE.offset, SHAPE.keys)
     lower = position - 5
-    found = reference.attend_window(q, k, v, scaling=SCALING, lower=lower, sinks=2, offset=20, sink_logits=sinks)
+    found = window.attend_window(q, k, v, scaling=SCALING, lower=lower, sinks=2, offset=20, sink_logits=sinks)
     keys = torch.arange(SHAPE.keys)
     mask = causal(SHAPE) & ((keys >= lower[:, None]) | (keys < 2))
     assert_close(found.out, output(written_out(q, k, sinks, mask)[0], v))
@@ -88,9 +88,7 @@ def test_chosen_keys_and_pages(sinks):
     indices = torch.tensor([[[3, 0, -1, 9], [1, 2, -1, -1]], [[5, 6, 7, 8], [-1, -1, -1, -1]]])
     mask = torch.zeros(2, 2, shape.keys + 1, dtype=torch.bool).scatter_(2, indices % (shape.keys + 1), True)
     mask = mask[:, :, : shape.keys].repeat_interleave(3, 1)[:, :, None]
-    found = reference.attend_indices(
-        q, k, v, indices, scaling=SCALING, sink_logits=sinks, need_lse=True, need_mass=True
-    )
+    found = decode.attend_indices(q, k, v, indices, scaling=SCALING, sink_logits=sinks, need_lse=True, need_mass=True)
     weights, lse = written_out(q, k, sinks, mask)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
@@ -99,7 +97,7 @@ def test_chosen_keys_and_pages(sinks):
     pages = torch.tensor([[[2, -1], [0, 1]], [[3, 0], [-1, -1]]])
     mask = torch.stack([torch.arange(shape.keys) // 4 == page for page in pages.flatten().tolist()])
     mask = mask.view(2, 2, 2, -1).any(2).repeat_interleave(3, 1)[:, :, None]
-    found = reference.attend_pages(q, k, v, pages, 4, scaling=SCALING, sink_logits=sinks)
+    found = decode.attend_pages(q, k, v, pages, 4, scaling=SCALING, sink_logits=sinks)
     assert_close(found.out, output(written_out(q, k, sinks, mask)[0], v))
 
 

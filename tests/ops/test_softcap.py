@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops.attend import pooled, reference, tiles
+from foveate.ops.attend import decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score import reference as masses
 from tests.helpers import LargestTensor, Shape, assert_close, problem
@@ -55,18 +55,18 @@ def test_attention_and_its_mass(softcap, with_sinks, sinks):
     q, k, v = problem(SHAPE)
     mask = torch.rand(2, 1, 7, SHAPE.keys, generator=torch.manual_seed(0)) < 0.6
     how = {"scaling": SCALING, "mask": mask, "softcap": softcap, "sink_logits": sinks if with_sinks else None}
-    found = reference.attend(q, k, v, need_lse=True, need_mass=True, **how)
+    found = decode.attend(q, k, v, need_lse=True, need_mass=True, **how)
     weights, lse = written_out(q, k, softcap, mask, how["sink_logits"])
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
     assert_close(found.mass, by_kv_head(weights.sum(2)).sum(2))
-    assert torch.equal(reference.attend(q, k, v, **how).out, found.out)
+    assert torch.equal(decode.attend(q, k, v, **how).out, found.out)
 
 
 @each_cap
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("offset", [0, 20])
-@pytest.mark.parametrize("one", [ops, reference])
+@pytest.mark.parametrize("one", [ops, dense])
 def test_causal_attention_with_gradients(softcap, with_sinks, offset, one, sinks):
     shape = SHAPE._replace(offset=offset)
     q, k, v = problem(shape, extra=3)
@@ -89,7 +89,7 @@ def test_long_prompts_have_no_matrix(monkeypatch):
     length = 1024
     q, k, v = (torch.randn(1, heads, length, 8) for heads in (4, 2, 2))
     with LargestTensor() as largest:
-        reference.attend_causal(q, k, v, scaling=SCALING, softcap=5.0)
+        dense.attend_causal(q, k, v, scaling=SCALING, softcap=5.0)
     assert largest.bytes <= 4 << 16
 
 
@@ -100,7 +100,7 @@ def test_windows(sinks):
     how = {"scaling": SCALING, "lower": lower, "sinks": 2, "offset": 20}
     mask = causal(SHAPE) & ((keys >= lower[:, None]) | (keys < 2))
     for logits in (None, sinks):
-        found = reference.attend_window(q, k, v, sink_logits=logits, softcap=5.0, **how)
+        found = window.attend_window(q, k, v, sink_logits=logits, softcap=5.0, **how)
         assert_close(found.out, output(written_out(q, k, 5.0, mask, logits)[0], v))
 
 
@@ -111,7 +111,7 @@ def test_chosen_keys_and_pages(softcap):
     indices = torch.tensor([[[3, 0, -1, 9], [1, 2, -1, -1]], [[5, 6, 7, 8], [4, -1, -1, -1]]])
     mask = torch.zeros(2, 2, shape.keys + 1, dtype=torch.bool).scatter_(2, indices % (shape.keys + 1), True)
     mask = mask[:, :, : shape.keys].repeat_interleave(3, 1)[:, :, None]
-    found = reference.attend_indices(q, k, v, indices, scaling=SCALING, softcap=softcap, need_lse=True, need_mass=True)
+    found = decode.attend_indices(q, k, v, indices, scaling=SCALING, softcap=softcap, need_lse=True, need_mass=True)
     weights, lse = written_out(q, k, softcap, mask)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
@@ -120,7 +120,7 @@ def test_chosen_keys_and_pages(softcap):
     pages = torch.tensor([[[2, -1], [0, 1]], [[3, 0], [4, -1]]])
     mask = torch.stack([torch.arange(shape.keys) // 4 == page for page in pages.flatten().tolist()])
     mask = mask.view(2, 2, 2, -1).any(2).repeat_interleave(3, 1)[:, :, None]
-    found = reference.attend_pages(q, k, v, pages, 4, scaling=SCALING, softcap=softcap)
+    found = decode.attend_pages(q, k, v, pages, 4, scaling=SCALING, softcap=softcap)
     assert_close(found.out, output(written_out(q, k, softcap, mask)[0], v))
 
 

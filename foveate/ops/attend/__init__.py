@@ -1,30 +1,25 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
 from foveate.ops._dispatch import dispatch
-from foveate.ops.attend import gated, pooled, reference, selected, tiles, until
+from foveate.ops.attend import decode, gated, pooled, selected, tiles, until, window
+from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.causal import attend_causal, prompt_path
 from foveate.ops.attend.chosen import attend_tile_keys
 from foveate.ops.attend.gated import choose_blocks
+from foveate.ops.attend.gather import gather_fields, gather_pages, gather_slots, page_slots
 from foveate.ops.attend.library import PromptHeads, dense_obstacles
 from foveate.ops.attend.partials import merge, with_sinks
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
-from foveate.ops.attend.reference import (
-    Attended,
-    gather_fields,
-    gather_pages,
-    gather_slots,
-    page_slots,
-)
 
-attend = dispatch(reference.attend, "foveate.ops.attend.decode_kernel")
+attend = dispatch(decode.attend, "foveate.ops.attend.decode_kernel")
 attend_gated = dispatch(gated.attend_gated, "foveate.ops.attend.gated_kernel")
-attend_indices = dispatch(reference.attend_indices, "foveate.ops.attend.decode_kernel")
-attend_pages = dispatch(reference.attend_pages, "foveate.ops.attend.decode_kernel")
+attend_indices = dispatch(decode.attend_indices, "foveate.ops.attend.decode_kernel")
+attend_pages = dispatch(decode.attend_pages, "foveate.ops.attend.decode_kernel")
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel")
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
 attend_until = dispatch(until.attend_until, "foveate.ops.attend.until_kernel")
-attend_window = dispatch(reference.attend_window, "foveate.ops.attend.window_kernel")
+attend_window = dispatch(window.attend_window, "foveate.ops.attend.window_kernel")
 
 __all__ = [
     "Attended",

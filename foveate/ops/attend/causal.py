@@ -7,13 +7,15 @@ from torch import Tensor
 
 from foveate.ops._dispatch import dispatch, runs_kernel
 from foveate.ops._math import check_softcap
-from foveate.ops.attend import library, reference
+from foveate.ops.attend import dense, library, window
+from foveate.ops.attend.attended import Attended
+from foveate.ops.attend.dense import check_keys
 from foveate.ops.attend.library import PromptHeads
 from foveate.ops.attend.partials import with_sinks
-from foveate.ops.attend.reference import Attended, check_keys, scaled_dot_product
+from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.block_table import BlockTable
 
-_capped = dispatch(reference.attend_capped, "foveate.ops.attend.window_kernel")
+_capped = dispatch(window.attend_capped, "foveate.ops.attend.window_kernel")
 
 
 def attend_causal(
@@ -58,13 +60,13 @@ def attend_causal(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if offset == 0 and not need_lse and not library.obstacle(library.PYTORCH, q, k, v, softcap=softcap):
             return Attended(scaled_dot_product(q, k, v, scaling, causal=True))
-        return reference.attend_causal(q, k, v, **how)
+        return dense.attend_causal(q, k, v, **how)
     found = library.attend(q, k, v, **how)
     if found is not None:
         return found
     if softcap is not None:
         return _capped(q, k, v, scaling=scaling, offset=offset, softcap=softcap)
-    return reference.attend_causal(q, k, v, **how)
+    return dense.attend_causal(q, k, v, **how)
 
 
 def prompt_path(heads: PromptHeads) -> str:

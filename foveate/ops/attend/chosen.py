@@ -11,7 +11,7 @@ from torch import Tensor
 from foveate.ops import _math
 from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import tiles
-from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.attended import Attended
 from foveate.ops.block_table import BlockTable
 from foveate.ops.select import bits
 from foveate.ops.select.bits import TileKeys

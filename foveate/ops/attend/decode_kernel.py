@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import reference
-from foveate.ops.attend.reference import Attended, check_sinks
+from foveate.ops.attend import decode
+from foveate.ops.attend.attended import Attended, check_sinks
 from foveate.ops.attend.splits_kernel import merge_splits
 from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, entries
@@ -38,7 +38,7 @@ def attend(
     need_mass: bool = False,
     block_table: BlockTable | None = None,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.reference.attend`; several queries are left to the library.
+    """See :func:`foveate.ops.attend.decode.attend`; several queries are left to the library.
 
     The heads of a group share a program, so that a key is read once. Keys are split among programs as far as that
     fills the GPU, and a second launch merges what they have found by their log-sum-exps (FlashDecoding, Dao et al.
@@ -48,7 +48,7 @@ def attend(
     if q.shape[2] != 1:
         more = {"mask": mask, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
         more |= {"scaling": scaling, "need_lse": need_lse, "need_mass": need_mass, "block_table": block_table}
-        return reference.attend(q, k, v, **more)
+        return decode.attend(q, k, v, **more)
     how = ("sum", "kv_head") if need_mass else None
     number = k.shape[2] if block_table is None else block_table.length
     mask, more = _bytes(mask, q, k, number), {"how": how, "block_table": block_table}
@@ -100,7 +100,7 @@ def attend_indices(
     need_mass: bool = False,
     block_table: BlockTable | None = None,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.reference.attend_indices`, and :func:`attend`: keys are read where they lie."""
+    """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read where they lie."""
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
     if need_mass:
@@ -127,7 +127,7 @@ def attend_pages(
     need_mass: bool = False,
     block_table: BlockTable | None = None,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.reference.attend_pages`, and :func:`attend`: keys are read where they lie.
+    """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read where they lie.
 
     Heads that choose for themselves have programs of their own, those of a group one behind the other: what several of
     them read at a time comes from the cache of the GPU.
@@ -136,7 +136,7 @@ def attend_pages(
         raise UnsupportedError("more than one query")
     if need_mass:
         raise UnsupportedError("the mass of the keys")
-    reference.check_pages(q, k, pages)
+    decode.check_pages(q, k, pages)
     number = pages.shape[2] * page_size
     how = {"page_size": page_size, "block_table": block_table}
     return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, sink_logits, softcap, **how)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.ops.attend.reference import Attended, attend
+from foveate.ops.attend.attended import Attended
+from foveate.ops.attend.decode import attend
 
 LARGEST_DIM = 128
 """The largest head dim that the kernels take."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import gated as reference
-from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.attended import Attended
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import multiprocessors
 

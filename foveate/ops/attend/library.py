@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from foveate.ops._dispatch import kernels_wanted
-from foveate.ops.attend import reference
+from foveate.ops.attend import dense
+from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.partials import merge
-from foveate.ops.attend.reference import Attended, scaled_dot_product
+from foveate.ops.attend.sdpa import scaled_dot_product
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST = 256
@@ -54,7 +55,7 @@ class Library:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float, offset: int, softcap: float | None, need_lse: bool
     ) -> Attended:
-        """As :func:`foveate.ops.attend.reference.attend_causal` without sinks; ``Lk`` is ``offset + Lq``.
+        """As :func:`foveate.ops.attend.dense.attend_causal` without sinks; ``Lk`` is ``offset + Lq``.
 
         The output is the same to the last bit with and without the log-sum-exp, which may come without being asked for.
         """
@@ -293,7 +294,7 @@ def _compared(library: Library, kind: _Kind) -> str:
         compared += 1
         scaling = kind.head_dim**-0.5
         how = {"scaling": scaling, "offset": offset, "softcap": cap, "need_lse": True}
-        right = reference.attend_causal(*(x.float() for x in (q, k, v)), **how)
+        right = dense.attend_causal(*(x.float() for x in (q, k, v)), **how)
         found = library.attend(q, k, v, scaling, offset, cap, True)
         alone = library.attend(q, k, v, scaling, offset, cap, False).out
         what = f"of {queries} queries behind {offset} keys"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length
-from foveate.ops.attend.reference import Attended, check_sinks
+from foveate.ops.attend.attended import Attended, check_sinks
 
 
 def merge(parts: list[Attended]) -> Attended:

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from foveate.ops.attend.reference import Attended, attend
+from foveate.ops.attend.attended import Attended
+from foveate.ops.attend.decode import attend
 from foveate.ops.block_table import BlockTable
 from foveate.ops.score.pooled import pooled_mass
 

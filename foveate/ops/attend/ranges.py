@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length
-from foveate.ops.attend.reference import Attended, attend
+from foveate.ops.attend.attended import Attended
+from foveate.ops.attend.decode import attend
 
 _FEWEST = 256
 """Queries of a block at least, where memory allows, over a window that is shorter."""

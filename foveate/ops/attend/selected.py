@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length, matmul_fp32
+from foveate.ops.attend.attended import Attended
+from foveate.ops.attend.gather import gather_fields
 from foveate.ops.attend.partials import merge, with_sinks
 from foveate.ops.attend.ranges import attend_recent
-from foveate.ops.attend.reference import Attended, gather_fields
 
 _INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.selected_hopper_gather_kernel import gather, place_of_item
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 

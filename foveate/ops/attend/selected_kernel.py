@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend.reference import Attended
+from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.selected import check
 from foveate.ops.attend.splits_kernel import merge_splits
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate.ops._math import block_length, capped, matmul_fp32, tile_rows
-from foveate.ops.attend.reference import Attended, gather_fields, rows_of_heads
+from foveate.ops.attend.attended import Attended, rows_of_heads
+from foveate.ops.attend.gather import gather_fields
 from foveate.ops.block_table import BlockTable
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend.reference import Attended, check_sinks
+from foveate.ops.attend.attended import Attended, check_sinks
 from foveate.ops.attend.tiles import check_out, check_selection, sums_for_rest
 from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size

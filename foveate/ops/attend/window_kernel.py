@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend.reference import Attended, check_sinks
+from foveate.ops.attend.attended import Attended, check_sinks
 from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
@@ -43,7 +43,7 @@ def attend_window(
     softcap: float | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.reference.attend_window`.
+    """See :func:`foveate.ops.attend.window.attend_window`.
 
     A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax
     (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
@@ -54,7 +54,7 @@ def attend_window(
 
 
 def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
-    """See :func:`foveate.ops.attend.reference.attend_capped`: a window that begins at the first key."""
+    """See :func:`foveate.ops.attend.window.attend_capped`: a window that begins at the first key."""
     lower = torch.zeros(q.shape[2], dtype=torch.int64, device=q.device)
     return _windowed(q, k, v, scaling, lower, 0, offset, None, softcap, need_lse=True)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length, first_keys, fold_group
-from foveate.ops.attend.reference import gather_slots, page_slots
+from foveate.ops.attend.gather import gather_slots, page_slots
 from foveate.ops.block_table import BlockTable
 from foveate.ops.score.nodes import key_logits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from foveate.ops._math import fold_group
-from foveate.ops.attend.reference import gather_fields, page_slots
+from foveate.ops.attend.gather import gather_fields, page_slots
 from foveate.ops.score import page_lse
 from foveate.ops.summaries.tree import Level
 from foveate.ops.summaries.workspace import Visit

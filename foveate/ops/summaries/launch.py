@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend.reference import page_slots
+from foveate.ops.attend.gather import page_slots
 from foveate.ops.gpu.softcap import constant
 from foveate.ops.gpu.tiles import multiprocessors
 from foveate.ops.summaries.attend_kernel import attend_nodes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import capped, fold_group, unfold_group
-from foveate.ops.attend.reference import gather_fields, gather_pages, page_slots
+from foveate.ops.attend.gather import gather_fields, gather_pages, page_slots
 from foveate.ops.score import page_lse
 from foveate.ops.score.nodes import free_energy, key_logits, largest_logit, logit_deviation, logit_reach
 from foveate.ops.select.mass import by_mass, first_of

@@ -1,0 +1,33 @@
+"""What attention returns, and learned sinks as its arguments have them."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Attended(NamedTuple):
+    """What :func:`attend` and its relatives return; what was not asked for is None."""
+
+    out: Tensor
+    """``[B, Hq, Lq, Dv]``, in the dtype of q."""
+    lse: Tensor | None = None
+    """``[B, Hq, Lq]`` fp32: log-sum-exp of the logits, scaled and capped; -inf where a query saw nothing (its output is
+    0)."""
+    mass: Tensor | None = None
+    """``[B, Hkv, Lk]`` fp32: softmax probability summed over the queries and over the heads of the group."""
+
+
+def rows_of_heads(logits: Tensor, num_heads: int, num_kv_heads: int, length: int) -> Tensor:
+    """A logit of each query head, ``[Hq]``, for the rows of :func:`fold_group`: fp32 ``[1, Hkv, G * Lq, 1]``.
+
+    Raises:
+        ValueError: for logits of other heads.
+    """
+    check_sinks(logits, num_heads)
+    return logits.float().repeat_interleave(length).view(1, num_kv_heads, -1, 1)
+
+
+def check_sinks(sinks: Tensor | None, heads: int) -> None:
+    """Raise unless there are none, or one logit for each head."""
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sink_logits must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")

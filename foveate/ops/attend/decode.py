@@ -1,0 +1,184 @@
+"""Softmax attention over all keys, chosen keys or chosen pages, with log-sum-exp."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32, unfold_group
+from foveate.ops.attend.attended import Attended, rows_of_heads
+from foveate.ops.attend.gather import gather_fields, page_slots
+from foveate.ops.attend.sdpa import scaled_dot_product
+from foveate.ops.block_table import BlockTable
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+    need_lse: bool = False,
+    need_mass: bool = False,
+    block_table: BlockTable | None = None,
+) -> Attended:
+    """Attention of every query over every given key that the mask and the lengths leave.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, Lk, D]``, ``[B, Hkv, Lk, Dv]``; read through their strides.
+        scaling: factor of the logits.
+        mask: bool, broadcastable to ``[B, Hkv, Lq, Lk]``; True where a query may look. The keys of a False entry may
+            hold anything finite.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there, the others may hold anything
+            finite; None: all are.
+        sink_logits: ``[Hq]``: a logit of each query head that takes its share of every softmax and has no value, the
+            learned sinks of gpt-oss; the log-sum-exp and the mass count it. None: there is none.
+        softcap: each scaled logit x of a key becomes ``softcap * tanh(x / softcap)``, as in Gemma 2, before the mask;
+            sinks are not capped. None: there is no cap.
+        need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both, and without sinks or a
+            cap, the fastest library kernel runs.
+        block_table: where keys and values are when ``k`` and ``v`` are blocks that all rows share, ``[N, Hkv, n,
+            D(v)]``; None: they are in one piece.
+
+    Raises:
+        ValueError: for sinks of other heads, a cap that is not a finite number above 0, or a table that does not fit,
+            see :meth:`BlockTable.check`.
+    """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
+    num_heads, length = q.shape[1:3]
+    rows = fold_group(q, k.shape[1])
+    if lengths is not None:
+        there = first_keys(lengths, k.shape[2])[:, :, None]
+        mask = there if mask is None else mask & there
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
+        mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
+    if not (need_lse or need_mass or sink_logits is not None or softcap is not None):
+        return Attended(unfold_group(scaled_dot_product(rows, k, v, scaling, mask=mask), num_heads))
+    logits = (
+        matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
+        if not rows.requires_grad
+        else (matmul_fp32(rows, k.transpose(-1, -2)) * scaling)
+    )
+    logits = capped(logits, softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    top = logits.amax(-1, keepdim=True)
+    top = top.masked_fill(top.isneginf(), 0.0) if mask is not None else top
+    if sink_logits is not None:
+        sinks = rows_of_heads(sink_logits, num_heads, k.shape[1], length)
+        top = top.maximum(sinks)
+    weights = (logits - top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if sink_logits is not None:
+        total = total + (sinks - top).exp()
+    weights = weights / (total.clamp_min(torch.finfo(torch.float32).tiny) if mask is not None else total)
+    out = (weights.to(v.dtype) @ v).to(q.dtype)
+    lse = (total.log() + top).squeeze(-1) if need_lse else None
+    return Attended(
+        unfold_group(out, num_heads),
+        unfold_group(lse, num_heads) if need_lse else None,
+        weights.sum(2) if need_mass else None,
+    )
+
+
+def attend_indices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scaling: float,
+    lengths: Tensor | None = None,
+    heads: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+    need_lse: bool = False,
+    need_mass: bool = False,
+    block_table: BlockTable | None = None,
+) -> Attended:
+    """Attention over gathered keys: only the selected keys are read.
+
+    Args:
+        indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
+        heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
+        sink_logits, softcap, block_table: see :func:`attend`.
+
+    Returns:
+        With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
+    """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
+    indices = indices if heads is None else indices.index_select(1, heads)
+    used = indices >= 0
+    if lengths is not None:
+        used &= first_keys(lengths, indices.shape[2])
+    keys, values = gather_fields([k, v], indices)
+    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap}
+    return _attend_gathered(q, keys, values, used, need_lse=need_lse, need_mass=need_mass, **how)
+
+
+def attend_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    page_size: int,
+    *,
+    scaling: float,
+    lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+    need_lse: bool = False,
+    need_mass: bool = False,
+    block_table: BlockTable | None = None,
+) -> Attended:
+    """Attention over pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1``, as far as these are there.
+
+    Args:
+        pages: int ``[B, H, P]``, of the KV heads, or of the query heads, each of which then reads pages of its own; -1
+            marks an unused place. No page stands twice in a row.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
+            those that are not there, may hold anything.
+        sink_logits, softcap, block_table: see :func:`attend`. Pages need not have the size of blocks.
+
+    Returns:
+        With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
+
+    Raises:
+        ValueError: when the pages are of neither kind of heads.
+    """
+    check_pages(q, k, pages)
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
+    num_kv_heads, number = k.shape[1:3]
+    shared = pages.shape[1] // num_kv_heads
+    ends = number
+    if lengths is not None:
+        ends = lengths.clamp_max(number)[..., None]
+        ends = ends[:, None] if lengths.dim() == 1 else ends.repeat_interleave(shared, 1)
+    slots = page_slots(pages, page_size).flatten(2)
+    slots = slots.masked_fill(slots >= ends, -1)
+    fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
+    keys, values = (x.unflatten(2, (shared, slots.shape[2])).flatten(1, 2) for x in fields)
+    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap}
+    return _attend_gathered(q, keys, values, slots >= 0, need_lse=need_lse, need_mass=need_mass, **how)
+
+
+def check_pages(q: Tensor, k: Tensor, pages: Tensor) -> None:
+    """Raise unless pages are of the KV heads or of the query heads."""
+    if len(pages) != len(q) or pages.shape[1] not in (k.shape[1], q.shape[1]):
+        raise ValueError(f"pages {tuple(pages.shape)} do not fit q {tuple(q.shape)} and k {tuple(k.shape)}")
+
+
+def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:
+    """Attention over gathered keys; what lies in unused places, NaN included, has no influence."""
+    k, v = (x.masked_fill(~used[..., None], 0) for x in (k, v))
+    return attend(q, k, v, mask=used[:, :, None], **how)

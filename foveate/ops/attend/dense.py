@@ -1,0 +1,56 @@
+"""Dense causal attention in blocks of queries: the reference of what libraries and kernels compute."""
+
+import torch
+from torch import Tensor
+
+from foveate.ops._math import block_length
+from foveate.ops.attend.attended import Attended
+from foveate.ops.attend.decode import attend
+
+
+def attend_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    offset: int = 0,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+    need_lse: bool = False,
+) -> Attended:
+    """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
+
+    Blocks of queries are computed one after another over all the keys that they may see, so that no ``Lq x Lk`` tensor
+    exists.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
+        offset: number of keys before the first query's own.
+        sink_logits, softcap: see :func:`attend`.
+
+    Raises:
+        ValueError: for fewer keys than that.
+    """
+    batch, num_heads, length = q.shape[:3]
+    check_keys(q, k, offset)
+    step = block_length(4 * batch * num_heads * (offset + length), length)
+    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap, "need_lse": True}
+    parts = []
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        end = offset + last
+        query = torch.arange(offset + first, end, device=q.device)[:, None]
+        mask = torch.arange(end, device=q.device) <= query
+        parts.append(attend(q[:, :, first:last], k[:, :, :end], v[:, :, :end], mask=mask[None, None], **how))
+    lse = torch.cat([part.lse for part in parts], 2) if need_lse else None
+    return Attended(torch.cat([part.out for part in parts], 2), lse)
+
+
+def check_keys(q: Tensor, k: Tensor, offset: int) -> None:
+    """Raise unless every query has its own key behind ``offset`` others."""
+    if k.shape[2] < offset + q.shape[2]:
+        raise ValueError(
+            f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {offset + q.shape[2]}"
+        )

@@ -1,0 +1,63 @@
+"""Causal attention over a sliding window and the first keys, and under a cap over all of them."""
+
+import torch
+from torch import Tensor
+
+from foveate.ops._math import block_length
+from foveate.ops.attend.attended import Attended
+from foveate.ops.attend.decode import attend
+from foveate.ops.attend.dense import attend_causal
+from foveate.ops.block_table import BlockTable
+
+
+def attend_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    lower: Tensor,
+    sinks: int = 0,
+    offset: int = 0,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
+    block_table: BlockTable | None = None,
+) -> Attended:
+    """Causal attention over the first ``sinks`` keys and a window whose start may move from query to query.
+
+    Args:
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
+        lower: int64 ``[Lq]`` on the device of q, non-decreasing: query i sees the keys ``lower[i] .. offset + i``, and
+            those of the first ``sinks`` that do not lie behind its own. One that sees nothing gets 0.
+        sinks: number of keys at the beginning that every query sees.
+        offset: number of keys before the first query's own.
+        sink_logits, softcap, block_table: see :func:`attend`.
+    """
+    if block_table is not None:
+        k, v = block_table.gather(q, k, v)
+    length = q.shape[2]
+    starts, lower = lower.tolist(), lower[:, None]
+    width = max(offset + i - start for i, start in enumerate(starts)) + sinks + 512
+    step = min(512, block_length(4 * q.shape[1] // k.shape[1] * min(width, offset + length), length))
+    slots = torch.arange(offset + length, device=q.device)
+    outs = []
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        end = offset + last
+        start = min(starts[first], end - 1)
+        start = start if start > sinks else 0
+        keys, values, seen = k[:, :, start:end], v[:, :, start:end], slots[start:end]
+        if start > 0 and sinks > 0:
+            keys, values = (torch.cat([x[:, :, :sinks], part], 2) for x, part in ((k, keys), (v, values)))
+            seen = torch.cat([slots[:sinks], seen])
+        query = slots[offset + first : end, None]
+        mask = (seen <= query) & ((seen >= lower[first:last]) | (seen < sinks))
+        how = {"scaling": scaling, "mask": mask[None, None], "sink_logits": sink_logits, "softcap": softcap}
+        outs.append(attend(q[:, :, first:last], keys, values, **how).out)
+    return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
+
+
+def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
+    """:func:`attend_causal` under a cap, with the log-sum-exp."""
+    return attend_causal(q, k, v, scaling=scaling, offset=offset, softcap=softcap, need_lse=True)
