@@ -116,21 +116,28 @@ def test_the_heads_of_a_group_read_the_pages_that_hold_most_of_their_estimated_a
     assert float(counters.keys_read) == pytest.approx(reads + scored, rel=1e-12)
 
 
-def test_a_summary_of_loud_keys_weighs_the_channels_that_queries_use():
-    """The weights are those of the last prompt, with which the pages of earlier ones are summarised anew."""
-    method = methods.make("pages", page_size=4)
-    driver = Driver(method, batch=2)
+@pytest.mark.parametrize("turn", [16, 5])
+def test_each_prompt_weighs_the_channels_of_all_keys_by_its_own_queries(turn):
+    """By its last 16 queries, or all of a shorter turn's, and none of the tokens before it."""
+    driver, form = Driver(methods.make("pages", page_size=4), batch=2), ops.PageRecord(DIM, 4)
+    before, end = PROMPT + 3, PROMPT + 3 + turn
+    driver.q[:, :, before:, 5] /= 5.0
+    driver.q[:, :, before:, 11] *= 40.0
     driver.feed(0, PROMPT)
-    driver.feed(PROMPT, PROMPT + 3)
-    driver.layer.phase.prompt_end = TOTAL
-    driver.feed(PROMPT + 3, TOTAL)
-    store, form = driver.layer.store, ops.PageRecord(DIM, 4)
-    weights = ops.channel_weights(driver.q[:, :, TOTAL - 16 :], KV_HEADS)
+    store = driver.layer.store
+    first = store.channel("channel_weights").clone()
+    assert torch.equal(first, ops.channel_weights(driver.q[:, :, PROMPT - 16 : PROMPT], KV_HEADS))
+    driver.feed(PROMPT, before)
+    driver.layer.phase.prompt_end = end
+    driver.feed(before, end)
+    weights = ops.channel_weights(driver.q[:, :, before:end], KV_HEADS)
     assert torch.equal(store.channel("channel_weights"), weights)
-    assert weights.unique().numel() > 1
-    expected = ops.compress_pages(driver.k, form, weights)
-    assert torch.equal(store.channel("records")[:, :, : TOTAL // 4], expected)
-    assert not torch.equal(expected, ops.compress_pages(driver.k, form))
+    assert (weights.amax((0, 1)) != first.amax((0, 1)))[[5, 11]].all()
+    expected = ops.compress_pages(driver.k[:, :, : end // 4 * 4], form, weights)
+    assert torch.equal(store.channel("records")[:, :, : end // 4], expected)
+    old = PROMPT // 4  # pages of the first prompt alone
+    for other in (None, first):
+        assert not torch.equal(expected[:, :, :old], ops.compress_pages(driver.k[:, :, : old * 4], form, other))
 
 
 def test_summaries_are_made_when_pages_are_full():
