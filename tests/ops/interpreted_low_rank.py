@@ -1,5 +1,7 @@
 """Low-rank summaries of pages against their references, in numbers that Triton's interpreter gets right."""
 
+import math
+
 import pytest
 import torch
 
@@ -124,13 +126,21 @@ def test_capped_logits(softcap):
     check(draw(1, 2, 4, 64, seed=1), records, form, softcap=softcap)
 
 
-def test_logits_far_apart():
-    """Sums begin at the largest logit where keys are too far from the mean for exponentials about its logit."""
-    form = PageRecord(16, 8, 1)
+@pytest.mark.parametrize("reach", [60, 110, 150, 240, 420, 600, 3000])
+@pytest.mark.parametrize("form", [PageRecord(16, 8, 1), PageRecord(16, 8, 2)], ids=str)
+def test_logits_far_apart(form, reach):
+    """Sums begin at the largest logit where keys are too far from the mean for exponentials about its logit.
+
+    ``reach``: how far those of a page may be from the mean's, to the base 2, by the largest coefficients.
+    """
     keys = draw(1, 1, 8 * 8, 16)
     keys[:, :, ::8] *= 400
-    check(draw(1, 1, 4, 16, seed=1), summaries.compress_pages(keys, form), form)
-    check(draw(1, 1, 40, 16, seed=1) * 30, summaries.compress_pages(keys, form), form)
+    records = summaries.compress_pages(keys, form)
+    directions = summaries.factors(records, form).directions
+    for group in (4, 40):
+        rows = draw(1, 1, group, 16, seed=1)
+        along = torch.einsum("bhgd,bhprd->bhgpr", rows, directions) * 0.3 / math.log(2)
+        check(rows * (reach / (8 * along.abs().sum(-1).max())), records, form)
 
 
 def test_what_is_refused():
