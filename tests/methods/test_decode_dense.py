@@ -39,6 +39,7 @@ def test_short_contexts_are_read_whole(method):
     counters = short.layer.counters
     assert counters.dense_steps == counters.decode_steps == 24
     assert float(counters.keys_read) == counters.keys_available
+    assert float(counters.mass_read) == (counters.decode_rows if method.estimates_mass else 0)
     assert counters.indices_reused == 0
 
 
@@ -101,6 +102,22 @@ def test_of_a_model():
             assert {layer.dense_steps for layer in stats.layers} == {0}
             assert stats.summary()["keys_read_share"] < 0.8
             assert "read everything" not in str(stats)
+
+
+@pytest.mark.parametrize("score", ["lowrank", "bound"])
+def test_dense_steps_read_all_of_the_attention_to_pages(score):
+    model, found = tiny_model("llama"), {}
+    for below in (0, 70, 4096):
+        with foveate.attached(model, f"pages:page_size=4,window=4,top_k=8,score={score}", dense_below=below):
+            generate(model, input_ids=tokens(61), new=20)
+            stats = foveate.stats(model)
+        found[below] = [layer.mass_read_share for layer in stats.layers]
+        assert {layer.dense_steps for layer in stats.layers} == {{0: 0, 70: 8, 4096: 19}[below]}
+        assert stats.summary()["mass_read_share"] == pytest.approx(sum(found[below]) / len(found[below]))
+    assert found[4096] == [1.0] * len(found[0])
+    for none, some in zip(found[0], found[70]):
+        assert none < 0.9
+        assert 8 / 19 < some < 1  # the other steps read some of it
 
 
 @pytest.mark.parametrize("below", [60, 66, 90, 1000])
