@@ -161,18 +161,91 @@ def test_boxes_summaries_and_writes(dtype, block_size, layout, page_size):
         assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def test_blocks_beyond_32_bits():
-    """Blocks whose first number is further from the memory's begin than 32 bits can say."""
+def put_tokens(q, k, v, table, lengths):
+    new = torch.linspace(-1, 1, k.shape[3], device="cuda").half().expand(len(q), k.shape[1], 1, -1).contiguous()
+    slot = ops.put_token(k, v, new, -new, lengths - 1, block_table=table)
+    return [slot, *table.gather(q, k, v)]
+
+
+def newest_box(q, k, v, table, lengths):
+    corners = torch.zeros(2, len(q), k.shape[1], table.length // 16, k.shape[3], dtype=k.dtype, device="cuda")
+    ops.bound_newest(k, *corners, lengths, 16, block_table=table)
+    return [corners]
+
+
+def newest_summary(q, k, v, table, lengths):
+    form = ops.PageRecord(k.shape[3], 16)
+    records = torch.zeros(len(q), k.shape[1], table.length // 16, form.bytes, dtype=torch.uint8, device="cuda")
+    ops.compress_newest(k, records, lengths.clamp_min(16) // 16 * 16, form, block_table=table)
+    return [records]
+
+
+def ascending(step, end):
+    """Every ``step``-th number below ``end``, for each of two rows and two KV heads."""
+    return torch.arange(0, end, step, dtype=torch.int32, device="cuda").expand(2, 2, -1).contiguous()
+
+
+def chosen_keys(q, k, v, table, lengths):
+    indices = ascending(3, table.length)
+    indices = indices.masked_fill(indices >= lengths[:, None, None], -1)
+    return ops.attend_indices(q, k, v, indices, need_lse=True, block_table=table, **SCALING)
+
+
+def chosen_pages(q, k, v, table, lengths):
+    pages, how = ascending(2, table.length // 16), {"lengths": lengths, "block_table": table, **SCALING}
+    attended = ops.attend_pages(q, k, v, pages, 16, need_lse=True, **how)
+    return [*attended, ops.pooled_mass_of_pages(q, k, pages, 16, **how)]
+
+
+def all_keys(q, k, v, table, lengths):
+    how = {"lengths": lengths, "block_table": table, **SCALING}
+    return [*ops.attend(q, k, v, need_lse=True, **how), *ops.attend(q, k, v, need_lse=True, need_mass=True, **how)]
+
+
+def pooled_masses(q, k, v, table, lengths):
+    how = {"lengths": lengths, "block_table": table, **SCALING}
+    return [ops.pooled_mass(q, k, **how), *ops.attend_pooled(q, k, v, **how)]
+
+
+def last_queries(q, number=129):
+    return q.expand(-1, -1, number, -1) + torch.linspace(0, 1, number, device="cuda")[:, None].to(q.dtype)
+
+
+def window_of_prompt(q, k, v, table, lengths):
+    q = last_queries(q)
+    offset = table.length - q.shape[2]
+    lower = torch.arange(offset, table.length, device="cuda") - 999
+    return ops.attend_window(q, k, v, lower=lower, sinks=4, offset=offset, block_table=table, **SCALING)
+
+
+def tiles_of_prompt(q, k, v, table, lengths):
+    q, tile = last_queries(q), 32
+    offset = table.length - q.shape[2]
+    number = -(-table.length // tile) - offset // tile
+    indices = ascending(7, offset // tile * tile)[:, :, None].expand(-1, -1, number, -1).contiguous()
+    return ops.attend_tiles(q, k, v, indices, tile=tile, offset=offset, block_table=table, **SCALING)
+
+
+FAR = [
+    *(all_keys, pooled_masses, chosen_keys, chosen_pages, window_of_prompt, tiles_of_prompt),
+    *(put_tokens, newest_box, newest_summary),
+]
+
+
+@pytest.mark.parametrize("operation", FAR, ids=[operation.__name__ for operation in FAR])
+def test_blocks_beyond_32_bits(operation, much_memory):
+    """Blocks whose first number is further from the memory's begin than 32 bits can say: as in memory of their own."""
     q, k, v, lengths = problem(2, 8, 2, 4000, 128, 128, torch.float16)
+    *near, table = in_blocks(*(x.nan_to_num(0.5, 0.5) for x in (k, v)), 16)
     far = 2**31 // (16 * 2 * 128) + 5
-    size, needed = (far + 600, 16, 2, 128), 250
-    memory = [torch.empty(size, dtype=torch.float16, device="cuda").transpose(1, 2) for _ in range(2)]
-    order = (far + torch.randperm(600, device="cuda"))[: 2 * needed]
-    for x, blocks in zip((k, v), memory):
-        blocks[order] = x.unflatten(2, (needed, 16)).transpose(1, 2).flatten(0, 1)
-    table = BlockTable(order.view(2, needed).to(torch.int32), 4000)
-    found = ops.attend(q, *memory, lengths=lengths, need_lse=True, block_table=table, **SCALING)
-    same(found, ops.attend(q, k, v, lengths=lengths, need_lse=True, **SCALING))
+    memory = []
+    for blocks in near:
+        whole = torch.empty(far + len(blocks), 16, 2, 128, dtype=torch.float16, device="cuda").transpose(1, 2)
+        whole[far:] = blocks
+        memory.append(whole)
+    assert far * memory[0].stride(0) > 2**31
+    found = operation(q, *memory, BlockTable(table.table + far, table.length), lengths)
+    same(found, operation(q, *near, table, lengths))
 
 
 @pytest.mark.parametrize("spec", SPECS)
