@@ -72,7 +72,7 @@ class Method(Settings):
     Declared facts: the class attributes below tell the cache and the engine what they may do. The engine reads them
     from the layer's instance, which :meth:`for_layer` returns. A fact marked *per class* is a ClassVar, the same under
     all settings and in all layers. One marked *per settings* may also be a property that depends on the settings or on
-    the layer. ``tests/matrix.py`` tests the declarations.
+    the layer. ``tests/matrix.py`` tests most declarations.
     """
 
     source: ClassVar[str] = ""

@@ -72,7 +72,7 @@ class ReplayedSteps:
         self._totals: list[int] = []
         """For each group, the sum of its rows' lengths at the last :meth:`_enter`."""
         self._longest: list[int] = []
-        """The largest of them."""
+        """For each group, the length of its longest row at that time."""
         self._counts: list[tuple[Layer, tuple[int, ...]]] = []
         """What a step adds to the host counters (:func:`_counted`) of the layers that count something there."""
 

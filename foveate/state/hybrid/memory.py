@@ -133,8 +133,11 @@ class StagedMemory(Memory):
         """Whether the staged tokens can no longer be undone."""
 
     def settled(self) -> dict[str, Tensor]:
-        """Take the staged tokens that must be applied now: all if they are final, else all but the last ``UNDONE`` once
-        there are more than twice as many. Empty: none."""
+        """Take the staged tokens to be applied now, possibly none.
+
+        All if they are final or recording has stopped; else all but the last ``UNDONE``, once there are more than twice
+        as many.
+        """
         if not self._staged:
             return {}
         keep = 0
