@@ -3,6 +3,9 @@
 They are Python lists on the host, except while decode steps are captured and replayed: then they are tensors on the
 device (:class:`~foveate.state.device_rows.DeviceRows`). Methods ask for them through :class:`RowNumbers` in the same
 way in both cases.
+
+A *captured step* is a decode step inside ``foveate.runtime.capture.step``, whether it is being captured or runs eagerly
+to warm up; its code must not depend on host values that change from step to step.
 """
 
 from __future__ import annotations
