@@ -5,7 +5,8 @@
     foveate plot hybrid-retention benchmarks/results/hybrids-curves.jsonl --out docs/figures/hybrids-retention.png
 
 OUT is the folder of `hybrid_tasks.py`, TEXT its text. A row for each model has the losses of its log, mean over every
-hundred steps, and those on held-out text. Of models with LTE layers it has the share of tokens that each KV head
+hundred steps, and those on held-out text; and, of a run with a sparsity budget, how many tokens of a row the heads
+retained in its first steps, with the largest λ. Of models with LTE layers it has the share of tokens that each KV head
 retains (score above 0.5) among those that the window has left, mean over 16 held-out sequences (appendix B).
 """
 
@@ -29,10 +30,12 @@ from foveate.training.tokens import TokenStore
 
 EVERY = 100
 """Steps whose mean loss is a point of the curve."""
+BEGINNING = 400
+"""Steps of which a row tells how many tokens were retained."""
 
 
-def curve(run: Path) -> dict[str, list[float]]:
-    """Tokens and mean loss of every hundred steps, and the held-out losses with their tokens."""
+def curve(run: Path) -> dict[str, Any]:
+    """Tokens and mean loss of every hundred steps, the held-out losses with their tokens, and what heads retained."""
     rows = journal.read(run)
     read = [row for row in rows if "loss" in row]
     if not read:
@@ -47,6 +50,11 @@ def curve(run: Path) -> dict[str, list[float]]:
         "loss": [statistics.fmean(row["loss"] for row in some) for some in by_point.values()],
         "held_out_tokens": [tokens[row["step"]] for row in held_out],
         "held_out": [row["held_out"] for row in held_out],
+        "retained_at_first": [
+            {name: row[name] for name in ("step", "retained_mean", "lambda_max")}
+            for row in read
+            if row["step"] <= BEGINNING and "retained_mean" in row
+        ],
         "tokens_per_s": statistics.median([row["tokens_per_s"] for row in read][1:] or [read[0]["tokens_per_s"]]),
     }
 

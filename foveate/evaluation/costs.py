@@ -32,6 +32,7 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             counter: sum(batch["stats"].get(counter, 0) for batch in batches)
             for counter in ("tokens_evicted", "pages_refined", "indices_reused")
         },
+        "mass_read_share": _mean_share(batches),
         "notes": list(dict.fromkeys(note for batch in batches for note in batch["stats"]["notes"])),
         "prefill_ms": _median(batch["prefill_ms"] for batch in batches),
         "decode_ms_per_token": _median(batch["decode_ms_per_token"] for batch in batches),
@@ -40,6 +41,13 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_kind": _joined(batch["peak_kind"] for batch in batches),
         "commit": ", ".join(sorted({batch["commit"] for batch in batches})),
     }
+
+
+def _mean_share(batches: Sequence[Mapping[str, Any]]) -> float | None:
+    """The share of attention that the keys read hold by a method's own estimate; weighted by the decode steps."""
+    shares = [(batch["stats"].get("mass_read_share"), batch["stats"]["decode_steps"]) for batch in batches]
+    known = [(share, steps) for share, steps in shares if share is not None and steps]
+    return sum(share * steps for share, steps in known) / sum(steps for _, steps in known) if known else None
 
 
 def _joined(values: Iterable[str]) -> str:

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.budgets import Number
+from foveate.methods.budgets import PageCounts
 from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)
-class PageBoxes:
+class PageBoxes(PageCounts):
     """The smallest and the largest of each page's keys in each dimension, also of the page that is being filled.
 
     Args:
         size: keys of a page.
     """
-
-    size: int
 
     observation = None
     """Nothing is learned from prompt queries, see :attr:`Method.observation`."""
@@ -77,16 +75,3 @@ class PageBoxes:
         if softcap is not None:
             bounds = (softcap * (bounds / softcap).tanh()).masked_fill(bounds.isneginf(), -math.inf)
         return bounds.softmax(-1)
-
-    def pages(self, length: Number) -> Number:
-        """Pages of a row, the one that is being filled included."""
-        return -(-length // self.size)
-
-    def full(self, length: Number) -> Number:
-        """Full pages of a row."""
-        return length // self.size
-
-    @property
-    def spec(self) -> str:
-        """What distinguishes its rules, see :meth:`~foveate.state.row_numbers.RowNumbers.each_row`."""
-        return f"pages of {self.size}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import note_queries
-from foveate.methods.budgets import Number
+from foveate.methods.budgets import PageCounts
 from foveate.state import Channel, Geometry, SlotCache
 
 _OBSERVED = 16
@@ -18,7 +18,7 @@ _OBSERVED = 16
 
 
 @dataclass(frozen=True)
-class LowRankPages:
+class LowRankPages(PageCounts):
     """A record of each full page, see :class:`foveate.ops.PageRecord`.
 
     Records of a prompt are made when it ends, others when a decoded token fills their page. They are written again
@@ -31,7 +31,6 @@ class LowRankPages:
             prompt renews the weights, and with them the records of all pages.
     """
 
-    size: int
     rank: int = 2
     weighted: bool = True
 
@@ -117,19 +116,6 @@ class LowRankPages:
         beyond = torch.arange(number, device=cache.device) - newest
         fixed = torch.where(beyond > 0, float("-inf"), float("inf"))
         return fixed, beyond < 0
-
-    def pages(self, length: Number) -> Number:
-        """Pages of a row, the one that is being filled included."""
-        return -(-length // self.size)
-
-    def full(self, length: Number) -> Number:
-        """Full pages of a row."""
-        return length // self.size
-
-    @property
-    def spec(self) -> str:
-        """What distinguishes its rules, see :meth:`~foveate.state.row_numbers.RowNumbers.each_row`."""
-        return f"pages of {self.size}"
 
     def _weights(self, cache: SlotCache) -> Tensor | None:
         return cache.channel("channel_weights") if self.weighted else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ class SelectPages(Method):
     replay: ClassVar[Replay] = Replay()
     dense: ClassVar[bool] = False
     """Whether this layer reads all keys; set by :meth:`for_layer`."""
-    dense_layers: ClassVar[int]
+    if TYPE_CHECKING:  # a setting of subclasses, which stands last among theirs
+        dense_layers: int
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far; in whole pages")
     min_k: int = setting(128, "least number of keys when top_k is a share")
@@ -43,7 +44,7 @@ class SelectPages(Method):
             self._check_count(name)
         self._check_count("page_size", 1)
 
-    # What a subclass says
+    # Defined by subclasses
 
     def summarise_newest(self, cache: SlotCache) -> None:
         """Bring the summaries of the pages that hold the rows' newest keys up to date."""

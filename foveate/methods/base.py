@@ -1,4 +1,9 @@
-"""What a method is: a policy over the five verbs, per layer, in prefill and in decode."""
+"""The base class of methods. A method decides, for one attention layer, what a query reads and what the cache keeps.
+
+It is a policy built from the verbs of :mod:`foveate.ops` (score, select, attend, compress, retain). The engine calls
+its hooks in prefill (``prompt``, ``observe``, ``prompt_end``) and in decode (``decode``, ``decode_dense``), and adapts
+to the facts that the class declares.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +24,28 @@ REGISTRY: dict[str, type[Method]] = {}
 
 
 class Replay:
-    """Decode steps that can be captured as CUDA graphs and replayed, with nothing to be done between two steps.
+    """Declares that a method's decode steps can be captured in a CUDA graph and replayed; see :attr:`Method.replay`.
 
-    A method declares one as :attr:`Method.replay`. Its ``decode`` asks for numbers of rows by their rules alone, see
-    :class:`~foveate.state.row_numbers.RowNumbers`, and for nothing else that changes from step to step. A subclass
-    declares maintenance: work that follows some steps, such as LuKA's new pages. ``decode`` does it itself, except in
-    captured steps, whose caller runs :meth:`maintain`.
+    In a captured step ``decode`` must not read row numbers on the host, nor anything else that changes from step to
+    step; see :class:`~foveate.state.row_numbers.RowNumbers`. A subclass declares maintenance: work after some steps,
+    such as making LuKA's pages. In eager steps ``decode`` does this work itself; after captured steps the engine calls
+    :meth:`maintain`.
 
     Args:
         obstacle: why no step can be captured under the method's settings; empty when steps can.
     """
 
     maintains: ClassVar[bool] = False
-    """Whether maintenance follows some steps."""
+    """Whether maintenance follows some steps. Per class."""
     captures_maintenance: bool = False
-    """Whether maintenance can be captured in a graph of its own. If not, the steps that it follows are not replayed,
-    and must be rare."""
+    """Whether maintenance can be captured in a graph of its own. If not, the engine runs the steps before it eagerly.
+    May be a property of the settings."""
 
     def __init__(self, obstacle: str = ""):
         self.obstacle = obstacle
 
     def maintenance_due(self, decoded: int) -> bool:
-        """Whether maintenance follows the step of a row's ``decoded``-th token since its prompt."""
+        """Whether maintenance follows the step that decodes the ``decoded``-th token after the prompt."""
         return False
 
     def maintain(self, cache: SlotCache) -> None:
@@ -48,7 +53,11 @@ class Replay:
         raise NotImplementedError
 
     def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """The rows' numbers that captured maintenance changes on the device, as it leaves them."""
+        """The row numbers that captured maintenance changes on the device, computed on the host from those before it.
+
+        Args:
+            rows: a list ``[B]`` for each name.
+        """
         return {}
 
 
@@ -56,93 +65,117 @@ class Replay:
 class Method(Settings):
     """A policy for one attention layer. Subclasses are frozen dataclasses whose fields are the settings.
 
-    A subclass with a ``name`` registers itself. The hooks get packed caches without padding. In a prompt every row that
-    a hook sees has the same length: rows of a padded batch arrive one at a time. In decode rows may differ, and
-    :meth:`SlotCache.holes` says which slots are empty. The new tokens are already in the cache.
+    A subclass with a ``name`` registers itself. Hooks get caches without padding that already hold the new tokens. In
+    prefill all rows that a hook sees have the same length: rows of a padded batch come one at a time. In decode rows
+    may differ, and :meth:`SlotCache.stored` says which slots hold tokens.
+
+    Declared facts: the class attributes below tell the cache and the engine what they may do. The engine reads them
+    from the layer's instance, which :meth:`for_layer` returns. A fact marked *per class* is a ClassVar, the same under
+    all settings and in all layers. One marked *per settings* may also be a property that depends on the settings or on
+    the layer. ``tests/matrix.py`` tests most declarations.
     """
 
     source: ClassVar[str] = ""
-    """Paper that the method comes from."""
+    """Paper that the method comes from. Per class."""
     full_budget: ClassVar[dict[str, Any]] = {}
-    """Settings under which nothing of any context is left out."""
+    """Settings under which every token of any context is read or kept. Per class."""
     small_budget: ClassVar[dict[str, Any]] = {}
-    """Settings under which a context of some sixty tokens is already sparse."""
+    """Settings under which a context of about sixty tokens is already sparse, for tests. Per class."""
 
-    # What the cache and the engine have to know
+    # What the cache may assume
 
     evicts: ClassVar[bool] = False
-    """Whether slots are given up for good."""
+    """Whether the method removes tokens from the cache, so that slots are reused. Per class."""
     uneven: ClassVar[bool] = False
-    """Whether the KV heads of a layer may hold different numbers of tokens."""
+    """Whether the KV heads of a layer may hold different numbers of tokens. Per settings."""
     stateful: ClassVar[bool] = True
-    """Whether decoding a token changes more than the keys and values stored."""
-    decodes_in_blocks: ClassVar[bool] = False
-    """Whether several decoded tokens may be attended to at once, as those of a prompt are."""
+    """Whether a decoded token changes more than cropping the cache undoes, such as channels without ``recomputed`` or
+    evicted slots. Undoing tokens then needs snapshots. Per class."""
+
+    # What outputs depend on
+
     dense_at_full_budget: ClassVar[bool] = True
-    """Whether a budget of the whole context gives dense attention."""
+    """Whether outputs under :attr:`full_budget` are those of dense attention. Per settings."""
     causal_granularity: ClassVar[int] = 1
-    """A later token may change outputs up to this many tokens before it."""
+    """Outputs are causal up to blocks of this many tokens, counted from the row's first: a token may change outputs of
+    earlier tokens in its own block of a prompt. 1: strictly causal. Per settings."""
     needs_prompt_end: ClassVar[bool] = False
-    """Whether the state after a prompt depends on where the prompt ended."""
+    """Whether outputs of later tokens depend on where the prompt ended. True of every method that treats decoded tokens
+    otherwise than prompt tokens, such as all with dense prefill and sparse decode, also without state. If False, the
+    engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per settings: a layer that is
+    dense, or that treats all tokens alike, declares False."""
     whole_prompt: ClassVar[bool] = False
-    """Whether the prompt must come in one piece, and only one prompt."""
-    estimates_mass: ClassVar[bool] = False
-    """Whether a decode step counts ``mass_read``, see :class:`~foveate.state.Counters`."""
+    """Whether the prompt must come in one chunk, and the cache takes no second prompt. Per class."""
+
+    # How decode steps may be run
+
+    decodes_in_blocks: ClassVar[bool] = False
+    """Whether :meth:`prompt` may be called for several decoded tokens at once instead of :meth:`decode` for each. Per
+    class."""
     can_decode_dense: ClassVar[bool] = False
-    """Whether a decode step may read everything instead, see :meth:`decode_dense`."""
+    """Whether the method has :meth:`decode_dense`. Per settings."""
     sparse_from_tokens: ClassVar[int] = 16384
-    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than dense (docs/decode.md)."""
+    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than dense (docs/decode.md). Per
+    settings."""
     replay: ClassVar[Replay | None] = None
-    """How decode steps are captured in CUDA graphs; None: a step asks the host for numbers that change."""
+    """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
+    it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
+    estimates_mass: ClassVar[bool] = False
+    """Whether a decode step counts ``mass_read``, see :class:`~foveate.state.Counters`. Per settings."""
+
+    # What the layer gets from elsewhere
 
     self_calibrating: ClassVar[bool] = False
-    """Whether the first long prompt decides what the method's layers do."""
+    """Whether the engine chooses the layers' roles from the first long prompt. Per settings."""
     artefact: ClassVar[Any] = None
-    """What was made for one model, with ``check_model(facts, source)``, which :func:`foveate.attach` calls."""
+    """Data made for one model, such as a calibration. Set on the layer's instance by :meth:`for_layer`;
+    :func:`foveate.attach` calls its ``check_model(facts, source)``."""
     artefact_file: ClassVar[str] = ""
-    """The file that :attr:`artefact` was read from."""
+    """The file that :attr:`artefact` was read from. Per settings."""
+    reads_choice_of: ClassVar[int | None] = None
+    """Index of the earlier layer whose selected keys this layer reads; None: it reads no other layer's. Per layer."""
 
     @property
     def role(self) -> str:
-        """What this layer does with a decoded token, in a word by which measurements name it."""
+        """A short name for what this layer does with a decoded token, by which measurements group layers."""
         return self.name
-
-    reads_choice_of: ClassVar[int | None] = None
-    """The earlier layer whose choice of keys this layer reads; None: no other layer's."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             REGISTRY[cls.name] = cls
 
-    # Policy
+    # Hooks
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
-        """The method of one layer; composed methods differ from layer to layer.
+        """The method of one layer, by default the same for all.
 
         Args:
-            among: the layers that the method is applied to, ascending; None for all.
+            layer: index of the layer.
+            num_layers: layers of the model.
+            among: the layers that the method is applied to, ascending; None: all.
         """
         return self
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        """State to keep beside the keys, by name."""
+        """The state tensors that the cache keeps for the method, by name."""
         return {}
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
-        """Attention of prompt queries ``q [B, Hq, n, D]``, the last n slots' tokens: dense unless overridden."""
+        """Attention of prompt queries ``q [B, Hq, n, D]``, whose tokens are in the last n slots; dense by default."""
         how = {"offset": cache.used - q.shape[2], "sink_logits": cache.sink_logits, "softcap": cache.softcap}
         return ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=self.observes, **how)
 
     @property
     def sparse_prompt(self) -> bool:
-        """Whether prompt queries look at less than everything."""
+        """Whether prefill is sparse: by default, whether :meth:`prompt` is overridden."""
         return type(self).prompt is not Method.prompt
 
     def prompt_tile(self, group: int) -> int:
-        """Tokens of a prompt that choose what they read together, counted from a row's first token.
+        """Size in tokens of the tiles whose queries share one selection in prefill, counted from a row's first token.
 
-        Pieces of a prompt that end between tiles give what one piece gives; others need not. 1: any pieces do.
+        A prompt in chunks that end between tiles gives the outputs of the same prompt in one piece; other chunks need
+        not. 1: any chunks do.
 
         Args:
             group: query heads of a KV head.
@@ -150,50 +183,53 @@ class Method(Settings):
         return 1
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        """Learn from prompt queries; called after :meth:`prompt`, chunk by chunk, when there is a cache.
+        """Fill channels from prompt queries; called after :meth:`prompt` for each chunk, when there is a cache.
 
-        Fills channels and changes nothing else, so that several methods can learn from one prompt.
+        It must change nothing else, so that several methods can observe one prompt.
+
+        Args:
+            q: ``[B, Hq, n, D]``, whose tokens are in the last n slots.
+            attended: result of :meth:`prompt`; its log-sum-exp is there if :attr:`observes`.
         """
 
     @property
     def observes(self) -> bool:
-        """Whether :meth:`observe` wants the log-sum-exp of prompt queries."""
+        """Whether :meth:`observe` needs the log-sum-exp of prompt queries."""
         return False
 
     @property
     def observation(self) -> Hashable | None:
-        """What :meth:`observe` does, as a key: methods with equal keys fill channels of the same names alike.
+        """A key for what :meth:`observe` computes: methods with equal keys fill channels of the same names alike.
 
-        None: nothing.
+        None: :meth:`observe` does nothing. See :class:`~foveate.methods.SharedPrompt`.
         """
         return None if type(self).observe is Method.observe else self
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        """The prompt is complete: slots to keep, int64 ``[B, Hkv, K]`` ascending, or None for all."""
+        """Called when the prompt is complete: returns the slots to keep, int64 ``[B, Hkv, K]`` ascending; None: all."""
         return None
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``, and whatever follows from it."""
+        """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``; updates state, evicts and counts."""
         raise NotImplementedError
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Decode densely and update what later sparse steps need; used while the context is too short for sparsity to
         pay.
 
-        Shapes as for :meth:`decode`. Where a method looks back on attention, later steps may differ a little from those
-        after :meth:`decode`.
+        Shapes as for :meth:`decode`. In a method whose state depends on past attention, later steps may differ slightly
+        from those after :meth:`decode`.
         """
         raise NotImplementedError
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        """Share of each key that a decode step of this layer scores, in bytes of the key and its value.
+        """Bytes that a decode step reads for each key in the cache to score it, over those of the key and its value.
 
-        0: the layer scores no keys. Any other share is that of every key in the cache. Keys that are read whole count
-        on their own: a key that is scored and then read counts ``scored_share + 1``. A key without its value is
-        ``geometry.key_share``, and r of its dimensions, as SparQ scores them, are
-        ``r / (geometry.head_dim + geometry.value_dim)``. A copy of the keys in fewer bits counts by its own bytes, and
-        the keys of a page share the bytes of a vector that stands for the page. ``decode`` counts all this with
-        ``count_scored`` of ``_common.py``.
+        0: the layer scores no keys. Reading the selected keys counts separately: a key that is scored and then read
+        counts ``scored_share + 1``. Scoring a whole key is ``geometry.key_share``; scoring r of its dimensions, as
+        SparQ does, ``r / (geometry.head_dim + geometry.value_dim)``. A quantized copy of the keys counts by its own
+        bytes, and a page's summary by its bytes over those of the page's keys and values. ``decode`` counts all this
+        with ``count_scored`` of ``_common.py``.
 
         Args:
             dtype: of the keys and values in the cache.
@@ -201,9 +237,9 @@ class Method(Settings):
         return 0.0
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """What a decode step scores of ``tokens`` keys, in keys with their values.
+        """Bytes that a decode step reads to score ``tokens`` keys, in units of a key and its value.
 
-        A method overrides it where keys differ in their share. Layers of the same spec and share score alike.
+        A method overrides it where keys differ in their share. Layers of equal spec and share must score alike.
 
         Args:
             tokens: an int; or tokens of each row as whole numbers in fp64, ``[B]``, for a result ``[B]``.
@@ -214,5 +250,5 @@ class Method(Settings):
 def replay_obstacle(method: Method) -> str:
     """Why no decode step of a method can be captured; empty when steps can."""
     if method.replay is None:
-        return f"a decode step of {method.name} asks the host for numbers that change"
+        return f"a decode step of {method.name} reads numbers on the host that change from step to step"
     return method.replay.obstacle

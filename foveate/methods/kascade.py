@@ -192,17 +192,17 @@ class Kascade(TopKByMass):
         return self.score_keys == "fp8" and self.place.chooses and not self.place.dense
 
     @property
-    def scores_pages(self) -> bool:
+    def scores_summaries(self) -> bool:
         """Whether this layer keeps summaries of pages, by which it chooses whose keys it scores."""
         return self.score_keys == "pages" and self.place.chooses and not self.place.dense
 
     @property
     def scores_approximately(self) -> bool:
         """Whether this layer may choose other keys than exact scores would."""
-        return self.scores_a_copy or self.scores_pages
+        return self.scores_a_copy or self.scores_summaries
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        if self.scores_pages:
+        if self.scores_summaries:
             return _PAGES.channels(geometry)
         if not self.scores_a_copy:
             return {}
@@ -215,14 +215,14 @@ class Kascade(TopKByMass):
 
     @property
     def observation(self) -> Hashable | None:
-        return _PAGES.observation if self.scores_pages else None
+        return _PAGES.observation if self.scores_summaries else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        if self.scores_pages:
+        if self.scores_summaries:
             _PAGES.observe(cache, q)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
-        if self.scores_pages:
+        if self.scores_summaries:
             _PAGES.prompt_end(cache)
         if self.scores_a_copy and cache.used:
             kept = ops.fp8_range(cache.keys)
@@ -231,13 +231,13 @@ class Kascade(TopKByMass):
             ops.write_fp8(cache.channel("fp8_keys"), cache.keys, *kept)
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        if self.scores_pages:
+        if self.scores_summaries:
             _PAGES.write_newest(cache)
         self._scored_keys(cache)
         return super().decode_dense(cache, q, scaling)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        return self._select_in_pages(cache, q, scaling) if self.scores_pages else super().select(cache, q, scaling)
+        return self._select_in_pages(cache, q, scaling) if self.scores_summaries else super().select(cache, q, scaling)
 
     def _select_in_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Keys by their share of the attention to the best pages; pages by their share of that to full pages."""
@@ -273,14 +273,14 @@ class Kascade(TopKByMass):
 
     def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
         share = super().scored_share(geometry, dtype)
-        if self.scores_pages:
+        if self.scores_summaries:
             return _PAGES.share(geometry, dtype)
         return share * ops.FP8.itemsize / dtype.itemsize if self.scores_a_copy else share
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Under score_keys=pages the summaries of all pages, and the keys of some, of which the newest may be open."""
         scored = super().scored(tokens, geometry, dtype)
-        if not self.scores_pages:
+        if not self.scores_summaries:
             return scored
         missing = PAGE_SIZE * _PAGES.pages(tokens) - tokens
         return scored + geometry.key_share * (PAGE_SIZE * self.scored_pages(tokens) - missing)

@@ -15,7 +15,7 @@ from foveate.methods._boxes import PageBoxes
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._paged import SelectPages
 from foveate.methods.base import setting
-from foveate.methods.budgets import Number
+from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -104,13 +104,12 @@ class Pages(SelectPages):
 
     def first_newest(self, length: Number) -> Number:
         """The first of the newest pages, which are always read."""
-        before = length - self.window
-        return before.clamp_min(0) // self.page_size if isinstance(before, Tensor) else max(before, 0) // self.page_size
+        return clamp(length - self.window, 0, length) // self.page_size
 
     def least(self, length: Number) -> Number:
         """The pages of the sinks and the newest ones."""
-        between = self.first_newest(length) - self.pages(self.sinks)
-        return self.pages(length) - (between.clamp_min(0) if isinstance(between, Tensor) else max(between, 0))
+        pages = self.pages(length)
+        return pages - clamp(self.first_newest(length) - self.pages(self.sinks), 0, pages)
 
     def most_of_least(self) -> int:
         return self.pages(self.sinks) + (self.window + self.page_size - 2) // self.page_size + 1

@@ -20,6 +20,7 @@ class SparQ(Method):
     name: ClassVar[str] = "sparq"
     source: ClassVar[str] = "SparQ Attention, Ribar et al. 2024, arXiv:2312.04985"
     can_decode_dense: ClassVar[bool] = True
+    sparse_from_tokens: ClassVar[int] = 1 << 62  # never faster: no kernel reads some dimensions of all keys
     needs_prompt_end: ClassVar[bool] = True
     observation: ClassVar[str] = "value_sum"
     replay: ClassVar[Replay] = Replay()
@@ -67,9 +68,8 @@ class SparQ(Method):
         dims = rows.abs().sum(2, keepdim=True).topk(min(self.rank, rows.shape[3])).indices
         part, keys = (x.gather(3, dims.expand(-1, -1, x.shape[2], -1)).float() for x in (rows, cache.keys))
         kept, whole = (x.abs().sum(3, keepdim=True).clamp_min(1e-20) for x in (part, rows))
-        logits = ops.key_logits(
-            part * (whole / kept).sqrt(), keys, scaling, cache.softcap
-        )  # at the paper's temperature
+        part = part * (whole / kept).sqrt()  # the paper's temperature
+        logits = ops.key_logits(part, keys, scaling, cache.softcap)
         logits = logits.masked_fill((cache.positions < 0)[:, :, None], -torch.inf).flatten(1, 2)[:, :, None]
         mass = ops.with_sinks(ops.Attended(logits.softmax(3), logits.logsumexp(3)), cache.sink_logits).out
         return mass.view(*rows.shape[:3], -1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockTable:
     """Where the keys of each row are, in memory that all rows share.
 

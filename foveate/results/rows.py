@@ -41,6 +41,8 @@ ROW_FIELDS = {
     "tokens_evicted": "tokens that the method dropped",
     "pages_refined": "pages that the method looked into",
     "indices_reused": "selections taken over from another layer or step",
+    "mass_read_share": "share of the attention that the keys read hold by the method's own estimate, 0..1; none of a "
+    "method that makes none",
     "notes": "what the method has to say, such as layers that it left as they are",
     "prefill_ms": "wall time of a batch's prompt, median; none where the prompt was read for several methods at once",
     "decode_ms_per_token": "wall time of a decode step (a token of every sequence in the batch), median",
@@ -61,6 +63,8 @@ ROW_FIELDS = {
     "examples": "the first items: id, gold answers, what the method said",
 }
 """The fields of a result row, in their order."""
+LATER_FIELDS = frozenset({"mass_read_share"})
+"""Those that rows of earlier versions lack."""
 
 Kind = tuple[str, Callable[[Any], bool]]
 """What a value must be, in words, and whether one is."""
@@ -103,6 +107,7 @@ _ROW: Mapping[str, Kind] = {
     **dict.fromkeys(("tokens_evicted", "pages_refined", "indices_reused", "peak_bytes", "batch_size"), _NUMBER),
     **dict.fromkeys(("limit", "seed"), _NUMBER),
     **dict.fromkeys(("keys_read_share", "kv_bytes_per_step", "prefill_ms", "decode_ms_per_token"), _MAYBE),
+    "mass_read_share": _MAYBE,
     "metrics": _INTERVALS,
     "notes": _TEXTS,
     "item_values": _COLUMNS,
@@ -134,7 +139,8 @@ def check_row(row: Any, needed: Collection[str], where: str) -> None:
     """Raises `DataError`, beginning with `where`, for a missing field or one of another kind."""
     fault = f"{where}: not a row of foveate compare"
     _check(row, {}, fault)
-    _check(row, {name: kind for name, kind in _ROW.items() if name in needed or name in row}, fault)
+    wanted = {*needed} - LATER_FIELDS | row.keys()
+    _check(row, {name: kind for name, kind in _ROW.items() if name in wanted}, fault)
     for name, values in row["item_values"].items():
         if len(values) != row["n"]:
             raise DataError(f"{where}: 'item_values' has {len(values)} of '{name}', and 'n' is {row['n']}")

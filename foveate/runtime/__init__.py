@@ -1,4 +1,4 @@
-"""What every engine needs to run methods: prompt, decode and undo in a layer; capture and replay of decode steps."""
+"""Engine-neutral execution of methods: prompt, decode and undo of an attention layer; capture and replay of steps."""
 
 from foveate.runtime.layer import Layer
 from foveate.runtime.phase import Phase

@@ -1,8 +1,8 @@
-"""The protocol of decode steps that can be captured: the numbers of a cache's rows advance on the device.
+"""Context managers for decode steps and maintenance that can be captured: row numbers advance on the device.
 
-Caches whose rows have the same numbers share one :class:`DeviceRows`. :func:`step` encloses a decode step, and
-:func:`maintenance` what a method does between two steps. Inside of both, asking the host for a number that changes from
-step to step is an error.
+Caches whose rows have the same numbers share one :class:`DeviceRows`. :func:`step` encloses a decode step of all
+layers, :func:`maintenance` the work that a method does between two steps (:class:`~foveate.methods.base.Replay`).
+Inside either, reading a row number on the host raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foveate.state.device_rows import DeviceRows
 
 @contextmanager
 def capturing(groups: Sequence[DeviceRows]) -> Iterator[None]:
-    """Within the block the row numbers are read from the device alone."""
+    """Within the block row numbers are read on the device only."""
     for rows in groups:
         rows.capturing = True
     try:
@@ -31,7 +31,7 @@ def capturing(groups: Sequence[DeviceRows]) -> Iterator[None]:
 
 @contextmanager
 def step(groups: Sequence[DeviceRows]) -> Iterator[None]:
-    """Within the block all layers decode one token; it is counted before, and what layers have read afterwards."""
+    """Within the block all layers decode one token: row numbers advance at its start, counters at its end."""
     with capturing(groups):
         for rows in groups:
             rows.begin()
@@ -42,7 +42,7 @@ def step(groups: Sequence[DeviceRows]) -> Iterator[None]:
 
 @contextmanager
 def maintenance(groups: Sequence[DeviceRows]) -> Iterator[None]:
-    """Within the block methods do their maintenance; the row numbers that it changes are changed at the end."""
+    """Within the block methods do their maintenance; its changes of row numbers take effect at the end."""
     with capturing(groups):
         for rows in groups:
             rows.pause()
@@ -52,12 +52,12 @@ def maintenance(groups: Sequence[DeviceRows]) -> Iterator[None]:
 
 
 def device_rows(store: SlotCache) -> DeviceRows:
-    """Memory on the device for the row numbers of a cache, still empty."""
+    """Allocate row numbers on the device for a cache; :func:`write_rows` fills them."""
     return DeviceRows(store.batch_size, store.evicts, store.device)
 
 
 def freed_slots(store: SlotCache) -> Tensor | None:
-    """Memory on the device for the slots that a step frees, int64 ``[B, Hkv]``; None where no slot is ever freed."""
+    """Allocate int64 ``[B, Hkv]``, -1, for the slots that a step evicts; None for a method that never evicts."""
     if not store.evicts:
         return None
     with torch.inference_mode(False):
@@ -65,14 +65,15 @@ def freed_slots(store: SlotCache) -> Tensor | None:
 
 
 def write_rows(rows: DeviceRows, store: SlotCache) -> None:
-    """Put a cache's row numbers on the device."""
+    """Copy a cache's row numbers to the device."""
     rows.write(store.rows, None if store.freed is None else store.freed.rows, store.capacity)
 
 
 def move_to_device(stores: Sequence[SlotCache]) -> DeviceRows:
-    """Put the row numbers of caches, whose rows have the same numbers, on the device, and let steps advance them there.
+    """Move the row numbers of caches whose rows have the same numbers to the device, where steps advance them.
 
-    A method that evicts gets keys and values of its own first, since a step overwrites them.
+    Borrowed keys and values of a method that evicts are copied first (:meth:`SlotCache.own_memory`), since its steps
+    overwrite slots.
     """
     rows = device_rows(stores[0])
     write_rows(rows, stores[0])

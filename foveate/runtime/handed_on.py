@@ -1,8 +1,8 @@
-"""What a forward pass hands on: the layer that goes from the cache to the attention function, and what was reached.
+"""The hand-over from an engine's cache to its attention function, within one forward pass and thread.
 
-An engine may call the attention function without its cache, as Transformers does. The layer with the new keys is then
-posted here, and the attention function takes it. A pass also records the layers whose attention it has computed. Each
-thread has passes of its own.
+Transformers calls ``cache.update`` and then the attention function, which does not get the cache. So the cache posts
+its :class:`~foveate.runtime.layer.Layer` with the new keys here, and the attention function takes it. The pass also
+records which layers' attention it has computed, so that the engine can check that no layer bypassed its method.
 """
 
 from __future__ import annotations
@@ -17,36 +17,39 @@ from torch import Tensor
 from foveate.runtime.layer import Layer
 from foveate.runtime.phase import Phase
 
-_slot = threading.local()
+_of_thread = threading.local()
 
 
 class Reached(NamedTuple):
-    """A layer whose attention has been computed."""
+    """Record of a layer whose attention has been computed."""
 
     spec: str
-    """Its method."""
+    """Of its method."""
     finite: Tensor | None
-    """Whether the result is finite at a prompt's last token, a bool on the device; None where it was not checked."""
+    """Whether the output at a prompt's last token is finite, bool ``[]`` on the device; None where not checked."""
 
 
 @dataclass
 class Pass:
-    """A forward pass that is under way on a model with a method."""
+    """A forward pass in progress on a model with a method."""
 
     owner: str
     """Identifies the model, see :class:`~foveate.runtime.policy.Policy`."""
     phase: Phase | None
-    """The phase of the cache that the pass runs on; None without such a cache."""
+    """The phase of the pass's cache; None without a cache."""
     entry: tuple[Layer, Tensor] | None = None
-    """The layer posted last, with its keys."""
+    """The layer posted last and not yet taken, with its keys."""
     reached: dict[int, Reached] = field(default_factory=dict)
     """By layer index."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
-    """What the layers of a pass without a cache share."""
+    """Shared by the layers of a pass without a cache, see :meth:`SlotCache.hand_on`."""
 
 
 def begin(owner: str, phase: Phase | None) -> None:
-    """Start a forward pass, perhaps inside one of another model; drop an interrupted pass of the same owner."""
+    """Start a forward pass, which may be nested in one of another model.
+
+    A pass of the same owner that was interrupted by an exception is dropped, with those nested in it.
+    """
     passes = _passes()
     for index, one in enumerate(passes):
         if one.owner == owner:
@@ -66,28 +69,29 @@ def end(owner: str) -> Pass | None:
 
 
 def current(owner: str | None = None) -> Pass | None:
-    """The innermost forward pass under way; None without one, or when it belongs to another owner."""
+    """The innermost forward pass in progress; None without one, or when it belongs to another owner."""
     passes = _passes()
     return passes[-1] if passes and owner in (None, passes[-1].owner) else None
 
 
 def _passes() -> list[Pass]:
-    return _slot.__dict__.setdefault("passes", [])
+    """The passes in progress on this thread, the outermost first."""
+    return _of_thread.__dict__.setdefault("passes", [])
 
 
 def reach(layer: int, owner: str, spec: str, finite: Tensor | None = None) -> None:
-    """Record that the attention of a layer has been computed, see :class:`Reached`."""
+    """Record that the attention of a layer has been computed; no-op outside of the owner's pass."""
     one = current(owner)
     if one is not None:
         one.reached[layer] = Reached(spec, finite)
 
 
 def post(layer: Layer, key: Tensor) -> None:
-    """Leave the layer for the attention function that is called with this very key tensor, ``[B, Hkv, n, D]``.
+    """Post a layer for the attention function, which is called with the same key tensor ``[B, Hkv, n, D]``.
 
     Raises:
-        RuntimeError: when attention never took the layer's previous keys.
-        ValueError: outside of a forward pass on the layer's cache, as after `detach`.
+        RuntimeError: when the layer's previous keys were not taken.
+        ValueError: outside of a forward pass on the layer's cache, for example after `detach`.
     """
     if layer.pending:
         raise RuntimeError(
@@ -105,14 +109,14 @@ def post(layer: Layer, key: Tensor) -> None:
 
 
 def take(key: Tensor, owner: str) -> Layer | None:
-    """The layer posted with this key tensor, which is taken out of the slot; None in a pass without a cache.
+    """Take the layer that was posted with this key tensor; None in a pass without a cache.
 
     Args:
-        key: the key tensor that the attention function was given.
+        key: the key tensor that the attention function was called with, compared by identity.
         owner: identifies the model that the attention function works for.
 
     Raises:
-        ValueError: when there is a cache but these are not the keys that were posted.
+        ValueError: when the pass has a cache but this is not the key tensor that was posted.
     """
     one = current(owner)
     if one is None:

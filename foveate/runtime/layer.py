@@ -1,4 +1,8 @@
-"""One attention layer at work: it stores keys, lets its method read a prompt or decode a token, and undoes tokens."""
+"""One attention layer of a cache: stores keys, runs its method's prompt and decode hooks, and undoes tokens.
+
+An engine's cache layer derives from :class:`Layer`. Columns are positions of the engine's padded batch; the
+:class:`~foveate.state.SlotCache` below holds real tokens only.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from foveate.runtime.phase import Phase
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
 
-_DEAD_SLOTS = 256
-"""Slots given up during assisted decoding that are tolerated before the cache is packed again."""
+_EMPTY_SLOTS = 256
+"""Slots emptied by eviction during assisted decoding that are tolerated before the cache is compacted."""
 
 
 class Layer:
@@ -21,12 +25,11 @@ class Layer:
 
     Args:
         method: the layer's method.
-        counters: what the layer has read so far; it outlives the layer's cache.
+        counters: where the layer counts; they outlive its cache.
         phase: shared by the layers of one cache.
-        dense_below: decode steps are dense below this many tokens of all sequences together; "auto": below what the
-            method declares, on a GPU with kernels.
-        block_size: slots of a block in which keys and values are kept, see
-            :class:`~foveate.state.storage.Storage`; 0: they are in one piece.
+        dense_below: decode steps are dense while all sequences together hold fewer tokens than this; "auto": fewer than
+            :attr:`Method.sparse_from_tokens`, on a GPU with the kernels.
+        block_size: slots of a block of keys and values, see :class:`~foveate.state.storage.Storage`; 0: contiguous.
     """
 
     def __init__(
@@ -35,26 +38,28 @@ class Layer:
         self.block_size = block_size
         self.method, self.counters, self.phase, self.dense_below = method, counters, phase, dense_below
         self.store: SlotCache | None = None
+        """Keys, values and method state; None before the first token."""
         self.seen = 0
         """Columns of the batch so far, padding included."""
         self.pending = False
-        """Whether new keys were announced that :meth:`attend` has not been given yet."""
+        """Whether columns were announced whose keys :meth:`attend` has not got yet."""
         self.scaling: float | None = None
+        """Factor of the logits in the last call of :meth:`attend`."""
         self.captured_dense = False
-        """Whether the step that is captured is dense."""
+        """Whether the layer is dense in captured steps; set by :class:`~foveate.runtime.replay.ReplayedSteps`."""
         self.record_past = False
-        """Whether tokens can be removed again: irreversible steps are staged."""
+        """Whether tokens may be removed again (assisted decoding): the cache is staged and keeps snapshots."""
         self.finite: Tensor | None = None
-        """Whether attention to a prompt is finite at its last token, a bool on the device; None of a decode step."""
+        """Whether the output at a prompt's last token is finite, bool ``[]`` on the device; None for a decode step."""
 
     @property
     def maintenance_runs_alone(self) -> bool:
-        """Whether some steps are followed by maintenance that cannot be captured, so that these run by themselves."""
+        """Whether the method's maintenance cannot be captured, so that the steps before it are run without replay."""
         replay = self.method.replay
         return replay is not None and replay.maintains and not replay.captures_maintenance
 
     def announce(self, n: int) -> None:
-        """Count n new columns, whose keys :meth:`attend` is given next."""
+        """Count n new columns; the next call of :meth:`attend` must bring their keys."""
         self.pending = True
         self.seen += n
 
@@ -68,19 +73,21 @@ class Layer:
         sink_logits: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Store the keys of announced tokens and attend to them and to the past: ``[B, Hq, n, Dv]``.
+        """Store the announced tokens and return their attention over all tokens so far, ``[B, Hq, n, Dv]``.
 
-        The cache holds no gradients. With gradients enabled, a first forward pass has those of attention without a
-        cache, and the backward pass of a later one is an error.
+        The cache holds no gradients. With gradients enabled, the first forward pass of a cache is differentiated as
+        attention without a cache; the backward pass through a later one raises RuntimeError.
 
         Args:
             q, k, v: ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
-            mask: real tokens, ``[B, tokens]``, see :meth:`Phase.rows`.
+            mask: ``[B, columns]``, nonzero for real tokens, see :meth:`Phase.rows`; None: all are real.
+            scaling: factor of the logits.
             sink_logits: ``[Hq]``, the layer's learned sinks; None: the layer has none.
             softcap: the cap of the layer's logits; None: the layer has none.
 
         Raises:
-            ValueError: for another batch size, for a mask of another shape, or for padding after the prompt.
+            ValueError: for a batch size other than the cache's, for a mask of the wrong shape, or for padding after the
+                prompt.
         """
         self.pending, self.scaling = False, scaling
         n = k.shape[2]
@@ -100,7 +107,7 @@ class Layer:
         return _WithoutGradient.apply(out, q)
 
     def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
-        """How many of the new tokens are prompt, and which of these are real."""
+        """How many of the new columns are prompt, and their real tokens as :meth:`Phase.rows` returns them."""
         n = k.shape[2]
         if self.store is not None and k.shape[0] != self.store.batch_size:
             raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
@@ -157,7 +164,7 @@ class Layer:
         store.reserve(store.used + n)
         store.to_come = self.phase.prompt_end - first - n
         if columns is None and store.uniform:
-            out = self._read(store, q, k, v, scaling)
+            out = self._prompt_rows(store, q, k, v, scaling)
         else:
             out = q.new_zeros(*q.shape[:3], v.shape[3])
             for b in range(store.batch_size):
@@ -166,15 +173,15 @@ class Layer:
                     continue
                 row = store.row(b)
                 row.to_come += self.phase.trailing_padding[b] if columns is not None else 0
-                out[b, :, real] = self._read(row, *(x[b : b + 1, :, real] for x in (q, k, v)), scaling)[0]
+                out[b, :, real] = self._prompt_rows(row, *(x[b : b + 1, :, real] for x in (q, k, v)), scaling)[0]
                 store.put_back(b, row)
         if first + n == self.phase.prompt_end or not self.method.needs_prompt_end:
             finish_prompt(self.method, store, scaling)
             store.save(first + n)
         return out
 
-    def _read(self, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """Store prompt tokens of rows of one length, attend to them, and let the method observe them."""
+    def _prompt_rows(self, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Run the prompt hooks on unpadded rows of one length: store tokens, ``Method.prompt``, ``Method.observe``."""
         store.append(k, v)
         attended = self.method.prompt(store, q, scaling)
         self.method.observe(store, q, attended, scaling)
@@ -182,7 +189,7 @@ class Layer:
         return attended.out
 
     def continue_from(self, read: Layer) -> None:
-        """Start after a prompt that another layer has read, whose method is :class:`~foveate.methods.SharedPrompt`."""
+        """Start from the prompt of another layer, whose method is :class:`~foveate.methods.SharedPrompt`."""
         store = read.store
         channels, filled = self.method.channels(store.geometry), read.method.filled(self.method, store.geometry)
         self.store = store.branch(channels, self.method.evicts, self.counters, filled)
@@ -210,7 +217,7 @@ class Layer:
         return torch.cat(outs, 2) if n > 1 else outs[0]
 
     def _step(self, q: Tensor, scaling: float) -> Tensor:
-        """Attention of one token a row, dense while the sequences are short."""
+        """Attention of one token per row by ``Method.decode`` or, in short contexts, ``Method.decode_dense``."""
         store, method = self.store, self.method
         if not (self.captured_dense if store.step is not None else self.decodes_densely(max(store.lengths))):
             return method.decode(store, q, scaling)
@@ -218,7 +225,7 @@ class Layer:
         return method.decode_dense(store, q, scaling)
 
     def decodes_densely(self, longest: int) -> bool:
-        """Whether a decode step is dense when the longest sequence has this many tokens, see ``dense_below``."""
+        """Whether ``dense_below`` makes a decode step dense when the longest sequence has ``longest`` tokens."""
         below, store = self.dense_below, self.store
         if below == "auto":
             below = self.method.sparse_from_tokens if store.device.type == "cuda" and runs_kernel("attend") else 0
@@ -227,7 +234,7 @@ class Layer:
     # Undo
 
     def start_recording(self) -> None:
-        """Keep from now on what :meth:`remove_last` needs."""
+        """Stage the cache and save a snapshot after each token from now on, as :meth:`remove_last` needs."""
         self.record_past = True
         if self.store is not None and not self.store.staged:
             self.store.compact()
@@ -243,9 +250,10 @@ class Layer:
             self.store.compact()
 
     def remove_last(self, count: int) -> None:
-        """Remove the last ``count`` columns; what remains becomes final while the past is recorded.
+        """Remove the last ``count`` columns.
 
-        The caller has checked that they can be removed: a stateful method needs a snapshot of the cache before them.
+        The caller has checked that they can be removed: a ``stateful`` method needs a snapshot taken before them. Older
+        snapshots are dropped, so that the columns that remain are final.
         """
         store, target = self.store, self.seen - count
         if store is None:
@@ -257,8 +265,8 @@ class Layer:
             store.restore(target)
             keep = target - 1 if self.phase.assistant else target
             store.snapshots = {clock: saved for clock, saved in store.snapshots.items() if clock >= keep}
-            dead = store.rows["counts"][0] - store.rows["live"][0]
-            if dead > max(_DEAD_SLOTS, store.rows["live"][0] // 4) and not self.phase.assistant:
+            empty = store.rows["counts"][0] - store.rows["live"][0]
+            if empty > max(_EMPTY_SLOTS, store.rows["live"][0] // 4) and not self.phase.assistant:
                 store.compact()
                 store.save(target)
 
@@ -273,10 +281,10 @@ class Layer:
 
 
 def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
-    """Let a method settle what it keeps of a complete prompt; rows of different lengths come one by one.
+    """Call ``Method.prompt_end``, row by row if lengths differ, and evict the slots that it does not keep.
 
     Args:
-        store: the cache, whose tokens so far are the prompt.
+        store: the cache, which holds the prompt and nothing after it.
     """
     if store.uniform and len(set(store.rows["observed"])) == 1:
         keep = method.prompt_end(store, scaling)

@@ -1,4 +1,4 @@
-"""What the layers of one cache know together: where the prompt ends, and which of its tokens are real."""
+"""State shared by the layers of one cache: where the prompt ends, and which of its columns are padding."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from torch import Tensor
 
 @dataclass
 class Phase:
-    """Prompt or decode, for all layers of one cache."""
+    """Which columns of the batch are prompt and which are decoded, and which are padding, for all layers of one cache.
+
+    A column is one position of the padded batch, as the engine counts them.
+    """
 
     prompt_end: int | None = None
-    """Columns of the batch that are prompt, padding included; None until the first forward pass."""
+    """Columns before the first decoded one, those of earlier turns included; None until the first forward pass."""
     prompt_end_known: bool = False
-    """Whether the engine has set :attr:`prompt_end`. Single tokens after it are then never padding."""
+    """Whether the engine has set :attr:`prompt_end`; if so, a single token after it is real in every row."""
     assistant: bool = False
-    """Whether the cache is that of an assistant in assisted decoding, which is cropped by one token more."""
+    """Whether this is the draft model's cache in assisted decoding, which may be cropped by one token more."""
     layout: tuple | None = None
-    """The mask, first column, number of columns and result of the last call of :meth:`rows`."""
+    """The mask, first column, number of columns and result of the last call of :meth:`rows`, for the other layers."""
     trailing_padding: list[int] = field(default_factory=list)
-    """Columns of padding after the last real token of each row of the layout; empty when all tokens are real."""
+    """Columns of padding after each row's last real token, in the columns of :attr:`layout`; empty without padding."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
-    """What the layers of the current forward pass share."""
+    """Shared by the layers of the current forward pass, see :meth:`SlotCache.hand_on`."""
 
     def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
         """The real tokens of each row among the columns ``first .. first + n - 1``; None when all are real.
 
-        The mask is read from the device once for all layers of a forward pass.
+        The first layer of a forward pass reads the mask from the device (a host sync), the others reuse the result.
 
         Args:
             mask: ``[B, >= first + n]``, nonzero for real tokens; None: all are real.
@@ -38,7 +41,7 @@ class Phase:
             For each row, int64 ``[tokens]``: offsets from ``first``.
 
         Raises:
-            ValueError: for a mask of another shape.
+            ValueError: for a mask that is not 2-D, or that covers fewer columns.
         """
         if mask is None:
             return None

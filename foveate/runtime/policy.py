@@ -1,4 +1,4 @@
-"""The method of one attention layer, as an engine puts it on a model."""
+"""What an engine stores for each attention layer of a model: its method and how to run it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from foveate.state import Counters
 
 @dataclass
 class Policy:
-    """What one attention layer does, with or without a cache."""
+    """The method of one attention layer, and its settings and counters, which outlive any one cache."""
 
     method: Method
     owner: str
-    """Identifies the model that the method was put on; caches belong to one owner."""
+    """Identifies the model that the method is attached to; a cache works with one owner only."""
     counters: Counters = field(default_factory=Counters)
     forward: dict[Hashable, Any] = field(default_factory=dict)
-    """What the layers of a forward pass without a cache share."""
+    """Shared by the layers of a forward pass without a cache, see :meth:`SlotCache.hand_on`."""
     dense_below: int | str = 0
-    """Decode steps are dense below this many tokens of all sequences together; "auto": where sparse steps are slower
-    on a GPU (:attr:`Method.sparse_from_tokens`)."""
+    """Decode steps are dense while all sequences together hold fewer tokens than this; "auto": fewer than
+    :attr:`Method.sparse_from_tokens`, on a GPU with the kernels."""
     block_size: int = 0
-    """Slots of a block in which a cache keeps keys and values; 0: in one piece."""
+    """Slots of a block of a cache's keys and values; 0: they are contiguous."""
     look: Callable[[int, Tensor, Tensor, float, float | None], None] | None = None
-    """Called with the layer's index, its rotated queries and keys ``[B, H, n, D]``, the scaling and the logits' cap."""
+    """A hook for analysis, called before attention with the layer's index, its rotated queries ``[B, Hq, n, D]`` and
+    keys ``[B, Hkv, n, D]``, the scaling and the cap of logits."""

@@ -1,4 +1,4 @@
-"""What records a decode step, and how often steps were recorded and replayed."""
+"""Recorders capture a function for replay: :class:`CudaRecorder` as a CUDA graph. Tests use others, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import torch
 
 
 class CaptureError(RuntimeError):
-    """A step could not be captured; the cache is as it was before."""
+    """A decode step could not be captured. Nothing was executed, so the cache is unchanged."""
 
 
 class Recording(NamedTuple):
-    """A recorded step."""
+    """A captured function."""
 
     out: Any
-    """What the step returned; a replay overwrites its tensors."""
+    """Its return value; each replay overwrites the tensors in it."""
     replay: Callable[[], None]
+    """Runs the captured launches again."""
 
 
 Recorder = Callable[[Callable[[], Any]], Recording]
-"""Records what it is given to call."""
+"""Captures a function without executing it."""
 
 
 @dataclass
 class Use:
-    """How decode steps ran since the counters were reset."""
+    """How many decode steps were replayed since the last reset, and why others were not."""
 
     replayed: int = 0
     """Steps replayed from a CUDA graph."""
@@ -43,7 +44,7 @@ class Use:
 
 
 class CudaRecorder:
-    """Records steps as CUDA graphs. They share a memory pool for temporaries, since one runs at a time.
+    """Captures functions as CUDA graphs, which share one memory pool for temporaries: only one may run at a time.
 
     Args:
         device: the GPU.
@@ -58,9 +59,9 @@ class CudaRecorder:
     def __call__(self, run: Callable[[], Any]) -> Recording:
         with torch.cuda.device(self.device):
             graph = torch.cuda.CUDAGraph()
-            if self._stream is None:  # PyTorch's own belongs to whichever GPU came first
+            if self._stream is None:  # PyTorch's default capture stream is on the GPU used first
                 self._stream = torch.cuda.Stream(self.device)
-            if not self._graphs:  # a pool without graphs gives its memory back and cannot be used again
+            if not self._graphs:  # once all its graphs are gone a pool cannot be used again
                 self._pool = torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 out = run()

@@ -1,4 +1,8 @@
-"""Decode steps of one cache over buffers at fixed addresses, captured once and replayed."""
+"""Capture and replay of the decode steps of one cache, and of the maintenance that follows some of them.
+
+The first step runs eagerly and warms up, the second is captured and replayed, later ones are replays. A recording is
+discarded when the memory, the methods, the inputs' shapes or the choice of dense layers change.
+"""
 
 from __future__ import annotations
 
@@ -17,52 +21,62 @@ from foveate.runtime.recorder import CaptureError, Recorder, Recording, Use
 from foveate.state.device_rows import DeviceRows
 
 ROOM = 256
-"""Tokens for which a cache gets room before its steps are captured, where it has less: a full one is captured anew."""
+"""Free slots that a cache gets before its steps are captured. When they are used up, it grows and is captured anew."""
 
 
 class LayerGroup(NamedTuple):
-    """Layers with the same method and the same row numbers."""
+    """Layers with the same method and the same row numbers, for which one decides whether they are dense."""
 
     first: Layer
     group: int
-    """Index of their row numbers."""
+    """Index of their row numbers in ``ReplayedSteps._groups``."""
     indices: tuple[int, ...]
+    """Of the layers."""
 
 
 class ReplayedSteps:
-    """Runs the decode steps of a cache: the first one as it is, later ones as replays of one that it captures.
+    """Runs the decode steps of a cache: the first one eagerly, later ones as replays of a captured one.
 
-    Meanwhile the cache's row numbers advance on the device. Whoever reads them brings them back to the host, and the
-    next step puts them on the device again. A recording holds as long as the cache keeps its memory.
+    Between steps the cache's row numbers stay on the device. Reading them elsewhere moves them to the host, and the
+    next step moves them back; the recording stays valid.
 
     Args:
-        record: makes a :class:`Recording` of what it is given to call.
-        use: where to count.
+        record: captures a function, see :class:`~foveate.runtime.recorder.CudaRecorder`.
+        use: where to count captures and replays.
     """
 
     def __init__(self, record: Recorder, use: Use):
         self._record, self._use = record, use
         self._recording: Recording | None = None
         self._warm = False
+        """Whether a step has run eagerly, so that the next one can be captured."""
         self._maintenance: dict[tuple[int, ...], Recording | None] = {}
-        """Recorded maintenance, by the indices of its layers; None: it has run once and is not recorded yet."""
+        """Recorded maintenance, by the indices of its layers; None: it has run eagerly and is not captured yet."""
         self._inputs: dict[str, Tensor] = {}
+        """Buffers at fixed addresses, which the captured step reads its inputs from."""
         self._options: dict[str, Any] = {}
         self._groups: list[DeviceRows] = []
+        """Row numbers, one for all layers that have the same."""
         self._grouping: list[int] = []
         """For each layer, the index of its row numbers in ``_groups``."""
         self._batch = 0
         self._freed_slots: list[Tensor | None] = []
+        """For each layer, see :func:`foveate.runtime.capture.freed_slots`."""
         self._memory: list[weakref.ref] = []
+        """Tensors whose addresses the recording contains."""
         self._methods: list[Any] = []
+        """Specs of the layers' methods."""
         self._layer_groups: list[LayerGroup] = []
         self._room = 0
+        """Steps for which the caches have slots, counted from the last :meth:`_enter`."""
         self._totals: list[int] = []
+        """For each group, the sum of its rows' lengths at the last :meth:`_enter`."""
         self._longest: list[int] = []
+        """For each group, the length of its longest row at that time."""
         self._counts: list[tuple[Layer, tuple[int, ...]]] = []
-        """What a step adds to the counters of some layers."""
+        """What a step adds to the host counters (:func:`_counted`) of the layers that count something there."""
 
-    def __deepcopy__(self, memo):  # a copy of the cache has memory of its own
+    def __deepcopy__(self, memo):  # a copied cache has other memory: it captures its own steps
         return None
 
     def __call__(
@@ -77,10 +91,11 @@ class ReplayedSteps:
 
         Args:
             layers: the cache's attention layers that have a method.
-            run: the model. It must not return the cache, which its own recording would then keep alive.
-            inputs: its inputs whose contents change, each ``[B or 1, 1]``, by keyword.
+            run: the model's forward pass. It must not return the cache: the recording, which the cache owns, would keep
+                it alive.
+            inputs: its inputs that change with each step, ``[B or 1, 1]`` each, by keyword.
             options: its other inputs; a change discards the recording.
-            written: gives other memory that a step writes to in place, such as recurrent states.
+            written: returns other tensors that a step writes to in place, such as recurrent states.
 
         Raises:
             CaptureError: when the step cannot be captured.
@@ -119,7 +134,7 @@ class ReplayedSteps:
     # Inputs
 
     def _load(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
-        """Copy the inputs to where the recorded step reads them."""
+        """Copy the inputs to the buffers of the captured step."""
         shapes = {name: (x.shape, x.dtype, x.device) for name, x in inputs.items()}
         if options != self._options or shapes != {n: (x.shape, x.dtype, x.device) for n, x in self._inputs.items()}:
             self._discard()
@@ -137,7 +152,7 @@ class ReplayedSteps:
     # The cache
 
     def _ready(self, layers: Sequence[Layer]) -> bool:
-        """Whether the row numbers are on the device and there is room for a token."""
+        """Whether all row numbers are on the device and there is a free slot for each row's token."""
         if len(layers) != len(self._grouping) or any(rows.steps >= self._room for rows in self._groups):
             return False
         for layer, group in zip(layers, self._grouping):
@@ -147,10 +162,10 @@ class ReplayedSteps:
         return True
 
     def _enter(self, layers: Sequence[Layer], written: list[Tensor]) -> None:
-        """Put the row numbers on the device; discard recordings made for other memory.
+        """Reserve slots and move the row numbers to the device; discard the recording if its memory was replaced.
 
         Args:
-            written: other memory that a step writes to in place.
+            written: other tensors that a step writes to in place.
         """
         stores = [layer.store for layer in layers]
         for store in stores:
@@ -200,7 +215,7 @@ class ReplayedSteps:
         ]
 
     def _choose_dense(self, layers: Sequence[Layer]) -> None:
-        """Discard a recording in which other layers are dense than in this step."""
+        """Decide which layers are dense in this step; discard a recording made under another choice."""
         for first, group, indices in self._layer_groups:
             dense = first.decodes_densely(self._longest[group] + self._groups[group].steps + 1)
             if dense != first.captured_dense:
@@ -211,12 +226,12 @@ class ReplayedSteps:
     # Running
 
     def _run(self, run: Callable[..., Any]) -> Any:
-        """The step itself, which is recorded; the first time it runs as it is, to set up what a first use sets up."""
+        """The decode step: run eagerly once to warm up (compile kernels, allocate), then captured."""
         with capture.step(self._groups):
             return run(**self._inputs, **self._options)
 
     def _recorded(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Recording:
-        """Record the step without running it: the host's counters are put back."""
+        """Capture the step. Nothing runs on the device, so the host's counters are reset to what they were."""
         before = [(layer.seen, _counted(layer)) for layer in layers]
         try:
             return self._record(lambda: self._run(run))
@@ -228,11 +243,11 @@ class ReplayedSteps:
                 _set_counted(layer, counts)
 
     def _maintain(self, layers: Sequence[Layer]) -> None:
-        """Run the maintenance that is due after this step; a replay from its second time on."""
+        """Run the maintenance that is due after this step: eagerly the first time, then as replays."""
         due = (
-            same.indices
-            for same in self._layer_groups
-            if same.first.method.replay.maintenance_due(same.first.store.decoded)
+            alike.indices
+            for alike in self._layer_groups
+            if alike.first.method.replay.maintenance_due(alike.first.store.decoded)
         )
         which = tuple(sorted(itertools.chain.from_iterable(due)))
         if not which:
@@ -251,9 +266,13 @@ class ReplayedSteps:
             if self._maintenance[which] is None:
                 try:
                     self._maintenance[which] = self._record(run)
-                except (RuntimeError, NotImplementedError) as error:  # nothing has been done yet
-                    reason = f"what follows some steps could not be captured ({str(error).partition(chr(10))[0]})"
-                    warnings.warn(f"foveate: {reason}; it is run as it is", stacklevel=2)
+                except (RuntimeError, NotImplementedError) as error:  # nothing has run yet
+                    reason = str(error).partition("\n")[0]
+                    warnings.warn(
+                        f"foveate: maintenance after decode steps could not be captured ({reason}); "
+                        "it runs without a CUDA graph",
+                        stacklevel=2,
+                    )
                     self._maintenance[which] = Recording(None, run)
             self._maintenance[which].replay()
         for group, method in groups.items():
@@ -261,7 +280,7 @@ class ReplayedSteps:
 
 
 def _counted(layer: Layer) -> tuple[int, ...]:
-    """What the host counts of a step: the same in every replay."""
+    """Counters that a step increments on the host; every replay adds the same."""
     return layer.counters.indices_reused, layer.counters.dense_steps
 
 

@@ -1,4 +1,4 @@
-"""Attention of a whole sequence without a cache, as in training."""
+"""Attention over whole sequences without a cache, as in training: the method's prefill, differentiable."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def without_cache(
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend to a whole sequence as to a prompt and keep nothing: ``[B, Hq, n, Dv]``, differentiable.
+    """Attention of a prompt by its method, without a cache: ``[B, Hq, n, Dv]``, differentiable; 0 at padding.
 
     Args:
         q, k, v: ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
-        mask: ``[B, n]``, nonzero for real tokens; None: all are real.
-        forward: what the layers of this forward pass share.
+        mask: ``[B, n]``, nonzero for real tokens; None: all are real. Reading it is a host sync.
+        forward: shared by the layers of this forward pass, see :meth:`SlotCache.hand_on`.
         sink_logits: ``[Hq]``, the layer's learned sinks; None: the layer has none.
         softcap: the cap of the layer's logits; None: the layer has none.
     """

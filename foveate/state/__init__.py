@@ -1,4 +1,4 @@
-"""What one attention layer keeps of its sequences between forward passes."""
+"""What one attention layer keeps between forward passes: keys, values, a method's state, and counters."""
 
 from foveate.state.cache import SlotCache
 from foveate.state.counters import Counters

@@ -1,9 +1,9 @@
-"""Where the keys and values of one layer live, and beside them whatever a method remembers of them.
+"""The KV cache of one attention layer, together with the state that a method keeps for its tokens.
 
-Slots are packed: the real tokens of row b fill the slots ``0 .. counts[b] - 1`` without holes, whatever the padding was
-and on whichever turn it came, so a page of tokens is a page of slots and a row of a batch is stored exactly as it would
-be alone. Until a method evicts, the token at position p of its row is in slot p; afterwards ``positions`` says which
-token a slot holds (-1: none).
+A slot holds one token of a row: its key and value in every KV head. Padding is not stored: the real tokens of row b
+fill the slots ``0 .. counts[b] - 1``, so a page of n tokens is n consecutive slots, and a row of a padded batch is
+stored as it would be alone. Until a method evicts, slot p holds the token at position p of its row; afterwards
+``positions`` says which token a slot holds (-1: none), for each KV head.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         batch_size: number of sequences.
         dtype, device: of keys and values.
         channels: state that the method keeps, by name.
-        evicts: whether slots are given up, so that positions have to be kept.
-        counters: where to count what is read.
-        block_size: slots of a block in which keys and values are kept, see :class:`Storage`; 0: they are in one piece.
+        evicts: whether the method evicts, so that positions are kept for each slot.
+        counters: where to count what is read; None: new ones.
+        block_size: slots of a block of keys and values, see :class:`Storage`; 0: they are contiguous.
 
     Raises:
-        ValueError: for blocks, or pages, of a method that evicts.
+        ValueError: for a method that evicts with a ``block_size``, or with channels per page.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.capacity = 0
         self.tensors: dict[str, Tensor] = {}
         self.freed: Freed | None = None
-        self.ordered = True  # no token lies before an older one
+        self.ordered = True  # tokens are stored in the order of their positions
         self.uneven = False  # KV heads of a row may hold different numbers of tokens
-        self.staged = False
+        self.staged = False  # tokens may be undone: see eviction.py and snapshots.py
         self.snapshots = {}
-        self.borrowed = False  # keys and values are another cache's, see branch
-        self.forward: dict[Hashable, Any] = {}  # what the layers of one forward pass share, see hand_on
+        self.borrowed = False  # see branch
+        self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass, see hand_on
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
-        self.to_come = 0  # columns of the prompt behind those of the present forward pass
-        self._row: int | None = None
-        self.tally: Tally | None = None  # where numbers on the device wait for those of other layers
+        self.to_come = 0  # columns of the prompt after those of the present forward pass, padding included
+        self._row: int | None = None  # which row of a batch this is, see row
+        self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
         self.block_size, self.free_blocks = block_size, []
         if evicts and any(spec.per > 1 for spec in self.specs.values()):
-            raise ValueError("a method that evicts cannot keep pages: their slots would move")
+            raise ValueError("a method that evicts cannot have channels per page: the tokens of a page would move")
         if evicts and block_size:
             raise ValueError("a method that evicts keeps its slots in one piece, not in blocks")
         for name, spec in self.specs.items():
@@ -97,14 +97,16 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         softcap: float | None = None,
         to_come: int = 0,
     ) -> SlotCache:
-        """A cache over given keys and values, which are not copied: for one forward pass without a cache.
+        """A cache over given keys and values, not copied, for a forward pass without a cache (training).
 
         Args:
-            forward: what the layers of the pass share.
-            row: which row of the batch this is, when it is one of several.
+            k, v: ``[B, Hkv, L, D(v)]``.
+            num_heads: query heads.
+            forward: shared by the layers of the pass, see :meth:`hand_on`.
+            row: index of the row when a padded batch is computed row by row; None: the whole batch.
             sink_logits: learned sinks of the query heads, ``[Hq]``; None: there are none.
             softcap: cap of the attention logits, see :func:`foveate.ops.attend`; None: there is none.
-            to_come: columns of padding behind the row's last token.
+            to_come: columns of padding after the row's last token.
         """
         geometry = Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3])
         cache = cls(geometry, k.shape[0], k.dtype, k.device)
@@ -119,12 +121,12 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
     @property
     def used(self) -> int:
-        """Slots in use, the largest row's; in a step that is replayed, all that there are."""
+        """Slots in use in the fullest row; in a captured step the capacity."""
         return max(self.rows["counts"]) if self.step is None else self.capacity
 
     @property
     def positions(self) -> Tensor:
-        """int32 ``[B, Hkv, used]``: which token of its row a slot holds; -1 for none."""
+        """int32 ``[B, Hkv, used]``: the position in its row of the token that a slot holds; -1 for none."""
         if "positions" in self.tensors:
             return self.tensors["positions"][:, :, : self.used]
         slots = torch.arange(self.used, dtype=torch.int32, device=self.device)
@@ -132,7 +134,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         return slots.where(slots < counts, -1).expand(-1, self.geometry.num_kv_heads, -1)
 
     def channel(self, name: str) -> Tensor:
-        """A channel's used part: ``[B, Hkv, used, ...]`` per slot, whole otherwise."""
+        """A view of a channel: ``[B, Hkv, used, ...]`` if it is per slot; otherwise all entries."""
         tensor = self.tensors[name]
         return tensor[:, :, : self.used] if self.specs[name].per == 1 else tensor
 
@@ -142,11 +144,11 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         return mask if lengths is None else first_keys(lengths, self.used)
 
     def stored(self) -> tuple[Tensor | None, Tensor | None]:
-        """Which slots hold tokens, as the verbs take it.
+        """Which slots hold tokens, as arguments of the verbs in :mod:`foveate.ops`.
 
         Returns:
-            ``(mask, lengths)``: bool ``[B, Hkv, used]``, or how many of the first slots, int64 ``[B]``; neither when
-            all of them do.
+            ``(mask, lengths)``, at most one of which is not None. ``mask``: bool ``[B, Hkv, used]``; ``lengths``: int64
+            ``[B]``, when each row's tokens fill its first slots. Both None: every slot in use holds a token.
         """
         if self.step is None:
             counts = self.rows["counts"]
@@ -157,8 +159,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         return None, self.row_tensor("counts")
 
     def held(self, mask: Tensor | None, lengths: Tensor | None) -> int | Tensor:
-        """How many tokens that is, as :meth:`count_read` takes it: of what :meth:`stored` has returned."""
-        if self.step is not None:  # as many in every layer
+        """Tokens held, as an argument of :meth:`count_read`, from the results of :meth:`stored`."""
+        if self.step is not None:  # the same number in every layer
             return self.step.once("held", functools.partial(self.step["live"].sum, dtype=torch.float64))
         if mask is not None:
             return mask.sum(-1)
@@ -166,29 +168,31 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of keys, values and state held at present."""
+        """Bytes allocated for keys, values and channels."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
     def count_read(self, keys: float | Tensor, pages_refined: float | Tensor = 0, available: int | None = None) -> None:
-        """Count one decode step: keys (raw or summary) read by each KV head, from the sizes or masks of the read.
+        """Count one decode step and the keys that it read, from the sizes or masks of the selection.
 
         Args:
-            keys, pages_refined: a number for every row and head; a tensor ``[B, Hkv or 1]``; or a tensor ``[]``, the
-                sum over the rows of the mean over the KV heads.
-            available: keys that dense attention would read in each row; None for all tokens so far.
+            keys: keys read by a KV head, raw or summary: a number for every row and head; a tensor ``[B, Hkv or 1]``;
+                or a tensor ``[]``, already summed over the rows as the mean over the KV heads.
+            pages_refined: LuKA's pages read raw, likewise.
+            available: keys that dense attention would read in each row; None: all tokens so far.
         """
         counters = self.counters
-        if self.step is None:  # who replays steps counts them
+        if self.step is None:  # ReplayedSteps counts captured steps
             available = sum(self.lengths) if available is None else available * self.batch_size
             counters.count_steps(1, self.batch_size, available)
         self.count("keys_read", keys)
         self.count("pages_refined", pages_refined)
 
     def count(self, name: str, number: float | Tensor) -> None:
-        """Count more of something, see :class:`Counters`.
+        """Add to a counter.
 
         Args:
-            number: a number for every row; or a tensor, see :meth:`Tally.add`.
+            name: field of :class:`Counters`.
+            number: a Python number for every row; or a tensor, see :meth:`Tally.add`.
         """
         total, tally = getattr(self.counters, name), self.tally if self.step is None else self.step.tally
         if not isinstance(number, Tensor):
@@ -201,15 +205,15 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     # Between the layers of one forward pass
 
     def hand_on(self, name: Hashable, value: Any, instead_of: Hashable = None) -> None:
-        """Leave something for a later layer, which gets it for the same rows and tokens.
+        """Store a value for later layers of this forward pass, which read it for the same rows and tokens.
 
-        What was left for these under the name ``instead_of`` is let go.
+        The value stored for these under the name ``instead_of`` is dropped.
         """
         self.forward.pop((instead_of, self._row, self.now), None)
         self.forward[name, self._row, self.now] = value
 
     def handed_on(self, name: Hashable) -> Any:
-        """What an earlier layer has left under this name.
+        """The value that an earlier layer of this forward pass has stored with :meth:`hand_on`.
 
         Raises:
             LookupError: when none has.
@@ -222,14 +226,17 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     # Writing
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add n tokens to every row, after the last slot in use; all rows must use the same number of slots.
+        """Add n tokens to every row, after the last slot in use.
 
         Args:
             k, v: ``[B, Hkv, n, D(v)]``.
+
+        Raises:
+            ValueError: when rows use different numbers of slots.
         """
         first, n = self.rows["counts"][0], k.shape[2]
         if len(set(self.rows["counts"])) > 1:
-            raise ValueError("rows of different lengths are appended to one by one")
+            raise ValueError("rows use different numbers of slots: append to each of them with row and put_back")
         self.reserve(first + n)
         self._write(first, k, v)
         if "positions" in self.tensors:
@@ -241,7 +248,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self._advance(n, n)
 
     def write_step(self, k: Tensor, v: Tensor) -> None:
-        """Add one token to every row: into the slot freed last, if any, or else after the last slot in use.
+        """Add one token to every row: in the slot evicted last, if any, or else after the last slot in use.
 
         Args:
             k, v: ``[B, Hkv, 1, D(v)]``.
@@ -265,14 +272,14 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.freed = None
         self._advance(1, appended)
 
-    # Steps that are replayed
+    # Captured steps
 
     def move_to_device(self, rows: DeviceRows, places: Tensor | None) -> None:
-        """From now on steps advance the numbers of the rows on the device, until someone asks for them.
+        """Let steps advance the row numbers on the device, until :meth:`sync_to_host`.
 
         Args:
-            rows: where they have been written; layers whose rows are alike share it.
-            places: int64 ``[B, Hkv]`` to keep slots in that are given up, for a method that evicts.
+            rows: the row numbers, already written; layers whose rows have the same numbers share it.
+            places: buffer int64 ``[B, Hkv]`` for evicted slots that the next token reuses; None: no eviction.
         """
         if places is not None:
             places.copy_(self.freed.slots) if self.freed is not None else places.fill_(-1)
@@ -285,35 +292,35 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             self.ordered = False
         super().sync_to_host()
 
-    def __getstate__(self) -> dict[str, Any]:  # of a copy, which has tensors of its own
+    def __getstate__(self) -> dict[str, Any]:  # for copies, which do not share numbers on the device
         self.sync_to_host()
         return dict(self.__dict__)
 
     # Rows of a batch
 
     def row(self, b: int) -> SlotCache:
-        """Row b alone, sharing this cache's memory; :meth:`put_back` returns its numbers."""
+        """Row b as a cache of batch size 1 over the same memory; :meth:`put_back` returns its row numbers."""
         one = object.__new__(SlotCache)
         one.__dict__.update(self.__dict__)
         one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
-        whole = self._shared
+        whole = self._without_batch
         one.tensors = {name: x if name in whole else x[b : b + 1] for name, x in self.tensors.items()}
         one.snapshots = {}
         one._row = b
         return one
 
     def put_back(self, b: int, one: SlotCache) -> None:
-        """Take over the numbers of a row that was worked on alone."""
+        """Take over the row numbers of row b from the cache that :meth:`row` returned."""
         for name, numbers in one.rows.items():
             self.rows[name][b] = numbers[0]
 
     def take_rows(self, index: Tensor) -> None:
-        """Rows of the batch anew: ``index`` int64 ``[B']`` (beam search, repeats, selection)."""
+        """Replace the batch by its rows ``index``, int64 ``[B']`` (beam search, repeats, selection)."""
         with torch.inference_mode(False), torch.no_grad():
             index = index.clone()
             if self.block_size and "block_table" in self.tensors:
                 self._take_rows_of_blocks(index.tolist())
-            whole = (*self._shared, "block_table")
+            whole = (*self._without_batch, "block_table")
             self.tensors = {
                 name: x if name in whole else movable(x).index_select(0, index).view(x.dtype)
                 for name, x in self.tensors.items()
@@ -330,10 +337,10 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     # Other methods
 
     def part(self, names: dict[str, str]) -> SlotCache:
-        """The same keys and values with some of the channels under other names, for another method to fill.
+        """A view of this cache with some of the channels under other names, for another method to fill.
 
         Args:
-            names: the names here, by the names there.
+            names: for each channel's name in the view, its name in this cache.
         """
         one = object.__new__(SlotCache)
         one.__dict__.update(self.__dict__)
@@ -346,14 +353,14 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     def branch(
         self, channels: dict[str, Channel], evicts: bool, counters: Counters, filled: dict[str, str]
     ) -> SlotCache:
-        """The same tokens for another method, over the same memory of keys and values.
+        """A cache of the same tokens for another method, which shares the memory of keys and values.
 
-        Tokens that a branch adds lie behind the shared ones, where the next branch writes over them: use one after the
-        other. A branch that evicts copies first.
+        A branch writes its new tokens to the slots after the shared ones, and so does the next branch: use one at a
+        time. A branch that evicts copies keys and values first.
 
         Args:
             channels, evicts, counters: of the other method.
-            filled: channels to copy from this cache, their names here by the names there; the others are empty.
+            filled: channels to copy from this cache: for each name in the branch, the name here. Others are empty.
         """
         size = 0 if evicts else self.block_size
         one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters, size)
@@ -366,7 +373,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         for name, spec in one._slot_specs().items():
             if name not in shared:
                 one.tensors[name] = one._buffer(name, spec, self.capacity)
-        if not shared:  # out of blocks, into one piece
+        if not shared:  # copy from blocks into contiguous memory
             one.borrowed = False
             one._write(0, self.keys, self.values)
         for name, here in filled.items():
@@ -379,7 +386,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     # Inside
 
     def _slot_specs(self) -> dict[str, Channel]:
-        """Everything that has an entry per slot or page, keys and values included."""
+        """Tensors with an entry per slot or page, keys and values included."""
         specs = {
             "keys": Channel((self.geometry.head_dim,), dtype=None),
             "values": Channel((self.geometry.value_dim,), dtype=None),
@@ -391,10 +398,10 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     def _put(
         self, slots: Tensor, freed: Tensor | None, k: Tensor, v: Tensor, newest: Tensor | None, take: bool = False
     ) -> None:
-        """Write one token a row, see :func:`foveate.ops.put_token`, and empty its channels."""
+        """Write one token of each row, see :func:`foveate.ops.put_token`, and zero the slot's channels."""
         own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
         emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
-        first = next((name for name in emptied if not self.specs[name].shape), None)  # by the same launch
+        first = next((name for name in emptied if not self.specs[name].shape), None)  # zeroed by the same launch
         own["emptied"] = None if first is None else movable(self.tensors[first])
         own |= {"freed": freed, "take": take, "block_table": self.block_table}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
@@ -405,6 +412,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
                 movable(self.tensors[name]).scatter_(2, index.expand(shape), 0)
 
     def _clear(self, slots: slice) -> None:
+        """Zero the channels of new tokens."""
         for name, spec in self.specs.items():
             if spec.per == 1 and not spec.recomputed:
                 movable(self.tensors[name])[:, :, slots] = 0

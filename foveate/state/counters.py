@@ -1,4 +1,4 @@
-"""What a layer counts while it runs, and the sums of a decode step that wait on the device."""
+"""Counters of an attention layer, and :class:`Tally`, which adds the counts of many layers in few launches."""
 
 from __future__ import annotations
 
@@ -13,24 +13,36 @@ from foveate.ops import PromptHeads
 
 @dataclass
 class Counters:
-    """What a layer did since the last reset. Numbers come from the sizes and masks of what was really read."""
+    """What a layer did since the last reset, counted from the sizes and masks of what was actually read."""
 
     decode_steps: int = 0
     decode_rows: int = 0
+    """Decode steps times rows."""
     keys_read: float | Tensor = 0.0
+    """Keys read in decode, raw or summary, and the bytes scored to choose them, in keys: the mean over KV heads, summed
+    over steps and rows."""
     keys_available: float = 0.0
+    """Keys that dense attention would have read in the same steps and rows."""
     prompt_tokens: int = 0
+    """Tokens of all prompts and rows, padding left out."""
     tokens_evicted: int | Tensor = 0
+    """Tokens evicted: the mean over KV heads, summed over rows."""
     pages_refined: float | Tensor = 0.0
+    """LuKA's pages read raw: the mean over KV heads, summed over steps and rows."""
     mass_read: float | Tensor = 0.0
     """Share of the attention that the keys read hold by a method's own estimate, 0 to 1, summed over steps and rows."""
     indices_reused: int = 0
+    """Decode steps times rows in which the layer read keys that an earlier layer had chosen."""
     dense_steps: int = 0
+    """Decode steps that were dense because the context was short."""
     selections_capped: int | Tensor = 0
+    """Selections of a KV head that a fixed capacity cut short."""
     prompt_heads: PromptHeads | None = None
-    """What the last prompt was attended to with."""
+    """Device, dtype and head dims of the last prompt's attention, by which the dense attention library is chosen."""
     bytes_per_key: int = 0
+    """Bytes of a token's key and value over all KV heads."""
     resident_bytes: int = 0
+    """Bytes that the cache holds at present."""
 
     def reset(self) -> None:
         """Count from zero again."""
@@ -42,7 +54,7 @@ class Counters:
                 setattr(self, field.name, field.default)
 
     def add(self, name: str, number: float | Tensor) -> None:
-        """Count more of something: in place, where a device counts, so that a graph of steps can count too."""
+        """Add to the counter of this name: in place if it is a tensor, so that a CUDA graph can count."""
         counted = getattr(self, name)
         if not isinstance(number, Tensor) and not number:
             return
@@ -52,13 +64,16 @@ class Counters:
             setattr(self, name, counted + number)
 
     def count_steps(self, steps: int, rows: int, available: float) -> None:
-        """Decode steps of a batch of so many rows, in which dense attention would read so many keys in all."""
+        """Count decode steps of ``rows`` rows, in which dense attention would read ``available`` keys in all."""
         self.decode_steps += steps
         self.decode_rows += steps * rows
         self.keys_available += available
 
     def on_device(self, device: torch.device) -> list[Tensor]:
-        """Keep what a device counts in tensors there, which stay the same from now on, and return them."""
+        """Turn the counters that a captured step adds to into tensors on the device and return them.
+
+        Their addresses stay the same from now on.
+        """
         kept = []
         with torch.inference_mode(False):
             for name in ("keys_read", "pages_refined", "mass_read", "tokens_evicted", "selections_capped"):
@@ -72,34 +87,34 @@ class Counters:
                 kept.append(value)
         return kept
 
-    def __deepcopy__(self, memo):  # one layer counts for every copy of its cache
+    def __deepcopy__(self, memo):  # copies of a cache count into the same counters
         return self
 
 
 class Tally:
-    """What the layers of a step count on the device: added to the totals of all of them at once, at its end."""
+    """Numbers that the layers of a step have counted, added to their totals at the end of the step in few launches."""
 
     def __init__(self):
         self._counted: list[tuple[Tensor, float | Tensor]] = []
 
     def add(self, total: Tensor, number: float | Tensor) -> None:
-        """Count more of something.
+        """Note a number to be added to a total.
 
         Args:
-            total: ``[]``.
-            number: a number of the host; ``[]``; or ``[B, H]``: the sum over the rows of the mean over the heads.
+            total: ``[]`` on the device.
+            number: a Python number, a tensor ``[]``, or a tensor ``[B, H]``, of which :func:`over_rows` is added.
         """
         if isinstance(number, Tensor) or number:
             self._counted.append((total, number))
 
     def forget(self) -> None:
-        """Leave out what has been counted since the last step."""
+        """Discard what has been noted since the last :meth:`flush`."""
         self._counted.clear()
 
     def flush(self) -> None:
-        """Add it, in place."""
+        """Add what has been noted to the totals, in place: one launch for each group of like shapes and dtypes."""
         alike: dict[Hashable, list[tuple[Tensor, float | Tensor]]] = {}
-        turns: dict[Hashable, int] = {}  # what is added at once goes to different totals
+        turns: dict[Hashable, int] = {}  # one launch adds to each total once at most
         for total, number in self._counted:
             kind = (number.dtype, number.shape) if isinstance(number, Tensor) else None
             turns[id(total), kind] = turn = turns.get((id(total), kind), 0) + 1
@@ -115,5 +130,5 @@ class Tally:
 
 
 def over_rows(numbers: Tensor) -> Tensor:
-    """Sums over the rows of the means over the heads, ``[..., B, H]`` to fp64 ``[...]``."""
+    """Mean over the heads, summed over the rows: ``[..., B, H]`` to fp64 ``[...]``."""
     return numbers.sum((-2, -1), dtype=torch.float64) / numbers.shape[-1]

@@ -1,4 +1,4 @@
-"""The shapes of one attention layer and the state that a method keeps for it."""
+"""What :class:`~foveate.state.SlotCache` allocates: the shapes of an attention layer, and a method's state tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ class Geometry:
     """Shapes of one attention layer."""
 
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
     head_dim: int
     value_dim: int
@@ -23,22 +24,22 @@ class Geometry:
 
     @property
     def key_share(self) -> float:
-        """A key's share of the key and its value: one half where both have as many dimensions."""
+        """Bytes of a key over those of the key and its value: D / (D + Dv)."""
         return self.head_dim / (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """State of a method that lies beside the keys and travels with them.
+    """One state tensor of a method. The cache grows, crops, reorders and snapshots it together with the keys.
 
     Args:
-        shape: of one entry.
-        per: 1 for an entry per slot, n for an entry per page of n slots, 0 for an entry per sequence. Slots and pages
-            are per KV head: ``[B, Hkv, entries, *shape]``; sequences are ``[B, *shape]``.
-        dtype: None for the dtype of the keys.
-        recomputed: True when cropping tokens needs no undoing because the entries are written again before they are
-            read (page summaries).
-        fill: of an entry per sequence, what it holds before it is written.
+        shape: shape of one entry; ``()`` for a number.
+        per: 1: an entry for each slot; n > 1: an entry for each page of n slots; both are per KV head,
+            ``[B, Hkv, entries, *shape]``. 0: an entry for each sequence, ``[B, *shape]``.
+        dtype: None: the dtype of the keys.
+        recomputed: whether the method rewrites entries before it reads them again, so that they need no snapshot when
+            tokens are removed, and no clearing when a slot is reused (page summaries).
+        fill: initial value of an entry per sequence. Other entries start at 0.
     """
 
     shape: tuple[int, ...] = ()

@@ -1,4 +1,7 @@
-"""The numbers of a cache's rows on the device, for decode steps that advance them there and are replayed as a graph."""
+"""Row numbers on the device, for decode steps that are captured in a CUDA graph and advance them there.
+
+See :class:`~foveate.state.row_numbers.RowNumbers` for what each number means.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from torch import Tensor
 from foveate.state.counters import Tally
 
 NAMES = ("lengths", "counts", "live", "prompt", "pages", "paged")
-"""The numbers that a step may read; it advances the first three."""
+"""Row numbers that a step may read. Each step advances the first three."""
 
 
 class DeviceRows:
-    """What a step knows of its rows: tensors at fixed addresses, the same for all layers whose rows are alike.
+    """Row numbers as tensors at fixed addresses, shared by all layers whose rows have the same numbers.
 
-    A step reads them after :meth:`begin` has counted its token. The host knows how many steps there were, and asks the
-    device for nothing before it wants the numbers back.
+    Between two steps the host does not read the device: it counts :attr:`steps`. :meth:`read` brings the numbers back.
+    Within a step, :meth:`begin` runs first, so that layers see numbers that include the new token.
 
     Args:
         batch_size: number of rows.
-        evicts: whether rows give up slots.
-        device: where the numbers are.
+        evicts: whether the method evicts.
+        device: of the tensors.
     """
 
     def __init__(self, batch_size: int, evicts: bool, device: torch.device):
@@ -31,31 +34,35 @@ class DeviceRows:
         with torch.inference_mode(False):
             self.numbers = torch.zeros(len(NAMES), batch_size, dtype=torch.int64, device=device)
             self.slots = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            """Where a row's new token goes unless it has freed a slot."""
+            """Where a row's new token goes unless it reuses an evicted token's slot: the first slot never used."""
             self.freed = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            """How many slots a row has freed for the next token: 0 or 1."""
+            """Slots that a row has evicted and the next token reuses: 0 or 1."""
         self.bound = 0
-        """No row is longer, as long as there is room; widths of selections follow from it."""
+        """Capacity of the cache in slots. Without eviction no row is longer; fixes the widths of selections."""
         self.steps = 0
-        """Steps since the numbers were written."""
+        """Steps since :meth:`write`."""
         self.capturing = False
-        """A step is being run, which must not ask the host for numbers that change from step to step."""
+        """Whether a step or maintenance is being run or captured: row numbers must not be read on the host."""
         self.tally = Tally()
-        """What the layers of a step count."""
+        """Counts of the layers in the present step."""
         self._rows: dict[str, list[int]] = {}
+        """Row numbers as written, before the steps since."""
         self._freed: list[bool] = [False] * batch_size
         self._read: tuple[int, dict[str, list[int]], list[bool]] | None = None
+        """Result of the last :meth:`read` that waited for the device, after so many steps."""
         self._memo: dict[Hashable, Any] = {}
+        """Results of :meth:`once` in the present step."""
         self._constants: dict[Hashable, Tensor] = {}
         self._after: dict[Hashable, Callable[[], Any]] = {}
+        """Changes to make at the end of the present maintenance, by key."""
 
     def write(self, rows: dict[str, list[int]], freed: list[bool] | None, bound: int) -> None:
-        """Put the host's numbers on the device, without waiting for it.
+        """Copy row numbers from the host to the device, without a host sync.
 
         Args:
-            rows: a number for each row, by name.
-            freed: which rows have freed a slot; None: none has.
-            bound: the longest that a row can get.
+            rows: a list ``[B]`` for each name.
+            freed: rows that have evicted a slot for the next token to reuse; None: none has.
+            bound: capacity of the cache in slots.
         """
         self._rows = {name: list(numbers) for name, numbers in rows.items()}
         self._freed = [False] * self.freed.numel() if freed is None else list(freed)
@@ -66,7 +73,7 @@ class DeviceRows:
     # Inside a step
 
     def begin(self) -> None:
-        """A step starts: every row has one token more."""
+        """Start a step: count one token more in every row."""
         self._memo.clear()
         self.tally.forget()
         self.slots.copy_(self["counts"])
@@ -76,17 +83,17 @@ class DeviceRows:
             self.freed.zero_()
 
     def __getitem__(self, name: str) -> Tensor:
-        """A number of each row, int64 ``[B]``."""
+        """The row numbers of this name, int64 ``[B]``."""
         return self.numbers[NAMES.index(name)]
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` gives, computed once in a step for all layers."""
+        """The result of ``compute()``, computed by the first layer of a step that asks for this key."""
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]
 
     def constant(self, numbers: tuple[int, ...]) -> Tensor:
-        """Numbers that no step changes, int64 ``[n]``; sent to the device once."""
+        """Numbers that no step changes, int64 ``[n]``; copied to the device once."""
         if numbers not in self._constants:
             with torch.inference_mode(False):
                 self._constants[numbers] = self._pinned(numbers).to(self.device, non_blocking=True)
@@ -96,42 +103,42 @@ class DeviceRows:
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def evict(self, rows: Tensor) -> None:
-        """Some rows, bool ``[B]``, give up a slot: counted once for all layers."""
+        """Note that rows, bool ``[B]``, evict one slot each; every layer calls it, and it counts once in a step."""
 
-        def count() -> bool:
+        def count_once() -> bool:
             self["live"].sub_(rows.to(torch.int64))
             self.freed.copy_(rows)
             return True
 
-        self.once("evict", count)
+        self.once("evict", count_once)
 
     # Between steps
 
     def pause(self) -> None:
-        """Maintenance begins, between two steps; it works by the numbers that the last step has left."""
+        """Start maintenance between two steps; it sees the row numbers that the last step has left."""
         self._memo.clear()
         self._after.clear()
 
     def after(self, key: Hashable, change: Callable[[], Any]) -> None:
-        """Have numbers changed at the end of the maintenance of all layers; of the same key once."""
+        """Register a change of row numbers for the end of maintenance, when all layers are done; once for a key."""
         self._after.setdefault(key, change)
 
     def resume(self) -> None:
-        """Maintenance ends: its changes of the numbers are made."""
+        """End maintenance: make the registered changes."""
         for change in self._after.values():
             change()
         self._after.clear()
 
     def apply_on_host(self, rule: Callable[[dict[str, list[int]]], dict[str, list[int]]]) -> None:
-        """Change the host's numbers by a rule, as something between two steps has changed those of the device."""
+        """Make a change on the host that maintenance has made on the device: ``rule`` gives the changed numbers."""
         self._rows |= rule(self.read()[0])
 
-    # After it
+    # After a step
 
     def read(self) -> tuple[dict[str, list[int]], list[bool]]:
-        """The host's numbers as the steps since have left them, and which rows have freed a slot.
+        """The row numbers now, on the host, and the rows that have evicted a slot for the next token to reuse.
 
-        Waits for the device where slots were given up; otherwise every row has had a token more at each step.
+        Waits for the device only if the method evicts; otherwise the numbers follow from the count of steps.
         """
         if not self.steps or not self.evicts:
             moved = {name: [number + self.steps for number in self._rows[name]] for name in NAMES[:3]}
@@ -142,4 +149,4 @@ class DeviceRows:
         return self._read[1:]
 
     def __deepcopy__(self, memo):
-        raise TypeError("the rows of a cache are settled before it is copied")
+        raise TypeError("row numbers on the device cannot be copied: sync_to_host before copying the cache")

@@ -1,4 +1,9 @@
-"""Removing tokens from a cache: one slot per decode step, or all but a chosen set after the prompt."""
+"""Removing tokens from a cache: one slot per decode step, or all but a chosen set after the prompt.
+
+A mixin of :class:`~foveate.state.SlotCache`. While the cache is ``staged`` (assisted decoding may undo tokens), an
+evicted slot is only marked empty: the next token goes to a new slot, so that a snapshot can restore the evicted token.
+:meth:`Eviction.compact` reclaims the empty slots later.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,16 @@ from foveate.ops import first_keys, gather_slots, give_up, weakest
 
 
 class Freed(NamedTuple):
+    """The slots that the next token of each row reuses."""
+
     slots: Tensor
-    """int64 ``[B, Hkv]``: where the next token goes; -1: after the last slot in use."""
+    """int64 ``[B, Hkv]``; -1: the token goes after the last slot in use."""
     rows: list[bool]
-    """Which rows freed a slot."""
+    """Rows whose next token reuses a slot in every KV head, so that it needs no new slot."""
 
 
 class Eviction:
-    """What a :class:`~foveate.state.SlotCache` can remove."""
+    """The operations of a :class:`~foveate.state.SlotCache` that remove tokens."""
 
     def evict(
         self,
@@ -29,11 +36,11 @@ class Eviction:
         before: Tensor | None = None,
         at: Tensor | None = None,
     ) -> None:
-        """Give up one slot of every KV head of some rows; the next token of the row takes its place.
+        """Evict one token from every KV head of some rows; the row's next token reuses its slot, unless staged.
 
         Args:
-            rows: which rows evict; in a step that is replayed bool ``[B]``.
-            scores, before, at: which slot, see :func:`foveate.ops.give_up`.
+            rows: for each row whether it evicts; in a captured step bool ``[B]`` on the device.
+            scores, before, at: which token leaves, see :func:`foveate.ops.give_up`.
         """
         step, by = self.step, {"scores": scores, "before": before, "at": at}
         if step is not None:
@@ -53,25 +60,27 @@ class Eviction:
             self.freed = Freed(slots, rows)
 
     def evict_by_head(self, heads: list[list[bool]], held: list[list[int]], scores: Tensor, before: Tensor) -> None:
-        """Give up the weakest slot of some KV heads; the next token takes its place, or that of an earlier hole.
+        """Evict the token with the lowest score from some KV heads; unless staged, the next token reuses its slot.
 
-        The tokens of a row then differ in number from head to head: ``live`` is that of the head with the most.
+        Where a head does not evict but has empty slots, the next token goes to the first of these. KV heads of a row
+        may then hold different numbers of tokens; ``live`` is that of the head with the most.
 
         Args:
-            heads: which KV heads of each row evict.
-            held: tokens that each KV head of a row holds, before.
-            scores, before: see :func:`foveate.ops.weakest`; only tokens before a row's position can leave.
+            heads: ``[B][Hkv]``: whether the KV head evicts.
+            held: ``[B][Hkv]``: tokens that the KV head holds, before the eviction.
+            scores: fp32 ``[B, Hkv, used]``, see :func:`foveate.ops.weakest`.
+            before: int64 ``[B]``: only tokens before this position can leave.
         """
-        slotted = [  # heads whose next token takes the place of another, or fills a hole
+        reuses = [  # heads whose next token reuses a slot
             [evicts or own < count for evicts, own in zip(*row)]
             for *row, count in zip(heads, held, self.rows["counts"])
         ]
-        if not any(map(any, heads if self.staged else slotted)):
+        if not any(map(any, heads if self.staged else reuses)):
             return
         self.own_memory()
         some = self.on_device([int(evicts) for row in heads for evicts in row]).view(len(heads), -1) != 0
         positions = self.positions
-        holes = (positions < 0) & first_keys(self.row_tensor("counts")[:, None], self.used)
+        empty = (positions < 0) & first_keys(self.row_tensor("counts")[:, None], self.used)
         slots = weakest(scores, (positions >= 0) & (positions < before[:, None, None]), positions)[..., None]
         kept = positions.gather(2, slots)
         positions.scatter_(2, slots, kept.masked_fill(some[..., None], -1))
@@ -79,15 +88,16 @@ class Eviction:
         self.rows["live"] = [max(own - evicts for evicts, own in zip(*row)) for row in zip(heads, held)]
         self.counters.add("tokens_evicted", sum(map(sum, heads)) / len(heads[0]))
         if not self.staged:
-            first = torch.where(holes.any(-1), holes.to(torch.uint8).argmax(-1), -1)
-            self.freed = Freed(torch.where(some, slots[..., 0], first), [all(row) for row in slotted])
+            first = torch.where(empty.any(-1), empty.to(torch.uint8).argmax(-1), -1)
+            self.freed = Freed(torch.where(some, slots[..., 0], first), [all(row) for row in reuses])
 
     def retain(self, keep: Tensor | list[Tensor], uneven: bool = False) -> None:
-        """Keep only the given slots, in the order of their positions, and free the memory of the others.
+        """Keep only the given slots, packed in the order of their positions, and free the memory of the others.
 
         Args:
-            keep: int64 ``[B, Hkv, K]``, or one ``[1, Hkv, K_b]`` for each row; -1 marks none.
-            uneven: whether KV heads may keep different numbers of slots, K of them the head that keeps the most.
+            keep: slots, int64 ``[B, Hkv, K]``, or one ``[1, Hkv, K_b]`` for each row; -1 for none.
+            uneven: whether KV heads may keep different numbers of slots; one keeps all K. Counting the evicted tokens
+                then waits for the device.
         """
         kept = [keep.shape[2]] * self.batch_size if isinstance(keep, Tensor) else [one.shape[2] for one in keep]
         if isinstance(keep, list):
@@ -116,7 +126,7 @@ class Eviction:
             movable(self.tensors[name])[:, :, : tensor.shape[2]] = tensor
 
     def compact(self) -> None:
-        """Close the holes that eviction left, so that slots are packed and in the order of their positions."""
+        """Pack the tokens into the first slots, in the order of their positions; no-op if they are packed."""
         if "positions" not in self.tensors or (self.ordered and self.freed is None and self.holes() is None):
             return
         positions = self.positions
@@ -125,5 +135,5 @@ class Eviction:
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """The same memory in a dtype that can be gathered and scattered, which fp8 cannot."""
+    """A view of fp8 as uint8, since PyTorch can neither gather nor scatter fp8; other tensors as they are."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor

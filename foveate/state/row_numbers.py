@@ -1,4 +1,12 @@
-"""The numbers of the rows of a batch: on the host as a rule, on the device while a graph of steps is replayed."""
+"""Row numbers: the integers that a cache keeps for each row of its batch, such as its length.
+
+They are Python lists on the host, except while decode steps are captured and replayed: then they are tensors on the
+device (:class:`~foveate.state.device_rows.DeviceRows`). Methods ask for them through :class:`RowNumbers` in the same
+way in both cases.
+
+A *captured step* is a decode step inside ``foveate.runtime.capture.step``, whether it is being captured or runs eagerly
+to warm up; its code must not depend on host values that change from step to step.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +22,30 @@ from foveate.state.device_rows import DeviceRows
 
 
 class DeviceState(NamedTuple):
-    """What a cache goes by while steps advance the numbers of its rows on the device."""
+    """Where a cache's row numbers are while decode steps advance them on the device."""
 
     rows: DeviceRows
     places: Tensor | None
-    """int64 ``[B, Hkv]``: the slots freed last, -1 for none; None where none is ever given up."""
+    """int64 ``[B, Hkv]``: the slot that each KV head evicted last and the next token reuses, -1 for none. None: the
+    method never evicts."""
 
 
 class RowNumbers:
-    """Numbers of each row of a batch, which a method asks for by a rule, wherever they are.
+    """The row numbers of a batch, on the host or on the device.
+
+    - ``lengths``: tokens seen, evicted ones included, padding left out;
+    - ``counts``: slots in use, from slot 0 on, slots emptied by eviction included;
+    - ``live``: tokens held, so at most ``counts``; where KV heads differ, those of the head that holds the most;
+    - ``prompt``: the length when the last prompt ended;
+    - ``observed``: tokens of the present prompt that the method's ``observe`` has seen; 0 after the prompt;
+    - ``pages``, ``paged``: for LuKA, pages with a summary, and slots before the raw tail (0 without pages).
+
+    On the host a *rule* is applied to each row's int; in a captured step the same rule is applied to an int64 tensor
+    ``[B]``, so it must be arithmetic that works on both.
 
     Args:
-        numbers: a number for each row, by name: ``lengths`` are tokens seen, without padding, evicted ones included;
-            ``counts`` slots in use; ``live`` tokens held.
-        device: where tensors of them go.
+        numbers: a list ``[B]`` for each name.
+        device: of the tensors that are returned.
     """
 
     def __init__(self, numbers: dict[str, list[int]], device: torch.device):
@@ -36,15 +54,16 @@ class RowNumbers:
 
     @property
     def rows(self) -> dict[str, list[int]]:
-        """Numbers of each row on the host, by name; those that are on the device are brought back first.
+        """The row numbers on the host, by name; synchronises with the device if they are there.
 
         Raises:
-            RuntimeError: in a step that is replayed, which must go by what is on the device.
+            RuntimeError: during capture, where a host value would be frozen into the graph.
         """
         if self.device_state is not None:
             if self.device_state.rows.capturing:
                 raise RuntimeError(
-                    "a decode step for a graph asked for numbers of the host, which change with each step"
+                    "a decode step asked for row numbers on the host during CUDA graph capture; they change with each "
+                    "step: use each_row, most, rows_where or row_tensor"
                 )
             self.sync_to_host()
         return self._rows
@@ -56,15 +75,18 @@ class RowNumbers:
 
     @property
     def step(self) -> DeviceRows | None:
-        """The numbers on the device, in a step that is replayed; None elsewhere, where they are on the host."""
+        """The row numbers on the device, during a step or maintenance that is captured; else None.
+
+        Outside of these, numbers that are still on the device are first brought to the host.
+        """
         if self.device_state is not None and not self.device_state.rows.capturing:
             self.sync_to_host()
         return None if self.device_state is None else self.device_state.rows
 
     def sync_to_host(self) -> None:
-        """Bring the numbers back that are on the device."""
+        """Bring the row numbers from the device to the host, if they are there."""
         if self.device_state is not None:
-            moved = self.device_state.rows.read()[0]  # of all layers that share them: each needs lists of its own
+            moved = self.device_state.rows.read()[0]  # shared with other layers: copy the lists
             self.rows = self._rows | {name: list(numbers) for name, numbers in moved.items()}
 
     @property
@@ -83,31 +105,32 @@ class RowNumbers:
 
     @property
     def decoded(self) -> int:
-        """Tokens of a row since its prompt, which are as many in every row; asks the device for nothing."""
+        """Tokens decoded since the prompt, the same number in every row; never synchronises with the device."""
         steps = 0 if self.device_state is None else self.device_state.rows.steps
         return self._rows["lengths"][0] + steps - self._rows["prompt"][0]
 
     @property
     def now(self) -> int | None:
-        """What tells the steps of a forward pass apart: a replayed one has but one."""
+        """Distinguishes single-token steps within one forward pass: a row's length; None in a captured step."""
         return self.rows["lengths"][0] if self.step is None else None
 
     def row_tensor(self, name: str) -> Tensor:
-        """A per-row number as int64 ``[B]`` on the device."""
+        """The row numbers of this name, int64 ``[B]`` on the device. Do not write to it."""
         step = self.step
         return self.on_device(self.rows[name]) if step is None else step[name]
 
     def on_device(self, numbers: list[int]) -> Tensor:
-        """Numbers as int64 ``[n]`` on the device, without waiting for it; in a replayed step they are constants."""
+        """Host integers as int64 ``[n]`` on the device, without a host sync; in a captured step they are constants."""
         step = self.step
         return on_device(tuple(numbers), self.device) if step is None else step.constant(tuple(numbers))
 
     def each_row(self, rule: Callable[..., Any], *args: Hashable, of: str = "lengths") -> Tensor:
-        """``rule(number, *args)`` for the number of each row, ``[B]`` on the device.
+        """``rule(number, *args)`` of each row's number, ``[B]`` on the device: fp64 for a rule of floats, else int64.
 
         Args:
-            rule: arithmetic that takes an int or a tensor; a function with a name, so that layers can share its result.
-            of: which number.
+            rule: arithmetic on an int or an int64 tensor. A named function or method, not a lambda: the layers of a
+                captured step share results by its identity.
+            of: name of the row number.
         """
         step = self.step
         if step is None:
@@ -118,31 +141,36 @@ class RowNumbers:
             found = rule(step[of], *args)
             return found if isinstance(found, Tensor) else torch.full_like(step[of], found)
 
-        return step.once((_known(rule), args, tuple(map(type, args)), of), numbers)
+        return step.once((_rule_key(rule), args, tuple(map(type, args)), of), numbers)
 
     def most(self, rule: Callable[[int], int], of: str = "lengths") -> int:
-        """The largest ``rule`` of a row, or in a replayed step of the longest that a row can get: a width.
+        """A width that suffices for all rows: the largest ``rule(number)``; in a captured step ``rule(capacity)``.
 
-        The rule must not fall as the number grows.
+        The rule must not decrease as the number grows.
 
         Raises:
-            RuntimeError: in a replayed step of a method that evicts, whose rows get longer than their room.
+            RuntimeError: in a captured step of a method that evicts: the lengths of its rows can exceed the capacity.
         """
         step = self.step
         if step is not None and step.evicts:
-            raise RuntimeError("rows that give up slots have no bound, from which a width could follow")
+            raise RuntimeError(
+                "in a captured step of a method that evicts, row lengths have no bound from which a width could follow"
+            )
         return max(map(rule, self.rows[of])) if step is None else rule(step.bound)
 
     def rows_where(self, rule: Callable[..., Any]) -> list[bool] | Tensor | None:
-        """The rows for which ``rule(live, length)`` is true; None when the host knows that there are none."""
+        """The rows for which ``rule(live, length)`` is true: a list of bools, or None when there are none.
+
+        In a captured step always bool ``[B]`` on the device.
+        """
         step = self.step
         if step is not None:
-            return step.once((_known(rule), "where"), lambda: rule(step["live"], step["lengths"]))
+            return step.once((_rule_key(rule), "where"), lambda: rule(step["live"], step["lengths"]))
         chosen = [bool(rule(live, length)) for live, length in zip(self.rows["live"], self.lengths)]
         return chosen if any(chosen) else None
 
     def _advance(self, tokens: int, slots: int | list[bool]) -> None:
-        """Rows have so many more tokens, in so many more slots."""
+        """Count ``tokens`` more in every row, stored in ``slots`` new slots, or (bools ``[B]``) one in some rows."""
         slots = [slots] * self.batch_size if isinstance(slots, int) else slots
         rows = self.rows
         rows["lengths"] = [number + tokens for number in rows["lengths"]]
@@ -150,10 +178,11 @@ class RowNumbers:
         rows["counts"] = [number + added for number, added in zip(rows["counts"], slots)]
 
 
-def _known(rule: Callable[..., Any]) -> Hashable:
-    """What tells rules apart: those of methods with the same spec are equal, though Python's own comparison says no.
+def _rule_key(rule: Callable[..., Any]) -> Hashable:
+    """A key by which the layers of a step share a rule's result: equal for the same rule of methods with one spec.
 
-    Not those of equal methods: 1 key is as equal to a share of 1.0 as Python's numbers are.
+    Comparing the methods themselves would be wrong: dataclasses with top_k=1 (one key) and top_k=1.0 (all keys) are
+    equal in Python, but their specs differ.
     """
     if not inspect.ismethod(rule):
         return rule
@@ -162,7 +191,10 @@ def _known(rule: Callable[..., Any]) -> Hashable:
 
 @functools.lru_cache(maxsize=256)
 def on_device(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Per-row numbers ``[B]``, not to be written to: they serve every layer of a step, and often the next."""
+    """Numbers as a tensor ``[n]`` on the device, copied from pinned memory without a host sync.
+
+    Cached: the same tensor serves every layer of a step, so it must not be written to.
+    """
     with torch.inference_mode(False):
         if len(set(numbers)) == 1:
             return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)

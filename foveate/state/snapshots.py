@@ -1,4 +1,8 @@
-"""Going back to an earlier state of a cache, as assisted decoding does with tokens that are not accepted."""
+"""Returning a cache to an earlier state, as assisted decoding does when draft tokens are rejected.
+
+A mixin of :class:`~foveate.state.SlotCache`. A snapshot holds the row numbers and the method's state, not the keys and
+values: while the cache is ``staged``, no slot in use is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,23 @@ from foveate.state.description import Channel
 
 class _Snapshot(NamedTuple):
     rows: dict[str, list[int]]
+    """Row numbers."""
     tensors: dict[str, Tensor]
+    """Copies of the channels and positions that later tokens may change."""
 
 
 class Snapshots:
-    """What a :class:`~foveate.state.SlotCache` can undo."""
+    """The operations of a :class:`~foveate.state.SlotCache` that save and restore its state."""
 
     snapshots: dict[int, _Snapshot]
+    """By ``clock``: columns of the batch at the time, padding included."""
 
     def save(self, clock: int) -> None:
-        """Remember the present state under a number of tokens, for :meth:`restore`; only while staged."""
+        """Save the present state for :meth:`restore`, if the cache is staged; otherwise do nothing.
+
+        Args:
+            clock: columns of the batch so far, padding included.
+        """
         if self.staged:
             used = self.used
             tensors = {
@@ -32,11 +43,15 @@ class Snapshots:
             self.snapshots[clock] = _Snapshot(rows, tensors)
 
     def restore(self, clock: int) -> None:
-        """Go back to a saved state. Keys and values written since are ignored and written over."""
+        """Return to the state saved at this clock. Keys and values written since stay in unused slots.
+
+        Raises:
+            KeyError: when none was saved.
+        """
         saved = self.snapshots[clock]
         self.rows = {name: list(numbers) for name, numbers in saved.rows.items()}
         for name, tensor in saved.tensors.items():
-            if self._snapshot_specs()[name].per:  # by slot or page: there may be more of them now
+            if self._snapshot_specs()[name].per:  # the cache may have more slots or pages now
                 self.tensors[name][:, :, : tensor.shape[2]] = tensor
                 if name == "positions":
                     self.tensors[name][:, :, tensor.shape[2] :] = -1
@@ -45,12 +60,12 @@ class Snapshots:
         self.snapshots = {at: kept for at, kept in self.snapshots.items() if at <= clock}
 
     def truncate(self, tokens: int) -> None:
-        """Drop the last tokens of every row; only where nothing but keys and values depends on them."""
+        """Remove the last ``tokens`` tokens of every row; only for methods whose state does not depend on them."""
         for name in ("lengths", "counts", "live"):
             self.rows[name] = [number - tokens for number in self.rows[name]]
         self.rows["observed"] = [max(number - tokens, 0) for number in self.rows["observed"]]
 
     def _snapshot_specs(self) -> dict[str, Channel]:
-        """What a snapshot holds: all that a later token may change."""
+        """The channels that a later token may change, and the positions of a method that evicts."""
         specs = {name: spec for name, spec in self.specs.items() if not spec.recomputed}
         return specs | ({"positions": Channel(dtype=torch.int32)} if self.evicts else {})

@@ -1,4 +1,7 @@
-"""Where the keys and values of a cache's slots are: in one piece, or in physical blocks that all rows share."""
+"""Memory for the keys and values of a cache: contiguous per row, or blocks named by a block table.
+
+A mixin of :class:`~foveate.state.SlotCache`, which also has the row numbers, ``_row`` and ``_slot_specs`` used here.
+"""
 
 from __future__ import annotations
 
@@ -9,60 +12,68 @@ from foveate.ops import BlockTable
 from foveate.state.description import Channel, Geometry
 
 ALIGN = 64
-"""Slots of a row grow in multiples of so many."""
+"""The capacity of a row is a multiple of this many slots."""
 
 
 class Storage:
-    """How a :class:`~foveate.state.SlotCache` keeps keys and values.
+    """Keys, values and channels of a :class:`~foveate.state.SlotCache`, and how they grow.
 
-    In one piece they are ``[B, Hkv, capacity, D(v)]``. In blocks they are ``[N, Hkv, block_size, D(v)]``, and the int32
-    tensor ``block_table [B, M]`` names the blocks of each row, as a :class:`~foveate.ops.BlockTable` has them. A row
-    has blocks for its whole capacity, and no two rows share one. Other state of a method is in one piece in both cases.
+    Contiguous keys and values are ``[B, Hkv, capacity, D(v)]``. In blocks they are ``[N, Hkv, block_size, D(v)]``, and
+    the int32 tensor ``block_table [B, M]`` names each row's blocks (:class:`~foveate.ops.BlockTable`). A row owns
+    blocks for its whole capacity; no two rows share a block. Channels are contiguous in both cases.
     """
 
     geometry: Geometry
     dtype: torch.dtype
     tensors: dict[str, Tensor]
+    """``keys``, ``values``, the channels by name and, where the cache has them, ``positions`` and ``block_table``."""
     capacity: int
+    """Slots allocated for each row."""
     block_size: int
-    """Slots of a block; 0: keys and values are in one piece."""
+    """Slots of a block; 0: keys and values are contiguous."""
     free_blocks: list[int]
-    """Blocks that no row holds; the last one is taken first."""
+    """Blocks that no row owns; the last one is taken first."""
+    borrowed: bool
+    """Whether ``keys`` and ``values`` are the tensors of the cache that this one was branched from."""
 
     # What methods read
 
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
-        """Keys and values where they are, as the verbs take them beside :attr:`block_table`.
+        """Keys and values without a copy, for verbs that also take :attr:`block_table`.
 
-        Views ``[B, Hkv, used, D(v)]``; in blocks ``[N, Hkv, block_size, D(v)]``.
+        Views ``[B, Hkv, used, D(v)]``, or all blocks ``[N, Hkv, block_size, D(v)]``.
         """
         k, v = self.tensors["keys"], self.tensors["values"]
         return (k, v) if self.block_size else (k[:, :, : self.used], v[:, :, : self.used])
 
     @property
     def block_table(self) -> BlockTable | None:
-        """Where the slots in use are in :attr:`memory`; None: in one piece."""
+        """The blocks of each row's used slots in :attr:`memory`; None when memory is contiguous."""
         return BlockTable(self.tensors["block_table"], self.used) if self.block_size else None
 
     @property
     def keys(self) -> Tensor:
-        """``[B, Hkv, used, D]``: a view; of blocks a copy, for verbs that take no block table."""
-        return self._in_one_piece("keys")
+        """``[B, Hkv, used, D]``: a view of contiguous keys, a copy of keys in blocks."""
+        return self._contiguous("keys")
 
     @property
     def values(self) -> Tensor:
-        """``[B, Hkv, used, Dv]``: a view; of blocks a copy, for verbs that take no block table."""
-        return self._in_one_piece("values")
+        """``[B, Hkv, used, Dv]``: a view of contiguous values, a copy of values in blocks."""
+        return self._contiguous("values")
 
-    def _in_one_piece(self, name: str) -> Tensor:
-        tensor, where = self.tensors[name], self.block_table
-        return tensor[:, :, : self.used] if where is None else where.gather(where.table, tensor)[0]
+    def _contiguous(self, name: str) -> Tensor:
+        tensor, blocks = self.tensors[name], self.block_table
+        return tensor[:, :, : self.used] if blocks is None else blocks.gather(blocks.table, tensor)[0]
 
-    # Room
+    # Capacity
 
     def reserve(self, slots: int) -> None:
-        """Make room for at least this many slots in every row."""
+        """Grow every row to a capacity of at least this many slots; copies the tensors that grow.
+
+        Raises:
+            RuntimeError: for a single row of a batch, which shares the batch's tensors.
+        """
         if slots <= self.capacity:
             return
         if self._row is not None:
@@ -84,14 +95,14 @@ class Storage:
         self.counters.resident_bytes = self.resident_bytes
 
     def _buffer(self, name: str, spec: Channel, capacity: int) -> Tensor:
-        """Empty entries for this many slots: zeros, or -1 for positions."""
+        """A new tensor with entries for this many slots: zeros, or -1 for positions."""
         shape = (self.batch_size, self.geometry.num_kv_heads, -(-capacity // spec.per), *spec.shape)
-        with torch.inference_mode(False):  # a buffer made under inference_mode could not be written outside of it
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside inference_mode
             buffer = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
         return buffer.fill_(-1) if name == "positions" else buffer
 
     def _add_blocks(self, number: int) -> None:
-        """Give every row so many blocks, those included that it has."""
+        """Give every row ``number`` blocks in all, those that it has included."""
         held = self.tensors.get("block_table")
         more = number - (0 if held is None else held.shape[1])
         added = self._as_table(self._take_blocks(self.batch_size * more)).view(self.batch_size, more)
@@ -99,7 +110,7 @@ class Storage:
             self.tensors["block_table"] = added if held is None else torch.cat([held, added], 1)
 
     def _take_blocks(self, number: int) -> list[int]:
-        """Blocks that no row holds; memory grows where there are too few."""
+        """Take ``number`` free blocks; allocates more memory when there are too few."""
         missing = number - len(self.free_blocks)
         if missing > 0:
             for name, dim in (("keys", self.geometry.head_dim), ("values", self.geometry.value_dim)):
@@ -123,7 +134,7 @@ class Storage:
     # Writing
 
     def _write(self, first: int, k: Tensor, v: Tensor) -> None:
-        """Write n tokens of every row to the slots from ``first`` on; k, v ``[B, Hkv, n, D(v)]``."""
+        """Write n tokens of every row to slots ``first .. first + n - 1``; k, v ``[B, Hkv, n, D(v)]``."""
         n = k.shape[2]
         if not self.block_size:
             self.tensors["keys"][:, :, first : first + n] = k
@@ -135,7 +146,7 @@ class Storage:
         self.tensors["values"][block, :, slot] = v.transpose(1, 2)
 
     def own_memory(self) -> None:
-        """Copy keys and values that other branches read, before one of them is written over."""
+        """Replace borrowed keys and values by copies. Called before a slot in use is overwritten or evicted."""
         if self.borrowed:
             with torch.inference_mode(False):
                 self.tensors |= {name: self.tensors[name].clone() for name in ("keys", "values")}
@@ -144,26 +155,29 @@ class Storage:
     # Rows of a batch
 
     @property
-    def _shared(self) -> tuple[str, ...]:
-        """Tensors that have no entry of their own for each row."""
+    def _without_batch(self) -> tuple[str, ...]:
+        """Names of tensors without a batch dimension: keys and values in blocks."""
         return ("keys", "values") if self.block_size else ()
 
     def _take_rows_of_blocks(self, chosen: list[int]) -> None:
-        """Rows of the batch anew: the first one of a row keeps its blocks, others get copies, and the rest are free."""
+        """Rearrange the block table for rows ``chosen`` of the present batch.
+
+        The first occurrence of a row keeps its blocks, repeats get copies, and blocks of rows not chosen become free.
+        """
         self.own_memory()
         table = self.tensors["block_table"].tolist()
         self.free_blocks = [
             *self.free_blocks,
             *(block for b, blocks in enumerate(table) if b not in chosen for block in blocks),
         ]
-        first = {b: place for place, b in reversed(list(enumerate(chosen)))}
-        again = [place for place, b in enumerate(chosen) if first[b] != place]
-        copied = [block for place in again for block in table[chosen[place]]]
+        first = {b: new for new, b in reversed(list(enumerate(chosen)))}
+        repeats = [new for new, b in enumerate(chosen) if first[b] != new]
+        copied = [block for new in repeats for block in table[chosen[new]]]
         taken = self._take_blocks(len(copied))
         rows, width = [table[b] for b in chosen], len(table[0])
-        for number, place in enumerate(again):
-            rows[place] = taken[number * width : (number + 1) * width]
-        if again:
+        for number, new in enumerate(repeats):
+            rows[new] = taken[number * width : (number + 1) * width]
+        if repeats:
             source, target = self._as_table(copied).long(), self._as_table(taken).long()
             for name in ("keys", "values"):
                 self.tensors[name][target] = self.tensors[name][source]

@@ -103,7 +103,9 @@ def _check_sparsity(config: TrainingConfig) -> str | None:
     mixers = getattr(network.configuration(config.model), "mixers", None)
     if mixers is None:  # not a hybrid
         return None
-    budget = config.sparsity.budget
+    budget, hold = config.sparsity.budget, config.sparsity.hold
+    if round(hold * config.steps) >= config.steps:
+        raise UserError(f"sparsity.hold is {hold:g}: of {config.steps:,} steps none is left that trains scores")
     if budget is not None and "lte" not in mixers:
         raise UserError(
             f"sparsity.budget is {budget:,}, and no layer of the model evicts by learned scores: its mixers are "
@@ -139,10 +141,9 @@ class _Run:
         self.parallel = Parallel(made, place, config.run.parallel, self.half)
         if config.run.compile:
             made.compile()
-        self.held = 0 if config.sparsity.budget is None else round(config.sparsity.hold * config.steps)
-        scores = network.score_parameters(made) if self.held else []
-        self.held_parameters = {id(parameter) for parameter in scores}
-        self.optimizer = adamw(made, config.optim, apart=scores)
+        self.held = round(config.sparsity.hold * config.steps)
+        self.held_parameters = network.score_parameters(made) if self.held else []
+        self.optimizer = adamw(made, config.optim)
         self.feedback = None if config.sparsity.budget is None else SparsityFeedback(config.sparsity)
         self.forward_options: dict[str, Any] = {"use_cache": False}
         if self.feedback:
@@ -150,7 +151,7 @@ class _Run:
                 raise UserError(
                     f"sparsity.budget is set, and {type(made).__name__} has no layer that evicts by learned scores"
                 )
-            if self.held and not scores:
+            if self.held and not self.held_parameters:
                 raise UserError(f"sparsity.hold is set, and {type(made).__name__} has no scores of foveate's layers")
             self.forward_options["output_retention"] = True
         self.held_out = self._held_out()
@@ -218,9 +219,9 @@ class _Run:
             for _ in range(self.shape.accumulate)
         ]
         weights = self._weights(parts)
-        holding, rate = self.step < self.held, learning_rate(self.step, self.config.steps, self.config.optim)
         for group in self.optimizer.param_groups:
-            group["lr"] = 0.0 if holding and id(group["params"][0]) in self.held_parameters else rate
+            group["lr"] = learning_rate(self.step, self.config.steps, self.config.optim)
+        holding = self.step < self.held
         feedback = None if holding else self.feedback
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
@@ -236,6 +237,9 @@ class _Run:
                     penalties = penalties + penalty.detach()
                     loss = loss + penalty
                 loss.backward()
+        if holding:  # what is not trained counts neither in the norm nor in AdamW's moments
+            for parameter in self.held_parameters:
+                parameter.grad = None
         clip = self.config.optim.clip
         norm = self.parallel.clip(clip) if clip else torch.zeros((), device=self.place.device)
         self.optimizer.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -11,22 +10,19 @@ from torch import nn
 from foveate.training.configuration import OptimSettings
 
 
-def adamw(network: nn.Module, settings: OptimSettings, apart: Iterable[nn.Parameter] = ()) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU. What has fewer than two dimensions, or says `_no_weight_decay`, does not decay.
-
-    Args:
-        apart: parameters that share no group with others.
-    """
-    alone = {id(parameter) for parameter in apart}
-    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+def adamw(network: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
+    """AdamW, fused on a GPU. What has fewer than two dimensions, or says `_no_weight_decay`, does not decay."""
+    decaying: tuple[list, list] = ([], [])
     for parameter in network.parameters():
         if parameter.requires_grad:
             spared = parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False)
-            kinds.setdefault((id(parameter) in alone, spared), []).append(parameter)
+            decaying[spared].append(parameter)
     groups = [
-        {"params": kinds[kind], "weight_decay": 0.0 if kind[1] else settings.weight_decay} for kind in sorted(kinds)
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in zip(decaying, (settings.weight_decay, 0.0))
+        if parameters
     ]
-    fused = all(parameter.is_cuda for group in kinds.values() for parameter in group)
+    fused = all(parameter.is_cuda for group in decaying for parameter in group)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
 
 

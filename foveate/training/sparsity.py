@@ -86,6 +86,8 @@ class SparsitySettings:
         for name, right in bounds.items():
             if not right:
                 raise UserError(f"sparsity.{name} must be {allowed[name]}, got {getattr(self, name)}")
+        if self.hold and self.budget is None:
+            raise UserError(f"sparsity.hold is {self.hold:g}, and sparsity.budget is none; set one, or no hold")
 
     @property
     def weight(self) -> float:

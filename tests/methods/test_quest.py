@@ -102,3 +102,12 @@ def test_first_layers_are_dense_and_keep_no_boxes():
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message):
         methods.make("quest", **settings)
+
+
+def test_settings_stand_in_one_order():
+    """By which specs of rows are written, and arguments without names are taken."""
+    assert (
+        methods.make("quest", dense_layers=0, page_size=4, top_k=0.2).spec
+        == "quest:top_k=0.2,page_size=4,dense_layers=0"
+    )
+    assert next(iter(methods.make("pages").settings())) == "top_k"

@@ -35,7 +35,7 @@ def test_a_step_counts_its_token_before_and_what_was_read_afterwards():
 def test_within_a_block_the_host_is_not_asked_also_not_after_an_error(block):
     cache = filled()
     rows = capture.move_to_device([cache])
-    with pytest.raises(RuntimeError, match="asked for numbers of the host"), block([rows]):
+    with pytest.raises(RuntimeError, match="asked for row numbers on the host"), block([rows]):
         list(cache.lengths)
     assert not rows.capturing
     assert cache.lengths == [LENGTH] * 2

@@ -129,7 +129,7 @@ def test_pages_are_made_where_that_cannot_be_recorded():
     plain, driver = Driver(method), Driver(method)
     for one in (plain, driver):
         one.feed(tokens[:PROMPT])
-    with pytest.warns(UserWarning, match=r"what follows some steps could not be captured \(no\)"):
+    with pytest.warns(UserWarning, match=r"maintenance after decode steps could not be captured \(no\)"):
         found = Replayed(driver, refuse).feed_steps(tokens[PROMPT:])
     close(found, plain.feed_steps(tokens[PROMPT:]))
     assert_same_state(plain.store, driver.store)

@@ -137,7 +137,7 @@ def test_rows_of_different_lengths():
     assert held(cache, 0, 1) == [0, 1, 2, -1, -1, -1, -1]
     assert held(cache, 1, 0) == list(range(7))
     assert cache.row_tensor("counts").tolist() == [3, 7, 1]
-    with pytest.raises(ValueError, match="different lengths are appended to one by one"):
+    with pytest.raises(ValueError, match="rows use different numbers of slots"):
         append(cache, 2)
 
 
@@ -151,7 +151,7 @@ def test_a_step_goes_to_the_end_of_each_row(evicts):
 
 
 def test_a_page_channel_cannot_be_kept_where_slots_move():
-    with pytest.raises(ValueError, match="evicts cannot keep pages"):
+    with pytest.raises(ValueError, match="evicts cannot have channels per page"):
         make(channels={"page": Channel((4,), per=8)}, evicts=True)
 
 
@@ -626,7 +626,7 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
         cache.most(operator.pos)
     cache.evict(torch.tensor([True, False]), at=torch.full((2,), 3))
     for ask in (lambda: cache.rows, lambda: cache.lengths, lambda: cache.uniform):
-        with pytest.raises(RuntimeError, match="asked for numbers of the host"):
+        with pytest.raises(RuntimeError, match="asked for row numbers on the host"):
             ask()
     rows.capturing, rows.steps = False, 1
     twin = copy.deepcopy(cache)
@@ -640,7 +640,7 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
         one.write_step(*kv(9, 1, [0, 1]))
         assert one.positions[0, 0].tolist() == [0, 1, 2, 9, 4, 5, 6, 7, 8, -1]
         assert one.positions[1, 1].tolist() == list(range(10))
-    with pytest.raises(TypeError, match="settled before"):
+    with pytest.raises(TypeError, match="sync_to_host before copying"):
         copy.deepcopy(rows)
 
 

@@ -49,6 +49,9 @@ EVICTING = {
 }
 
 
+TINY = {"preset": "lalte", "size": "tiny"}
+
+
 class Killed(BaseException):
     """Stands for a process that ends at once."""
 
@@ -292,7 +295,7 @@ def test_the_feedback_is_logged_and_acts(make, evicting_folder, tmp_path):
 
 def test_held_scores_stay_as_drawn_and_learn_afterwards(make, tmp_path):
     """Also over a kill and a resume within the hold; λ rests as long."""
-    changes = {"model": {"preset": "lalte", "size": "tiny"}, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
+    changes = {"model": TINY, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
     config = make({**changes, "sparsity.hold": 0.75})
     train(config, tmp_path / "run", say=quiet)
 
@@ -320,6 +323,7 @@ def test_held_scores_stay_as_drawn_and_learn_afterwards(make, tmp_path):
     ("changes", "message"),
     [
         ({"sparsity.budget": 9}, "sparsity.budget is set, and LlamaForCausalLM has no layer that evicts"),
+        ({"model": TINY, "sparsity": {"budget": 9, "hold": 0.99}}, "sparsity.hold is 0.99: of 12 steps none is left"),
         ({"model.changes": {"vocab_size": 100}}, "the model has 100 tokens, the text 800; use its tokenizer"),
         ({"model.changes": {"max_position_embeddings": 100}}, "rows of 128 tokens are longer than .* 100 positions"),
         ({"model.changes": {"hidden": 3}}, "model.changes.hidden: a configuration of type llama has no such field"),

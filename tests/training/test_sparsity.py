@@ -138,7 +138,14 @@ def test_bad_input():
         feedback.step()
     with pytest.raises(ValueError, match=r"unknown variant 'papr'. Did you mean 'paper'\?"):
         SparsitySettings(variant="papr")
-    for name, value, allowed in (("up", 1.0, "above 1"), ("floor", 0.0, r"in \(0, 1\]"), ("interval", 0, "at least 1")):
+    with pytest.raises(ValueError, match=r"sparsity\.hold is 0\.5, and sparsity\.budget is none"):
+        SparsitySettings(hold=0.5)
+    for name, value, allowed in (
+        ("up", 1.0, "above 1"),
+        ("floor", 0.0, r"in \(0, 1\]"),
+        ("interval", 0, "at least 1"),
+        ("hold", 1.0, r"in \[0, 1\)"),
+    ):
         with pytest.raises(ValueError, match=f"sparsity.{name} must be {allowed}, got {value}"):
             SparsitySettings(budget=6, **{name: value})
 

@@ -1,4 +1,4 @@
-"""The tree of summaries that a decode step reads: nodes from the cache, and how many of them each row may refine."""
+"""The arguments of :func:`foveate.ops.attend_summaries`: a cache's tree of summaries, and each row's budgets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foveate.state.device_rows import DeviceRows
 
 
 def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
-    """The summaries that a cache holds, with the fields that the method keeps."""
+    """The tree of summaries that a cache holds: views of its channels, and the numbers of each row."""
     paging = pages.paging
     names = ["k", "v", *["spread"] * paging.spread, *["low", "high"] * paging.bounds, *["entropy"] * paging.entropy]
 
@@ -55,13 +55,16 @@ def _rows(
     num_heads: int,
     device: torch.device,
 ) -> ops.Rows:
-    """Which slots and nodes each row has, for all layers of a step; ``spec`` distinguishes 1 from a share of 1.0."""
+    """The numbers of each row, from row numbers on the host. Cached, so that all layers of a step share the tensors.
+
+    ``spec`` is part of the cache's key, since settings with top_k=1 (a page) and 1.0 (all pages) compare equal.
+    """
     even, levels, sinks = len(set(zip(lengths, pages, paged))) == 1, range(len(paging.sizes)), paging.sinks
     nodes = [[nodes_over(paging.sizes, level, n) for n in pages] for level in levels]
     allowed = [[_allowed(paging.sizes, budgets, level, n, num_heads) for n in nodes[level]] for level in levels]
     raw = [length - start + (sinks if start else 0) for length, start in zip(lengths, paged)]
     with torch.inference_mode(False):
-        numbers = _sent(torch.tensor([lengths, paged, *allowed, *nodes]), device)
+        numbers = _to_device(torch.tensor([lengths, paged, *allowed, *nodes]), device)
     return ops.Rows(
         numbers,
         most=tuple(max(counts) for counts in allowed),
@@ -75,7 +78,7 @@ def _rows(
 
 
 def _device_rows(pages: Pages, budgets: Budgets, rows: DeviceRows, geometry: Geometry) -> ops.Rows:
-    """The same for a step that is replayed: in as many places as the rows ever need."""
+    """The same for a captured step, from row numbers on the device; widths suffice for all later replays."""
     sizes, levels = pages.sizes, range(len(pages.sizes))
     lengths, paged, number = (rows[name] for name in ("lengths", "paged", "pages"))
     nodes = [pages.count(level, number) for level in levels]
@@ -96,18 +99,19 @@ def _device_rows(pages: Pages, budgets: Budgets, rows: DeviceRows, geometry: Geo
 
 
 def _allowed(sizes: tuple[int, ...], budgets: Budgets, level: int, nodes: Number, num_heads: int) -> Number:
-    """How many of ``nodes`` nodes of a level a row refines under top_k, and how many it may refine under other rules.
+    """How many nodes of a level a row refines under refine=top_k, and at most refines under the other rules.
 
     Args:
+        nodes: nodes of the level, an int or int64 ``[B]``.
         num_heads: query heads of the layer.
     """
     if budgets.refine == "threshold":
-        # the masses of the heads of a group sum to at most 1, so no more than this many can be above epsilon
+        # a head's masses sum to at most 1: so do means over a group, and maxima over all heads to at most num_heads
         return math.ceil((1 if budgets.pool == "kv_head" else num_heads) / budgets.epsilon)
     share = budgets.max_refined if budgets.refine != "top_k" else budgets.expand if level else budgets.top_k
     return budget(share, nodes, 1)
 
 
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting."""
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device from pinned memory, without a host sync."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

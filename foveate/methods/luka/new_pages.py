@@ -1,4 +1,8 @@
-"""Where the pages lie that a round of compression makes, and how their children are read and their nodes written."""
+"""Indexing of the pages that one round of compression makes: gathers their tokens or child nodes, writes their nodes.
+
+:class:`UniformPages` indexes by slices and is used on the host; :class:`RaggedPages` indexes by tensors of row numbers
+and is used in captured maintenance. Both have the same methods.
+"""
 
 from __future__ import annotations
 
@@ -11,69 +15,80 @@ from foveate.state.device_rows import DeviceRows
 
 
 class UniformPages(NamedTuple):
-    """New pages of rows that all have the same ones: ``first .. last - 1``, of the tokens from ``start`` on."""
+    """New pages ``first .. last - 1``, the same in all rows."""
 
     first: int
     last: int
     start: int
+    """Slot of the first token of the first new page."""
     size: int
-    """Tokens of a page, where all have as many."""
+    """Tokens of a page; meaningless for pages of different sizes."""
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Entries of their tokens in a field of slots ``[B, Hkv, L, ...]``: ``[B, Hkv, n, S, ...]``."""
+        """Entries of the new pages' tokens: ``[B, Hkv, n, size, ...]``, from a field per slot ``[B, Hkv, L, ...]``."""
         number = self.last - self.first
         return x[:, :, self.start : self.start + number * self.size].unflatten(2, (number, self.size))
 
-    def nodes(self, x: Tensor, over: int, branch: int) -> Tensor:
-        """Entries of the ``branch`` children of each new node that stands for ``over`` pages, likewise."""
-        return x[:, :, self.first // over * branch : self.last // over * branch].unflatten(2, (-1, branch))
+    def nodes(self, x: Tensor, pages_under: int, branch: int) -> Tensor:
+        """Entries of the children of the new nodes of a level: ``[B, Hkv, n, branch, ...]``.
 
-    def write(self, x: Tensor, over: int, value: Tensor) -> None:
-        """Store the entries ``[B, Hkv, n, ...]`` of the new nodes that stand for ``over`` pages each."""
-        x[:, :, self.first // over : self.last // over] = value
+        Args:
+            x: a field of the level below, ``[B, Hkv, N, ...]``.
+            pages_under: pages under a node of the level.
+            branch: children of a node.
+        """
+        first, last = self.first // pages_under, self.last // pages_under
+        return x[:, :, first * branch : last * branch].unflatten(2, (-1, branch))
+
+    def write(self, x: Tensor, pages_under: int, value: Tensor) -> None:
+        """Write the entries ``[B, Hkv, n, ...]`` of the new nodes of a level to its field ``x [B, Hkv, N, ...]``."""
+        x[:, :, self.first // pages_under : self.last // pages_under] = value
 
 
 class RaggedPages(NamedTuple):
-    """New pages that each row has in its own place, as many in every row: after its ``pages [B]``, of the tokens from
-    its ``start [B]`` on.
+    """New pages at a different index in each row, but the same number in every row.
 
-    Places beyond the capacity are redirected to the last one, which no row uses, because every row keeps a tail.
+    Indices beyond the capacity are clamped to the last entry. No row uses that entry, because every row has a raw tail.
     """
 
     pages: Tensor
+    """int64 ``[B]``: pages that a row has already, so the index of its first new page."""
     start: Tensor
+    """int64 ``[B]``: slot of the first token of a row's first new page."""
     number: int
-    """Pages that each row gets."""
+    """New pages of each row."""
     size: int
     """Tokens of a page."""
     step: DeviceRows
     spec: str
-    """Of the method: the places of its new pages are computed once for all layers."""
+    """Of the method; indices are computed once in a step for all its layers."""
 
     def tokens(self, x: Tensor) -> Tensor:
         """See :meth:`UniformPages.tokens`."""
-        return self._taken(x, 0, self.number * self.size, self.size)
+        return self._gather(x, 0, self.number * self.size, self.size)
 
-    def nodes(self, x: Tensor, over: int, branch: int) -> Tensor:
+    def nodes(self, x: Tensor, pages_under: int, branch: int) -> Tensor:
         """See :meth:`UniformPages.nodes`."""
-        return self._taken(x, over, self.number // over * branch, branch)
+        return self._gather(x, pages_under, self.number // pages_under * branch, branch)
 
-    def write(self, x: Tensor, over: int, value: Tensor) -> None:
+    def write(self, x: Tensor, pages_under: int, value: Tensor) -> None:
         """See :meth:`UniformPages.write`."""
-        index = self._index(x, over, self.number // over, 1)
+        index = self._index(x, pages_under, self.number // pages_under, 1)
         x.scatter_(2, index.expand(value.shape), value.to(x.dtype))
 
-    def _taken(self, x: Tensor, over: int, number: int, each: int) -> Tensor:
-        index = self._index(x, over, number, each)
-        return x.gather(2, index.expand(*x.shape[:2], number, *x.shape[3:])).unflatten(2, (number // each, each))
+    def _gather(self, x: Tensor, pages_under: int, number: int, branch: int) -> Tensor:
+        index = self._index(x, pages_under, number, branch)
+        return x.gather(2, index.expand(*x.shape[:2], number, *x.shape[3:])).unflatten(2, (number // branch, branch))
 
-    def _index(self, x: Tensor, over: int, number: int, each: int) -> Tensor:
-        """Indices into ``x``, to be broadcast along it: of ``number`` tokens (``over`` 0), or of ``number`` nodes, of
-        which ``each`` belong to one that stands for ``over`` pages."""
+    def _index(self, x: Tensor, pages_under: int, number: int, branch: int) -> Tensor:
+        """Indices of ``number`` entries of ``x [B, Hkv, N, ...]`` for each row: ``[B, 1, number, 1, ...]``.
 
-        def places() -> Tensor:
-            first = self.pages // over * each if over else self.start
+        They are tokens if ``pages_under`` is 0; otherwise nodes, ``branch`` of them for each ``pages_under`` new pages.
+        """
+
+        def indices() -> Tensor:
+            first = self.pages // pages_under * branch if pages_under else self.start
             return (first[:, None] + torch.arange(number, device=x.device)).clamp_max(x.shape[2] - 1)
 
-        index = self.step.once(("new places", self.spec, over, number, each, x.shape[2]), places)
+        index = self.step.once(("new places", self.spec, pages_under, number, branch, x.shape[2]), indices)
         return index.view(len(index), 1, number, *[1] * (x.dim() - 3))

@@ -1,4 +1,7 @@
-"""Making pages: where they end, and the summaries that stand for them, level by level."""
+"""Making pages: where they end, and the summaries that stand for them, level by level.
+
+Terms are defined in :mod:`foveate.methods.luka`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from foveate.state.device_rows import DeviceRows
 
 
 class Pages:
-    """Makes the pages of one LuKA method and the levels above them. It keeps no state: all of it is in the cache.
+    """Makes the pages of one LuKA method and the levels above them. All state is in the cache.
 
-    Slots ``0 .. sinks - 1`` stay raw. Pages of tokens follow without gaps; node n of a level stands for the nodes
-    ``n * branch .. (n + 1) * branch - 1`` of the level below. A page is made together with every node above it, so
-    tokens that do not fill a node of the top level stay raw. ``rows["pages"]`` counts a row's pages, and
-    ``rows["paged"]`` the slots before its tail (0 while it has no page).
+    Slots ``0 .. sinks - 1`` stay raw; pages follow without gaps. Node n of a level has the children ``n * branch .. (n
+    + 1) * branch - 1`` on the level below. Pages are made in groups, those under one node of the top level, together
+    with all nodes above them; tokens that do not fill such a group stay raw. Row numbers: ``pages`` is a row's number
+    of pages, ``paged`` the first slot after them (0 without pages).
     """
 
     def __init__(self, paging: Paging):
@@ -29,16 +32,16 @@ class Pages:
         self.sizes = paging.sizes
         self.fixed = paging.fixed
         self.width = self.sizes[0] if self.fixed else segments.longest(self.sizes[0])
-        """Most tokens of a page."""
+        """Tokens of the longest page."""
         self.group = self.sizes[-1] // self.sizes[0]
-        """Pages under a node of the top level, which are made at once."""
+        """Pages under a node of the top level, which are made together."""
 
     def branch(self, level: int) -> int:
         """Children of a node of a level above the pages."""
         return self.sizes[level] // self.sizes[level - 1]
 
     def count(self, level: int, pages: int) -> int:
-        """Nodes of a level over so many pages."""
+        """Complete nodes of a level over ``pages`` pages."""
         return nodes_over(self.sizes, level, pages)
 
     def most(self, length: int) -> int:
@@ -48,7 +51,7 @@ class Pages:
 
     @property
     def most_raw(self) -> int:
-        """An upper bound of the raw tokens of a row, sinks and tail, until its next pages are made."""
+        """An upper bound of a row's tokens without a page, just before pages are made."""
         return self.paging.sinks + self.paging.tail + self.group * self.width + self.paging.compress_every
 
     def even(self, cache: SlotCache) -> bool:
@@ -56,7 +59,7 @@ class Pages:
         return cache.uniform and all(len(set(cache.rows[name])) == 1 for name in ("pages", "paged"))
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        """State to keep beside the keys, by name."""
+        """See :meth:`Method.channels`: for each level a channel for each field, with room for all possible nodes."""
         paging, channels = self.paging, {}
         least = self.sizes[0] if paging.segmenter != "gaussian" else segments.shortest(self.sizes[0])
         for level in range(len(self.sizes)):
@@ -91,17 +94,17 @@ class Pages:
 
     @staticmethod
     def channel(field: str, level: int) -> str:
-        """Name of a field of the nodes of a level."""
+        """The channel that holds a field of the nodes of a level."""
         return f"summary_{field}" + (f"_{level}" if level else "")
 
     def record(self, level: int, geometry: Geometry) -> ops.PageRecord:
-        """How the low-rank summaries of a level are stored."""
+        """The format of the low-rank summaries of a level."""
         return ops.PageRecord(geometry.head_dim, self.sizes[level])
 
     # Making pages
 
     def extend(self, cache: SlotCache) -> None:
-        """Make every node of the top level that ends before the tail, with all beneath it, oldest first."""
+        """Make all pages that fill nodes of the top level before the tail, and the nodes above them."""
         if self.fixed and self.even(cache):
             self._extend(cache)
             return
@@ -111,9 +114,10 @@ class Pages:
             cache.put_back(b, row)
 
     def extend_in_step(self, cache: SlotCache) -> None:
-        """The same for all rows at once by the numbers on the device, in a captured step.
+        """:meth:`extend` in captured maintenance: all rows at once, by row numbers on the device.
 
-        Every row gets as many pages as any may need. Pages that are not due yet are not read, and are made again later.
+        The number of pages cannot depend on them, so every row gets :attr:`most_new` groups. Those that are not due yet
+        are not counted in ``pages``, so they are not read, and are made again when they are due.
         """
         step = cache.step
         pages, start, after = step.once(("new pages", self.paging.spec), lambda: self._due(step))
@@ -126,24 +130,33 @@ class Pages:
     @property
     def most_new(self) -> int:
         """The most nodes of the top level that ``compress_every`` tokens can complete in a row."""
-        under = self.group * self.sizes[0]
-        return (under - 1 + self.paging.compress_every) // under
+        tokens = self.group * self.sizes[0]
+        return (tokens - 1 + self.paging.compress_every) // tokens
 
     def _due(self, rows: Mapping[str, Tensor] | DeviceRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Each row's pages, the slot where its next page begins, and its numbers once due pages are made."""
+        """Which pages are due, for pages of one size.
+
+        Args:
+            rows: row numbers, int64 ``[B]`` for each name.
+
+        Returns:
+            ``(pages, start, after)``: each row's pages so far and the first slot of its next page, int64 ``[B]``; and
+            the row numbers once the due pages are made.
+        """
         pages, paged = rows["pages"].clone(), rows["paged"]
         start = torch.where(paged > 0, paged, self.paging.sinks)
-        under = self.group * self.sizes[0]
-        due = ((rows["lengths"] - self.paging.tail - start) // under).clamp(0, self.most_new)
-        after = {"pages": pages + due * self.group, "paged": torch.where(due > 0, start + due * under, paged)}
+        tokens = self.group * self.sizes[0]
+        due = ((rows["lengths"] - self.paging.tail - start) // tokens).clamp(0, self.most_new)
+        after = {"pages": pages + due * self.group, "paged": torch.where(due > 0, start + due * tokens, paged)}
         return pages, start, after
 
     def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """Numbers of rows on the host, as :meth:`extend_in_step` leaves them on the device."""
+        """The row numbers on the host, as :meth:`extend_in_step` leaves them on the device."""
         numbers = {name: torch.tensor(rows[name]) for name in ("lengths", "pages", "paged")}
         return {name: after.tolist() for name, after in self._due(numbers)[2].items()}
 
     def _extend(self, cache: SlotCache) -> None:
+        """:meth:`extend` for rows that have the same lengths and pages."""
         first, start = cache.rows["pages"][0], cache.rows["paged"][0] or self.paging.sinks
         ends = self._ends(cache, first, start, cache.lengths[0] - self.paging.tail)
         ends = ends[: len(ends) // self.group * self.group]
@@ -159,17 +172,18 @@ class Pages:
         cache.rows["paged"] = [ends[-1]] * cache.batch_size
 
     def _ends(self, cache: SlotCache, first: int, start: int, stop: int) -> list[int]:
+        """Exclusive ends of the pages, from number ``first`` on, that fit into slots ``start .. stop - 1``."""
         paging, size = self.paging, self.sizes[0]
         if paging.segmenter == "fixed":
             return list(range(start + size, stop + 1, size))
         return ops.gaussian_ends(first, start, stop, size, paging.page_deviation, paging.seed)
 
     def _tokens(self, cache: SlotCache, new: UniformPages | RaggedPages) -> tuple[ops.Nodes, None]:
-        """The raw tokens of new pages of one size, fields ``[B, Hkv, n, S, ...]``."""
+        """The tokens of new pages of one size, fields ``[B, Hkv, n, S, ...]``, and None: all places are used."""
         return self._raw(*(new.tokens(x) for x in (cache.keys, cache.values))), None
 
     def _varied(self, cache: SlotCache, start: int, ends: list[int]) -> tuple[ops.Nodes, Tensor]:
-        """The same for pages of different sizes, and which places are used: bool ``[1, 1, n, S]``."""
+        """The tokens of new pages of different sizes, and which of the S places are used: bool ``[1, 1, n, S]``."""
         begins = cache.on_device([start, *ends[:-1]])[:, None]
         slots = begins + torch.arange(self.width, device=cache.device)
         used = slots < cache.on_device(ends)[:, None]
@@ -177,20 +191,21 @@ class Pages:
         return self._raw(*(x[:, :, slots] for x in (cache.keys, cache.values))), used[None, None]
 
     def _raw(self, keys: Tensor, values: Tensor) -> ops.Nodes:
+        """Tokens as the children of pages, with the fields that :func:`foveate.ops.summarise` needs."""
         bounds = (keys, keys) if self.paging.bounds else (None, None)
         entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.paging.entropy else None
         return ops.Nodes(keys, values, None, *bounds, entropy)
 
-    def _over(self, level: int) -> int:
-        """Pages that a node of a level stands for."""
+    def _pages_under(self, level: int) -> int:
+        """Pages under a node of a level."""
         return self.sizes[level] // self.sizes[0]
 
     def _children(self, cache: SlotCache, name: str, level: int, new: UniformPages | RaggedPages) -> Tensor:
-        """A field of the children of new nodes above the pages, ``[B, Hkv, n, S, ...]``."""
-        return new.nodes(cache.channel(self.channel(name, level - 1)), self._over(level), self.branch(level))
+        """A field of the children of new nodes, ``[B, Hkv, n, branch, ...]``, for a level above the pages."""
+        return new.nodes(cache.channel(self.channel(name, level - 1)), self._pages_under(level), self.branch(level))
 
     def _below(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> ops.Nodes:
-        """The children of new nodes above the pages."""
+        """All fields of the children of new nodes, for a level above the pages."""
         return ops.Nodes(
             *(
                 self._children(cache, name, level, new) if self.channel(name, level - 1) in cache.specs else None
@@ -201,64 +216,79 @@ class Pages:
     def _make(
         self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes, used: Tensor | None
     ) -> None:
-        """Write the new nodes of a level, computed from their children."""
-        paging, over = self.paging, self._over(level)
-        mass = self._got("mass", cache, level, new, used) if paging.mass else None
-        recent = self._got("recent", cache, level, new, used) if paging.recent else None
-        weights = self._weights(over, new, children, recent if paging.compressor == "recent" else mass, used)
+        """Compute the new nodes of a level from their children and write them to the cache.
+
+        Args:
+            children: fields ``[B, Hkv, n, S, ...]``.
+            used: bool ``[1, 1, n, S]``: children that exist; None: all.
+        """
+        paging, pages_under = self.paging, self._pages_under(level)
+        mass = self._attention("mass", cache, level, new, used) if paging.mass else None
+        recent = self._attention("recent", cache, level, new, used) if paging.recent else None
+        weights = self._weights(pages_under, new, children, recent if paging.compressor == "recent" else mass, used)
         nodes = ops.summarise(children, weights, used, spread=self.paging.spread)
         if self.paging.zero_values:
             nodes = nodes._replace(v=torch.zeros_like(nodes.v))
         fields = dict(zip(ops.Nodes._fields, nodes))
-        if paging.records:  # of the keys themselves, on every level
+        if paging.records:  # made of raw keys on every level
             keys = new.tokens(cache.keys).flatten(2, 3)
             fields["records"] = ops.compress_pages(keys, self.record(level, cache.geometry))
         if not self.fixed:
             fields["tokens"] = (used if level == 0 else self._children(cache, "tokens", level, new)).sum(-1)
-        for name, got in (("mass", mass), ("recent", recent)):
-            if got is not None and self.channel(name, level) in cache.specs:
-                fields[name] = got.sum(-1)
+        for name, attention in (("mass", mass), ("recent", recent)):
+            if attention is not None and self.channel(name, level) in cache.specs:
+                fields[name] = attention.sum(-1)
         for name, value in fields.items():
             if value is not None:
-                new.write(cache.channel(self.channel(name, level)), over, value)
+                new.write(cache.channel(self.channel(name, level)), pages_under, value)
 
     def _weights(
-        self, over: int, new: UniformPages | RaggedPages, children: ops.Nodes, got: Tensor | None, used: Tensor | None
+        self,
+        pages_under: int,
+        new: UniformPages | RaggedPages,
+        children: ops.Nodes,
+        attention: Tensor | None,
+        used: Tensor | None,
     ) -> Tensor | None:
+        """Weights of the children in their summaries, fp32 ``[B, Hkv, n, S]``; None: the mean.
+
+        Args:
+            attention: to each child, ``[B, Hkv, n, S]``, where the compressor uses it.
+        """
         paging = self.paging
         if paging.compressor == "mean":
             return None
         if paging.compressor == "recent":
-            return ops.root_weights(got, used)
+            return ops.root_weights(attention, used)
         if paging.compressor == "attention":
-            return ops.importance_weights(got, paging.temperature, used)
+            return ops.importance_weights(attention, paging.temperature, used)
         heads, width, device = children.k.shape[1], children.k.shape[3], children.k.device
-        number = torch.arange(new.first // over, new.last // over, device=device)
+        number = torch.arange(new.first // pages_under, new.last // pages_under, device=device)
         sizes = torch.full_like(number, width) if used is None else used.sum(-1)[0, 0]
         return ops.random_weights(number, sizes, width, heads, paging.seed)
 
-    def _got(
+    def _attention(
         self, name: str, cache: SlotCache, level: int, new: UniformPages | RaggedPages, used: Tensor | None
     ) -> Tensor:
         """Attention to each child, accumulated (``mass``) or ``recent``, mean over the group: ``[B, Hkv, n, S]``."""
         if level:
             return self._children(cache, name, level, new)
-        got = cache.channel(name)
+        attention = cache.channel(name)
         if used is None:
-            got = new.tokens(got)
+            attention = new.tokens(attention)
         else:
             lengths, width = used.sum(-1)[0, 0], used.shape[-1]
             begins = new.start + lengths.cumsum(0) - lengths
             slots = (begins[:, None] + torch.arange(width, device=used.device)).where(used[0, 0], 0)
-            got = got[:, :, slots] * used
-        return got / cache.geometry.group if name == "mass" else got
+            attention = attention[:, :, slots] * used
+        return attention / cache.geometry.group if name == "mass" else attention
 
     def look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
-        """Add the attention of a prompt's last queries to the recent attention of tokens and nodes.
+        """Move the recent attention of tokens and nodes towards that of a prompt's last queries.
 
         Args:
             recent: fp32 ``[B, Hkv, used]``: their attention to each token, the mean over queries and group.
-            share: of these queries among those that recent attention averages over.
+            share: weight of these queries in the running average: their number over ``window``.
         """
         cache.channel("recent").lerp_(recent, share)
         if not self.even(cache):
@@ -270,21 +300,21 @@ class Pages:
             self._look_back(cache, recent, share)
 
     def _look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
-        """The same for rows with the same pages."""
+        """:meth:`look_back` for the nodes of rows with the same pages."""
         pages = cache.rows["pages"][0]
         if not pages:
             return
         start, size = self.paging.sinks, self.sizes[0]
         if self.fixed:
-            beneath = recent[:, :, start : start + pages * size].unflatten(2, (pages, size)).sum(-1)
+            attention = recent[:, :, start : start + pages * size].unflatten(2, (pages, size)).sum(-1)
         else:
             ends = cache.channel("page_end")[:, :, :pages].long()
             total = torch.nn.functional.pad(recent.cumsum(-1), (1, 0))
-            beneath = total.gather(2, ends).diff(dim=-1, prepend=total[:, :, start : start + 1])
+            attention = total.gather(2, ends).diff(dim=-1, prepend=total[:, :, start : start + 1])
         for level in range(len(self.sizes)):
             nodes = self.count(level, pages)
             if level:
                 branch = self.branch(level)
-                beneath = beneath[:, :, : nodes * branch].unflatten(2, (nodes, branch)).sum(-1)
+                attention = attention[:, :, : nodes * branch].unflatten(2, (nodes, branch)).sum(-1)
             if nodes:
-                cache.channel(self.channel("recent", level))[:, :, :nodes].lerp_(beneath, share)
+                cache.channel(self.channel("recent", level))[:, :, :nodes].lerp_(attention, share)

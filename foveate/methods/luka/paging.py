@@ -1,4 +1,4 @@
-"""The settings of LuKA that its helpers need, without the method."""
+"""LuKA's settings as its helpers get them: :class:`Paging` for making pages, :class:`Budgets` for refining them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Paging:
-    """Where pages end, what stands for them, and what is kept of them: see the settings of the same names."""
+    """Where pages end, how they are summarised, and which fields a summary has.
+
+    Fields without a docstring are the settings of :class:`~foveate.methods.luka.LuKA` of the same names.
+    """
 
     name: str
     """Of the method, for errors."""
     spec: str
-    """Of the method: the key of what a step computes once for all its layers."""
+    """Of the method; a key by which the layers of a step share results."""
     sizes: tuple[int, ...]
-    """Tokens of a page or node on each level, the finest first."""
+    """Tokens under a node of each level, level 0 (pages) first."""
     sinks: int
     tail: int
     compress_every: int
@@ -28,27 +31,27 @@ class Paging:
     seed: int
     window: int
     spread: bool
-    """Whether nodes keep the variance of the keys beneath."""
+    """Whether nodes keep the variance of the keys under them."""
     bounds: bool
-    """Whether they keep the smallest and the largest of the keys beneath."""
+    """Whether nodes keep the elementwise minimum and maximum of the keys under them."""
     records: bool
-    """Whether they keep low-rank summaries of the keys beneath."""
+    """Whether nodes keep low-rank summaries of the keys under them."""
     entropy: bool
-    """Whether they keep the entropy of their children's weights."""
+    """Whether nodes keep the entropy of the weights of the tokens under them."""
     mass: bool
-    """Whether accumulated attention is kept: :attr:`LuKA.weighs_mass`."""
+    """Whether accumulated attention mass is kept for tokens and nodes: :attr:`LuKA.weighs_mass`."""
     recent: bool
-    """Whether recent attention is kept: :attr:`LuKA.looks_back`."""
+    """Whether a running average of attention is kept for tokens and nodes: :attr:`LuKA.looks_back`."""
 
     @property
     def fixed(self) -> bool:
-        """Whether all pages have one size."""
+        """Whether all pages have the same size."""
         return self.segmenter == "fixed"
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """How many nodes may be refined: see the settings of the same names."""
+    """How many nodes may be refined: the settings of :class:`~foveate.methods.luka.LuKA` of the same names."""
 
     refine: str
     top_k: int | float
@@ -59,5 +62,5 @@ class Budgets:
 
 
 def nodes_over(sizes: tuple[int, ...], level: int, pages: int | Tensor) -> int | Tensor:
-    """Complete nodes of a level over ``pages`` pages."""
+    """Complete nodes of a level over ``pages`` pages, an int or an int64 tensor."""
     return pages // (sizes[level] // sizes[0])

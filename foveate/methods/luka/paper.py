@@ -1,4 +1,4 @@
-"""LuKA as its paper describes it."""
+"""LuKA under the settings of its paper."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from foveate.methods.luka.policy import LuKA
 
 @dataclass(frozen=True)
 class LuKAPaper(LuKA):
-    """Clustered attention as the paper describes and sets it: equation 3, attention-weighted, top-3 of the layer.
+    """LuKA as in the paper: equation 3, attention-weighted summaries, the top 3 pages of a layer.
 
-    What it sets here stays as it is when the defaults of :class:`LuKA` change.
+    The settings repeated here keep their defaults when those of :class:`LuKA` change.
     """
 
     name: ClassVar[str] = "luka_paper"

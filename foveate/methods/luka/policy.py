@@ -1,4 +1,8 @@
-"""LuKA's clustered attention: summaries stand for pages, and the pages that matter to the query are read raw."""
+"""The LuKA method: its settings, its prefill, its decode step, and when pages are made.
+
+:mod:`~foveate.methods.luka.pages` makes the summaries, :mod:`~foveate.methods.luka.cover` describes those of a cache to
+:func:`foveate.ops.attend_summaries`, which a decode step runs. For the terms see :mod:`foveate.methods.luka`.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,21 @@ from foveate.methods.luka.paging import Budgets, Paging
 from foveate.state import Channel, Geometry, SlotCache
 
 WEIGHT_SPREAD = 0.6
-"""Share of the deviation that enters a summary's own weight under bias=spread. A summary's value is the mean of the
-page's, which is wrong for the keys that make the page heavy, so all of the estimated mass would do harm
-(docs/luka.md)."""
+"""Share of the logits' standard deviation that enters a summary's own weight under bias=spread. Keys with large logits
+add most of a page's mass, but the summary's value, the page's mean, is not theirs: giving the summary all of the
+estimated mass makes outputs worse (docs/luka.md)."""
 
 
 @dataclass(frozen=True)
 class LuKA(Method):
-    """Summaries of old pages, the raw tokens of the pages that matter, raw sinks and a raw tail.
+    """Each query reads summaries of old pages, the raw tokens of the refined pages, raw sinks and a raw tail.
 
-    The prefill is dense. Pages are made from the oldest token without a summary when the prompt ends and every
-    ``compress_every`` decoded tokens; nothing is evicted. With several page sizes, summaries are themselves summarised:
-    attention starts at the coarsest level and goes down where the query looks.
+    The prefill is dense. When the prompt ends, and then every ``compress_every`` decoded tokens, pages are made of the
+    oldest tokens without a summary that are not in the tail; nothing is evicted. With several page sizes, summaries are
+    themselves summarised, and a decode step goes from the coarsest level down the nodes that it refines.
 
-    A page of tokens or summaries is *refined* when its children take its place. ``mass="preserve"`` is the paper's
-    equation 3: the children share the mass of the summary. ``mass="exact"`` lets them enter the softmax themselves.
+    ``mass="preserve"`` is the paper's equation 3: the children of a refined node share the mass of its summary. With
+    ``mass="exact"`` they enter the softmax with their own logits.
     """
 
     name: ClassVar[str] = "luka"
@@ -122,7 +126,7 @@ class LuKA(Method):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of a page on each level, the finest first."""
+        """Tokens under a node of each level, level 0 (pages) first."""
         return self.page_size if isinstance(self.page_size, tuple) else (self.page_size,)
 
     @functools.cached_property
@@ -159,7 +163,7 @@ class LuKA(Method):
 
     @property
     def dense_at_full_budget(self) -> bool:  # type: ignore[override]
-        """False under equation 3: it keeps the summaries' masses, so refining every page is not dense attention."""
+        """False under equation 3: pages keep their summaries' masses, so refining all is not dense attention."""
         return self.mass == "exact"
 
     @property
@@ -169,31 +173,31 @@ class LuKA(Method):
 
     @property
     def looks_back(self) -> bool:
-        """Whether recent attention to tokens and nodes is kept."""
+        """Whether a running average of the attention to each token and node is kept, over ``window`` queries."""
         return self.prior > 0 or self.compressor == "recent"
 
     @property
     def uses_spread(self) -> bool:
-        """Whether summaries keep the variance of the keys beneath."""
+        """Whether summaries keep the variance of the keys under them."""
         return self.score in ("spread", "box") or self.bias == "spread"
 
     @property
     def uses_bounds(self) -> bool:
-        """Whether summaries keep the smallest and the largest of the keys beneath."""
+        """Whether summaries keep the elementwise minimum and maximum of the keys under them."""
         return self.score == "bound"
 
     @property
     def uses_records(self) -> bool:
-        """Whether summaries keep low-rank summaries of the keys beneath."""
+        """Whether summaries keep low-rank summaries of the keys under them."""
         return self.score == "lowrank"
 
     @property
     def reads_per_summary(self) -> float:
-        """Cost of reading a summary, as a multiple of a raw token's key and value; without records."""
+        """Bytes of a summary without low-rank records, over those of a token's key and value (D = Dv)."""
         return 1.0 + 0.5 * self.uses_spread + 1.0 * self.uses_bounds
 
     def reads_of(self, level: int, geometry: Geometry, dtype: torch.dtype) -> float:
-        """The same of a level, with records."""
+        """The same with the low-rank records of a level."""
         if not self.uses_records:
             return self.reads_per_summary
         of_token = (geometry.head_dim + geometry.value_dim) * dtype.itemsize
@@ -245,12 +249,12 @@ class LuKA(Method):
 
     @property
     def can_decode_dense(self) -> bool:  # type: ignore[override]
-        """False where pages depend on the recent attention of every decode step."""
+        """False where summaries depend on the recent attention, which dense steps do not update."""
         return self.compressor != "recent"
 
     @property
     def sparse_from_tokens(self) -> int:  # type: ignore[override]
-        """Later with many refined pages, which take more launches than few."""
+        """More tokens where many pages are refined, which takes more launches than refining few."""
         few = len(self.sizes) == 1 and self.refine == "top_k" and self.score not in ("bound", "lowrank")
         few = few and isinstance(self.top_k, int) and self.top_k <= 8
         return Method.sparse_from_tokens if few else 65536
@@ -269,6 +273,7 @@ class LuKA(Method):
         return MakesPages(self.pages, every_step if self.compress_every == 1 else "")
 
     def _attend_raw(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Dense attention while no row has a page yet; keeps the running sums of attention up to date."""
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass or self.looks_back)
         if self.weighs_mass:
             mass = cache.channel("mass")
@@ -278,7 +283,7 @@ class LuKA(Method):
         return attended.out
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Attention of one query a row over the cover: sinks, tail, and what the refinement leaves of the tree."""
+        """Attention of one query per row over its cover; updates the running sums of attention."""
         kept = {"total": "mass"} if self.weighs_mass else {}
         kept |= {"recent": "recent"} if self.looks_back else {}
         sums = {name: cache.channel(channel) for name, channel in kept.items()}
@@ -296,12 +301,12 @@ class LuKA(Method):
         if isinstance(covered.capped, Tensor):
             cache.count("selections_capped", covered.capped)
         cache.count_read(covered.read, covered.refined)
-        # learned sinks take their share of the output, and none of the masses that choose pages
+        # learned sinks scale the output; they do not enter the masses by which pages are chosen
         return ops.with_sinks(ops.Attended(covered.out, covered.lse), cache.sink_logits).out
 
     @functools.cached_property
     def refinement(self) -> ops.Refinement:
-        """Which nodes are replaced by their children, and with what weight."""
+        """The settings by which nodes are refined, as :func:`foveate.ops.attend_summaries` takes them."""
         limits = {"threshold": self.epsilon, "top_p": 1.0 - self.top_p}
         return ops.Refinement(
             self.refine,
@@ -316,7 +321,7 @@ class LuKA(Method):
 
 
 class MakesPages(Replay):
-    """Replayed steps of LuKA, of which every ``compress_every``-th is followed by new pages."""
+    """Capture of LuKA's decode steps; maintenance makes pages after every ``compress_every``-th step."""
 
     maintains: ClassVar[bool] = True
 
@@ -326,7 +331,7 @@ class MakesPages(Replay):
 
     @property
     def captures_maintenance(self) -> bool:  # type: ignore[override]
-        """True where every row gets the same number of pages, by a rule that needs no numbers of the host."""
+        """True for pages of one size without random weights, which are made by row numbers on the device alone."""
         return self.pages.fixed and self.pages.paging.compressor != "random"
 
     def maintenance_due(self, decoded: int) -> bool:

@@ -1,6 +1,23 @@
-"""LuKA's fused operation: attention over summaries of pages, the heaviest of which are replaced by what they stand for.
+"""LuKA's fused operation :func:`attend_summaries`: scores a tree of summaries, selects among them and attends.
 
-It scores, selects and attends in one pass, so it has a folder of its own beside the five verbs.
+Terms, used throughout the folder:
+
+- *node*: a summary (key and value) of a page of tokens or, on higher levels, of the nodes below it; *under* a node are
+  its children, and at last raw tokens. Level 0, the finest, is that of pages.
+- *refine*: replace a node by its children. The *cover* is what attention reads in the end: sinks and tail, nodes that
+  are not refined, and the tokens of refined pages; it stands for every token once.
+- *visited* nodes of a level: all of the top level; below it the children of refined nodes. A *place* is an index among
+  the visited nodes of a row and KV head: child c of the i-th refined node is at place ``i * branch + c``. Arrays of
+  places have a capacity; a place without a node is unused.
+- *log-weight*: the logit of an entry of the softmax, bias included. *rank*: the logarithm of the estimated mass by
+  which nodes are chosen, where it differs from the log-weight. Kernels keep both to the base 2.
+- *part*: the attention output over some entries, normalised by itself, with its log-sum-exp; parts are merged exactly,
+  as in FlashDecoding.
+
+``reference`` is the specification. ``launch`` is the host side of the kernels, ``plan`` cuts them into programs,
+``workspace`` allocates their intermediates, ``support`` says what they refuse. Kernels: ``score`` (with attention to
+raw tokens), ``select``, ``attend`` (many refined pages) or ``replace`` (few), ``masses`` (running sums); the other
+``_kernel`` files are functions that these call.
 """
 
 from foveate.ops._dispatch import dispatch

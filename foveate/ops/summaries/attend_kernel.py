@@ -1,4 +1,7 @@
-"""Attention to the nodes that are not refined, and its exact merge: Triton kernel of :func:`attend_summaries`."""
+"""Triton kernel of :func:`attend_summaries` for many refined pages: attends to the nodes that are not refined.
+
+Names as in ``score_kernel``; ``found_stride`` are the strides of ``chosen`` and ``page``.
+"""
 
 import triton
 import triton.language as tl
@@ -74,14 +77,15 @@ def attend_nodes(
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Write ``found [before + splits, B, Hq, Dv]`` and ``found_lse`` after the ``before`` parts that are there.
+    """Write ``splits`` parts ``found [before + splits, B, Hq, Dv]`` and ``found_lse``, after the ``before`` parts of
+    earlier launches.
 
-    The parts hold attention to the values of a level's nodes that are not refined (``count``, ``list`` and ``weight``
-    as in :func:`score_nodes`) and, in the ``LAST`` launch, to the keys of refined pages, in ``CHUNKS`` of ``BLOCK_W``
-    places each. The program of a row that finishes last merges all parts. ``chosen [B, sets, most]``, ``page``,
-    ``picked`` and ``gone`` hold the refined nodes, see :class:`Selection`.
+    The parts are attention to a level's visited nodes that are not refined (``count``, ``list`` and ``weight`` as in
+    :func:`score_nodes`) and, in the ``LAST`` launch, to the keys of refined pages (:func:`refined_tokens`); there the
+    program of a row that finishes last merges all parts into ``out`` and ``lse``. ``chosen [B, sets, most]``, ``page``,
+    ``picked`` and ``gone`` are the selection, see :class:`Selection`.
 
-    ``KEEPS``: log-weights of tokens are stored in ``token [B, Hq, places]``, see :func:`refined_tokens`.
+    ``KEEPS``: log-weights of refined pages are stored in ``token [B, Hq, places]``, see :func:`refined_tokens`.
     """
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
@@ -117,8 +121,8 @@ def attend_nodes(
     begin, end = split * each, tl.minimum((split + 1) * each, blocks + tiles)
 
     value_ptr += batch * value_stride_b + head * value_stride_h
-    logit_ptr = weight_ptr + rows[:, None] * (places // 16 * 16)  # which it is a multiple of
-    padded = tl.cdiv(count, 16) * 16  # masks that change within 16 bytes would have each number read by itself
+    logit_ptr = weight_ptr + rows[:, None] * (places // 16 * 16)  # tells the compiler that places is a multiple of 16
+    padded = tl.cdiv(count, 16) * 16  # loads are vectorised only where a mask is constant over 16 bytes
     for block in tl.range(begin, tl.minimum(end, blocks)):
         place = block * BLOCK_N + lanes
         node, there = place, place < count

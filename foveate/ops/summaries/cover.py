@@ -1,7 +1,7 @@
-"""Attention over a cover: summaries stand for the tokens beneath them until they are refined (LuKA, Algorithm 1).
+"""Attention over a cover, in PyTorch: steps of the reference of :func:`attend_summaries` (LuKA, Algorithm 1).
 
-A cover is held as parts, each with the log-weights of its nodes (unnormalised: for a plain node, its logit) and their
-values. Refining takes nodes out of one part and puts their children into another; the softmax is over all parts.
+Here a :class:`Part` of a cover is a set of entries (tokens or nodes) with their log-weights and values. Refining
+removes nodes from one part and adds their children as another; the softmax is over all parts.
 """
 
 import functools
@@ -14,12 +14,12 @@ from foveate.ops._math import matmul_fp32, unfold_group
 
 
 class Part(NamedTuple):
-    """Some nodes of a cover, for one query a sequence, the heads of a group side by side."""
+    """Some entries of a cover, for one query per row; G query heads of a KV head."""
 
     logits: Tensor
-    """fp32 ``[B, Hkv, G, N]``: log-weights; -inf where no node is, or a refined one."""
+    """fp32 ``[B, Hkv, G, N]``: log-weights, natural; -inf where there is no node or a refined one."""
     v: Tensor
-    """``[B, Hkv, N, Dv]``; finite where no node is."""
+    """``[B, Hkv, N, Dv]``, finite everywhere."""
 
 
 def refine(
@@ -31,9 +31,9 @@ def refine(
         parents: fp32 ``[B, Hkv, G, N]``: log-weights of a part.
         chosen: int64 ``[B, Hkv, K]``: places in it, each at most once; -1 marks an unused place.
         children: fp32 ``[B, Hkv, G, K, S]``: the children's logits, -inf where there is none.
-        preserve: True shares a parent's mass out among its children (LuKA, equations 2 and 3); False lets the children
-            enter the softmax with their own logits.
-        complete: whether no place of ``chosen`` is -1.
+        preserve: True: children share their parent's mass (LuKA, equations 2 and 3); False: they enter the softmax with
+            their own logits.
+        complete: whether ``chosen`` has no -1.
 
     Returns:
         ``(parents, children)``: the log-weights of the nodes that remain, ``[B, Hkv, G, N]`` with -inf for the chosen,
@@ -55,12 +55,12 @@ def attend_cover(parts: list[Part]) -> tuple[Tensor, Tensor]:
     """Attention output over all parts of a cover (LuKA, equation 4).
 
     Returns:
-        ``(out [B, Hq, 1, Dv], masses)``: the softmax of the log-weights of all parts, one part behind the other, fp32
+        ``(out [B, Hq, 1, Dv], masses)``: ``masses`` is the softmax over all parts, concatenated in their order, fp32
         ``[B, Hkv, G, sum of their N]``.
     """
     masses = torch.cat([part.logits for part in parts], -1).softmax(-1)
-    of_parts = masses.split([part.logits.shape[-1] for part in parts], -1)
-    terms = (matmul_fp32(mass.to(part.v.dtype), part.v) for mass, part in zip(of_parts, parts))
+    split = masses.split([part.logits.shape[-1] for part in parts], -1)
+    terms = (matmul_fp32(mass.to(part.v.dtype), part.v) for mass, part in zip(split, parts))
     out = functools.reduce(torch.add, terms)
     num_heads = out.shape[1] * out.shape[2]
     return unfold_group(out.to(parts[0].v.dtype), num_heads), masses

@@ -1,4 +1,4 @@
-"""Attention over summaries in few launches a step: the host's side of :func:`attend_summaries`' kernels."""
+"""The host side of :func:`attend_summaries`' kernels: which launches a call makes, and with what arguments."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
 from foveate.ops.summaries.workspace import Selection, Visit, make_workspace, strides_by_head
 
 _REREAD = 32
-"""The most nodes that a program attends to again at a time, without the refined ones."""
+"""The most nodes per block when a program of ``replace_refined`` recomputes attention without the refined ones."""
 _RANKED = 64
-"""Ranks of nodes that a thread reads at once."""
+"""Ranks that a thread of ``select_nodes`` reads at once."""
 
 
 def attend_summaries(
@@ -56,26 +56,30 @@ def attend_summaries(
 ) -> Covered:
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
-    One level of which few pages are refined takes two launches. The first scores all summaries and attends to them, to
-    sinks and to the tail; it writes parts of the output, each normalised by itself, and bounds of the masses in each
-    block of summaries. The second starts while the first still runs. Each of its programs owns some dims of the output:
-    it merges the parts, selects the pages to refine, subtracts their summaries and attends to their keys.
+    A tree of one level with few refined pages takes two launches. ``score_nodes`` scores all summaries and attends to
+    them, to sinks and to the tail; it writes parts of the output and bounds on the masses in each block of summaries.
+    ``replace_refined`` may start while that runs. Each of its programs owns some dims of the output: it merges the
+    parts, selects the pages to refine, subtracts their summaries and attends to their keys.
 
-    A launch between them selects where many pages are refined, where there are very many, or where the whole layer
-    chooses. If many are refined, summaries' values are read after the selection, and the last program of a row to
-    finish merges (FlashDecoding, Dao et al. 2023). Each further level takes two or three launches more, and the running
-    sums of each level one.
+    ``select_nodes`` runs between them where many pages are refined, where there are very many pages, or where the whole
+    layer makes one selection. If many pages are refined, ``attend_nodes`` replaces ``replace_refined``: it reads the
+    summaries' values after the selection, and the last program to finish merges (FlashDecoding, Dao et al. 2023). Each
+    further level takes two or three more launches, and its running sums one.
 
     The kernels read ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` are capacities, so a
-    captured step can be replayed with larger numbers. Repeats are equal bit for bit, and fp32 is multiplied in full
+    captured step can be replayed with larger numbers. Results are deterministic, and fp32 is multiplied in full
     precision. Keys and summaries that are not read may hold anything.
+
+    Raises:
+        UnsupportedError: for calls that only the reference supports, to which the dispatcher then falls back.
+        ValueError: for inconsistent shapes.
     """
     check_supported(q, k, v, tree, how, sums)
     return SummariesLaunch(q, k, v, tree, how, scaling, softcap, need_masses, sums).run(need_lse)
 
 
 class SummariesLaunch:
-    """The launches of one call."""
+    """The launches of one call of :func:`attend_summaries`, whose arguments it takes."""
 
     def __init__(
         self,
@@ -99,11 +103,14 @@ class SummariesLaunch:
         self.capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
         self.tile = tile_for(q.dtype, max(self.dim, self.value_dim), self.group, self.capability)
         self.block_w = page_block(tree.width, self.tile)
-        self.parts = triton.cdiv(self.group, self.tile.block_m)
-        self.programs = self.batch * self.num_kv_heads * self.parts
+        self.head_tiles = triton.cdiv(self.group, self.tile.block_m)
+        """Programs that share the query heads of a KV head: the kernels' argument ``parts``."""
+        self.programs = self.batch * self.num_kv_heads * self.head_tiles
         self.chunks = triton.cdiv(tree.width, self.block_w)
+        """Chunks of ``block_w`` tokens in a page."""
         self.keeps = 1 if need_masses else 2 if sums is not None and sums.recent is not None else 0
-        """Which log-weights of tokens of refined pages are kept, see :func:`refined_tokens`."""
+        """Which log-weights of refined pages are stored, see :func:`refined_tokens`: 0 none, 1 of tokens, 2 of
+        chunks."""
         self.block_dv = max(16, triton.next_power_of_2(self.value_dim))
         if how.mass == "preserve" and tree.width > self.tile.block_n:
             raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
@@ -115,7 +122,7 @@ class SummariesLaunch:
         self.space = make_workspace(q, v, tree, self.stages, self.programs, self.sets, kept, keeps)
 
     def run(self, need_lse: bool) -> Covered:
-        """All launches."""
+        """Make the launches and return the results."""
         space, visited, capped = self.space, [], 0
         for visit in space.visits:
             *ranks, bounds = self._score(visit)
@@ -154,24 +161,28 @@ class SummariesLaunch:
         }
 
     def _score(self, visit: Visit) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Score nodes; returns ranks, the log-sum-exp of each program's ranks, and bounds, where these are needed."""
+        """Score the nodes of a level.
+
+        Returns:
+            ``(rank, rank_lse, bounds)``, see :func:`score_nodes`; the last two are None where they are not needed.
+        """
         stage, above, space = visit.stage, visit.above, self.space
-        of, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
+        level, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
         rank = visit.weights
         if how.score != "summary":
             rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
         rank_lse = None
-        if not stage.few or how.score != "summary":  # else nodes are ranked by the log-sum-exp of attention itself
+        if not stage.few or how.score != "summary":  # otherwise masses follow from the parts' log-sum-exps
             rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
         blocks, bounds, recent, recent_strides = triton.cdiv(stage.width, self.tile.block_n), None, None, (0, 0, 0)
         if stage.few and blocks > stage.at_once:
             bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
-            recent, recent_strides = self._recent(of)
+            recent, recent_strides = self._recent(level)
         estimate = None
         if how.score == "lowrank":
-            estimate = low_rank_ranks(q, of, visit, self.scaling, self.softcap or None)
-        listed = (None, None) if raw else (above.pages, above.chosen)
-        nodes, spread, entropy = of.nodes.k, of.nodes.spread, of.nodes.entropy
+            estimate = low_rank_ranks(q, level, visit, self.scaling, self.softcap or None)
+        parents = (None, None) if raw else (above.pages, above.chosen)
+        nodes, spread, entropy = level.nodes.k, level.nodes.spread, level.nodes.entropy
         read = [self.dim] * (1 + (spread is not None)) + [self.value_dim] * stage.replaces
         of_node = sum(max(16, triton.next_power_of_2(dim)) for dim in read)
         score_nodes[self.programs, stage.scoring + (self.raw_splits if raw else 0)](
@@ -179,14 +190,14 @@ class SummariesLaunch:
             self.k,
             self.v,
             nodes,
-            of.nodes.v,
+            level.nodes.v,
             spread,
             estimate,
-            of.tokens,
+            level.tokens,
             entropy,
             self.tree.rows.numbers,
             visit.count,
-            *listed,
+            *parents,
             visit.parents,
             visit.weights,
             rank,
@@ -202,9 +213,9 @@ class SummariesLaunch:
             self.k.stride(),
             self.v.stride(),
             nodes.stride(),
-            of.nodes.v.stride(),
+            level.nodes.v.stride(),
             (0,) * 4 if spread is None else spread.stride(),
-            (0,) * 3 if of.tokens is None else of.tokens.stride(),
+            (0,) * 3 if level.tokens is None else level.tokens.stride(),
             (0,) * 3 if entropy is None else entropy.stride(),
             visit.count_strides,
             *((0, 0) if raw else strides_by_head(above.pages)),
@@ -212,7 +223,7 @@ class SummariesLaunch:
             self.batch,
             self.num_kv_heads,
             self.group,
-            self.parts,
+            self.head_tiles,
             stage.scoring,
             self.raw_splits,
             stage.before,
@@ -224,8 +235,8 @@ class SummariesLaunch:
             space.places,
             0 if bounds is None else bounds.shape[2],
             self.scaling,
-            math.log(of.size),
-            of.reads,
+            math.log(level.size),
+            level.reads,
             how.weight_spread,
             BRANCH=visit.branch,
             RAW=raw,
@@ -237,7 +248,7 @@ class SummariesLaunch:
             PRESERVE=how.mass == "preserve",
             BIAS=BIASES[how.bias],
             SCORE=SCORES[how.score],
-            SIZED=of.tokens is not None,
+            SIZED=level.tokens is not None,
             LARGEST=torch.finfo(q.dtype).max,
             SOFTCAP=self.softcap,
             SIGNALS=self._started_early(stage),
@@ -247,26 +258,27 @@ class SummariesLaunch:
         return rank, rank_lse, bounds
 
     def _started_early(self, stage: Stage) -> bool:
-        """Whether the launch after the scores may start while they still run (programmatic dependent launch)."""
+        """Whether the launch after ``score_nodes`` may start while it runs (programmatic dependent launch)."""
         return stage.few and self.capability >= 9
 
     def _selected_by(self, visit: Visit) -> dict[str, Any]:
-        """Arguments by which nodes of a level are selected."""
+        """Arguments of the kernels that select."""
         return {
             "prior": self.how.prior,
             "BRANCH": visit.branch,
             "PRIOR": self.how.prior > 0,
         }
 
-    def _recent(self, of: Level) -> tuple[Tensor | None, tuple[int, int, int]]:
-        return (None, (0, 0, 0)) if not self.how.prior else (of.recent, of.recent.stride())
+    def _recent(self, level: Level) -> tuple[Tensor | None, tuple[int, int, int]]:
+        """The recent attention to a level's nodes and its strides, if the rule uses it."""
+        return (None, (0, 0, 0)) if not self.how.prior else (level.recent, level.recent.stride())
 
     def _select(self, visit: Visit, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
-        """Select the nodes to refine; returns how many selections were cut short."""
-        stage, above, mine, space = visit.stage, visit.above, visit.selection, self.space
+        """Select the nodes to refine; returns how many selections of KV heads were cut short, int64 ``[]`` or 0."""
+        stage, above, selection, space = visit.stage, visit.above, visit.selection, self.space
         how, levels = self.how, self.tree.levels
         recent, recent_strides = self._recent(levels[stage.level])
-        capped = torch.empty_like(mine.picked) if how.rule == "top_p" else None
+        capped = torch.empty_like(selection.picked) if how.rule == "top_p" else None
         held = max(256, triton.next_power_of_2(stage.padded))
         warps = 4 if held <= 1024 else 8 if held <= 4096 else 16
         select_nodes[(self.batch * self.sets,)](
@@ -277,7 +289,7 @@ class SummariesLaunch:
             visit.count,
             self.tree.rows.numbers[2 + stage.level],
             None if above is None else above.pages,
-            *mine,
+            *selection,
             capped,
             recent_strides,
             visit.count_strides,
@@ -306,28 +318,28 @@ class SummariesLaunch:
         return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
 
     def _attend(self, visit: Visit) -> None:
-        """Attend to nodes that are not refined; in the last launch to the keys of refined pages, too, and merge."""
-        stage, above, mine, space = visit.stage, visit.above, visit.selection, self.space
-        tree, of = self.tree, self.tree.levels[stage.level]
+        """Attend to nodes that are not refined; at the last level also to the keys of refined pages, and merge."""
+        stage, above, selection, space = visit.stage, visit.above, visit.selection, self.space
+        tree, level = self.tree, self.tree.levels[stage.level]
         attend_nodes[self.programs, stage.attending](
             self.q,
             self.k,
             self.v,
-            of.nodes.v,
+            level.nodes.v,
             visit.count,
             None if above is None else above.pages,
-            *mine,
+            *selection,
             *self._found(visit),
             space.arrived,
             *self._output,
-            *self._strides_of_vectors(of),
+            *self._strides_of_vectors(level),
             visit.count_strides,
             *((0, 0) if above is None else strides_by_head(above.pages)),
-            *self._strides_of_selection(mine),
+            *self._strides_of_selection(selection),
             self.batch,
             self.num_kv_heads,
             self.group,
-            self.parts,
+            self.head_tiles,
             stage.attending,
             stage.before,
             tree.sinks,
@@ -343,10 +355,10 @@ class SummariesLaunch:
         )
 
     def _replace(self, visit: Visit, rank: Tensor, rank_lse: Tensor | None, bounds: Tensor | None) -> None:
-        """Replace refined nodes in attention to all nodes, and merge."""
-        stage, above, mine, space = visit.stage, visit.above, visit.selection, self.space
-        tree, of = self.tree, self.tree.levels[stage.level]
-        recent, recent_strides = self._recent(of)
+        """Merge the parts that ``score_nodes`` wrote, with the refined nodes replaced by their keys."""
+        stage, above, selection, space = visit.stage, visit.above, visit.selection, self.space
+        tree, level = self.tree, self.tree.levels[stage.level]
+        recent, recent_strides = self._recent(level)
         blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
         block_s = max(16, triton.next_power_of_2(triton.cdiv(self.value_dim, stage.attending)))
         waits, ranked = self._started_early(stage), stage.few and self.how.score != "summary"
@@ -354,7 +366,7 @@ class SummariesLaunch:
             self.q,
             self.k,
             self.v,
-            of.nodes.v,
+            level.nodes.v,
             visit.count,
             None if above is None else above.pages,
             tree.rows.numbers[2 + stage.level],
@@ -362,18 +374,18 @@ class SummariesLaunch:
             rank,
             rank_lse,
             bounds,
-            *mine,
+            *selection,
             *self._found(visit),
             *self._output,
-            *self._strides_of_vectors(of),
+            *self._strides_of_vectors(level),
             visit.count_strides,
             *((0, 0) if above is None else strides_by_head(above.pages)),
             recent_strides,
-            *self._strides_of_selection(mine),
+            *self._strides_of_selection(selection),
             self.batch,
             self.num_kv_heads,
             self.group,
-            self.parts,
+            self.head_tiles,
             stage.scoring,
             stage.before,
             stage.per,
@@ -404,25 +416,26 @@ class SummariesLaunch:
         )
 
     def _found(self, visit: Visit) -> tuple[Tensor | None, ...]:
-        """Operands of a launch that attends: ends of pages, log-weights, parts of the output."""
+        """``(page_end, weights, tokens, found, found_lse)`` for a launch that attends."""
         space = self.space
         tokens = space.weights[:, :, space.tokens :] if self.keeps else None
         return self.tree.page_end, visit.weights, tokens, space.found, space.found_lse
 
     @property
     def _output(self) -> tuple[Tensor, ...]:
-        """Results and counts."""
+        """``(out, lse, read, refined)``."""
         return self.space.out, self.space.lse, self.space.read, self.space.refined
 
-    def _strides_of_vectors(self, of: Level) -> tuple[tuple[int, ...], ...]:
-        """Of queries, keys, values and the values of summaries."""
+    def _strides_of_vectors(self, level: Level) -> tuple[tuple[int, ...], ...]:
+        """Strides of queries, keys, values and the values of summaries."""
         q = self.q
-        return (q.stride(0), q.stride(1), q.stride(3)), self.k.stride(), self.v.stride(), of.nodes.v.stride()
+        return (q.stride(0), q.stride(1), q.stride(3)), self.k.stride(), self.v.stride(), level.nodes.v.stride()
 
-    def _strides_of_selection(self, mine: Selection) -> tuple[int | tuple[int, ...], ...]:
-        """Of the tensors of a selection, and of the ends of pages."""
+    def _strides_of_selection(self, selection: Selection) -> tuple[int | tuple[int, ...], ...]:
+        """Strides of the tensors of a selection, and of the ends of pages."""
         end = self.tree.page_end
-        selected = (stride for x in (mine.chosen, mine.picked, mine.gone) for stride in strides_by_head(x))
+        tensors = (selection.chosen, selection.picked, selection.gone)
+        selected = (stride for x in tensors for stride in strides_by_head(x))
         return *selected, (0, 0, 0) if end is None else end.stride()
 
     def _pages_read(self) -> dict[str, Any]:

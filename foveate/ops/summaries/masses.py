@@ -1,4 +1,4 @@
-"""Running sums of attention, by which pages are made and chosen: the reference (LuKA)."""
+"""Updates of the running sums of attention (:class:`Sums`), in PyTorch: part of the reference."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from foveate.ops.summaries.types import Sums, VisitedLevel
 
 
 def note_masses(masses: Sequence[Tensor], visited: Sequence[VisitedLevel], tree: Tree, group: int, sums: Sums) -> None:
-    """Add the masses of a query to running sums.
+    """Update running sums by the attention of one query per row, see :class:`Sums`.
 
     Args:
-        masses, visited: see :class:`Covered`.
+        masses, visited: as in :class:`Covered`.
         tree: the tree that was visited.
         group: query heads of a KV head.
     """
     if sums.total is not None:
         _add(sums.total, tree, masses[0])
     if sums.recent is not None:
-        _look_back(masses, visited, tree, group, sums.recent, sums.share)
+        _average(masses, visited, tree, group, sums.recent, sums.share)
 
 
 def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
+    """Add the mass of sinks and tail to ``total``."""
     rows, sinks = tree.rows, tree.sinks
     if rows.raw_slots is not None:
         total.scatter_add_(2, rows.raw_slots.expand(mass.shape), mass)
@@ -33,9 +34,10 @@ def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
     total[:, :, rows.start :] += mass[..., sinks:]
 
 
-def _look_back(
+def _average(
     masses: Sequence[Tensor], visited: Sequence[VisitedLevel], tree: Tree, group: int, tokens: Tensor, share: float
 ) -> None:
+    """Move the moving averages of sinks and tail (``tokens``) and of visited nodes, from the lowest level up."""
     sinks, rows = tree.sinks, tree.rows
     masses = [mass / group for mass in masses]
     if rows.raw_slots is not None:
@@ -46,21 +48,21 @@ def _look_back(
         tokens[:, :, rows.start :].lerp_(masses[0][..., sinks:], share)
         if sinks:
             tokens[:, :, :sinks].lerp_(masses[0][..., :sinks], share)
-    beneath = masses[-1]
-    for nodes, got in zip(reversed(visited), reversed(masses[1 : 1 + len(visited)])):
+    below = masses[-1]
+    for nodes, mass in zip(reversed(visited), reversed(masses[1 : 1 + len(visited)])):
         places = nodes.chosen.shape[-1]
         if places:
-            width = tree.branch(nodes.level) if nodes.level else beneath.shape[-1] // places
-            children = beneath[..., : places * width].unflatten(-1, (places, width)).sum(-1)
+            width = tree.branch(nodes.level) if nodes.level else below.shape[-1] // places
+            children = below[..., : places * width].unflatten(-1, (places, width)).sum(-1)
             chosen = nodes.chosen if nodes.all_chosen else nodes.chosen.clamp_min(0)
-            got = got.scatter_add(-1, chosen.long(), children)
+            mass = mass.scatter_add(-1, chosen.long(), children)
         recent = tree.levels[nodes.level].recent
         if nodes.index is None:
-            recent[:, :, : got.shape[-1]].lerp_(got, share)
+            recent[:, :, : mass.shape[-1]].lerp_(mass, share)
         else:
             index = nodes.index if nodes.complete else nodes.index.clamp_min(0)
-            change = (got - recent.gather(2, index)) * share
+            change = (mass - recent.gather(2, index)) * share
             if not nodes.complete:
                 change = change.masked_fill_(nodes.index < 0, 0.0)
             recent.scatter_add_(2, index, change)
-        beneath = got
+        below = mass

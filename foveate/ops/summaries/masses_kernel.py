@@ -1,4 +1,7 @@
-"""Attention masses, and the running sums that they enter: Triton kernels of :func:`attend_summaries`."""
+"""Triton kernels of :func:`attend_summaries`: the masses of a call, and the update of running sums (:class:`Sums`).
+
+Names as in ``score_kernel``; ``found_stride`` are the strides of ``chosen`` and ``page``.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,11 @@ from foveate.ops.summaries.workspace import Workspace, strides_by_head
 _POOLED = 512
 """Places of a program."""
 _HEADS = 4
-"""Heads of a group whose log-weights it reads at once, at most."""
+"""The most heads of a group whose log-weights a program reads at once."""
 
 
 def pooled(space: Workspace, tree: Tree) -> tuple[Tensor, ...]:
-    """Masses of raw tokens, of the nodes of each level, and of the tokens of refined pages, if there can be any.
-
-    Returns:
-        fp32 ``[B, Hkv, places]`` each, summed over the group.
-    """
+    """:attr:`Covered.masses` of a call, fp32 ``[B, Hkv, places]`` each, summed over the group."""
     last, width, (batch, heads) = space.visits[-1], tree.width, space.read.shape
     mass = torch.empty(batch, heads, space.places, dtype=torch.float32, device=space.weights.device)
     pool_masses[triton.cdiv(space.places, _POOLED), batch * heads](
@@ -57,7 +56,7 @@ def pooled(space: Workspace, tree: Tree) -> tuple[Tensor, ...]:
 
 
 def note(space: Workspace, tree: Tree, sums: Sums) -> None:
-    """Add masses to running sums, from the lowest level up: a refined node has the mass of its children."""
+    """Update running sums, from the lowest level up, since a refined node gets the mass of its children."""
     (batch, heads), visits = space.read.shape, space.visits
     levels = len(visits) if sums.recent is not None else 1
     mass = None
@@ -130,8 +129,8 @@ _VARYING = ["batches", "num_kv_heads", "places", "mass_places", "node_blocks", "
 
 @triton.jit
 def _pooled(weight_ptr, lse_ptr, row, place, there, places, group, HEADS: tl.constexpr):
-    """Masses of places ``[N]`` of a KV head, summed over the group, ``HEADS`` of it read at once; 0 where none is
-    ``there``."""
+    """Masses at places ``[N]`` of a KV head, summed over the group, of which ``HEADS`` heads are read at once; 0 where
+    not ``there``."""
     mass = tl.zeros(place.shape, tl.float32)
     for first in tl.range(0, group, HEADS):
         member = first + tl.arange(0, HEADS)
@@ -145,7 +144,7 @@ def _pooled(weight_ptr, lse_ptr, row, place, there, places, group, HEADS: tl.con
 
 @triton.jit
 def _towards(ptr, mass, there, share):
-    """Moves averages towards ``mass``."""
+    """Move averages in memory a ``share`` of the way towards ``mass``."""
     before = tl.load(ptr, mask=there, other=0.0)
     tl.store(ptr, before + (mass - before) * share, mask=there)
 
@@ -202,15 +201,15 @@ def note_masses(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Moves ``recent`` towards the masses of the nodes of one level, the mean over the group, a ``share`` of the way.
+    """Move ``recent`` a ``share`` of the way towards the masses of one level's nodes, the mean over the group.
 
-    Of log-weights ``weight [B, Hq, places]``, to the base 2, and ``lse [B, Hq]``: the first ``node_blocks`` programs of
-    a row do so for nodes that were not refined, the next ``found_blocks`` for those that were, whose mass is that of
-    what is beneath: of tokens or chunks of them, the ``LAST`` time, or of ``below [B, Hkv, mass_places]``,
-    ``page_places`` for each. ``KEEPS``: ``mass``, likewise, is written for the level above. See :func:`attend_nodes`
-    for what says which nodes there are and which are refined.
+    Masses follow from log-weights ``weight [B, Hq, places]``, to the base 2, and ``lse [B, Hq]``, natural. The first
+    ``node_blocks`` programs of a row handle the nodes that are not refined. The next ``found_blocks`` handle the
+    refined ones, whose mass is that of their children: of tokens or chunks of them (``token``) at the ``LAST`` level,
+    else of ``below [B, Hkv, mass_places]``, ``page_places`` children each. ``KEEPS``: the masses are also written to
+    ``mass``, which is ``below`` for the level above. ``count``, ``list`` and the selection as in :func:`attend_nodes`.
 
-    The programs behind, the ``LAST`` time, add the masses of sinks and tail to ``total`` and move ``raw_recent``.
+    At the ``LAST`` level the remaining programs add the masses of sinks and tail to ``total`` and move ``raw_recent``.
     """
     count_stride_b, count_stride_h = count_strides
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
@@ -300,10 +299,13 @@ def pool_masses(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Writes ``mass [B, Hkv, places]``, summed over the group, of the log-weights ``weight [B, Hq, places]``, to the
-    base 2, and ``lse [B, Hq]``. ``nodes`` come first, those that are ``gone`` among them, from ``last`` on the
-    ``count`` (see :func:`score_nodes`) of the last level; then sinks and tail, and from ``tokens`` on the tokens of
-    refined pages, ``page_places`` for each."""
+    """Write ``mass [B, Hkv, places]``, summed over the group, from the log-weights ``weight [B, Hq, places]``, to the
+    base 2, and ``lse [B, Hq]``, natural.
+
+    Places are those of :class:`Workspace`: ``nodes`` places of visited nodes (0 where ``gone``), from ``last`` on those
+    of the last level, whose number is ``count`` (see :func:`score_nodes`); then sinks and tail; from ``tokens`` on the
+    tokens of refined pages, ``page_places`` for each.
+    """
     count_stride_b, count_stride_h = count_strides
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads

@@ -1,4 +1,4 @@
-"""Attention to the keys of refined pages: parts of the Triton kernels of :func:`attend_summaries`."""
+"""Functions of the Triton kernels of :func:`attend_summaries`: attention to the keys of refined pages."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ from foveate.ops.summaries.score_kernel import shared_out
 
 @triton.jit
 def listed(place, number, few, order, ptr, FEW: tl.constexpr):
-    """Entries at ``place`` of a list of ``number``: in memory, or (``FEW``) in ``few [ROOM]``, where ``order`` is the
-    place of each."""
+    """Entries at ``place`` of a list of ``number`` entries, which is in memory or, with ``FEW``, in registers: entry
+    ``order[i]`` is ``few[i]``."""
     if FEW:
         return tl.sum(tl.where(place[:, None] == order[None, :], few[None, :], 0), 1)
     else:
@@ -20,7 +20,7 @@ def listed(place, number, few, order, ptr, FEW: tl.constexpr):
 
 @triton.jit
 def _span(page, known, end_ptr, end_stride, sinks, WIDTH: tl.constexpr):
-    """First slot and length of pages: of ``WIDTH`` tokens each, or, where that is 0, between their ends in memory."""
+    """First slot and length of pages: of ``WIDTH`` tokens each or, where that is 0, by their ends in memory."""
     if WIDTH:
         start = sinks + page * WIDTH
         return start, tl.where(known, WIDTH, 0)
@@ -77,14 +77,17 @@ def refined_tokens(
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Add tiles ``begin`` to ``end`` of the keys of ``picked`` pages to a running softmax; a page has ``CHUNKS`` of
-    ``BLOCK_W`` places. ``KEEPS``: programs with ``keeps`` store log-weights: 1, of each token; 2, of each chunk.
-    Pointers are those of a row and KV head, but for ``weight`` and ``token``."""
+    """Add the keys of ``picked`` pages to a running softmax: tiles ``begin .. end - 1``.
+
+    A page has ``CHUNKS`` chunks of ``BLOCK_W`` tokens; a tile has ``BLOCK_N`` tokens of one or more chunks. ``KEEPS``:
+    programs with ``keeps`` store log-weights in ``token``, 1: of each token, 2: of each chunk. With ``PRESERVE`` keys
+    share the log-weight of their page in ``weight``. Pointers are offset to a row and KV head, except these two.
+    """
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
     dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])
     q_tile = heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    if not FEW:  # read one tile ahead, so that reading keys ahead is left to the compiler
+    if not FEW:  # loaded one tile ahead, so that the compiler can pipeline the loads of keys
         next_page = listed((begin * PAGES + token // BLOCK_W) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
     for tile in tl.range(begin, end):
         piece = tile * PAGES + token // BLOCK_W
@@ -141,7 +144,7 @@ def count_refined(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds the tokens of refined pages to what was read of a row and KV head, and writes how many pages they are."""
+    """Add the tokens of refined pages to ``read`` of a row and KV head, and write ``refined``, how many pages."""
     if WIDTH:
         tokens = picked * WIDTH
     else:

@@ -1,4 +1,4 @@
-"""Parts of the output that several programs have written: merged by Triton kernels of :func:`attend_summaries`."""
+"""Functions of the Triton kernels of :func:`attend_summaries`: merge the parts of the output that programs wrote."""
 
 import triton
 import triton.language as tl
@@ -22,10 +22,10 @@ def merge_parts(
     AT_ONCE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Add parts ``begin`` to ``end`` of ``found [.., rows, Dv]``, but for those in ``left_out [ROOM]``, to the running
-    softmax of each ``row [M]``, always in the same order.
+    """Add parts ``begin .. end - 1`` of ``found [.., rows, Dv]``, except those in ``left_out [ROOM]``, to the running
+    softmax of query heads ``row [M]``, always in the same order.
 
-    Other programs of this launch may have written them, so they are not read through the L1 cache.
+    Loads bypass the L1 cache, since other programs of the same launch may have written the parts.
     """
     dims, turn = tl.arange(0, out.shape[1]), tl.arange(0, AT_ONCE)
     for first in tl.range(begin, end, AT_ONCE):
@@ -57,8 +57,8 @@ def finish(
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Merges parts ``begin`` to ``end`` of some heads, once all ``splits`` programs have written theirs."""
-    tl.debug_barrier()  # all of this program is written before it counts as ready
+    """Merge parts ``begin .. end - 1`` of query heads ``row``, in the last of ``splits`` programs to arrive here."""
+    tl.debug_barrier()  # all threads have written before the program counts as ready
     ready = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel")
     if ready == splits - 1:
         none = tl.full([1], -1, tl.int32)

@@ -1,4 +1,8 @@
-"""How the launches of :func:`attend_summaries` are cut into programs, and their compile options."""
+"""How the launches of :func:`attend_summaries` are cut into programs, and their compile options.
+
+The grid's first axis is rows times KV heads times tiles of query heads; its second splits the nodes (or, when refined
+nodes are replaced, the output dims) of each among programs.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +18,42 @@ from foveate.ops.summaries.tree import Tree
 from foveate.ops.summaries.types import Refinement
 
 _HEADS_DIMS = 2048
-"""The most output values of a program that replaces nodes: query heads times dims."""
+"""The most output values of a program of ``replace_refined``: query heads times dims."""
 _LONGEST_PART = 16
-"""The most blocks of nodes in a part of the output."""
+"""The most blocks of nodes in one part of the output."""
 _SCORING, _ATTENDING = 3, 2
-"""Programs that run at a time on a multiprocessor: those that score nodes, and those that attend to them."""
+"""Resident programs per multiprocessor of ``score_nodes`` and of ``attend_nodes``."""
 _MERGING = 1 / 4
-"""Cost of merging a part of the output, in blocks of nodes."""
+"""Cost of merging a part of the output, in units of reading a block of nodes."""
 _SLICES = 2
-"""The most programs to a multiprocessor into which output dims are cut where nodes are replaced."""
+"""The most programs per multiprocessor into which ``replace_refined`` splits the output dims."""
 _FEW = 8
-"""With at most so many refined pages, all nodes are attended to as they are scored, and the refined ones replaced."""
+"""Up to this many refined pages, ``score_nodes`` attends to all nodes, and ``replace_refined`` replaces the refined."""
 _FEW_OF = 16384
-"""With at most so many bounds of masses, one a block and head, every program that replaces nodes selects for itself,
-which saves a launch."""
+"""Up to this many blocks of nodes times heads, each program of ``replace_refined`` makes the selection by itself, by
+bounds on the masses in each block, which saves a launch."""
 _HELD = 32768
-"""The most nodes that a launch of its own selects from."""
+"""The most nodes from which ``select_nodes`` selects."""
 FEW_HEADS = 16
-"""Groups of at most so many query heads have the masses of all heads computed together."""
+"""In groups of at most this many query heads, a program computes the masses of all heads together."""
 _AT_ONCE, _AT_ONCE_OF = 16, 64
-"""Programs that select by bounds compare at most ``_AT_ONCE`` blocks of nodes at a time, and at most ``_AT_ONCE_OF``
-blocks times heads."""
+"""A selection by bounds reads at most ``_AT_ONCE`` blocks of nodes at a time, and at most ``_AT_ONCE_OF`` blocks times
+heads."""
 _NO_BOUNDS = 8192
-"""With at most so many masses, heads times nodes, all are compared at once and no bounds are written."""
+"""Up to this many nodes times heads, all masses are compared at once and no bounds are written."""
 _SHARED = 96 << 10
-"""Shared memory of a program's blocks in flight, bytes: two programs fit on a multiprocessor, or three that use three
+"""Bytes of shared memory for a program's loads in flight: two programs fit on a multiprocessor, or three that use three
 quarters of it."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
-    """Heads and nodes of a program for head dims of which ``dim`` is the larger, see :func:`group_tile`."""
+    """Query heads and nodes of a program, see :func:`group_tile`; ``dim`` is the larger of the head dims."""
     return group_tile(dtype, dim, group, capability, least_heads=1, wide_warps=8)
 
 
 def scoring_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: int) -> dict[str, int | None]:
-    """Options of programs that score nodes and read ``of_node`` numbers of each: how many stages are in flight."""
+    """Compile options of ``score_nodes``, with the pipeline stages that fit if it loads ``of_node`` numbers per
+    node."""
     if dtype == torch.float32:
         return tile.options | {"num_warps": 8}
     blocks = _SHARED // (1 if capability >= 9 else 2) // (tile.block_n * of_node * dtype.itemsize)
@@ -56,34 +61,41 @@ def scoring_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: in
 
 
 def replacing_options(tile: Tile, bounds: int, waits: bool) -> dict[str, int | None]:
-    """Options of programs that replace refined nodes and select by so many bounds of masses.
+    """Compile options of ``replace_refined``.
 
     Args:
-        waits: whether they are started while the launch before still runs (programmatic dependent launch).
+        bounds: bounds of masses by which it selects, blocks times heads; 0: it does not select.
+        waits: whether it starts while the launch before still runs (programmatic dependent launch).
     """
-    many = tile.num_stages == 1 or tile.block_m >= 16 or bounds > 4096  # numbers to a thread: of fp32 the values, too
+    many = tile.num_stages == 1 or tile.block_m >= 16 or bounds > 4096  # registers per thread; one stage means fp32
     early = {"launch_pdl": True} if waits else {}
     return {"num_warps": max(tile.num_warps, 8 if many else 4), "num_stages": 1} | early
 
 
 def merge_at_once(tile: Tile, dims: int) -> int:
-    """How many parts a program that replaces nodes merges at a time, ``dims`` dims of each."""
+    """How many parts a program of ``replace_refined`` merges at a time, ``dims`` output dims of each."""
     numbers = tile.num_warps * 32 * (16 if tile.block_m >= 16 else 32)
     return max(1, min(32, numbers // (tile.block_m * dims)))
 
 
 def merge_last(tile: Tile, dims: int, parts: int) -> int:
-    """How many of ``parts`` parts a program merges at a time that has nothing else left to do."""
+    """How many of ``parts`` parts the last program of ``attend_nodes`` merges at a time, with all registers free."""
     numbers = tile.num_warps * 32 * (32 if tile.block_m >= 16 else 128)
     return max(1, min(32, triton.next_power_of_2(parts), numbers // (tile.block_m * dims)))
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_parts(programs: int, blocks: int, cost: float, room: int) -> tuple[int, int]:
-    """How scored nodes are cut into parts of the output: ``(per, splits)``, blocks in a part and programs of a row.
+    """How ``score_nodes`` cuts nodes into parts of the output, by an estimate of its time, see :func:`split`.
 
-    Writing and reading a part costs ``cost`` times the time to read a block of values. A program makes whole parts, and
-    the longest program decides (see :func:`split`).
+    Args:
+        programs: programs if the nodes were not split.
+        blocks: blocks of nodes.
+        cost: writing and reading a part, in units of reading a block of values.
+        room: programs that run at a time.
+
+    Returns:
+        ``(per, splits)``: blocks in a part, and programs that share the nodes; each makes whole parts.
     """
 
     def time(per: int) -> float:
@@ -96,10 +108,10 @@ def plan_parts(programs: int, blocks: int, cost: float, room: int) -> tuple[int,
 
 
 def slice_dims(value_dim: int, programs: int, heads: int, room: int) -> int:
-    """Output dims of a program that replaces nodes: a power of two that divides ``value_dim``, or holds all of it.
+    """Output dims of a program of ``replace_refined``: a power of two that divides ``value_dim``, or holds all of it.
 
-    Few dims where few rows would leave the GPU idle, and few enough for the merged output of all heads to stay in
-    registers.
+    Fewer dims where there are too few programs to fill the GPU, or where the merged output of ``heads`` query heads
+    would not fit into registers.
     """
     whole = dims = max(16, triton.next_power_of_2(value_dim))
     for fewer in (whole >> shift for shift in range(whole.bit_length() - 4)):
@@ -113,71 +125,77 @@ def slice_dims(value_dim: int, programs: int, heads: int, room: int) -> int:
 
 @dataclass(frozen=True)
 class Stage:
-    """The launches at one level of the tree: how many nodes they read and how their work is cut."""
+    """Sizes of the launches at one level of the tree: capacities, and how the work is split."""
 
     level: int
     width: int
-    """Nodes of a row that may be visited."""
+    """Capacity for visited nodes."""
     k: int
-    """How many of them may be refined."""
+    """Capacity for refined nodes."""
     begin: int
-    """Where the level's log-weights begin in a row of :attr:`Workspace.weights`."""
+    """Offset of the level's places in the last dimension of :attr:`Workspace.weights`."""
     padded: int
-    """Places that they have."""
+    """``width``, rounded up to a multiple of 16."""
     scoring: int
-    """Programs of a row that score nodes."""
+    """Programs of ``score_nodes`` that share the nodes of a row and KV head."""
     attending: int
-    """Programs of a row that attend to nodes, or that replace the refined ones."""
+    """Programs of ``attend_nodes`` that share them, or of ``replace_refined`` that share the output dims."""
     before: int
     """Parts of the output that earlier launches have written."""
     parts: int
     """Parts that this stage adds."""
     replaces: bool
-    """Whether all nodes are attended to as they are scored, and a later launch replaces the refined ones."""
+    """Whether ``score_nodes`` attends to all nodes and ``replace_refined`` then replaces the refined ones; otherwise
+    ``attend_nodes`` attends to the others after the selection."""
     few: bool
-    """Whether the programs that replace also select, each for itself."""
+    """Whether the programs of ``replace_refined`` also make the selection."""
     at_once: int
-    """How many blocks of nodes these programs compare at a time, if not all."""
+    """Blocks of nodes that they compare at a time in doing so."""
     per: int
-    """Blocks of nodes in a part that is written while nodes are scored."""
+    """Blocks of nodes in a part that ``score_nodes`` writes."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The sizes by which launches are cut into programs."""
+    """The sizes of a call, from which its :class:`Stage` objects follow."""
 
     tile: Tile
     programs: int
-    """Programs if none were split along the keys: one for each row, KV head and tile of the group."""
+    """Programs if nothing were split: rows times KV heads times tiles of query heads."""
     group: int
     """Query heads of a KV head."""
     value_dim: int
     itemsize: int
-    """Bytes of a number of the keys."""
+    """Bytes of an element of the keys."""
     multiprocessors: int
 
     def raw_splits(self, tree: Tree) -> int:
-        """Programs of a row that attend to sinks and tail, in the launch that scores the top level."""
+        """Programs that share sinks and tail of a row and KV head, in the launch that scores the top level."""
         blocks = triton.cdiv(tree.rows.width, self.tile.block_n)
         return max(1, min(blocks, _SCORING * self.multiprocessors // (2 * self.programs)))
 
     def stages(self, tree: Tree, how: Refinement) -> list[Stage]:
-        """The levels that are visited, from the top down."""
-        found: list[Stage] = []
+        """The stages of a call, from the top level down.
+
+        Raises:
+            UnsupportedError: for more than 32,768 nodes in a selection, or children of ``mass="preserve"`` whose number
+                is not a power of two that fits into a block.
+        """
+        stages: list[Stage] = []
         width, begin, before = tree.rows.places, 0, self.raw_splits(tree)
         for level in reversed(range(len(tree.levels))):
             k = min(tree.rows.most[level], width)
             last = not k or not level
-            one = self._stage(tree, how, level, width, k, begin, before, last)
-            found.append(one)
-            begin, before = begin + one.padded, before + one.parts
+            stage = self._stage(tree, how, level, width, k, begin, before, last)
+            stages.append(stage)
+            begin, before = begin + stage.padded, before + stage.parts
             if last:
                 break
             branch = tree.branch(level)
             if how.mass == "preserve" and (branch & (branch - 1) or branch > self.tile.block_n):
                 raise UnsupportedError(f"{branch} children of a node under mass=preserve")
             width = k * branch
-        return found
+        return stages
 
     def _stage(
         self, tree: Tree, how: Refinement, level: int, width: int, k: int, begin: int, before: int, last: bool
@@ -185,9 +203,9 @@ class Work:
         block, heads = self.tile.block_n, triton.next_power_of_2(self.group)
         blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
         topmost = not begin
-        beside = self.programs * before if topmost else 0  # programs that attend to sinks and tail
+        raw_programs = self.programs * before if topmost else 0  # those that attend to sinks and tail
         scoring_room = _SCORING * self.multiprocessors
-        room = max(scoring_room - beside, scoring_room // 2)
+        room = max(scoring_room - raw_programs, scoring_room // 2)
         replaces = last and k <= _FEW
         few = replaces and self.group <= FEW_HEADS and how.pool == "kv_head" and how.rule == "top_k"
         at_once = triton.next_power_of_2(max(1, blocks))
@@ -211,5 +229,5 @@ class Work:
 
 
 def page_block(width: int, tile: Tile) -> int:
-    """Places of a page, or of a piece of it, that a program reads at once: a power of two."""
+    """Tokens of a page that a program reads at once, a power of two: the page, or a chunk of it."""
     return min(triton.next_power_of_2(width), tile.block_n)

@@ -1,4 +1,4 @@
-"""Masses of nodes by which some are selected: parts of the Triton kernels of :func:`attend_summaries`."""
+"""Functions of the Triton kernels of :func:`attend_summaries`: masses of nodes, by which they are selected."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from foveate.ops.gpu.softmax import LOWEST
 
 @triton.jit
 def log_sum(x):
-    """Logarithm of the sum, to the base 2."""
+    """Log-sum-exp of ``x [N]``, to the base 2."""
     top = tl.maximum(tl.max(x, 0), LOWEST)
     return top + tl.log2(tl.sum(tl.exp2(x - top), 0))
 
@@ -28,7 +28,7 @@ def _share(
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """The masses of nodes that one head sees; see :func:`masses`."""
+    """The masses of nodes in the softmax of one query head ``row``; see :func:`masses`."""
     some, parts = tl.arange(0, SPLITS), tl.arange(0, OTHERS)
     rank = tl.load(rank_ptr + row * (rank_places // 16 * 16) + index, mask=there, other=float("-inf"))
     lse = log_sum(tl.load(rank_lse_ptr + row * splits + some, mask=some < splits, other=float("-inf")))
@@ -63,11 +63,11 @@ def masses(
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """Pooled masses of the nodes at ``index [HELD]``, -inf where none is, and their numbers.
+    """``(mass, node)``: masses of the nodes at places ``index [HELD]``, -inf at unused ones, and their numbers.
 
-    Of ``members`` query heads from ``head`` on, counted over the batch: their mean or (``LAYER``) the largest.
-    ``rows`` query heads have the log-sum-exps ``rank_lse [rows, splits]`` and, of the rest of the cover, ``found_lse
-    [others, rows]``.
+    Masses are pooled over ``members`` query heads from number ``head`` on: their mean or, for a ``LAYER``, the largest;
+    then averaged with the recent attention, which has weight ``prior``. A head's mass is normalised over the whole
+    cover: ``rank_lse [rows, splits]`` are log-sum-exps of ranks, ``found_lse [others, rows]`` those of the rest.
     """
     there = index < count
     node = index
@@ -81,7 +81,7 @@ def masses(
             found_lse_ptr,
             head + member,
             index,
-            index < tl.cdiv(count, 16) * 16,  # which is as far as ranks are written
+            index < tl.cdiv(count, 16) * 16,  # ranks are written that far
             rows,
             splits,
             others,
@@ -104,7 +104,7 @@ def masses(
 
 @triton.jit
 def _log_sums(lse_ptr, row, there, number, rows, stride_row, stride_part, PARTS: tl.constexpr):
-    """Logarithms of sums over ``number`` parts, to the base 2, of some ``row [M]``."""
+    """Log-sum-exps over ``number`` parts, to the base 2, of query heads ``row [M]``."""
     part = tl.arange(0, PARTS)
     at = lse_ptr + row[:, None] * stride_row + part[None, :].to(tl.int64) * stride_part
     lse = tl.load(at, mask=there[:, None] & (part < number)[None, :], other=float("-inf"))
@@ -116,7 +116,7 @@ def _log_sums(lse_ptr, row, there, number, rows, stride_row, stride_part, PARTS:
 def all_log_sums(
     rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS: tl.constexpr, OTHERS: tl.constexpr
 ):
-    """Logarithms of what some heads ``row [M]`` see of nodes and of the rest of the cover, to the base 2."""
+    """Log-sum-exps of nodes and the rest of the cover together, to the base 2, of query heads ``row [M]``."""
     lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
     rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
     top = tl.maximum(tl.maximum(lse, rest), LOWEST)
@@ -147,10 +147,11 @@ def group_masses(
     OTHERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """What :func:`masses` finds for ``GROUP`` heads of one KV head, in few steps one behind the other: everything is
-    asked for at once, if it is ``AT_ONCE`` numbers or fewer, and before it is known how many of the ``places`` count.
+    """:func:`masses` for the ``GROUP`` heads of one KV head, with few dependent loads: if there are at most ``AT_ONCE``
+    ranks, all are loaded together, and all ``places`` before ``count`` of them is known.
 
-    Rows of ranks, and places, are padded to 16: where a mask changes within 16 bytes each number is read by itself.
+    ``places`` and the rows of ranks are padded to 16, since loads are vectorised only where a mask is constant over 16
+    bytes.
     """
     MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
     HELD: tl.constexpr = index.shape[0]

@@ -1,4 +1,4 @@
-"""Attention over summaries of pages, the heaviest of which are replaced by their children: the reference (LuKA)."""
+"""The reference of :func:`attend_summaries`, in PyTorch (LuKA, section 3.2); terms: :mod:`foveate.ops.summaries`."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ def attend_summaries(
     need_masses: bool = False,
     sums: Sums | None = None,
 ) -> Covered:
-    """Attention of one query a row over sinks, tail and summaries, the heaviest of which give way to what is beneath.
+    """Attention of one query per row over sinks, tail and summaries, of which the rule refines some.
 
-    From the top level down (LuKA, section 3.2, Algorithm 1), nodes are weighed by ``q . k`` of their summary and what
-    the bias adds; those that the rule chooses are replaced by their children, at last by the keys of their page, with
-    the mass of equations 2 and 3 or with their own; attention is the softmax over all that is left (equation 4).
+    From the top level down (LuKA, section 3.2, Algorithm 1), a node's log-weight is ``scaling * q . k`` of its summary
+    plus the bias. The nodes that the rule chooses are replaced by their children, at last by the keys of their page,
+    either with the parent's mass shared among them (equations 2 and 3) or with their own logits. The output is the
+    softmax over the resulting cover (equation 4).
 
-    Under a ``softcap`` a summary's ``q . k`` is capped as a key's is, and the bias is added to the capped logit. The
-    deviation of the keys beneath is then the distance, once both are capped, to a logit one deviation higher.
+    Under a ``softcap`` a summary's logit is capped as a key's is, before the bias is added. Estimates by ``spread`` and
+    ``box`` then take, as the deviation, the distance between the capped logits at the mean and one deviation above it.
 
     Args:
         q: ``[B, Hq, 1, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]``; read through their strides.
-        tree: summaries of these keys, and which of them each row has.
+        tree: summaries of these keys, and how many of them each row has and may refine.
         how: the rule.
         scaling: factor of the logits.
         softcap: each scaled logit x becomes ``softcap * tanh(x / softcap)``; None: there is no cap.
-        need_lse, need_masses: whether to return them.
-        sums: what to add the masses to.
+        need_lse, need_masses: whether to return ``lse``, and ``masses`` with ``visited``.
+        sums: running sums to update in place; None: none.
     """
     reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling, softcap)
     parts = [reader.raw()]
@@ -91,33 +92,34 @@ def attend_summaries(
 
 @dataclasses.dataclass(frozen=True)
 class _Candidates:
-    """Nodes of one level, or raw tokens (level -1), that a query may look at; the heads of a group side by side."""
+    """The visited nodes of one level, or (level -1) the tokens of refined pages, with G query heads of a KV head."""
 
     level: int
     index: Tensor | None
-    """int64 ``[B, Hkv, C]``: numbers of the nodes, -1 for none; None: ``0 .. C - 1``, or raw tokens."""
+    """int64 ``[B, Hkv, C]``: numbers of the nodes, -1 for none; None: ``0 .. C - 1``, or tokens."""
     logits: Tensor
-    """fp32 ``[B, Hkv, G, C]``: log-weights; -inf where there is none. The fields below alike, where they are needed."""
+    """fp32 ``[B, Hkv, G, C]``: log-weights, natural; -inf at unused places."""
     number: float | Tensor
-    """How many there are: the mean over rows and KV heads, or ``[B, Hkv]``."""
+    """Used places: the mean over rows and KV heads, or ``[B, Hkv]``."""
     complete: bool
     """Whether every place is used."""
     v: Tensor
     """``[B, Hkv, C, Dv]``, finite everywhere."""
     rank: Tensor | None = None
-    """Logarithm of the mass by which nodes are chosen; None where it is the log-weight."""
+    """fp32 ``[B, Hkv, G, C]``: logarithm of the estimated mass by which nodes are chosen; None: the log-weight."""
 
     @property
     def ranks(self) -> Tensor:
+        """``rank``, or the log-weights."""
         return self.logits if self.rank is None else self.rank
 
     @property
     def exist(self) -> Tensor:
-        """bool ``[B, Hkv, C]``: the places that are used."""
+        """bool ``[B, Hkv, C]``: used places."""
         return self.logits[:, :, 0] > float("-inf")
 
     def weighted(self, log_weights: Tensor, how: Refinement) -> _Candidates:
-        """The same with other log-weights; ranks follow."""
+        """The same nodes with other log-weights; under ``preserve`` ranks move by the same amount."""
         rank = self.rank
         if rank is not None and how.mass == "preserve":
             rank = (rank + (log_weights - self.logits)).masked_fill(log_weights.isneginf(), float("-inf"))
@@ -125,10 +127,10 @@ class _Candidates:
 
 
 class _Reader:
-    """One query a row's view of a tree.
+    """Reads a tree's levels for one query per row.
 
     Args:
-        rows: the queries, ``[B, Hkv, G, D]``.
+        rows: the queries, ``[B, Hkv, G, D]``; other arguments as of :func:`attend_summaries`.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class _Reader:
         self.capped: Tensor | int = 0
 
     def raw(self) -> Part:
-        """Sinks and tail."""
+        """Sinks and tail, as a part of the cover."""
         rows, sinks = self.tree.rows, self.tree.sinks
         if rows.raw_slots is not None:
             slots = rows.raw_slots.expand(-1, self.keys.shape[1], -1)
@@ -162,20 +164,25 @@ class _Reader:
         return Part(logits, values)
 
     def top(self) -> _Candidates:
-        """Every node of the top level."""
+        """All nodes of the top level."""
         rows = self.tree.rows
         return self._scored(len(self.tree.levels) - 1, slice(rows.places), rows.hidden, rows.nodes)
 
     def number(self, nodes: _Candidates, chosen: Tensor) -> float | Tensor:
-        """How many candidates are chosen: the mean over rows and KV heads, or ``[B, Hkv]``."""
+        """How many nodes are chosen: the mean over rows and KV heads, or ``[B, Hkv]``."""
         return float(chosen.shape[2]) if self.complete(nodes) else (chosen >= 0).sum(-1, dtype=torch.float64)
 
     def complete(self, nodes: _Candidates) -> bool:
-        """Whether every place of a selection among these is used."""
+        """Whether a selection among these nodes has no -1."""
         return nodes.complete and self.how.rule == "top_k"
 
     def below(self, nodes: _Candidates, chosen: Tensor, number: float | Tensor) -> _Candidates:
-        """The children of chosen candidates, ``[B, Hkv, K]`` places in them, -1 for none; K groups of equal width."""
+        """The children of chosen nodes, those of each at consecutive places.
+
+        Args:
+            chosen: places in ``nodes``, int64 ``[B, Hkv, K]``, -1 for none.
+            number: how many are chosen.
+        """
         complete = self.complete(nodes)
         index = chosen if nodes.index is None else nodes.index.gather(-1, chosen if complete else chosen.clamp_min(0))
         if not complete and nodes.index is not None:
@@ -187,7 +194,7 @@ class _Reader:
         return self._scored(nodes.level - 1, index, None if complete else (index < 0)[:, :, None], number * branch)
 
     def _tokens(self, pages: Tensor, complete: bool, number: float | Tensor) -> _Candidates:
-        """The raw tokens of pages, ``[B, Hkv, K]``, -1 for none."""
+        """The tokens of pages, int64 ``[B, Hkv, K]``, -1 for none; ``number``: how many pages."""
         tree, sinks, width = self.tree, self.tree.sinks, self.tree.width
         hidden = None
         if tree.page_end is None:
@@ -212,12 +219,12 @@ class _Reader:
         return _Candidates(-1, None, logits, number, hidden is None, values)
 
     def _scored(self, level: int, index: Tensor | slice, hidden: Tensor | None, number: float | Tensor) -> _Candidates:
-        """Nodes of a level with what the rule wants to know of them.
+        """Nodes of a level with their log-weights and ranks.
 
         Args:
-            index: int64 ``[B, Hkv, C]``, -1 for none, or a slice.
-            hidden: bool ``[B, Hkv or 1, 1, C]``: places that are not used; None when all are.
-            number: how many are.
+            index: numbers of the nodes, int64 ``[B, Hkv, C]``, -1 for none, or a slice.
+            hidden: bool ``[B, Hkv or 1, 1, C]``: unused places; None: all are used.
+            number: how many places are used.
         """
         how, of = self.how, self.tree.levels[level]
         fields = {name: field for name, field in of.nodes._asdict().items() if field is not None}
@@ -260,26 +267,26 @@ class _Reader:
         return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank)
 
     def _above(self, plain: Tensor, dot: Tensor, distance: Tensor) -> Tensor:
-        """How far a logit that is at a ``distance`` above the summary's is above it once both are capped."""
+        """``distance`` above the summary's logit, measured after capping: ``cap(plain + distance) - dot``."""
         return distance if self.softcap is None else capped(distance.add_(plain), self.softcap).sub_(dot)
 
     # Which nodes are refined
 
     def choose(self, nodes: _Candidates, others: Tensor) -> Tensor:
-        """Candidates to refine, int64 ``[B, Hkv, K]`` ascending, -1 for none.
+        """Places of the nodes to refine, int64 ``[B, Hkv, K]`` ascending, then -1.
 
         Args:
-            others: fp32 ``[B, Hkv, G, 1]``: log partition sums of the rest of the cover.
+            others: fp32 ``[B, Hkv, G, 1]``: log-sum-exp of the rest of the cover.
         """
         return self._by_mass(nodes, others).expand(-1, self.keys.shape[1], -1)
 
     def _by_mass(self, nodes: _Candidates, others: Tensor) -> Tensor:
-        """``[B, Hkv or 1, K]``: by the attention that nodes seem to get now, and that they got lately."""
+        """:meth:`choose` as ``[B, Hkv or 1, K]``: by the estimated present mass, mixed with the recent attention."""
         how, level, rows = self.how, nodes.level, self.tree.rows
         recent = self._recent(nodes) if how.prior else None
         total = torch.logaddexp(nodes.ranks.logsumexp(-1, keepdim=True), others)
         mass = nodes.ranks.sub(total).exp_()
-        if how.pool == "layer":  # whose KV heads have the same candidates
+        if how.pool == "layer":  # all KV heads visit the same nodes
             mass = mass.flatten(1, 2).amax(1, keepdim=True)
             recent = None if recent is None else recent.amax(1, keepdim=True)
         else:
@@ -300,18 +307,19 @@ class _Reader:
         return topk_rows(mass, rows.numbers[2 + level], rows.most[level])
 
     def _take(self, level: int, order: Tensor, counts: Tensor) -> Tensor:
-        """The first ``counts [B, Hkv or 1]`` of an order, but no more than a row may refine."""
+        """The first ``counts [B, Hkv or 1]`` nodes of ``order``, at most as many as a row may refine; counts the
+        cuts."""
         allowed = self.tree.rows.numbers[2 + level][:, None]
         most = min(order.shape[-1], self.tree.rows.most[level])
-        alike = self.keys.shape[1] // counts.shape[1]  # KV heads with the same selection
+        alike = self.keys.shape[1] // counts.shape[1]  # KV heads that share a selection
         self.capped = self.capped + (counts > allowed).sum() * alike
         counts = counts.minimum(allowed)
-        if order.device.type == "cpu" and not self.tree.rows.captured:  # no more places than are taken: free to know
+        if order.device.type == "cpu" and not self.tree.rows.captured:  # narrower: no host sync on the CPU
             most = min(most, int(counts.max()))
         return first_of(order, counts, most)
 
     def _recent(self, nodes: _Candidates) -> Tensor:
-        """Attention that nodes got lately: fp32 ``[B, Hkv, C]``."""
+        """Recent attention to the nodes, fp32 ``[B, Hkv, C]``."""
         recent = self.tree.levels[nodes.level].recent
         if nodes.index is None:
             return recent[:, :, : nodes.logits.shape[-1]]

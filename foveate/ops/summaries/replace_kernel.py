@@ -1,4 +1,8 @@
-"""Attention to all nodes, in which a few are replaced by their keys: Triton kernel of :func:`attend_summaries`."""
+"""Triton kernel of :func:`attend_summaries` for few refined pages: replaces these in attention to all nodes.
+
+Names as in ``score_kernel``; ``found_stride`` are the strides of ``chosen`` and ``page``, ``piece`` is the program's
+slice of the output dims.
+"""
 
 import triton
 import triton.language as tl
@@ -14,7 +18,7 @@ from foveate.ops.summaries.select_few_kernel import heaviest_few
 _GONE = tl.constexpr(1024)
 """Places of ``gone`` that a program writes at a time."""
 _LOST = tl.constexpr(1.0)
-"""Largest ratio of the subtracted mass to the mass that remains."""
+"""Largest ratio of the subtracted mass to the mass that remains; above it the output is recomputed."""
 
 _VARYING = [
     "sinks",
@@ -113,19 +117,21 @@ def replace_refined(
     CHUNKS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Replace refined nodes in attention to all nodes, which :func:`score_nodes` has written as parts: ``before`` parts
-    of other keys, then one of every ``per`` blocks of nodes, in ``found [.., B, Hq, Dv]`` and ``found_lse``.
+    """Write ``out`` and ``lse``: attention to all entries, with refined nodes replaced by the keys of their pages.
 
-    Each program of a row owns ``BLOCK_S`` dims of the output: it merges the parts, subtracts refined nodes and attends
-    to the keys of refined pages. Subtraction cancels when the refined nodes held nearly all the mass, as when summaries
-    seem far heavier than their keys are. Then (``_LOST``) the program starts again: it merges the parts without those
-    that hold a refined node, and attends to the other nodes of these, ``BLOCK_R`` at a time.
+    :func:`score_nodes` has written attention to all entries as parts, ``found [.., B, Hq, Dv]`` and ``found_lse``:
+    first ``before`` parts of other keys, then one part of every ``per`` blocks of nodes. Each program owns ``BLOCK_S``
+    dims of the output: it merges the parts, subtracts the refined nodes and attends to the keys of refined pages.
 
-    ``chosen [B, sets, most]``, ``page`` and ``picked`` hold the refined nodes, see :class:`Selection`. With ``FEW``
-    every program selects them itself, at most ``FEW`` among at most ``BLOCKS`` blocks; one program writes them, and all
-    of them write ``gone``. ``lse`` is written by all alike.
+    Subtraction cancels if the refined nodes held nearly all the mass, as when summaries have far larger logits than
+    their keys. Beyond the ratio ``_LOST`` the program starts again: it merges only the parts without a refined node,
+    and attends to the nodes of the other parts that are not refined, ``BLOCK_R`` at a time.
 
-    ``KEEPS``: log-weights of tokens are stored in ``token [B, Hq, places]``, see :func:`refined_tokens`.
+    ``chosen [B, sets, most]``, ``page`` and ``picked`` are the selection, see :class:`Selection`. With ``FEW`` every
+    program makes it by itself, at most ``FEW`` nodes of at most ``BLOCKS`` blocks; one program of a row writes it and,
+    with ``KEEPS``, each a share of ``gone``. All programs of a row write the same ``lse``.
+
+    ``KEEPS``: log-weights of refined pages are stored in ``token [B, Hq, places]``, see :func:`refined_tokens`.
 
     ``WAITS``: the launch may start while :func:`score_nodes` runs, and waits for it before it reads its results.
     """
@@ -202,7 +208,7 @@ def replace_refined(
             above = tl.load(list_ptr + few_places // BRANCH, mask=few_places >= 0, other=0).to(tl.int32)
             few_pages = tl.where(few_places >= 0, above * BRANCH + few_places % BRANCH, -1)
         if writes:
-            slot = tl.where(order >= 0, order, few)  # what is not used comes last
+            slot = tl.where(order >= 0, order, few)  # unused entries, -1, come last
             tl.store(chosen_ptr + slot, few_places, mask=slot < most)
             if BRANCH:
                 tl.store(page_ptr + slot, few_pages, mask=slot < most)
@@ -212,7 +218,7 @@ def replace_refined(
             for begin in tl.range(piece * _GONE, gone_places, tl.num_programs(1) * _GONE):
                 index = begin + tl.arange(0, _GONE)
                 tl.store(gone_ptr + index, tl.zeros([_GONE], tl.int32), mask=index < gone_places // 16 * 16)
-            tl.debug_barrier()  # what follows is written behind that
+            tl.debug_barrier()  # the zeros are written before the ones
             mine = (few_places >= 0) & (few_places // _GONE % tl.num_programs(1) == piece)
             tl.store(gone_ptr + few_places, tl.full([ROOM], 1, tl.int32), mask=mine)
     else:

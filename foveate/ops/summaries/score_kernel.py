@@ -1,4 +1,10 @@
-"""Scores of summaries, and attention to raw tokens: Triton kernel of :func:`attend_summaries`."""
+"""Triton kernel of :func:`attend_summaries`: scores the nodes of a level, and attends to sinks and tail.
+
+Names in this and the other kernels: ``row`` is a row of the batch and a KV head; ``group`` the number of query heads of
+a KV head, ``member`` one of them; ``parts`` the number of programs that share a group, ``part`` one of them (not a part
+of the output); ``rows`` indices of query heads over the whole batch, or their number; ``places`` the stride between
+query heads in an array of places.
+"""
 
 import triton
 import triton.language as tl
@@ -8,13 +14,16 @@ from foveate.ops.gpu.softcap import capped
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sums, online, store_part
 
 VARYING = ["batches", "num_kv_heads", "parts", "splits", "places"]
-"""Arguments that change from step to step or from batch to batch; kernels are not compiled anew for them."""
+"""Arguments that change from step to step or from batch to batch, so that kernels are not specialised on them."""
 
 
 @triton.jit
 def shared_out(logits, mass, GROUPS: tl.constexpr):
-    """Log-weights of children ``[M, N]``, group by group, with which they share out ``mass [M, GROUPS]`` (LuKA,
-    equation 3): all to the base 2; -inf for children that are not there."""
+    """Log-weights with which children share their parents' mass (LuKA, equation 3), to the base 2.
+
+    ``logits [M, N]``: of the children of ``GROUPS`` parents, one parent's after another's, -inf at unused places;
+    ``mass [M, GROUPS]``: log-weights of the parents.
+    """
     M: tl.constexpr = logits.shape[0]
     EACH: tl.constexpr = logits.shape[1] // GROUPS
     of_group = tl.reshape(logits, [M, GROUPS, EACH])
@@ -121,31 +130,34 @@ def score_nodes(
     BLOCK_N: tl.constexpr,
     SIGNALS: tl.constexpr,
 ):
-    """Write ``weight [B, Hq, places]``, the log-weights of nodes, ``rank [B, Hq, rank_places]`` where pages are ranked
-    by another estimate, and (``RANK_LSE``) ``rank_lse [B, Hq, splits]``, all to the base 2.
+    """Write ``weight [B, Hq, places]``, the log-weights of the visited nodes of a level; ``rank [B, Hq, rank_places]``
+    if the rule ranks them by another estimate (``SCORE`` > 0); and with ``RANK_LSE`` the log-sum-exp of each program's
+    ranks, ``rank_lse [B, Hq, splits]``. All are to the base 2. ``splits`` programs share a row's nodes.
 
-    Nodes are the first ``count`` of a level. With a ``BRANCH`` they are the children of the ``count`` nodes in
-    ``list``, whose places in their own level's weights are ``chosen``, and whose log-weights are ``parent``.
+    At the top level (``BRANCH`` 0) these are the first ``count`` nodes. Otherwise they are the children of ``count``
+    refined nodes of the level above: ``list`` has the numbers of these, ``chosen`` their places in ``parent [B, Hq,
+    ..]``, the log-weights of their level.
 
-    ``RAW``: the first ``raw_splits`` programs of a row attend to sinks and tail instead. ``slots [2, B]`` holds the
-    slots in use and the first slot after the pages. They write ``found [raw_splits, B, Hq, Dv]``, ``found_lse`` and,
-    with ``KEEPS_RAW``, the log-weights ``raw [B, Hq, places]``.
+    ``RAW``: the first ``raw_splits`` programs of a row attend to sinks and tail instead of scoring. They write parts
+    ``found [raw_splits, B, Hq, Dv]`` and ``found_lse`` and, with ``KEEPS_RAW``, the log-weights ``raw [B, Hq,
+    places]``. ``slots [2, B]`` holds the slots in use and the first slot after the pages.
 
-    ``ATTENDS``: the programs also attend to all nodes, and write a part of ``found`` for every ``per`` blocks, after
-    ``before`` other parts.
+    ``ATTENDS``: the programs that score also attend to all their nodes, and write one part for every ``per`` blocks,
+    after ``before`` other parts.
 
-    ``BOUNDS``: they also write bounds of the masses in each block of nodes, ``bound [B, Hkv, 2 group + 2,
-    bound_places]``: each head's largest rank; what the head sees in the block, as a multiple of that; the largest sum
-    over the group of a node's shares of what the heads see in the block; and the largest ``recent`` attention.
+    ``BOUNDS``: they also write ``bound [B, Hkv, 2 group + 2, bound_places]``, from which bounds on the masses in each
+    block of nodes follow: for each head, its largest rank; for each head, the sum of ``2 ** (rank - largest)``; the
+    largest, over the nodes, of the sum over the heads of the node's share of a head's sum; and the largest ``recent``
+    attention.
 
     ``SCORE`` 3: nodes are ranked by ``estimate [B, Hq, estimate_places]``, log-sum-exps to the base e.
 
-    ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]`` is the number of keys read.
+    ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]`` counts the keys read.
 
-    ``SOFTCAP``: the cap of logits, 0 for none. A summary's logit is capped before the bias is added; a logit one
-    deviation higher is capped alike.
+    ``SOFTCAP``: the cap of logits, 0 for none. A summary's logit is capped before the bias is added; so is the logit
+    one deviation above it.
 
-    ``SIGNALS``: the next launch may start once all programs of this one have, since it waits for their results itself.
+    ``SIGNALS``: lets the next launch start early (programmatic dependent launch); it waits for the results itself.
     """
     SPREAD: tl.constexpr = BIAS == 3 or SCORE == 1 or SCORE == 2
     q_stride_b, q_stride_h, q_stride_d = q_strides
@@ -240,7 +252,7 @@ def score_nodes(
         blocks, padded = tl.cdiv(count, BLOCK_N), tl.cdiv(count, 16) * 16
         each = tl.cdiv(tl.cdiv(blocks, per), splits) * per
         next_node = split * each * BLOCK_N + lanes
-        if BRANCH:  # read one block ahead, so that reading summaries ahead is left to the compiler
+        if BRANCH:  # loaded one block ahead, so that the compiler can pipeline the loads of summaries
             next_node = tl.load(list_ptr + next_node // BRANCH, mask=next_node < count, other=0).to(tl.int32)
         for block in tl.range(split * each, tl.minimum((split + 1) * each, blocks)):
             place = block * BLOCK_N + lanes
@@ -302,7 +314,7 @@ def score_nodes(
                 given = shared_out(logits, mass, GROUPS)
                 moved = tl.where(there[None, :], ranks + (given - logits), float("-inf"))
                 ranks, logits = moved if SCORE > 0 else given, given
-            stored = exist[:, None] & (place < padded)[None, :]  # rows of places are padded, too
+            stored = exist[:, None] & (place < padded)[None, :]  # up to the padding
             tl.store(weight_ptr + rows[:, None] * (places // 16 * 16) + place[None, :], logits, mask=stored)
             if SCORE > 0:
                 tl.store(rank_ptr + rows[:, None] * (rank_places // 16 * 16) + place[None, :], ranks, mask=stored)

@@ -1,5 +1,4 @@
-"""The few heaviest of many nodes, found by bounds of blocks of them: part of the Triton kernels of
-:func:`attend_summaries`."""
+"""Functions of the Triton kernels of :func:`attend_summaries`: select few of many nodes by bounds on blocks of them."""
 
 import triton
 import triton.language as tl
@@ -8,13 +7,12 @@ _LAST_PLACE = tl.constexpr(0x7FFFFFFF)
 _SLACK = tl.constexpr(1.0001)
 """Factor on bounds of masses that covers rounding."""
 _COMPARED = tl.constexpr(128)
-"""With at most so many blocks, all are sorted at once, each compared with each; with more the first are found in turn.
-"""
+"""Up to this many blocks are sorted by comparing all pairs; of more, the first are found one after another."""
 
 
 @triton.jit
 def _key(mass, place):
-    """What orders nodes by mass, of equals the first before the others; -1 where the mass is none, as of NaN."""
+    """int64 keys that order nodes by mass, equal masses by place, the first highest; -1 for NaN and negative masses."""
     bits = tl.abs(mass).to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(mass >= 0, (bits << 32) | (_LAST_PLACE - place), -1)
 
@@ -23,11 +21,12 @@ def _key(mass, place):
 def _bounds(
     bound_ptr, bound_places, lse, count, prior, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """At least the largest mass of each block's nodes, and -1 where there are none; see :func:`score_nodes`.
+    """Upper bounds on the masses of each block's nodes, ``[BLOCKS]``, -1 for blocks without nodes.
 
-    What a head sees in a node is at most what it sees in the block's largest. What a group's heads see in it is, with
-    its shares of what they see in the block, at most the largest sum of such shares times the most that any sees in the
-    block: which is close where no head sees much.
+    They follow from ``bound``, see :func:`score_nodes`. The mass of a node, the mean over the heads, is at most the
+    mean of the heads' largest masses in the block (``apart``). It is also at most the largest mass that a head has in
+    the whole block times the largest sum over heads of a node's shares (``together``), which is tighter where no head
+    puts much mass on the block. The bound is the smaller one.
     """
     MEMBERS: tl.constexpr = lse.shape[0]
     member, block = tl.arange(0, MEMBERS), tl.arange(0, BLOCKS)
@@ -66,7 +65,8 @@ def _heavier(
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The ``allowed`` first of ``keys [ROOM]``, see :func:`_key`, and of those of the nodes that are ``there``."""
+    """The ``allowed`` largest of ``keys [ROOM]``, see :func:`_key`, and those of the nodes at ``place``, where
+    ``there``."""
     few = tl.arange(0, keys.shape[0])
     at = rank_ptr + row[:, None] * (rank_places // 16 * 16) + place[None, :]
     written = place < tl.cdiv(count, 16) * 16
@@ -109,15 +109,15 @@ def heaviest_few(
     BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The ``allowed`` heaviest nodes for ``GROUP`` heads of one KV head, at most ``FEW``, of equals the first ones; the
-    log-sum-exp ``lse [MEMBERS]`` is that of all the heads see.
+    """The ``allowed`` nodes of largest mass, at most ``FEW``, for ``GROUP`` heads of one KV head; of equals the first.
 
-    Masses are looked at in few blocks alone where there are more than ``AT_ONCE`` of them: so many at a time, those
-    with the largest bounds first, until no bound reaches the last of the heaviest (which is exact: the threshold
-    algorithm of Fagin et al. 2001 stops in this way).
+    ``lse [MEMBERS]``: each head's log-sum-exp over the whole cover. Up to ``AT_ONCE`` blocks of nodes are all compared.
+    Of more, ``AT_ONCE`` blocks are read at a time, those with the largest bounds first, until no bound of the others
+    reaches the smallest mass found so far. The result is exact (the threshold algorithm, Fagin et al. 2001).
 
     Returns:
-        ``(places [ROOM], their order by place [ROOM], how many)``, -1 for none; ``ROOM`` is a power of two.
+        ``(places [ROOM], order [ROOM], number)``: places of the nodes, each one's index among them by ascending place,
+        both -1 for none, and how many there are; ``ROOM`` is a power of two.
     """
     MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
     member, few, some, block = tl.arange(0, MEMBERS), tl.arange(0, ROOM), tl.arange(0, AT_ONCE), tl.arange(0, BLOCKS)

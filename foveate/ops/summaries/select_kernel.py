@@ -1,4 +1,4 @@
-"""Selection of the nodes to refine: Triton kernel of :func:`attend_summaries`."""
+"""Triton kernel of :func:`attend_summaries`: selects the nodes to refine. Names as in ``score_kernel``."""
 
 import triton
 import triton.language as tl
@@ -7,12 +7,15 @@ from foveate.ops.select.kth_kernel import LOWEST, above_all, count_valid, find_k
 from foveate.ops.summaries.ranks_kernel import group_masses, masses
 
 VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h"]
-"""Arguments that change from step to step or from batch to batch; kernels are not compiled anew for them."""
+"""Arguments that change from step to step or from batch to batch, so that kernels are not specialised on them."""
 
 
 @triton.jit
 def _enough(mass, x, limit):
-    """How many of the heaviest leave at most ``limit`` in the others; ``x``: the masses, -inf where there is none."""
+    """The least number of nodes of largest mass that leave at most ``limit`` in the others, by bisection.
+
+    ``mass [N]``; ``x [N]``: the masses, -inf at unused places.
+    """
     low, high = tl.zeros([], tl.int32), above_all(x)
     there = x > float("-inf")
     while low + 1 < high:
@@ -66,12 +69,13 @@ def select_nodes(
     GROUP: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Write the selection of each KV head, or of the ``LAYER``, see :class:`Selection`.
+    """Write the selection of each KV head, or one for all (``LAYER``), see :class:`Selection`.
 
-    ``found [B, sets, k]`` holds the places of the chosen nodes, ascending, then -1, and with a ``BRANCH`` ``node``
-    their numbers, likewise; ``picked [B, sets]`` how many they are; ``gone [B, sets, gone_places]``, rows
-    ``gone_stride`` apart, see there; ``capped [B, sets]`` whether the rule wanted more. ``GROUP``: query heads of a KV
-    head where these are few and select for themselves, else 0.
+    ``found [B, sets, k]`` gets the places of the chosen nodes, ascending, then -1; below the top level (``BRANCH``)
+    ``node`` their numbers, likewise; ``picked [B, sets]`` how many they are; ``gone [B, sets, gone_places]``, rows
+    ``gone_stride`` apart, which places are refined or unused; ``capped [B, sets]`` whether the rule wanted more than
+    ``allowed``. ``found_lse`` are the parts' log-sum-exps, see :func:`masses`. ``GROUP``: query heads of a KV head if
+    they are few and there is no ``LAYER``, else 0. A program holds all nodes, at most ``HELD``.
     """
     count_stride_b, count_stride_h = count_strides
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides

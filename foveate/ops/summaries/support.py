@@ -1,4 +1,4 @@
-"""What the kernels of :func:`attend_summaries` support, and the numbers by which they know its options."""
+"""Which calls of :func:`attend_summaries` the kernels support, and the constants that encode its options for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foveate.ops.summaries.tree import Tree
 from foveate.ops.summaries.types import Refinement, Sums
 
 _LARGEST = 256
-"""The largest head dim."""
+"""The largest head dim of keys and values."""
 RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
 SCORES = {"summary": 0, "spread": 1, "box": 2, "lowrank": 3}
 BIASES = {"none": 0, "log": 1, "entropy": 2, "spread": 3}
@@ -20,8 +20,8 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement
     """Raise unless the kernels support this call.
 
     Raises:
-        UnsupportedError: for what the reference alone does.
-        ValueError: for shapes that do not fit each other.
+        UnsupportedError: for calls that only the reference supports.
+        ValueError: for inconsistent shapes, or other than one query per row.
     """
     (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
     if how.rule not in RULES or how.score not in SCORES:
@@ -39,4 +39,4 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement
     if sums is not None and any(x is not None and x.dtype != torch.float32 for x in sums[1:]):
         raise UnsupportedError("running sums in other dtypes than float32")
     if sums is not None and any(x is not None and x.stride(2) != 1 and x.shape[2] > 1 for x in sums[1:]):
-        raise UnsupportedError("running sums that are not next to each other")
+        raise UnsupportedError("running sums whose entries are not contiguous along the slots")

@@ -1,4 +1,4 @@
-"""Summaries of pages above the keys of a cache, level by level, and which of them each row has (LuKA)."""
+"""The input of :func:`attend_summaries`: a tree of summaries above the keys of a cache, and how much each row has."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from foveate.ops.compress.reference import Nodes
 
 
 class Level(NamedTuple):
-    """Summaries of one level. Entries behind those that a row has are not read and may hold anything finite."""
+    """The nodes of one level. Entries after a row's last node are not used; they may hold anything finite."""
 
     nodes: Nodes
-    """Fields ``[B, Hkv, N, ...]``; what the rule does not look at is None."""
+    """Fields ``[B, Hkv, N, ...]``; those that the rule does not need are None."""
     size: int
-    """Tokens beneath a node, where all have as many."""
+    """Tokens under a node if all pages have one size; otherwise the nominal size."""
     tokens: Tensor | None = None
-    """fp32 ``[B, Hkv, N]``: tokens beneath each node; None where pages have one size."""
+    """fp32 ``[B, Hkv, N]``: tokens under each node; None where pages have one size."""
     recent: Tensor | None = None
-    """fp32 ``[B, Hkv, N]``: attention that each node got lately, the mean over the group; None where it does not count.
-    """
-
+    """fp32 ``[B, Hkv, N]``: moving average of the attention to each node, see :class:`Sums`; None: not kept."""
     records: Tensor | None = None
-    """uint8 ``[B, Hkv, N, record.bytes]``: low-rank summaries of all the keys beneath; None where the rule does not
-    score by them."""
+    """uint8 ``[B, Hkv, N, record.bytes]``: low-rank summaries of the keys under each node; None unless the rule scores
+    by them."""
     record: PageRecord | None = None
-    """How these are stored."""
+    """Format of ``records``."""
 
     @property
     def reads(self) -> float:
-        """Bytes read of a summary, in those of a raw token (its key and its value)."""
+        """Bytes read of a node, over those of a token's key and value (D = Dv for all but records)."""
         k, v = self.nodes.k, self.nodes.v
         own = 0.0 if self.record is None else self.record.bytes / ((k.shape[3] + v.shape[3]) * k.element_size())
         return 1.0 + 0.5 * (self.nodes.spread is not None) + 1.0 * (self.nodes.low is not None) + own
@@ -42,27 +40,31 @@ class Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Which slots and nodes each row has. Masks are None where all rows are alike, and made when they are asked for."""
+    """How many slots and nodes each row has and may refine, and the capacities of arrays over all rows.
+
+    ``most``, ``places`` and ``width`` are capacities: in a captured step they suffice for all later replays.
+    """
 
     numbers: Tensor
-    """int64 ``[2 + 2 * levels, B]`` on the device of the keys: slots in use; the first slot behind the pages, 0 in a
-    row that has none; how many nodes of each level, the finest first, may be refined; and how many there are."""
+    """int64 ``[2 + 2 * levels, B]`` on the device: slots in use; the first slot after the pages, 0 in a row without
+    pages; for each level, level 0 first, how many nodes may be refined; and likewise how many nodes there are."""
     most: tuple[int, ...]
-    """Places for nodes that are refined, by level."""
+    """For each level, level 0 first, the capacity for refined nodes."""
     places: int
-    """Places for nodes of the top level."""
+    """Capacity for nodes of the top level."""
     width: int
-    """Places for raw tokens."""
+    """Capacity for sinks and tail."""
     sinks: int
     """Slots before the first page."""
     start: int | None
-    """The first slot behind the pages; None where rows differ."""
+    """The first slot after the pages; None where rows differ."""
     alike: bool
-    """Whether as many nodes may be refined in all rows."""
+    """Whether the numbers of nodes that may be refined are the same in all rows."""
     means: tuple[float, float] | None
-    """Nodes of the top level, and raw tokens: means over the rows; None where the device alone knows."""
+    """Means over the rows of the nodes of the top level, and of sinks and tail; None where only the device knows them.
+    """
     captured: bool = False
-    """Whether the step is captured, and later replayed with other numbers: no width may depend on those of now."""
+    """Whether the step is captured, so that no width may follow from present values."""
 
     @property
     def nodes(self) -> float | Tensor:
@@ -71,7 +73,7 @@ class Rows:
 
     @property
     def raw(self) -> float | Tensor:
-        """Raw tokens, likewise."""
+        """Tokens of sinks and tail: the mean over the rows, or ``[B, 1]``."""
         if self.means is not None:
             return self.means[1]
         lengths, start = self.numbers[:2]
@@ -79,17 +81,18 @@ class Rows:
 
     @property
     def raw_slots(self) -> Tensor | None:
-        """int64 ``[B, 1, width]``: sinks and tail; a row's last slot where it has fewer."""
+        """int64 ``[B, 1, width]``: slots of sinks and tail, at unused places a row's last slot. None: rows are alike,
+        and they are the first ``sinks`` slots and those from ``start`` on."""
         return self._masks[0]
 
     @property
     def raw_hidden(self) -> Tensor | None:
-        """bool ``[B, 1, 1, width]``: places of ``raw_slots`` that are not used."""
+        """bool ``[B, 1, 1, width]``: unused places of ``raw_slots``; None: rows are alike."""
         return self._masks[1]
 
     @property
     def hidden(self) -> Tensor | None:
-        """bool ``[B, 1, 1, places]``: nodes of the top level that a row does not have."""
+        """bool ``[B, 1, 1, places]``: nodes of the top level that a row does not have; None: rows are alike."""
         return self._masks[2]
 
     @functools.cached_property
@@ -97,26 +100,26 @@ class Rows:
         if self.start is not None:
             return None, None, None
         lengths, start, nodes = (self.numbers[n][:, None] for n in (0, 1, -1))
-        with torch.inference_mode(False):  # they are kept for steps that may be outside of it
+        with torch.inference_mode(False):  # cached for later steps, which may run outside inference_mode
             raw, top = (torch.arange(number, device=lengths.device) for number in (self.width, self.places))
             slots = torch.where((start > 0) & (raw >= self.sinks), start + raw - self.sinks, raw)
             return slots.minimum(lengths - 1)[:, None], (slots >= lengths)[:, None, None], (top >= nodes)[:, None, None]
 
 
 class Tree(NamedTuple):
-    """Summaries, summaries of these, and so on, above the keys of a cache.
+    """The levels of summaries above the keys of a cache.
 
-    The first ``sinks`` slots stay raw. Pages of keys follow without gaps, and raw slots behind them. Node n of a level
-    stands for the nodes ``n * branch .. (n + 1) * branch - 1`` of the level below.
+    The first ``sinks`` slots are raw; pages follow without gaps; raw slots follow the last page. Node n of a level
+    above the pages has the children ``n * branch .. (n + 1) * branch - 1`` on the level below.
     """
 
     levels: tuple[Level, ...]
-    """The finest first."""
+    """Level 0 (pages) first."""
     rows: Rows
     width: int
-    """Tokens of a page, or the most that one has."""
+    """Tokens of the longest page."""
     page_end: Tensor | None = None
-    """``[B, Hkv, pages]``: the exclusive ends of pages, where they are of different sizes."""
+    """``[B, Hkv, pages]``: the exclusive end slot of each page; None: all pages have ``width`` tokens."""
 
     @property
     def sinks(self) -> int:
@@ -124,5 +127,5 @@ class Tree(NamedTuple):
         return self.rows.sinks
 
     def branch(self, level: int) -> int:
-        """Children of a node above the pages."""
+        """Children of a node of a level above the pages."""
         return self.levels[level].size // self.levels[level - 1].size

@@ -1,4 +1,4 @@
-"""What :func:`attend_summaries` takes beside a tree, and what it returns."""
+"""The rule that :func:`attend_summaries` takes, its results, and the running sums that it updates."""
 
 from __future__ import annotations
 
@@ -10,76 +10,81 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Refinement:
-    """Which nodes are replaced by their children, and with what weight.
+    """The rule by which nodes are refined, and the weights of summaries.
 
-    ``Rows.numbers`` holds how many nodes may be refined: exactly so many under ``top_k``, at most under other rules.
+    :attr:`Rows.numbers` says how many nodes of a level are refined under ``top_k``, and at most under the other rules.
     """
 
     rule: str = "top_k"
-    """``top_k``: the heaviest; ``threshold``: those of more than ``limit`` mass; ``top_p``: the heaviest, until at most
-    ``limit`` is left in the others of all levels."""
+    """``top_k``: the nodes of largest mass; ``threshold``: those of more than ``limit`` mass; ``top_p``: the nodes of
+    largest mass, as many as leave at most ``limit`` in the other nodes of all levels."""
     limit: float = 0.0
+    """Share of the softmax, 0 to 1, see ``rule``."""
     pool: str = "kv_head"
-    """Who chooses: each ``kv_head``, by the mean over its group, or the whole ``layer``, by the largest mass in any
-    head."""
+    """``kv_head``: each KV head chooses by the mean mass over its group; ``layer``: one choice for all KV heads, by the
+    largest mass in any query head."""
     score: str = "summary"
-    """Estimate of a node's mass: its weight (``summary``), or by the ``spread``, a ``box`` or Quest's ``bound``, or by
-    the low-rank summary of the keys beneath (``lowrank``, see :func:`foveate.ops.page_lse`)."""
+    """Estimate of a node's mass, from: its log-weight (``summary``); the variance of the keys under it, with dimensions
+    taken as independent (``spread``) or all off by one deviation at once (``box``); Quest's upper ``bound``; or a
+    low-rank summary of these keys (``lowrank``, see :func:`foveate.ops.page_lse`)."""
     bias: str = "log"
-    """Added to a summary's logit: ``none``, ``log`` (of its tokens), ``entropy`` or ``spread``."""
+    """Added to a summary's logit: ``none``; ``log``: of the number of tokens under it; ``entropy``: of their weights in
+    the summary; ``spread``: an estimate of the log-sum-exp of their logits less the summary's logit."""
     mass: str = "exact"
-    """Children enter the softmax with their own logits (``exact``) or share their parent's mass (``preserve``, LuKA,
+    """``exact``: children enter the softmax with their own logits; ``preserve``: they share their parent's mass (LuKA,
     equation 3)."""
     prior: float = 0.0
-    """Share of recent attention in the mass by which nodes are chosen."""
+    """Weight of the recent attention (:attr:`Level.recent`) in the mass by which nodes are chosen, 0 to 1."""
     weight_spread: float = 1.0
-    """Share of the deviation that enters a summary's own weight under ``bias="spread"``."""
+    """Factor of the logits' standard deviation in the bias, under ``bias="spread"``."""
 
 
 class VisitedLevel(NamedTuple):
-    """The nodes of one level that a query visited."""
+    """The visited nodes of one level, and which of them were refined."""
 
     level: int
     index: Tensor | None
-    """int64 ``[B, Hkv, C]``: their numbers, -1 for none; None: ``0 .. C - 1``."""
+    """int64 ``[B, Hkv, C]``: numbers of the nodes in their level, by place; -1 for unused places. None: place and
+    number are the same."""
     complete: bool
-    """Whether every place of ``index`` is used."""
+    """Whether ``index`` has no -1."""
     chosen: Tensor
-    """int ``[B, Hkv, K]``, ascending: places among them that were refined, then -1."""
+    """int ``[B, Hkv, K]``: places of the refined nodes, ascending, then -1."""
     all_chosen: bool
-    """Whether every place of ``chosen`` is used."""
+    """Whether ``chosen`` has no -1."""
 
 
 class Covered(NamedTuple):
-    """What :func:`attend_summaries` returns."""
+    """Results of :func:`attend_summaries`."""
 
     out: Tensor
     """``[B, Hq, 1, Dv]``, in the dtype of the values."""
     lse: Tensor | None
-    """fp32 ``[B, Hq, 1]``: log-sum-exp of the cover's log-weights, if asked for."""
+    """fp32 ``[B, Hq, 1]``: log-sum-exp of the cover's log-weights, natural; None unless ``need_lse``."""
     masses: tuple[Tensor, ...]
-    """If asked for, fp32 ``[B, Hkv, places]``, the softmax summed over the group: of raw tokens, of the nodes of each
-    visited level (0 where refined), and of the tokens of refined pages, page by page, if there are any."""
+    """Softmax over the cover, summed over the group, fp32 ``[B, Hkv, places]`` each: of sinks and tail; of the visited
+    nodes of each level from the top down (0 where refined); and of the tokens of refined pages, page after page, if any
+    may be refined. Empty unless ``need_masses``."""
     visited: tuple[VisitedLevel, ...]
-    """The levels that the masses belong to, from the top down; empty where no masses are asked for."""
+    """The levels of ``masses``, from the top down; empty unless ``need_masses``."""
     read: float | Tensor
-    """Keys read, summaries among them (:attr:`Level.reads`): the mean over rows and KV heads, or ``[B, Hkv]``."""
+    """Keys read, a summary counted as :attr:`Level.reads`: the mean over rows and KV heads, or ``[B, Hkv]``."""
     refined: float | Tensor
     """Pages refined, likewise."""
     capped: Tensor | int
-    """Selections of a KV head that :attr:`Rows.numbers` cut short."""
+    """Selections under ``top_p`` that :attr:`Rows.numbers` cut short, summed over rows, KV heads and levels."""
 
 
 class Sums(NamedTuple):
-    """Running sums that :func:`attend_summaries` adds masses to, in place.
+    """Running sums of attention that :func:`attend_summaries` updates in place.
 
-    The attention of raw tokens is added to ``total``. The mean over the group, of raw tokens and of all visited nodes,
-    enters ``recent`` and :attr:`Level.recent`: averages in which the newest step counts ``share``. A refined node gets
-    the attention of its children.
+    The softmax of sinks and tail, summed over the group, is added to ``total``. Its mean over the group moves
+    ``recent`` (of sinks and tail) and :attr:`Level.recent` (of visited nodes), exponential moving averages in which the
+    newest step has weight ``share``. A refined node gets the attention of its children.
     """
 
     share: float
     total: Tensor | None = None
-    """fp32 ``[B, Hkv, S]``, an entry per slot; None where it is not kept."""
+    """fp32 ``[B, Hkv, S]``, an entry per slot; None: not kept."""
     recent: Tensor | None = None
-    """Likewise; None where no recent attention is kept, of tokens or of nodes."""
+    """fp32 ``[B, Hkv, S]``, an entry per slot; None: neither tokens nor nodes keep recent attention."""

@@ -1,4 +1,4 @@
-"""Memory that the launches of one :func:`attend_summaries` call share."""
+"""Tensors that the launches of one :func:`attend_summaries` call share: results and intermediates."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from foveate.ops.summaries.tree import Tree
 
 
 class Selection(NamedTuple):
-    """Which nodes of one level are refined, of each KV head, or (``sets`` 1) of the whole layer."""
+    """The refined nodes of one level. ``sets``: Hkv, or 1 where the whole layer makes one selection."""
 
     chosen: Tensor
-    """int64 ``[B, sets, k]``, ascending: their places among the visited nodes, then -1."""
+    """int64 ``[B, sets, k]``: places of the refined nodes, ascending, then -1."""
     pages: Tensor
-    """int64 ``[B, sets, k]``: their numbers in the level; the same tensor at the top level."""
+    """int64 ``[B, sets, k]``: their numbers in the level, likewise; at the top level the same tensor as ``chosen``."""
     picked: Tensor
-    """int32 ``[B, sets]``: how many."""
+    """int32 ``[B, sets]``: how many nodes are refined."""
     gone: Tensor
-    """int32 ``[B, sets, padded]``: 1 at places that are refined or hold no node."""
+    """int32 ``[B, sets, padded]``: 1 at places that are refined or unused, else 0."""
 
 
 class Visit(NamedTuple):
-    """One level of a call: its nodes, and what is decided about them."""
+    """The visited nodes of one level in a call, and their selection."""
 
     stage: Stage
     weights: Tensor
-    """fp32 ``[B, Hq, ..]``: :attr:`Workspace.weights` from the level's first node on."""
+    """fp32 ``[B, Hq, ..]``: :attr:`Workspace.weights` from the level's first place on."""
     selection: Selection
     """Which of the nodes are refined."""
     count: Tensor
-    """How many nodes there are or, below the top level, how many nodes of the level above they are children of."""
+    """Visited nodes at the top level; below it the refined nodes of the level above, whose children are visited."""
     count_strides: tuple[int, int]
-    """Its strides by row and by KV head."""
+    """Strides of ``count`` by row and by KV head."""
     branch: int = 0
-    """Children of a node of the level above; 0 at the top level, where the two fields below are None."""
+    """Children of a node of the level above; 0 at the top level."""
     above: Selection | None = None
-    """The selection whose children the nodes are."""
+    """Selection of the level above; None at the top level."""
     parents: Tensor | None = None
-    """``weights`` of the level above."""
+    """``weights`` of the level above; None at the top level."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Results and intermediates of a call. Log-weights and log-sum-exps are to the base 2, but for ``lse``.
+    """Results and intermediates of a call. Log-weights and log-sum-exps are to the base 2, except ``lse``.
 
-    A row of ``weights`` holds the nodes of each level from the top down (:attr:`Stage.begin`), raw tokens from ``raw``
-    on and, from ``tokens`` on, the tokens of refined pages.
+    A head's ``weights`` are those of the visited nodes of each level from the top down (from :attr:`Stage.begin` on),
+    of sinks and tail (from ``raw`` on), and of the tokens of refined pages (from ``tokens`` on).
     """
 
     weights: Tensor
@@ -60,7 +60,7 @@ class Workspace:
     raw: int
     tokens: int
     kept: int
-    """Log-weights that are kept of a refined page: of each token, or of each piece that is read at once."""
+    """Log-weights stored for a refined page: one for each token, or one for each chunk that a program reads at once."""
     gone: Tensor
     """int32 ``[B, sets, raw]``: :attr:`Selection.gone` of all levels."""
     visits: tuple[Visit, ...]
@@ -68,9 +68,9 @@ class Workspace:
     found: Tensor
     """fp32 ``[parts, B, Hq, Dv]``: parts of the output, each normalised by itself."""
     found_lse: Tensor
-    """fp32 ``[parts, B, Hq]``: their log-sum-exps."""
+    """fp32 ``[parts, B, Hq]``: log-sum-exps of the parts."""
     arrived: Tensor
-    """int32 ``[programs]``: programs of a row that have written their part."""
+    """int32 ``[programs]``: for each row, KV head and tile of heads, the programs that have written their part."""
     read: Tensor
     """fp32 ``[B, Hkv]``: see :attr:`Covered.read`."""
     refined: Tensor
@@ -82,7 +82,7 @@ class Workspace:
 
     @property
     def places(self) -> int:
-        """Log-weights of a row."""
+        """Log-weights of a head."""
         return self.weights.shape[2]
 
     @property
@@ -99,11 +99,12 @@ def make_workspace(
     Args:
         q: ``[B, Hq, 1, D]``.
         v: ``[B, Hkv, Lk, Dv]``.
-        programs: rows times KV heads times tiles of the group.
-        sets: selections of a row: KV heads, or 1.
-        kept: log-weights to keep of a refined page.
-        keeps: which log-weights outlive the launches that compute them: those of ``nodes``, of nodes and ``raw``
-            tokens, or of ``all``, the tokens of refined pages among them.
+        stages: the launches' sizes, from the top level down.
+        programs: rows times KV heads times tiles of query heads.
+        sets: selections of a row: Hkv, or 1 for one of the whole layer.
+        kept: log-weights to store for a refined page.
+        keeps: which log-weights to store: of ``nodes``; of nodes, sinks and tail (``raw``); or also of the tokens of
+            refined pages (``all``).
     """
     (batch, heads, _, _), (_, num_kv_heads, _, value_dim), last = q.shape, v.shape, stages[-1]
     raw = last.begin + last.padded
@@ -117,15 +118,15 @@ def make_workspace(
         pages = torch.empty_like(chosen) if visits else chosen
         picked = torch.empty(batch, sets, dtype=torch.int32, **new)
         selection = Selection(chosen, pages, picked, gone[:, :, stage.begin : stage.begin + stage.padded])
-        its_weights = weights[:, :, stage.begin :]
+        weights_of_level = weights[:, :, stage.begin :]
         if not visits:
             nodes = tree.rows.numbers[2 + len(tree.levels) + stage.level]
-            visits.append(Visit(stage, its_weights, selection, nodes, (1, 0)))
+            visits.append(Visit(stage, weights_of_level, selection, nodes, (1, 0)))
             continue
         above, branch = visits[-1], tree.branch(stage.level + 1)
         count = above.selection.picked
-        of_above = (branch, above.selection, above.weights)
-        visits.append(Visit(stage, its_weights, selection, count, strides_by_head(count), *of_above))
+        parents = (branch, above.selection, above.weights)
+        visits.append(Visit(stage, weights_of_level, selection, count, strides_by_head(count), *parents))
     parts = last.before + last.parts
     return Workspace(
         weights=weights,
@@ -145,5 +146,5 @@ def make_workspace(
 
 
 def strides_by_head(x: Tensor) -> tuple[int, int]:
-    """Strides of a selection by row and by KV head; 0 by head where the layer selects for all of them."""
+    """Strides by row and by KV head of a tensor ``[B, sets, ...]``; 0 by head where ``sets`` is 1."""
     return x.stride(0), x.stride(1) if x.shape[1] > 1 else 0

@@ -108,7 +108,9 @@ def training(rows: Sequence[Row]) -> str:
         "over one GPU": lambda row: (
             f"{row['tokens_per_s'] / alone[_model(row)]:.2f}×" if _model(row) in alone else NONE
         ),
-        "over the baseline": lambda row: f"{row['speedup']:.2f}× `{row['baseline']}`",
+        "over the baseline": lambda row: (
+            NONE if row["baseline"] == row["case"]["preset"] else f"{row['speedup']:.2f}× `{row['baseline']}`"
+        ),
         "of the peak": lambda row: NONE if row["peak_share"] is None else f"{100 * row['peak_share']:.1f} %",
         "memory": lambda row: size(row["peak_bytes"]),
     }

@@ -1,4 +1,7 @@
-"""What one layer of a hybrid keeps of its sequences between forward passes."""
+"""What the layers of hybrid models (recurrence, learned eviction, native sparse attention) keep between forward passes.
+
+Each of these layers has a :class:`Memory` in the place of a KV cache.
+"""
 
 from foveate.state.hybrid.memory import Memory, Packing
 from foveate.state.hybrid.native_sparse import BlockMemory

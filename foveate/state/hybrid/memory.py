@@ -1,4 +1,9 @@
-"""What every memory of a layer can do: hold tensors batch first, take rows anew, and undo its last tokens."""
+"""The base classes of what a hybrid model's layer keeps: tensors with the batch first, reordering, and undo.
+
+Assisted decoding undoes tokens (``crop``). A KV cache just drops them; a recurrent state or an eviction buffer cannot
+be rolled back. :class:`StagedMemory` therefore keeps tokens that may be undone beside its state, and applies them to
+the state only when they have become final.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,13 @@ import torch
 from torch import Tensor
 
 UNDONE = 64
-"""The last tokens of a prompt that can be undone while recording; assisted decoding drafts fewer."""
+"""Tokens at the end of a prompt that can be undone while recording; assisted decoding drafts fewer."""
 
 
 class Packing:
-    """Which columns of a padded batch hold tokens; they are moved to the front of each row, without holes.
+    """Moves the real tokens of a padded batch to the front of each row, and back.
 
-    What follows a row's tokens is padding that changes no memory. Since attention and recurrence are causal, it changes
-    no output of a token either.
+    After packing, padding follows a row's tokens. It changes no memory and, since layers are causal, no token's output.
 
     Args:
         mask: bool ``[B, n]``, True where a column holds a token.
@@ -21,21 +25,23 @@ class Packing:
 
     def __init__(self, mask: Tensor):
         self.counts = mask.sum(1)
+        """Tokens of each row, int64 ``[B]``."""
         self.numbers: list[int] = self.counts.tolist()
+        """The same on the host."""
         self.order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, *self.numbers)]
         self.real = torch.arange(self.order.shape[1], device=mask.device) < self.counts[:, None]
         self._columns = mask.shape[1]
 
     @classmethod
     def of(cls, mask: Tensor | None, columns: int) -> Packing | None:
-        """That of the last columns of a mask of all columns so far, ``[B, >= columns]``; None when all hold tokens."""
+        """The packing of the last ``columns`` columns of a mask ``[B, >= columns]``; None when all hold tokens."""
         if mask is None:
             return None
         mask = mask[:, mask.shape[1] - columns :].bool()
         return None if bool(mask.all()) else cls(mask)
 
     def pack(self, x: Tensor) -> Tensor:
-        """``[B, n, ...]`` to ``[B, longest, ...]``, zero after a row's tokens."""
+        """``[B, n, ...]`` to ``[B, tokens of the longest row, ...]``; padding becomes 0."""
         index = self.order.view(*self.order.shape, *[1] * (x.dim() - 2))
         packed = x.gather(1, index.expand(-1, -1, *x.shape[2:]))
         return packed * self.real.view(index.shape)
@@ -48,17 +54,17 @@ class Packing:
 
 
 class Memory:
-    """The memory of one layer for a batch of sequences; subclasses say what it holds.
+    """The memory of one layer for a batch of sequences; a subclass defines its ``tensors``.
 
-    Every tensor has the batch first, so rows can be repeated, chosen and reordered without knowing what they are.
-    ``lengths`` counts each row's tokens, padding left out.
+    Every tensor has the batch first, so that rows can be repeated, chosen and reordered. ``lengths`` counts each row's
+    tokens, padding left out.
     """
 
     def __init__(self):
         self.tensors: dict[str, Tensor] = {}
         self.lengths: list[int] = []
         self.recording = False
-        """Whether the last tokens may be undone, as assisted decoding does."""
+        """Whether the last tokens may be undone, as in assisted decoding."""
 
     @property
     def batch_size(self) -> int:
@@ -67,10 +73,10 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._held())
+        """Bytes allocated."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._all_tensors())
 
-    def _held(self) -> list[Tensor]:
+    def _all_tensors(self) -> list[Tensor]:
         return list(self.tensors.values())
 
     def lengths_on(self, device: torch.device) -> Tensor:
@@ -80,25 +86,25 @@ class Memory:
         return torch.tensor(self.lengths, device=device)
 
     def advance(self, columns: int, packing: Packing | None) -> None:
-        """Count new tokens of every row."""
+        """Count ``columns`` new columns of every row, of which ``packing`` says how many are tokens (None: all)."""
         numbers = [columns] * self.batch_size if packing is None else packing.numbers
         self.lengths = [length + number for length, number in zip(self.lengths, numbers)]
 
     def take_rows(self, index: Tensor) -> None:
-        """Rows of the batch anew: ``index`` int64 ``[B']`` (beam search, repeats, selection)."""
+        """Replace the batch by its rows ``index``, int64 ``[B']`` (beam search, repeats, selection)."""
         if not self.batch_size:
             return
-        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be changed later
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be changed later
             index = index.clone()
             self.tensors = {name: x.index_select(0, index.to(x.device)) for name, x in self.tensors.items()}
         self.lengths = [self.lengths[b] for b in index.tolist()]
 
     def emptied(self) -> Memory:
-        """A new memory of the same kind."""
+        """A new, empty memory of the same kind and settings."""
         return type(self)()
 
     def check_crop(self, tokens: int) -> None:
-        """Raise ValueError when so many tokens cannot be undone."""
+        """Raise ValueError when the last ``tokens`` tokens cannot be undone."""
         raise NotImplementedError
 
     def crop(self, tokens: int) -> None:
@@ -113,19 +119,25 @@ class Memory:
 
 
 class StagedMemory(Memory):
-    """A memory that cannot be undone: while recording it keeps new tokens beside it and takes them in later.
+    """A memory that cannot be rolled back; while recording it keeps new tokens staged, and applies them when final.
 
-    The layer hands over what it is to remember of new tokens, tensors ``[B, n, ...]``, with :meth:`stage`, and takes in
-    what :meth:`settled` returns before it looks at the next ones.
+    In each forward pass the layer first applies to its state the tokens that :meth:`settled` returns, then processes
+    the new ones, and passes those that may still be undone to :meth:`stage`: tensors ``[B, n, ...]`` of its own naming.
     """
 
     def __init__(self):
         super().__init__()
         self._staged: dict[str, Tensor] = {}
+        """Inputs of tokens that are not yet applied, ``[B, n, ...]``."""
         self._final = True
+        """Whether the staged tokens can no longer be undone."""
 
     def settled(self) -> dict[str, Tensor]:
-        """Staged tokens to be taken in now: those that have become final, and of many the first ones."""
+        """Take the staged tokens to be applied now, possibly none.
+
+        All if they are final or recording has stopped; else all but the last ``UNDONE``, once there are more than twice
+        as many.
+        """
         if not self._staged:
             return {}
         keep = 0
@@ -138,14 +150,16 @@ class StagedMemory(Memory):
 
     @property
     def staged(self) -> dict[str, Tensor]:
-        """Tokens after those that have been taken in, which may be undone."""
+        """Inputs of the tokens that are not yet applied, by name, ``[B, n, ...]``."""
         return self._staged
 
     def final_part(self, columns: int, packing: Packing | None) -> int:
-        """How many of so many new tokens are final at once: all unless recording, and of a long prompt the first ones.
+        """How many of ``columns`` new tokens can be applied at once, without staging.
+
+        None after staged tokens; otherwise all, but while recording all but the last ``UNDONE`` of an unpadded batch.
 
         Raises:
-            ValueError: for a padded batch after tokens that may be undone.
+            ValueError: for a padded batch after staged tokens.
         """
         if self._staged:
             if packing is not None:
@@ -154,7 +168,7 @@ class StagedMemory(Memory):
         return max(columns - UNDONE, 0) if self.recording and packing is None else columns
 
     def stage(self, new: dict[str, Tensor]) -> None:
-        """Keep new tokens beside the memory."""
+        """Add tokens that may be undone."""
         self._staged = {name: torch.cat([self._staged[name], x], 1) for name, x in new.items()} if self._staged else new
         self._final = False
 
@@ -178,11 +192,12 @@ class StagedMemory(Memory):
 
     @property
     def _count(self) -> int:
+        """Staged tokens."""
         return next(iter(self._staged.values())).shape[1] if self._staged else 0
 
     @property
     def _undoable(self) -> int:
         return 0 if self._final else self._count
 
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *self._staged.values()]
+    def _all_tensors(self) -> list[Tensor]:
+        return [*super()._all_tensors(), *self._staged.values()]

@@ -1,4 +1,4 @@
-"""The memory of native sparse attention: all keys and values, and one of each for every complete block."""
+"""The memory of a native-sparse-attention layer: all keys and values, and a compressed pair for each full block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _ALIGN = 64
 
 
 class BlockMemory(Memory):
-    """Keys and values of all tokens, packed per row, and of all complete blocks.
+    """Keys and values of all tokens, packed per row, and a compressed key and value for each full block.
+
+    Tensors: ``keys``, ``values`` ``[B, Hkv, capacity, D(v)]`` and ``block_keys``, ``block_values`` ``[B, Hkv,
+    capacity // block, D(v)]``.
 
     Args:
         block: tokens of a block.
@@ -24,10 +27,10 @@ class BlockMemory(Memory):
         self.block = block
         self.capacity = 0
         self._summarised: list[int] = []
-        """Blocks of each row whose summaries are up to date."""
+        """Blocks of each row whose compressed key and value are up to date."""
 
     def append(self, k: Tensor, v: Tensor, packing: Packing | None) -> None:
-        """Add tokens ``[B, Hkv, n, D(v)]`` after the last ones of each row."""
+        """Add tokens ``[B, Hkv, n, D(v)]`` after the last ones of each row; ``packing``: which of them are real."""
         if not self.lengths:
             self.lengths = [0] * k.shape[0]
         n = k.shape[2]
@@ -37,24 +40,25 @@ class BlockMemory(Memory):
             self.tensors["keys"][:, :, first : first + n] = k
             self.tensors["values"][:, :, first : first + n] = v
         else:
-            index = self.lengths_on(k.device)[:, None] + torch.arange(n, device=k.device)  # padding is written over
+            index = self.lengths_on(k.device)[:, None] + torch.arange(n, device=k.device)  # padding: overwritten later
             index = index[:, None, :, None].expand(-1, k.shape[1], -1, -1)
             for name, x in (("keys", k), ("values", v)):
                 self.tensors[name].scatter_(2, index.expand(x.shape), x)
         self.advance(n, packing)
 
     def summaries(self, compress: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """A key and a value for each complete block, ``[B, Hkv, capacity // block, D(v)]``; other places hold anything.
+        """A key and a value for each full block, ``[B, Hkv, capacity // block, D(v)]``; other entries are undefined.
 
         Args:
-            compress: makes them of whole blocks of keys and values ``[B, Hkv, n * block, D(v)]``; asked for new ones.
+            compress: maps keys and values of n full blocks, ``[B, Hkv, n * block, D(v)]``, to one key and value each,
+                ``[B, Hkv, n, D(v)]``; called for blocks that are not up to date.
         """
         counts, names = [length // self.block for length in self.lengths], ("block_keys", "block_values")
         self._summarised = self._summarised or [0] * self.batch_size
         for name in names:
             x = self.tensors[name.removeprefix("block_")]
             if name not in self.tensors or self.tensors[name].shape[2] < self.capacity // self.block:
-                with torch.inference_mode(False):  # a tensor made in inference mode could not be changed later
+                with torch.inference_mode(False):  # an inference tensor could not be changed later
                     grown = x.new_zeros(*x.shape[:2], self.capacity // self.block, x.shape[3])
                 if name in self.tensors:
                     grown[:, :, : self.tensors[name].shape[2]] = self.tensors[name]
@@ -75,7 +79,7 @@ class BlockMemory(Memory):
 
     def crop(self, tokens: int) -> None:
         super().crop(tokens)
-        self._summarised = [min(some, length // self.block) for some, length in zip(self._summarised, self.lengths)]
+        self._summarised = [min(blocks, length // self.block) for blocks, length in zip(self._summarised, self.lengths)]
 
     def check_crop(self, tokens: int) -> None:
         if tokens > min(self.lengths, default=0):
@@ -90,7 +94,7 @@ class BlockMemory(Memory):
         unit = max(_ALIGN, self.block)
         capacity = -(-max(tokens, self.capacity * 9 // 8) // unit) * unit
         for name, x in (("keys", k), ("values", v)):
-            with torch.inference_mode(False):  # a tensor made in inference mode could not be changed later
+            with torch.inference_mode(False):  # an inference tensor could not be changed later
                 grown = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
             if name in self.tensors:
                 grown[:, :, : self.capacity] = self.tensors[name]

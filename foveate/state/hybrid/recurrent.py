@@ -1,4 +1,4 @@
-"""The memory of a recurrent layer: its state and the last inputs of its short convolution."""
+"""The memory of a gated-delta-rule layer: its recurrent state and the last inputs of its short convolution."""
 
 from __future__ import annotations
 
@@ -6,5 +6,8 @@ from foveate.state.hybrid.memory import StagedMemory
 
 
 class RecurrentMemory(StagedMemory):
-    """A gated delta rule's state, fp32 ``[B, H, D, Dv]``, as ``state``, and the last inputs of the convolution before
-    it, ``[B, kernel - 1, C]``, as ``tail``. Its size does not depend on the sequence."""
+    """Tensors of a gated delta rule, whose size does not depend on the sequence's length.
+
+    ``state`` fp32 ``[B, H, D, Dv]``: the recurrent state; ``tail`` ``[B, kernel - 1, C]``: the last inputs of the
+    convolution before it.
+    """

@@ -1,4 +1,4 @@
-"""The memory of learnable token eviction: a circular window and a capped buffer of each KV head (laLTE, figure 3)."""
+"""The memory of a learnable-token-eviction layer: a circular window, and a buffer per KV head (laLTE, figure 3)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from foveate.state.hybrid.memory import StagedMemory
 class RetainedMemory(StagedMemory):
     """Keys and values of the last ``window + 1`` tokens and, of each KV head, of at most ``buffer`` earlier ones.
 
-    One allocation holds both: the token at position p lies in slot ``p % (window + 1)`` while it is in the window, and
-    retained tokens fill the slots after it. Nothing is retained before the window is full, so the slots in use are the
-    first ``min(length, window + 1) + kept`` of each (row, KV head).
+    Both share slots: the token at position p is in slot ``p % (window + 1)`` while it is in the window, and retained
+    tokens fill the slots from ``window + 1`` on. Nothing is retained before the window is full, so the slots in use are
+    the first ``min(length, window + 1) + kept`` of each row and KV head.
 
-    Tensors: ``keys [B, Hkv, S, D]``, ``values [B, Hkv, S, Dv]``, ``margins`` fp32 ``[B, Hkv, S]`` (retention score less
-    the threshold; of retained sinks inf), ``positions`` int64 ``[B, Hkv, buffer]`` (-1: empty), ``kept`` int64
-    ``[B, Hkv]``, ``first`` int64 ``[B]`` (the position by which a row's first token was rotated); ``numbers`` int64
-    ``[B, 2]`` and ``slots`` int64 ``[B]`` for :meth:`lengths_on` and :meth:`next_slots`. A decode step changes all of
-    them in place, so that a CUDA graph can replay it.
+    Tensors, with ``S = window + 1 + buffer``; a decode step changes them in place, so that a CUDA graph can replay it:
+
+    - ``keys [B, Hkv, S, D]``, ``values [B, Hkv, S, Dv]``;
+    - ``margins`` fp32 ``[B, Hkv, S]``: retention score minus threshold; inf for retained sinks;
+    - ``positions`` int64 ``[B, Hkv, buffer]``: of retained tokens; -1: empty;
+    - ``kept`` int64 ``[B, Hkv]``: retained tokens;
+    - ``first`` int64 ``[B]``: rotary position of a row's first token;
+    - ``numbers`` int64 ``[B, 2]`` and ``slots`` int64 ``[B]``: see :meth:`lengths_on`, :meth:`leaving` and
+      :meth:`next_slots`.
 
     Args:
-        window: tokens that a query sees before its own.
+        window: tokens before its own that a query sees.
         buffer: retained tokens per KV head, sinks included.
     """
 
@@ -30,9 +34,9 @@ class RetainedMemory(StagedMemory):
         super().__init__()
         self.window, self.buffer = window, buffer
         self.unscored: list[int] = []
-        """The first token of each row whose margin is not known."""
+        """For each row the position of the first token without a margin."""
         self._on_device: list[int] = []
-        """The lengths that the tensors hold."""
+        """The lengths that ``numbers`` and ``slots`` were computed from."""
 
     @property
     def ring(self) -> int:
@@ -40,14 +44,15 @@ class RetainedMemory(StagedMemory):
         return self.window + 1
 
     def start(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Allocate for such keys and values ``[B, Hkv, n, D(v)]``, once.
+        """Allocate the tensors, at the first call.
 
         Args:
-            positions: int64 ``[B or 1, n]``: that of the first token, from which a row counts on.
+            k, v: ``[B, Hkv, n, D(v)]``, for their shapes, dtypes and device.
+            positions: int64 ``[B or 1, n]``: rotary positions of a row's first tokens; only the first is kept.
         """
         if self.tensors:
             return
-        with torch.inference_mode(False):  # tensors made in inference mode could not be changed later
+        with torch.inference_mode(False):  # inference tensors could not be changed later
             self._allocate(k, v)
         self.tensors["first"].copy_(positions[:, 0])
 
@@ -67,9 +72,9 @@ class RetainedMemory(StagedMemory):
         self.lengths, self.unscored, self._on_device = [0] * batch, [0] * batch, []
 
     def lengths_on(self, device: torch.device) -> Tensor:
-        """Tokens of each row, int64 ``[B]``: always the same memory, which :meth:`advance_step` changes in place.
+        """Tokens of each row, int64 ``[B]``, always in the same memory, which :meth:`advance_step` changes in place.
 
-        Nothing is copied from the host after steps, nor where all rows have one length.
+        Copies from the host only when lengths have changed otherwise and differ between rows.
         """
         numbers = self.tensors["numbers"]
         if self._on_device != self.lengths:
@@ -83,12 +88,12 @@ class RetainedMemory(StagedMemory):
         return numbers[:, 0]
 
     def next_slots(self, device: torch.device) -> Tensor:
-        """The slot of each row's next token, int64 ``[B]``, which holds the token that leaves the window for it."""
+        """The slot of each row's next token, int64 ``[B]``. It still holds the token that leaves the window."""
         self.lengths_on(device)
         return self.tensors["slots"]
 
     def leaving(self, device: torch.device) -> Tensor:
-        """The positions of the tokens in :meth:`next_slots`, int64 ``[B]``; below 0 where there is none yet."""
+        """Positions of the tokens that leave the window next, int64 ``[B]``; negative while the window is not full."""
         self.lengths_on(device)
         return self.tensors["numbers"][:, 1]
 

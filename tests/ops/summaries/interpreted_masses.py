@@ -65,7 +65,7 @@ def test_page_sizes(page, most, monkeypatch):
 
 def test_what_is_refused():
     problem, how = Problem(), ops.Refinement()
-    for wrong, what in ((lambda x: x.double(), "float32"), (lambda x: x.mT.contiguous().mT, "next to each other")):
+    for wrong, what in ((lambda x: x.double(), "float32"), (lambda x: x.mT.contiguous().mT, "contiguous along")):
         sums = ops.Sums(0.2, wrong(torch.zeros(problem.arguments[1].shape[:3])))
         with pytest.raises(UnsupportedError, match=what):
             launch.attend_summaries(*problem.arguments, problem.looked_at(how, True), how, scaling=0.3, sums=sums)
