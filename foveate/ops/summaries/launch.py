@@ -178,9 +178,8 @@ class SummariesLaunch:
         if stage.few and blocks > stage.at_once:
             bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
             recent, recent_strides = self._recent(level)
-        estimate = None
-        if how.score == "lowrank":
-            estimate = low_rank_ranks(q, level, visit, self.scaling, self.softcap or None)
+        by_records = how.score == "lowrank"
+        estimate = low_rank_ranks(q, level, visit, self.scaling, self.softcap or None) if by_records else None
         parents = (None, None) if raw else (above.pages, above.chosen)
         nodes, spread, entropy = level.nodes.k, level.nodes.spread, level.nodes.entropy
         read = [self.dim] * (1 + (spread is not None)) + [self.value_dim] * stage.replaces
