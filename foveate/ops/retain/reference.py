@@ -113,7 +113,7 @@ def put_token(
     Args:
         keys, values: ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, written to through their strides.
         k, v: ``[B, Hkv, 1, D]`` and ``[B, Hkv, 1, Dv]``, of the same dtypes.
-        slots: int64 ``[B]``: the next slots.
+        slots: int64 ``[B]``: the next slots, none negative: an engine's padded rows must be left out.
         freed: int64 ``[B, Hkv]``: slots that were given up, -1 for none.
         take: whether ``freed`` becomes -1.
         positions: int32 ``[B, Hkv, S]``, in which the token gets its own from ``newest``, int32 ``[B]``.
