@@ -35,5 +35,9 @@ def test_costs_are_weighted_by_steps():
     mixed = costs.add_up([shared, batch(10, 50.0, 0.5, 1.0, 3.0), shared])
     assert (mixed["timing"], mixed["prefill_ms"]) == ("generate, shared prompt / generate", 1.0)
     assert costs.add_up([shared])["prefill_ms"] is None
+    assert total["mass_read_share"] is None
+    estimating = [batch(10, 5.0, 0.5, 1.0, 3.0), batch(30, 5.0, 0.5, 1.0, 3.0), batch(9, 5.0, 0.5, 1.0, 3.0)]
+    estimating[0]["stats"]["mass_read_share"], estimating[1]["stats"]["mass_read_share"] = 0.9, 0.5
+    assert costs.add_up(estimating)["mass_read_share"] == pytest.approx((10 * 0.9 + 30 * 0.5) / 40)
     idle = costs.add_up([batch(0, 0.0, 1.0, 2.0, None)])
     assert idle["keys_read_share"] is idle["kv_bytes_per_step"] is idle["decode_ms_per_token"] is None

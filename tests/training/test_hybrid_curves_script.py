@@ -23,6 +23,7 @@ SETTINGS = {
     "model": {"preset": "lalte", "size": "tiny"},
     "batch": {"tokens": 128, "device_tokens": 128, "length": 64, "longer": None},
     "mixture": {"text": {"share": 1.0}},
+    "sparsity": {"budget": 8},
     "log": {"every": 1, "held_out": 128},
     "run": {"compile": False, "device": "cpu"},
 }
@@ -41,6 +42,7 @@ def trained(store_folder, tmp_path):
 def test_rows_and_figures(trained, store_folder, tmp_path, monkeypatch):
     script = runpy.run_path(str(SCRIPT))
     monkeypatch.setitem(script["main"].__globals__, "EVERY", 2)
+    monkeypatch.setitem(script["main"].__globals__, "BEGINNING", 3)
     file = tmp_path / "curves.jsonl"
     sizes = ["--length", "64", "--sequences", "3", "--device", "cpu"]
     script["main"](["--out", str(trained), "--text", str(store_folder), "--write", str(file), *sizes])
@@ -48,6 +50,9 @@ def test_rows_and_figures(trained, store_folder, tmp_path, monkeypatch):
     logged = [line["loss"] for line in journal.read(trained / "runs" / "lalte-tiny-0") if "loss" in line]
     assert row["loss"] == pytest.approx([sum(logged[:2]) / 2, sum(logged[2:]) / 2])
     assert row["tokens"] == [256, 512]
+    steps = [line for line in journal.read(trained / "runs" / "lalte-tiny-0") if "loss" in line and line["step"] <= 3]
+    assert [one["retained_mean"] for one in row["retained_at_first"]] == [line["retained_mean"] for line in steps]
+    assert [one["step"] for one in row["retained_at_first"]] == [1, 2, 3]
     assert row["held_out_tokens"][-1] == 512
 
     model = HybridForCausalLM.from_pretrained(trained / "models" / "lalte-tiny-0").eval()

@@ -56,6 +56,8 @@ def test_it_trains_answers_and_gathers(script, store_folder, tmp_path):
     script["main"](command)  # nothing is left to do
     assert file.read_text(encoding="utf-8") == text
     assert (out / "models" / "gdn_attn-27M-3" / "model.safetensors").stat().st_mtime_ns == model
+    script["main"]([*command, "--label", "again", "--do", "train"])
+    assert {path.name for path in (out / "models").iterdir()} == {"gdn_attn-27M-3", "gdn_attn_again-27M-3"}
 
 
 def test_nothing_to_gather_is_refused(script, tmp_path):

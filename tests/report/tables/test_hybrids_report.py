@@ -66,3 +66,5 @@ def test_two_gpus_are_held_against_one():
     lines = hybrids.training([one(1, 5e5), one(2, 9.5e5)]).splitlines()
     assert "| 1 | 65,536 | 500,000 | 1.00× | 0.80× `transformer` | 10.0 % | 30.0 GB |" in lines[-2]
     assert "| 2 | 131,072 | 950,000 | 1.90× |" in lines[-1]
+    alone = one(1, 5e5) | {"speedup": 1.0, "baseline": "lalte"}  # no other preset was measured beside it
+    assert "| 1 | 65,536 | 500,000 | 1.00× | – | 10.0 % | 30.0 GB |" in hybrids.training([alone])
