@@ -251,9 +251,7 @@ class Kascade(TopKByMass):
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Pages whose keys are scored, ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; the newest is one of them."""
-        mass = _PAGES.mass(cache, q, scaling)
-        mass = (mass.sqrt() if self.pooling == "sqrt" else mass).mean(2)
-        mass = mass.mean(1, keepdim=True) if self.pool == "layer" else mass
+        mass = _PAGES.mass(cache, q, scaling, pooling=self.pooling, pool=self.pool)
         fixed, free = _PAGES.fixed(cache, mass.shape[2])
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
         return ops.topk_rows(torch.where(free, mass, fixed), counts, most, dtype=torch.int32)
