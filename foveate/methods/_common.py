@@ -28,8 +28,21 @@ def count_scored(method: Method, cache: SlotCache) -> None:
         scored = sum(method.scored(tokens, *described) for tokens in cache.rows["live"])
         cache.count("keys_read", scored / cache.batch_size)
     else:  # once for all layers that score alike
-        key = ("scored", method.spec, method.scored_share(*described))
+        key = ("scored", method.spec, method.role, method.scored_share(*described))
         cache.count("keys_read", step.once(key, lambda: method.scored(step["live"].double(), *described).sum()))
+
+
+def mass_of_pages(mass: Tensor, pages: Tensor) -> Tensor:
+    """Share of the attention to full pages that some pages hold, an argument of :meth:`SlotCache.count`.
+
+    Args:
+        mass: ``[B, H, N]``: each page's share; NaN in a row without a full page, which reads all that it has.
+        pages: int ``[B, H, P]``, -1 for none.
+
+    Returns:
+        ``[B, H]``.
+    """
+    return (mass.gather(-1, pages.clamp_min(0).long()) * (pages >= 0)).sum(-1).nan_to_num(1.0)
 
 
 def recent(cache: SlotCache, window: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._boxes import PageBoxes
+from foveate.methods._common import mass_of_pages
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._paged import SelectPages
 from foveate.methods.base import setting
@@ -120,8 +121,7 @@ class Pages(SelectPages):
             mass = mass.mean(1, keepdim=True)
         fixed, free = self._fixed(cache, mass.shape[-1])
         pages = self._best(cache, torch.where(free, mass, fixed))
-        held = (mass.gather(-1, pages.clamp_min(0).long()) * (pages >= 0)).sum(-1)
-        cache.count("mass_read", held.nan_to_num(1.0))  # a row without any full page reads all that it has
+        cache.count("mass_read", mass_of_pages(mass, pages))
         pages = pages.expand(-1, heads, -1)
         cache.count_read(self._keys_of(cache, pages), pages_refined=cache.each_row(self.count)[:, None])
         return pages
