@@ -98,6 +98,7 @@ VARIANTS = [
             "global_count": {"allocation": "global", "top_k": 20, "sinks": 1},
         }.items()
     ),
+    ("sparq/no_mean", methods.make("sparq", top_k=0.2, min_k=6, rank=4, window=3, mean_value=False)),
     ("tova/kv_head", methods.make("tova", top_k=15, pool="kv_head")),
     *(
         (
@@ -259,21 +260,19 @@ def assert_same_state(a, b):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_full_budget_is_dense_exactly_when_declared(name, layer, softcap):
+def test_full_budget_is_dense(name, layer, softcap):
     method = methods.make(name, **methods.get(name).full_budget).for_layer(layer, 3, [layer])
     tokens = Tokens.random(2, PROMPT + DECODED)
     driver = Driver(method, softcap=softcap)
     out = torch.cat([driver.feed(tokens[:PROMPT]), driver.feed_steps(tokens[PROMPT:])], 2)
-    assert method.dense_at_full_budget
     close(out, dense(tokens, softcap))
 
 
-def test_preserved_mass_is_declared_not_dense_and_is_not():
+def test_preserved_mass_is_not_dense():
     method = methods.make("luka", page_size=4, tail=9, top_k=1.0, mass="preserve")
     tokens = Tokens.random(1, PROMPT + 1)
     driver = Driver(method)
     driver.feed(tokens[:PROMPT])
-    assert not method.dense_at_full_budget
     assert (driver.feed(tokens[PROMPT:]) - dense(tokens)[:, :, PROMPT:]).abs().max() > 1e-3
 
 
@@ -316,7 +315,7 @@ def test_capped_logits_are_those_of_other_keys(method):
 @each_variant
 def test_a_later_token_never_changes_an_earlier_output(method):
     tokens, others = Tokens.random(1, PROMPT + 6), Tokens.random(1, PROMPT + 6, seed=1)
-    reach = method.causal_granularity
+    reach = method.prompt_tile(HEADS // KV_HEADS) or PROMPT
     for changed in {min(reach, PROMPT - 2), PROMPT // 2, PROMPT - 1, PROMPT, PROMPT + 3}:
         outs = []
         for tail in (tokens, others):
@@ -593,7 +592,7 @@ def padded(rows, pad_to):
 
 def feed_pieces(driver, pieces):
     """Feed the pieces of a prompt, ``(tokens, mask)``; None where the method refuses them, as it declares."""
-    if driver.layer.method.whole_prompt and len(pieces) > 1:
+    if driver.layer.method.prompt_tile(HEADS // KV_HEADS) is None and len(pieces) > 1:
         with pytest.raises(ValueError, match="in one piece"):
             [driver.feed(*piece) for piece in pieces]
         return None
@@ -623,7 +622,7 @@ def test_left_padded_rows_equal_batch_size_one(method, chunk):
     counted = dict.fromkeys(COUNTED, 0.0)
     for b, (prompt, step) in enumerate(zip(prompts, steps)):
         alone = Driver(method, len(prompt))
-        if method.prompt_tile(HEADS // KV_HEADS) > 1:  # a tile that a chunk ends in is split
+        if (method.prompt_tile(HEADS // KV_HEADS) or 1) > 1:  # a tile that a chunk ends in is split
             edges = sorted({max(cut - PROMPT + len(prompt), 0) for cut in cuts})
             expected = torch.cat([alone.feed(prompt[first:last]) for first, last in itertools.pairwise(edges)], 2)
         else:
@@ -687,7 +686,7 @@ def test_chunked_prefill_equals_one_piece(method, cuts):
     tokens = Tokens.random(2, PROMPT + DECODED)
     whole, chunked = Driver(method), Driver(method)
     expected = whole.feed(tokens[:PROMPT])
-    tile = method.prompt_tile(HEADS // KV_HEADS)  # tiles stay whole
+    tile = method.prompt_tile(HEADS // KV_HEADS) or 1  # tiles stay whole
     edges = sorted({0, *(max(cut // tile, 1) * tile for cut in cuts), PROMPT})
     assert len(edges) > 2
     out = feed_pieces(chunked, [(tokens[a:b], None) for a, b in itertools.pairwise(edges)])
@@ -702,7 +701,7 @@ def test_chunked_prefill_equals_one_piece(method, cuts):
 def test_tiles_of_prompts_are_declared_truthfully(method):
     """Where a tile of several tokens is declared, a prompt cut within one gives something else behind the cut."""
     tile = method.prompt_tile(HEADS // KV_HEADS)
-    if tile == 1 or getattr(method, "exact_anchors", False):  # such an anchor chooses by tiles for others alone
+    if tile in (1, None) or getattr(method, "exact_anchors", False):  # such an anchor chooses by tiles for others alone
         return
     tokens, cut = Tokens.random(1, PROMPT), PROMPT // 2 // tile * tile + tile // 2
     expected, chunked = Driver(method).feed(tokens), Driver(method)
@@ -894,7 +893,7 @@ def test_blocks_give_the_same_to_the_last_bit(method, block_size):
     chunk = 20 if block_size == 5 else PROMPT
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
     steps, cuts = Tokens.random(len(LENGTHS), 70, seed=1), [*range(0, PROMPT, chunk), PROMPT]
-    cuts = [0, PROMPT] if method.whole_prompt else cuts
+    cuts = [0, PROMPT] if method.prompt_tile(HEADS // KV_HEADS) is None else cuts
     drivers, outs = in_blocks_and_not(method, block_size), []
     for driver in drivers:
         outs.append([driver.feed(batch[first:last], mask[:, :last]) for first, last in itertools.pairwise(cuts)])
@@ -940,7 +939,7 @@ def test_blocks_are_undone_and_rearranged_to_the_last_bit(method):
 @each_keeping
 def test_a_prompt_in_blocks_is_read_together_to_the_last_bit(method):
     """Branches of it grow, evict, and repeat their rows without harm to each other."""
-    if method.sparse_prompt or method.whole_prompt:
+    if method.sparse_prompt or method.prompt_tile(HEADS // KV_HEADS) is None:
         return
     tokens, steps = Tokens.random(2, PROMPT), Tokens.random(4, 70, seed=1)
     shared = methods.SharedPrompt((*COMPANY, method))

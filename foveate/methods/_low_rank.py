@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import note_queries
+from foveate.methods.base import Observation
 from foveate.methods.budgets import PageCounts
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -49,15 +49,15 @@ class LowRankPages(PageCounts):
         return found
 
     def share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        """Bytes of a record over those of its page's keys and values; :meth:`Method.scored_share` of all keys."""
+        """Bytes of a record over those of its page's keys and values."""
         return self.form(geometry).bytes / (self.size * (geometry.head_dim + geometry.value_dim) * dtype.itemsize)
 
     # Prompt
 
     @property
-    def observation(self) -> Hashable | None:
+    def observation(self) -> Observation | None:
         """What is learned from a prompt, see :attr:`Method.observation`."""
-        return ("queries", _OBSERVED) if self.weighted else None
+        return Observation(("queries", _OBSERVED)) if self.weighted else None
 
     def observe(self, cache: SlotCache, q: Tensor) -> None:
         """Learn from prompt queries."""

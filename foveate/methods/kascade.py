@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from foveate.calibration import load
 from foveate.methods._anchored import Place, layer_numbers, nearest
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import Method, setting
+from foveate.methods.base import Method, Observation, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -142,10 +142,6 @@ class Kascade(TopKByMass):
         return self.calibration == AUTO
 
     @property
-    def artefact_file(self) -> str:  # type: ignore[override]
-        return self.calibration
-
-    @property
     def _of_file(self) -> bool:
         """Whether anchors and heads are those of a file."""
         return self.calibration not in ("", AUTO)
@@ -156,7 +152,7 @@ class Kascade(TopKByMass):
                 raise ValueError(
                     f"{self.name}: anchors and heads must be left out beside a calibration, which has them"
                 )
-            self.artefact.check_layers(num_layers, self.calibration)
+            self.artefact.check_layers(num_layers)
         own = super().for_layer(layer, num_layers, among)
         own.__dict__.update(artefact=self.artefact, among=tuple(range(num_layers) if among is None else among))
         return own
@@ -214,7 +210,7 @@ class Kascade(TopKByMass):
         }
 
     @property
-    def observation(self) -> Hashable | None:
+    def observation(self) -> Observation | None:
         return _PAGES.observation if self.scores_summaries else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
@@ -271,19 +267,14 @@ class Kascade(TopKByMass):
         ops.write_fp8(copy, cache.keys, centres, scales, newest)
         return copy, {"key_scales": scales}
 
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        share = super().scored_share(geometry, dtype)
-        if self.scores_summaries:
-            return _PAGES.share(geometry, dtype)
-        return share * ops.FP8.itemsize / dtype.itemsize if self.scores_a_copy else share
-
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Under score_keys=pages the summaries of all pages, and the keys of some, of which the newest may be open."""
-        scored = super().scored(tokens, geometry, dtype)
+        if self.scores_a_copy:
+            return tokens * (geometry.key_share * ops.FP8.itemsize / dtype.itemsize)
         if not self.scores_summaries:
-            return scored
-        missing = PAGE_SIZE * _PAGES.pages(tokens) - tokens
-        return scored + geometry.key_share * (PAGE_SIZE * self.scored_pages(tokens) - missing)
+            return super().scored(tokens, geometry, dtype)
+        keys = PAGE_SIZE * (self.scored_pages(tokens) - _PAGES.pages(tokens)) + tokens
+        return tokens * _PAGES.share(geometry, dtype) + geometry.key_share * keys
 
 
 _PAGES = LowRankPages(PAGE_SIZE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from foveate import ops
 from foveate.methods._boxes import PageBoxes
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._paged import SelectPages
-from foveate.methods.base import setting
+from foveate.methods.base import Observation, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -78,7 +77,7 @@ class Pages(SelectPages):
         return {} if self.dense else self.summaries.channels(geometry)
 
     @property
-    def observation(self) -> Hashable | None:
+    def observation(self) -> Observation | None:
         return None if self.dense else self.summaries.observation
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
@@ -92,9 +91,9 @@ class Pages(SelectPages):
     def summarise_newest(self, cache: SlotCache) -> None:
         self.summaries.write_newest(cache)
 
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """A page has one summary; the page that is being filled counts like the others."""
-        return 0.0 if self.dense else self.summaries.share(geometry, dtype)
+        return tokens * (0.0 if self.dense else self.summaries.share(geometry, dtype))
 
     # Choice
 

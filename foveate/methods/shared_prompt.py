@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.base import Method
+from foveate.methods.base import Method, Observation
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -51,8 +51,8 @@ class SharedPrompt(Method):
         }
 
     @property
-    def observes(self) -> bool:
-        return any(observer.observes for observer in self.observers)
+    def observation(self) -> Observation:
+        return Observation(self, any(observer.observation.needs_lse for observer in self.observers))
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         for observer in self.observers:

@@ -226,10 +226,12 @@ class Layer:
 
     def decodes_densely(self, longest: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the longest sequence has ``longest`` tokens."""
-        below, store = self.dense_below, self.store
+        below, store, sparse_from = self.dense_below, self.store, self.method.sparse_from_tokens
+        if sparse_from is None:
+            return False
         if below == "auto":
-            below = self.method.sparse_from_tokens if store.device.type == "cuda" and runs_kernel("attend") else 0
-        return self.method.can_decode_dense and store.batch_size * longest < below
+            below = sparse_from if store.device.type == "cuda" and runs_kernel("attend") else 0
+        return store.batch_size * longest < below
 
     # Undo
 

@@ -241,10 +241,10 @@ def _check_artefacts(
 ) -> None:
     """Refuse calibrations, and files of learned scores, of other models."""
     chosen = [policy.method for policy in policies.values()]
-    artefacts = {method.artefact_file: method.artefact for method in chosen if method.artefact is not None}
+    artefacts = {id(method.artefact): method.artefact for method in chosen if method.artefact is not None}
     facts = model_facts(config, modules) | {"rope": rotary_facts(config)} if artefacts else {}
-    for source, artefact in artefacts.items():
-        artefact.check_model(facts, source)
+    for artefact in artefacts.values():
+        artefact.check_model(facts)
 
 
 def _remove_hooks(decoder: nn.Module, kinds: tuple[type, ...]) -> None:

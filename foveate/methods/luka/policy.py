@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging
@@ -162,11 +162,6 @@ class LuKA(Method):
         return Budgets(self.refine, self.top_k, self.expand, self.max_refined, self.epsilon, self.pool)
 
     @property
-    def dense_at_full_budget(self) -> bool:  # type: ignore[override]
-        """False under equation 3: pages keep their summaries' masses, so refining all is not dense attention."""
-        return self.mass == "exact"
-
-    @property
     def weighs_mass(self) -> bool:
         """Whether summaries are weighted by accumulated attention mass."""
         return self.compressor == "attention"
@@ -209,17 +204,10 @@ class LuKA(Method):
         return self.pages.channels(geometry)
 
     @property
-    def observes(self) -> bool:
-        return self.weighs_mass
-
-    @property
-    def observation(self) -> Hashable | None:
-        parts = [
-            ("queries", self.window) if self.looks_back else None,
-            ops.column_mass if self.weighs_mass else None,
-        ]
-        parts = [part for part in parts if part is not None]
-        return tuple(parts) if len(parts) > 1 else parts[0] if parts else None
+    def observation(self) -> Observation | None:
+        keys = [("queries", self.window)] if self.looks_back else []
+        keys += [ops.column_mass] if self.weighs_mass else []
+        return Observation(tuple(keys) if len(keys) > 1 else keys[0], self.weighs_mass) if keys else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         offset = cache.used - q.shape[2]
@@ -248,16 +236,14 @@ class LuKA(Method):
         return out
 
     @property
-    def can_decode_dense(self) -> bool:  # type: ignore[override]
-        """False where summaries depend on the recent attention, which dense steps do not update."""
-        return self.compressor != "recent"
-
-    @property
-    def sparse_from_tokens(self) -> int:  # type: ignore[override]
-        """More tokens where many pages are refined, which takes more launches than refining few."""
+    def sparse_from_tokens(self) -> int | None:  # type: ignore[override]
+        """More tokens where many pages are refined, which takes more launches than refining few; None where summaries
+        depend on the recent attention, which dense steps do not update."""
+        if self.compressor == "recent":
+            return None
         few = len(self.sizes) == 1 and self.refine == "top_k" and self.score not in ("bound", "lowrank")
         few = few and isinstance(self.top_k, int) and self.top_k <= 8
-        return Method.sparse_from_tokens if few else 65536
+        return SPARSE_FROM_TOKENS if few else 65536
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)

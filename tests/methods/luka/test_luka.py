@@ -68,7 +68,6 @@ def test_the_paper_s_settings():
     assert (paper.sizes, paper.tail, paper.segmenter, paper.compressor) == ((16,), 128, "fixed", "attention")
     assert (paper.refine, paper.top_k, paper.pool, paper.compress_every) == ("top_k", 3, "layer", 16)
     assert (paper.mass, paper.bias, paper.score, paper.sinks) == ("preserve", "none", "summary", 0)
-    assert not paper.dense_at_full_budget
 
 
 # The method written out
