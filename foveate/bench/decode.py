@@ -384,7 +384,7 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
 
 def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float) -> SlotCache:
     """The cache as the method has it after a prompt, over the same keys and values."""
-    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters(), {})
+    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters().declare(policy.counters), {})
     branch.counters.on_device(branch.device)  # as those of a step that is replayed
     if policy.observation is not None:
         last = queries[:, :, -min(_OBSERVED, cache.used) :]

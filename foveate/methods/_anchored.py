@@ -62,6 +62,8 @@ class SelectOnce(Method):
 
     stateful: ClassVar[bool] = False
     sparse_from_tokens: ClassVar[int] = SPARSE_FROM_TOKENS
+    counters: ClassVar[tuple[str, ...]] = ("indices_reused",)
+    """Decode steps times rows in which the layer read keys that an earlier layer had chosen."""
     replay: ClassVar[Replay] = Replay()
     place: ClassVar[Place] = Place(-1, -1)
     """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
@@ -125,7 +127,7 @@ class SelectOnce(Method):
             count_scored(self, cache)
         else:
             (indices, read), heads = self._handed_on(cache)
-            cache.counters.indices_reused += cache.batch_size
+            cache.count("indices_reused", 1)
             cache.count_read(read if heads is None else read.index_select(1, heads))
         how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
         return ops.attend_indices(q, *cache.memory, indices, block_table=cache.block_table, **how).out

@@ -101,17 +101,17 @@ class LowRankPages(PageCounts):
         rows = ops.fold_group(q, cache.geometry.num_kv_heads)
         return ops.page_lse(rows, records, self.form(cache.geometry), scaling, **how).softmax(-1)
 
-    def fixed(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
+    def fixed_scores(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
         """Scores of pages that compete with no others, fp32 ``[B, 1, number]``, and which do compete.
 
         inf: a row's newest page. -inf: one that it does not have. The same for all layers of a step.
         """
         step = cache.step
         if step is None:
-            return self._fixed_now(cache, number)
-        return step.once(("newest page", self.spec, number), lambda: self._fixed_now(cache, number))
+            return self._fixed_scores(cache, number)
+        return step.once(("newest page", self.spec, number), lambda: self._fixed_scores(cache, number))
 
-    def _fixed_now(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
+    def _fixed_scores(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
         newest = cache.each_row(self.pages)[:, None, None] - 1
         beyond = torch.arange(number, device=cache.device) - newest
         fixed = torch.where(beyond > 0, float("-inf"), float("inf"))

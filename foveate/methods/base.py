@@ -18,7 +18,7 @@ from foveate import ops
 from foveate.methods._settings import Settings
 from foveate.methods._settings import setting as setting
 from foveate.methods.budgets import Number
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 REGISTRY: dict[str, type[Method]] = {}
 
@@ -123,13 +123,13 @@ class Method(Settings):
     """Whether :meth:`prompt` may be called for several decoded tokens at once instead of :meth:`decode` for each. Per
     class."""
     sparse_from_tokens: ClassVar[int | None] = None
-    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than dense; below,
-    :meth:`decode_dense` runs. None: the method has no :meth:`decode_dense`. Per settings."""
+    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than :meth:`decode_dense`. None:
+    the method has no :meth:`decode_dense`. Per settings."""
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
-    estimates_mass: ClassVar[bool] = False
-    """Whether a decode step counts ``mass_read``, see :class:`~foveate.state.Counters`. Per settings."""
+    counters: ClassVar[tuple[str, ...]] = ()
+    """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
 
     # What the layer gets from elsewhere
 
@@ -163,8 +163,8 @@ class Method(Settings):
         """
         return self
 
-    def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        """The state tensors that the cache keeps for the method, by name."""
+    def channels(self, geometry: Geometry) -> Mapping[str, Channel | RowNumber]:
+        """The state that the cache keeps for the method, by name: tensors, and numbers of each row."""
         return {}
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:

@@ -250,7 +250,7 @@ class Kascade(TopKByMass):
         mass = _PAGES.mass(cache, q, scaling)
         mass = (mass.sqrt() if self.pooling == "sqrt" else mass).mean(2)
         mass = mass.mean(1, keepdim=True) if self.pool == "layer" else mass
-        fixed, free = _PAGES.fixed(cache, mass.shape[2])
+        fixed, free = _PAGES.fixed_scores(cache, mass.shape[2])
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
         return ops.topk_rows(torch.where(free, mass, fixed), counts, most, dtype=torch.int32)
 

@@ -98,8 +98,9 @@ class Pages(SelectPages):
     # Choice
 
     @property
-    def estimates_mass(self) -> bool:  # type: ignore[override]
-        return not self.dense
+    def counters(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
+        return () if self.dense else ("pages_refined", "mass_read")
 
     def first_newest(self, length: Number) -> Number:
         """The first of the newest pages, which are always read."""
@@ -117,25 +118,26 @@ class Pages(SelectPages):
         heads, mass = cache.geometry.num_kv_heads, self.summaries.mass(cache, q, scaling).mean(2)
         if self.pool == "layer":
             mass = mass.mean(1, keepdim=True)
-        fixed, free = self._fixed(cache, mass.shape[-1])
+        fixed, free = self.fixed_scores(cache, mass.shape[-1])
         pages = self._best(cache, torch.where(free, mass, fixed))
         held = (mass.gather(-1, pages.clamp_min(0).long()) * (pages >= 0)).sum(-1)
         cache.count("mass_read", held.nan_to_num(1.0))  # a row without any full page reads all that it has
         pages = pages.expand(-1, heads, -1)
-        cache.count_read(self._keys_of(cache, pages), pages_refined=cache.each_row(self.count)[:, None])
+        cache.count_read(self._keys_of(cache, pages))
+        cache.count("pages_refined", cache.each_row(self.count)[:, None])
         return pages
 
-    def _fixed(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
+    def fixed_scores(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
         """Scores of the pages that compete with no others, fp32 ``[B, 1, P]``, and which do compete.
 
         inf: a page that is always read. -inf: one that a row does not have.
         """
         step = cache.step
         if step is None:
-            return self._fixed_now(cache, number)
-        return step.once(("fixed pages", self.spec, number), lambda: self._fixed_now(cache, number))
+            return self._fixed_scores(cache, number)
+        return step.once(("fixed scores", self.spec, number), lambda: self._fixed_scores(cache, number))
 
-    def _fixed_now(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
+    def _fixed_scores(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
         page = torch.arange(number, device=cache.device)
         newest, end = (cache.each_row(rule)[:, None, None] for rule in (self.first_newest, self.pages))
         always = (page < self.pages(self.sinks)) | (page >= newest)

@@ -79,4 +79,5 @@ class SharedPrompt(Method):
 
 def _learnt(method: Method, geometry: Geometry) -> dict[str, Channel]:
     """The channels that a prompt can fill: the others are written when it has ended, before they are read."""
-    return {name: spec for name, spec in method.channels(geometry).items() if not spec.recomputed}
+    channels = method.channels(geometry)
+    return {name: spec for name, spec in channels.items() if isinstance(spec, Channel) and not spec.recomputed}

@@ -185,7 +185,7 @@ def test_kascade_written_out(settings, top_k):
     for number, layer in enumerate(stack.layers):
         if number not in settings["anchors"]:  # which look at more keys than they read
             assert float(layer.counters.keys_read) == pytest.approx(float(counted[number]))
-    assert [layer.counters.indices_reused for layer in stack.layers] == [
+    assert [layer.counters["indices_reused"] for layer in stack.layers] == [
         (total - prompt) * (layer not in settings["anchors"] and layer > settings["anchors"][0])
         for layer in range(layers)
     ]
@@ -248,8 +248,8 @@ def test_padded_rows_get_their_own_layers_choices(method):
             assert_close(out[:, b], alone[b].feed(own)[:, 0])
     for number, layer in enumerate(stack.layers):  # what is counted of a batch is the sum over its rows
         for name in ("decode_rows", "keys_read", "keys_available", "indices_reused"):
-            rows_alone = (getattr(one.layers[number].counters, name) for one in alone)
-            assert float(getattr(layer.counters, name)) == pytest.approx(sum(map(float, rows_alone)))
+            rows_alone = (one.layers[number].counters[name] for one in alone)
+            assert float(layer.counters[name]) == pytest.approx(sum(map(float, rows_alone)))
 
 
 @pytest.mark.parametrize("score", ["softmax", "logit"])

@@ -22,7 +22,7 @@ from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 WEIGHT_SPREAD = 0.6
 """Share of the logits' standard deviation that enters a summary's own weight under bias=spread. Keys with large logits
@@ -45,6 +45,9 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
+    counters: ClassVar[tuple[str, ...]] = ("pages_refined", "selections_capped")
+    """Pages read raw: the mean over KV heads, summed over steps and rows; and selections of a KV head that a fixed
+    capacity cut short."""
     retired: ClassVar[dict] = {"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0}
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
@@ -200,7 +203,7 @@ class LuKA(Method):
 
     # Prompt
 
-    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+    def channels(self, geometry: Geometry) -> dict[str, Channel | RowNumber]:
         return self.pages.channels(geometry)
 
     @property
@@ -286,7 +289,8 @@ class LuKA(Method):
         )
         if isinstance(covered.capped, Tensor):
             cache.count("selections_capped", covered.capped)
-        cache.count_read(covered.read, covered.refined)
+        cache.count_read(covered.read)
+        cache.count("pages_refined", covered.refined)
         # learned sinks scale the output; they do not enter the masses by which pages are chosen
         return ops.with_sinks(ops.Attended(covered.out, covered.lse), cache.sink_logits).out
 
