@@ -50,6 +50,9 @@ NEUTRAL = ("ops", "state", "calibration", "layers", "methods", "runtime")
 MOST_LINES = 450
 """A longer file has two subjects."""
 
+MOST_ARGUMENTS = 32
+"""A launch of a kernel with more hands over what belongs together: strides as tuples, operands and sizes in groups."""
+
 
 def _files(root: Path) -> dict[str, Path]:
     files = {}
@@ -171,6 +174,27 @@ def test_no_file_is_long():
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
     found = {name for name, count in lines.items() if count > MOST_LINES}
     assert found == set(), f"more than {MOST_LINES} lines: split them by subject"
+
+
+def launches_of(text: str) -> list[tuple[str, int]]:
+    """The kernels that a source launches, ``kernel[grid](...)``, each with its number of written arguments."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)]
+    return [(call.func.value.id, len(call.args) + len(call.keywords)) for call in calls]
+
+
+def test_no_launch_has_many_written_arguments():
+    """But those of Gluon, which has no tuples of arguments."""
+    texts = {name: path.read_text(encoding="utf-8") for name, path in FILES.items() if name.startswith("foveate.ops")}
+    launches = {name: launches_of(text) for name, text in texts.items() if "import gluon" not in text}
+    assert sum(map(len, launches.values())) > 40
+    found = {(name, *launch) for name, some in launches.items() for launch in some if launch[1] > MOST_ARGUMENTS}
+    assert found == set()
+
+
+def test_written_arguments_are_counted_by_launch():
+    text = "first[grid](a, *b, c=1, **d)\nsecond[2, 3](a)\nplain(a, b)\nsizes[0].clone()\n"
+    assert sorted(launches_of(text)) == [("first", 4), ("second", 1)]
 
 
 @pytest.mark.parametrize(

@@ -384,12 +384,12 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
 
 def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float) -> SlotCache:
     """The cache as the method has it after a prompt, over the same keys and values."""
-    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters(), {})
+    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters().declare(policy.counters), {})
     branch.counters.on_device(branch.device)  # as those of a step that is replayed
     if policy.observation is not None:
         last = queries[:, :, -min(_OBSERVED, cache.used) :]
         offset = cache.used - last.shape[2]
-        how = {"scaling": scaling, "offset": offset, "need_lse": policy.observes}
+        how = {"scaling": scaling, "offset": offset, "need_lse": policy.observation.needs_lse}
         policy.observe(branch, last, ops.attend_causal(last, branch.keys, branch.values, **how), scaling)
     branch.rows["observed"] = list(branch.lengths)
     finish_prompt(policy, branch, scaling)

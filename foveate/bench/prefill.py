@@ -215,7 +215,7 @@ def _branch(
 ) -> SlotCache:
     """A layer's cache behind the prompt's keys and values, of which ``of`` makes use."""
     cache = prompt.cache
-    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters(), {})
+    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters().declare(policy.counters), {})
     branch.forward = forward
     of(branch)
     return branch

@@ -18,7 +18,8 @@ _AGAIN = "`foveate calibrate --model DIR --task TASK --data DIR --out FILE` make
 class Calibration:
     """Anchor layers and head maps for one model.
 
-    `model` holds what :func:`check_model` compares; `found` what the choice was made by, for people and pictures.
+    `model` holds what :func:`check_model` compares; `found` what the choice was made by, for people and pictures;
+    `source` is the file that it was read from.
     """
 
     model: Mapping[str, Any]
@@ -26,19 +27,19 @@ class Calibration:
     heads: Mapping[str, list[int]]
     """For layers that read an anchor's choice: the anchor's KV head for each of their own."""
     found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source: str = dataclasses.field(default="", compare=False)
 
-    def check_model(self, facts: Mapping[str, Any], source: str) -> None:
+    def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raises `ValueError` if this was made for another model than the one that `facts` are of.
 
         Args:
             facts: as `model`; the weights of a layer are compared where both have them.
-            source: what to call the calibration.
         """
-        check_facts(self.model, facts, f"calibration {source!r}", _AGAIN)
+        check_facts(self.model, facts, f"calibration {self.source!r}", _AGAIN)
 
-    def check_layers(self, layers: int, source: str) -> None:
+    def check_layers(self, layers: int) -> None:
         """Raises `ValueError` if this was made for a model of another depth."""
-        _check_fact(self.model, "layers", layers, f"calibration {source!r}", _AGAIN)
+        _check_fact(self.model, "layers", layers, f"calibration {self.source!r}", _AGAIN)
 
     def write(self, path: Path) -> None:
         """Writes the file in one step."""
@@ -101,6 +102,7 @@ def load(path: Path | str) -> Calibration:
             tuple(value["anchors"]),
             {str(layer): list(heads) for layer, heads in value["heads"].items()},
             dict(value["found"]),
+            str(path),
         )
         layers, kv_heads = found.model["layers"], found.model["kv_heads"]
         readers = [int(layer) for layer in found.heads]

@@ -61,6 +61,8 @@ class EvictionScores(nn.Module):
         self.model, self.layers = dict(model), tuple(layers)
         self.num_kv_heads, self.head_dim, self.value_dim = num_kv_heads, head_dim, value_dim
         self.window, self.length = window, length
+        self.source = ""
+        """The file that the scores were read from."""
         dim, heads = head_dim + value_dim, (len(self.layers), num_kv_heads)
         self.scorers = nn.ModuleList(RetentionScores(num_kv_heads, dim, dropout=0.0) for _ in self.layers)
         for name, value in (
@@ -149,14 +151,13 @@ class EvictionScores(nn.Module):
 
     # The file
 
-    def check_model(self, facts: Mapping[str, Any], source: str) -> None:
+    def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raises `ValueError` if the scores were learned on another model than the one that `facts` are of.
 
         Args:
             facts: as `model`.
-            source: what to call the file.
         """
-        what = f"LTE file {source!r}"
+        what = f"LTE file {self.source!r}"
         check_facts(self.model, facts, what, _AGAIN)
         if self.model.get("rope") != facts.get("rope"):
             raise ValueError(
@@ -212,6 +213,7 @@ class EvictionScores(nn.Module):
             raise ValueError(f"{path}: a damaged LTE file ({str(error).splitlines()[0]}); {_AGAIN}") from None
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise ValueError(f"{path}: a damaged LTE file (it holds numbers that are not finite); {_AGAIN}")
+        loaded.source = str(path)
         return loaded.eval().requires_grad_(False)
 
 

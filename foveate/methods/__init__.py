@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from foveate.methods.base import REGISTRY, Method, Replay, replay_obstacle
+from foveate.methods.base import REGISTRY, Method, Observation, Replay, replay_obstacle
 from foveate.methods.budgets import budget
 from foveate.methods.dense import Dense
 from foveate.methods.h2o import H2O
@@ -27,6 +27,7 @@ __all__ = [
     "LuKAPaper",
     "Method",
     "Mixed",
+    "Observation",
     "PerLayer",
     "Replay",
     "SharedPrompt",

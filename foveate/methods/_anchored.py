@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, count_scored
-from foveate.methods.base import Method, Replay
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Geometry, SlotCache
 
@@ -61,7 +61,9 @@ class SelectOnce(Method):
     """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
 
     stateful: ClassVar[bool] = False
-    can_decode_dense: ClassVar[bool] = True
+    sparse_from_tokens: ClassVar[int] = SPARSE_FROM_TOKENS
+    counters: ClassVar[tuple[str, ...]] = ("indices_reused",)
+    """Decode steps times rows in which the layer read keys that an earlier layer had chosen."""
     replay: ClassVar[Replay] = Replay()
     place: ClassVar[Place] = Place(-1, -1)
     """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
@@ -104,9 +106,9 @@ class SelectOnce(Method):
     def reads_choice_of(self) -> int | None:  # type: ignore[override]
         return self.place.anchor if self.place.reads_another else None
 
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """A layer that chooses scores keys without their values; a dense one reads all keys and values anyway."""
-        return geometry.key_share if self.place.chooses and not self.place.dense else 0.0
+        return tokens * (geometry.key_share if self.place.chooses and not self.place.dense else 0.0)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         place = self.place
@@ -125,7 +127,7 @@ class SelectOnce(Method):
             count_scored(self, cache)
         else:
             (indices, read), heads = self._handed_on(cache)
-            cache.counters.indices_reused += cache.batch_size
+            cache.count("indices_reused", 1)
             cache.count_read(read if heads is None else read.index_select(1, heads))
         how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
         return ops.attend_indices(q, *cache.memory, indices, block_table=cache.block_table, **how).out

@@ -30,7 +30,7 @@ class PageBoxes(PageCounts):
         return {"low": corner, "high": corner}
 
     def share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        """Two corners over a page's keys and values; :meth:`Method.scored_share` of all keys."""
+        """Two corners over a page's keys and values."""
         return 2 / self.size * geometry.key_share
 
     def observe(self, cache: SlotCache, q: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import note_queries
+from foveate.methods.base import Observation
 from foveate.methods.budgets import PageCounts
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -49,15 +49,15 @@ class LowRankPages(PageCounts):
         return found
 
     def share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        """Bytes of a record over those of its page's keys and values; :meth:`Method.scored_share` of all keys."""
+        """Bytes of a record over those of its page's keys and values."""
         return self.form(geometry).bytes / (self.size * (geometry.head_dim + geometry.value_dim) * dtype.itemsize)
 
     # Prompt
 
     @property
-    def observation(self) -> Hashable | None:
+    def observation(self) -> Observation | None:
         """What is learned from a prompt, see :attr:`Method.observation`."""
-        return ("queries", _OBSERVED) if self.weighted else None
+        return Observation(("queries", _OBSERVED)) if self.weighted else None
 
     def observe(self, cache: SlotCache, q: Tensor) -> None:
         """Learn from prompt queries."""
@@ -102,22 +102,6 @@ class LowRankPages(PageCounts):
         how = {"weights": self._weights(cache), "lengths": cache.each_row(self.full), "softcap": cache.softcap}
         how |= {"scaling": scaling, "pooling": pooling, "pool": pool}
         return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
-
-    def fixed(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
-        """Scores of pages that compete with no others, fp32 ``[B, 1, number]``, and which do compete.
-
-        inf: a row's newest page. -inf: one that it does not have. The same for all layers of a step.
-        """
-        step = cache.step
-        if step is None:
-            return self._fixed_now(cache, number)
-        return step.once(("newest page", self.spec, number), lambda: self._fixed_now(cache, number))
-
-    def _fixed_now(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
-        newest = cache.each_row(self.pages)[:, None, None] - 1
-        beyond = torch.arange(number, device=cache.device) - newest
-        fixed = torch.where(beyond > 0, float("-inf"), float("inf"))
-        return fixed, beyond < 0
 
     def _weights(self, cache: SlotCache) -> Tensor | None:
         return cache.channel("channel_weights") if self.weighted else None

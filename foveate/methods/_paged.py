@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, count_scored
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import SlotCache
 
@@ -27,7 +27,7 @@ class SelectPages(Method):
     """
 
     stateful: ClassVar[bool] = False
-    can_decode_dense: ClassVar[bool] = True
+    sparse_from_tokens: ClassVar[int] = SPARSE_FROM_TOKENS
     replay: ClassVar[Replay] = Replay()
     dense: ClassVar[bool] = False
     """Whether this layer reads all keys; set by :meth:`for_layer`."""

@@ -79,11 +79,6 @@ class TopKByMass(SelectOnce):
             dense = self.decode_only and getattr(self, name) > 0
             self._check(name, not dense, "0 with decode_only: prompts are read densely")
 
-    @property
-    def causal_granularity(self) -> int:  # type: ignore[override]
-        """The queries of a tile choose together."""
-        return 1 if self.decode_only else self.tile
-
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

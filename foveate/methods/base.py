@@ -18,9 +18,12 @@ from foveate import ops
 from foveate.methods._settings import Settings
 from foveate.methods._settings import setting as setting
 from foveate.methods.budgets import Number
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 REGISTRY: dict[str, type[Method]] = {}
+
+SPARSE_FROM_TOKENS = 16384
+"""Usual :attr:`Method.sparse_from_tokens` (docs/decode.md)."""
 
 
 class Replay:
@@ -62,6 +65,19 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Observation:
+    """What a method learns from prompt queries, see :meth:`Method.observe`.
+
+    Args:
+        key: methods with equal keys fill channels of the same names alike.
+        needs_lse: whether the log-sum-exp of prompt queries is needed.
+    """
+
+    key: Hashable
+    needs_lse: bool = False
+
+
+@dataclass(frozen=True)
 class Method(Settings):
     """A policy for one attention layer. Subclasses are frozen dataclasses whose fields are the settings.
 
@@ -78,7 +94,8 @@ class Method(Settings):
     source: ClassVar[str] = ""
     """Paper that the method comes from. Per class."""
     full_budget: ClassVar[dict[str, Any]] = {}
-    """Settings under which every token of any context is read or kept. Per class."""
+    """Settings under which every token of any context is read or kept, so that outputs are those of dense attention.
+    Per class."""
     small_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which a context of about sixty tokens is already sparse, for tests. Per class."""
 
@@ -94,34 +111,25 @@ class Method(Settings):
 
     # What outputs depend on
 
-    dense_at_full_budget: ClassVar[bool] = True
-    """Whether outputs under :attr:`full_budget` are those of dense attention. Per settings."""
-    causal_granularity: ClassVar[int] = 1
-    """Outputs are causal up to blocks of this many tokens, counted from the row's first: a token may change outputs of
-    earlier tokens in its own block of a prompt. 1: strictly causal. Per settings."""
     needs_prompt_end: ClassVar[bool] = False
     """Whether outputs of later tokens depend on where the prompt ended. True of every method that treats decoded tokens
     otherwise than prompt tokens, such as all with dense prefill and sparse decode, also without state. If False, the
     engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per settings: a layer that is
     dense, or that treats all tokens alike, declares False."""
-    whole_prompt: ClassVar[bool] = False
-    """Whether the prompt must come in one chunk, and the cache takes no second prompt. Per class."""
 
     # How decode steps may be run
 
     decodes_in_blocks: ClassVar[bool] = False
     """Whether :meth:`prompt` may be called for several decoded tokens at once instead of :meth:`decode` for each. Per
     class."""
-    can_decode_dense: ClassVar[bool] = False
-    """Whether the method has :meth:`decode_dense`. Per settings."""
-    sparse_from_tokens: ClassVar[int] = 16384
-    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than dense (docs/decode.md). Per
-    settings."""
+    sparse_from_tokens: ClassVar[int | None] = None
+    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than :meth:`decode_dense`. None:
+    the method has no :meth:`decode_dense`. Per settings."""
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
-    estimates_mass: ClassVar[bool] = False
-    """Whether a decode step counts ``mass_read``, see :class:`~foveate.state.Counters`. Per settings."""
+    counters: ClassVar[tuple[str, ...]] = ()
+    """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
 
     # What the layer gets from elsewhere
 
@@ -129,9 +137,7 @@ class Method(Settings):
     """Whether the engine chooses the layers' roles from the first long prompt. Per settings."""
     artefact: ClassVar[Any] = None
     """Data made for one model, such as a calibration. Set on the layer's instance by :meth:`for_layer`;
-    :func:`foveate.attach` calls its ``check_model(facts, source)``."""
-    artefact_file: ClassVar[str] = ""
-    """The file that :attr:`artefact` was read from. Per settings."""
+    :func:`foveate.attach` calls its ``check_model(facts)``."""
     reads_choice_of: ClassVar[int | None] = None
     """Index of the earlier layer whose selected keys this layer reads; None: it reads no other layer's. Per layer."""
 
@@ -157,25 +163,27 @@ class Method(Settings):
         """
         return self
 
-    def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        """The state tensors that the cache keeps for the method, by name."""
+    def channels(self, geometry: Geometry) -> Mapping[str, Channel | RowNumber]:
+        """The state that the cache keeps for the method, by name: tensors, and numbers of each row."""
         return {}
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         """Attention of prompt queries ``q [B, Hq, n, D]``, whose tokens are in the last n slots; dense by default."""
+        need_lse = self.observation is not None and self.observation.needs_lse
         how = {"offset": cache.used - q.shape[2], "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=self.observes, **how)
+        return ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=need_lse, **how)
 
     @property
     def sparse_prompt(self) -> bool:
         """Whether prefill is sparse: by default, whether :meth:`prompt` is overridden."""
         return type(self).prompt is not Method.prompt
 
-    def prompt_tile(self, group: int) -> int:
+    def prompt_tile(self, group: int) -> int | None:
         """Size in tokens of the tiles whose queries share one selection in prefill, counted from a row's first token.
 
-        A prompt in chunks that end between tiles gives the outputs of the same prompt in one piece; other chunks need
-        not. 1: any chunks do.
+        A token may change outputs of earlier tokens in its own tile. A prompt in chunks that end between tiles gives
+        the outputs of the same prompt in one piece; other chunks need not. 1: outputs are strictly causal, and any
+        chunks do. None: the prompt is one tile, must come in one chunk, and the cache takes no second prompt.
 
         Args:
             group: query heads of a KV head.
@@ -189,21 +197,13 @@ class Method(Settings):
 
         Args:
             q: ``[B, Hq, n, D]``, whose tokens are in the last n slots.
-            attended: result of :meth:`prompt`; its log-sum-exp is there if :attr:`observes`.
+            attended: result of :meth:`prompt`; its log-sum-exp is there if the :attr:`observation` needs it.
         """
 
     @property
-    def observes(self) -> bool:
-        """Whether :meth:`observe` needs the log-sum-exp of prompt queries."""
-        return False
-
-    @property
-    def observation(self) -> Hashable | None:
-        """A key for what :meth:`observe` computes: methods with equal keys fill channels of the same names alike.
-
-        None: :meth:`observe` does nothing. See :class:`~foveate.methods.SharedPrompt`.
-        """
-        return None if type(self).observe is Method.observe else self
+    def observation(self) -> Observation | None:
+        """What :meth:`observe` computes; None: nothing. See :class:`~foveate.methods.SharedPrompt`."""
+        return None if type(self).observe is Method.observe else Observation(self)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         """Called when the prompt is complete: returns the slots to keep, int64 ``[B, Hkv, K]`` ascending; None: all."""
@@ -222,29 +222,20 @@ class Method(Settings):
         """
         raise NotImplementedError
 
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        """Bytes that a decode step reads for each key in the cache to score it, over those of the key and its value.
-
-        0: the layer scores no keys. Reading the selected keys counts separately: a key that is scored and then read
-        counts ``scored_share + 1``. Scoring a whole key is ``geometry.key_share``; scoring r of its dimensions, as
-        SparQ does, ``r / (geometry.head_dim + geometry.value_dim)``. A quantized copy of the keys counts by its own
-        bytes, and a page's summary by its bytes over those of the page's keys and values. ``decode`` counts all this
-        with ``count_scored`` of ``_common.py``.
-
-        Args:
-            dtype: of the keys and values in the cache.
-        """
-        return 0.0
-
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """Bytes that a decode step reads to score ``tokens`` keys, in units of a key and its value.
+        """Bytes that a decode step reads to score ``tokens`` keys, in units of a key and its value; 0 by default.
 
-        A method overrides it where keys differ in their share. Layers of equal spec, role and share must score alike.
+        Reading the selected keys counts separately: a whole key that is scored and then read counts
+        ``geometry.key_share + 1``. SparQ, which scores r dimensions of each key, declares
+        ``tokens * r / (geometry.head_dim + geometry.value_dim)``. A quantized copy of the keys counts by its own bytes,
+        and a page's summary by its bytes over those of the page's keys and values. ``decode`` counts all this with
+        ``count_scored`` of ``_common.py``. Layers of equal spec and role that score keys must score alike.
 
         Args:
             tokens: an int; or tokens of each row as whole numbers in fp64, ``[B]``, for a result ``[B]``.
+            dtype: of the keys and values in the cache.
         """
-        return tokens * self.scored_share(geometry, dtype)
+        return tokens * 0.0
 
 
 def replay_obstacle(method: Method) -> str:

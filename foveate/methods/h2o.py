@@ -1,6 +1,5 @@
 """H2O, the heavy-hitter oracle; the LuKA paper's lined attention, with a correct causal prefill."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -42,12 +41,8 @@ class H2O(Method):
         return {"mass": Channel()}
 
     @property
-    def observes(self) -> bool:
-        return True
-
-    @property
-    def observation(self) -> Hashable:
-        return ops.column_mass
+    def observation(self) -> Observation:
+        return Observation(ops.column_mass, needs_lse=True)
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         ops.column_mass(

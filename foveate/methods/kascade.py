@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from foveate.methods._anchored import Place, Selection, layer_numbers, nearest
 from foveate.methods._common import count_scored
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import Method, setting
+from foveate.methods.base import Method, Observation, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -153,10 +153,6 @@ class Kascade(TopKByMass):
         return self.calibration == AUTO
 
     @property
-    def artefact_file(self) -> str:  # type: ignore[override]
-        return self.calibration
-
-    @property
     def _of_file(self) -> bool:
         """Whether anchors and heads are those of a file."""
         return self.calibration not in ("", AUTO)
@@ -167,7 +163,7 @@ class Kascade(TopKByMass):
                 raise ValueError(
                     f"{self.name}: anchors and heads must be left out beside a calibration, which has them"
                 )
-            self.artefact.check_layers(num_layers, self.calibration)
+            self.artefact.check_layers(num_layers)
         own = super().for_layer(layer, num_layers, among)
         own.__dict__.update(artefact=self.artefact, among=tuple(range(num_layers) if among is None else among))
         return own
@@ -245,7 +241,7 @@ class Kascade(TopKByMass):
         }
 
     @property
-    def observation(self) -> Hashable | None:
+    def observation(self) -> Observation | None:
         return _PAGES.observation if self.scores_summaries else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
@@ -307,9 +303,10 @@ class Kascade(TopKByMass):
         """
         _PAGES.write_newest(cache)
         mass = _PAGES.mass(cache, q, scaling, pooling=self.pooling, pool=self.pool)
-        fixed, free = _PAGES.fixed(cache, mass.shape[-1])
+        ends = cache.each_row(_PAGES.pages)
+        scores = ops.with_always_read(mass, 0, ends - 1, ends)
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
-        return ops.topk_rows(torch.where(free, mass, fixed), counts, most, dtype=torch.int32)
+        return ops.topk_rows(scores, counts, most, dtype=torch.int32)
 
     def scored_pages(self, length: Number) -> Number:
         """Pages of a row of this length whose keys are scored, or read in layer 0: enough for ``top_k`` keys."""
@@ -328,16 +325,14 @@ class Kascade(TopKByMass):
         ops.write_fp8(copy, cache.keys, centres, scales, newest)
         return copy, {"key_scales": scales}
 
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        share = super().scored_share(geometry, dtype)
-        if self.scores_summaries:
-            return _PAGES.share(geometry, dtype)
-        return share * ops.FP8.itemsize / dtype.itemsize if self.scores_a_copy else share
-
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Under score_keys=pages the summaries of all pages, and the keys of some."""
-        scored = super().scored(tokens, geometry, dtype)
-        return scored + geometry.key_share * self.page_keys(tokens) if self.scores_keys_of_pages else scored
+        if self.scores_a_copy:
+            return tokens * (geometry.key_share * ops.FP8.itemsize / dtype.itemsize)
+        if not self.scores_summaries:
+            return super().scored(tokens, geometry, dtype)
+        keys = self.page_keys(tokens) if self.scores_keys_of_pages else 0
+        return tokens * _PAGES.share(geometry, dtype) + geometry.key_share * keys
 
 
 _PAGES = LowRankPages(PAGE_SIZE)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import recent
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -28,9 +28,7 @@ class LinedAsPublished(Method):
     name: ClassVar[str] = "lined_as_published"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
     needs_prompt_end: ClassVar[bool] = True
-    whole_prompt: ClassVar[bool] = True
     replay: ClassVar[Replay] = Replay()
-    causal_granularity: ClassVar[int] = 1 << 62
     full_budget: ClassVar[dict] = {"top_k": 1.0, "window": 1 << 20}
     small_budget: ClassVar[dict] = {"top_k": 0.15, "window": 8}
 
@@ -49,8 +47,11 @@ class LinedAsPublished(Method):
         return {"mass": Channel()}
 
     @property
-    def observes(self) -> bool:
-        return True
+    def observation(self) -> Observation:
+        return Observation(self, needs_lse=True)
+
+    def prompt_tile(self, group: int) -> None:
+        return None
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         if q.shape[2] != cache.used:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.layers import eviction_scores
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy, recent
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -74,10 +74,6 @@ class LTE(Method):
             eviction_scores.read(self.file)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
-
-    @property
-    def artefact_file(self) -> str:  # type: ignore[override]
-        return self.file
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> LTE:
         if self.score != "learned":
@@ -139,8 +135,8 @@ class LTE(Method):
         return 0 if self.artefact is None else self.artefact.reach
 
     @property
-    def observation(self) -> Hashable:
-        return LTE, self.score, self.file, self.sinks
+    def observation(self) -> Observation:
+        return Observation((LTE, self.score, self.file, self.sinks))
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         tokens = min(q.shape[2] + 2 * self.reach, cache.used)  # the new ones, and those that they complete

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from foveate import ops
 from foveate.methods._boxes import PageBoxes
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._paged import SelectPages
-from foveate.methods.base import setting
+from foveate.methods.base import Observation, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -78,7 +77,7 @@ class Pages(SelectPages):
         return {} if self.dense else self.summaries.channels(geometry)
 
     @property
-    def observation(self) -> Hashable | None:
+    def observation(self) -> Observation | None:
         return None if self.dense else self.summaries.observation
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
@@ -92,15 +91,16 @@ class Pages(SelectPages):
     def summarise_newest(self, cache: SlotCache) -> None:
         self.summaries.write_newest(cache)
 
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """A page has one summary; the page that is being filled counts like the others."""
-        return 0.0 if self.dense else self.summaries.share(geometry, dtype)
+        return tokens * (0.0 if self.dense else self.summaries.share(geometry, dtype))
 
     # Choice
 
     @property
-    def estimates_mass(self) -> bool:  # type: ignore[override]
-        return not self.dense
+    def counters(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
+        return () if self.dense else ("pages_refined", "mass_read")
 
     def first_newest(self, length: Number) -> Number:
         """The first of the newest pages, which are always read."""
@@ -116,29 +116,13 @@ class Pages(SelectPages):
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         heads, mass = cache.geometry.num_kv_heads, self.summaries.mass(cache, q, scaling, pool=self.pool)
-        fixed, free = self._fixed(cache, mass.shape[-1])
-        pages = self._best(cache, torch.where(free, mass, fixed))
+        newest, ends = cache.each_row(self.first_newest), cache.each_row(self.pages)
+        pages = self._best(cache, ops.with_always_read(mass, self.pages(self.sinks), newest, ends))
         cache.count("mass_read", ops.mass_of_pages(mass, pages))
         pages = pages.expand(-1, heads, -1)
-        cache.count_read(self._keys_of(cache, pages), pages_refined=cache.each_row(self.count)[:, None])
+        cache.count_read(self._keys_of(cache, pages))
+        cache.count("pages_refined", cache.each_row(self.count)[:, None])
         return pages
-
-    def _fixed(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
-        """Scores of the pages that compete with no others, fp32 ``[B, 1, P]``, and which do compete.
-
-        inf: a page that is always read. -inf: one that a row does not have.
-        """
-        step = cache.step
-        if step is None:
-            return self._fixed_now(cache, number)
-        return step.once(("fixed pages", self.spec, number), lambda: self._fixed_now(cache, number))
-
-    def _fixed_now(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
-        page = torch.arange(number, device=cache.device)
-        newest, end = (cache.each_row(rule)[:, None, None] for rule in (self.first_newest, self.pages))
-        always = (page < self.pages(self.sinks)) | (page >= newest)
-        fixed = torch.where(always, float("inf"), 0.0).masked_fill(page >= end, float("-inf"))
-        return fixed, fixed == 0
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.dense:

@@ -61,12 +61,9 @@ class Quest(SelectPages):
         cache.count_read(self._keys_of(cache, pages))
         return pages
 
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        """A page has two corners, each of a key's size."""
-        return 0.0 if self.dense else self.boxes.share(geometry, dtype)
-
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """Full pages count by their corners, the page that is being filled by the keys around which its box is made."""
+        """Full pages count by their two corners, each of a key's size; the page that is being filled, by the keys
+        around which its box is made."""
         if self.dense:
             return super().scored(tokens, geometry, dtype)
         return geometry.key_share * (2 * (tokens // self.page_size) + tokens % self.page_size)

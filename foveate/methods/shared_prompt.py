@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.base import Method
+from foveate.methods.base import Method, Observation
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -51,8 +51,8 @@ class SharedPrompt(Method):
         }
 
     @property
-    def observes(self) -> bool:
-        return any(observer.observes for observer in self.observers)
+    def observation(self) -> Observation:
+        return Observation(self, any(observer.observation.needs_lse for observer in self.observers))
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         for observer in self.observers:
@@ -79,4 +79,5 @@ class SharedPrompt(Method):
 
 def _learnt(method: Method, geometry: Geometry) -> dict[str, Channel]:
     """The channels that a prompt can fill: the others are written when it has ended, before they are read."""
-    return {name: spec for name, spec in method.channels(geometry).items() if not spec.recomputed}
+    channels = method.channels(geometry)
+    return {name: spec for name, spec in channels.items() if isinstance(spec, Channel) and not spec.recomputed}

@@ -1,6 +1,5 @@
 """SnapKV: what the end of the prompt looks at."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, keep_heavy, note_queries, observed_mass
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import budget
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -49,8 +48,8 @@ class SnapKV(Method):
         return {"queries": Channel((geometry.num_heads, self.window, geometry.head_dim), per=0, dtype=None)}
 
     @property
-    def observation(self) -> Hashable:
-        return "queries", self.window
+    def observation(self) -> Observation:
+        return Observation(("queries", self.window))
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         note_queries(cache, q, self.window)

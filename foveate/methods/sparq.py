@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, count_scored, recent
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -19,10 +19,9 @@ class SparQ(Method):
 
     name: ClassVar[str] = "sparq"
     source: ClassVar[str] = "SparQ Attention, Ribar et al. 2024, arXiv:2312.04985"
-    can_decode_dense: ClassVar[bool] = True
     sparse_from_tokens: ClassVar[int] = 1 << 62  # never faster: no kernel reads some dimensions of all keys
     needs_prompt_end: ClassVar[bool] = True
-    observation: ClassVar[str] = "value_sum"
+    observation: ClassVar[Observation] = Observation("value_sum")
     replay: ClassVar[Replay] = Replay()
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 9, "rank": 4, "window": 3}
@@ -78,8 +77,8 @@ class SparQ(Method):
         self._add_newest(cache)
         return attend_all(cache, q, scaling).out
 
-    def scored_share(self, geometry: Geometry, dtype: torch.dtype) -> float:
-        return min(self.rank, geometry.head_dim) / (geometry.head_dim + geometry.value_dim)
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        return tokens * (min(self.rank, geometry.head_dim) / (geometry.head_dim + geometry.value_dim))
 
     def count(self, length: Number) -> Number:
         """Keys that a row of this length reads."""

@@ -1,6 +1,5 @@
 """TOVA: token omission via attention."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -42,8 +41,8 @@ class TOVA(Method):
         return {"mass": Channel()}
 
     @property
-    def observation(self) -> Hashable:
-        return TOVA, self.pool
+    def observation(self) -> Observation:
+        return Observation((TOVA, self.pool))
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         how = {"offset": cache.used - 1, "sink_logits": cache.sink_logits, "softcap": cache.softcap}

@@ -30,11 +30,11 @@ class MemoryLayer(CacheLayerMixin):
     @property
     def record_past(self) -> bool:
         """Whether the last tokens can be undone."""
-        return self.memory.recording
+        return self.memory.record_past
 
     @record_past.setter
     def record_past(self, on: bool) -> None:
-        self.memory.recording = on
+        self.memory.record_past = on
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -76,9 +76,9 @@ class MemoryLayer(CacheLayerMixin):
         self.memory.check_crop(-int(tokens_to_remove))
 
     def reset(self) -> None:
-        recording = self.memory.recording
+        record_past = self.memory.record_past
         self.memory, self.seen = self.memory.emptied(), 0
-        self.memory.recording = recording
+        self.memory.record_past = record_past
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.memory.take_rows(beam_idx)

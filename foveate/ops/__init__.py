@@ -94,6 +94,7 @@ from foveate.ops.select import (
     topk,
     topk_of_blocks,
     topk_rows,
+    with_always_read,
 )
 from foveate.ops.summaries import (
     Covered,
@@ -205,6 +206,7 @@ __all__ = [
     "unseen_keys",
     "visible_keys",
     "weakest",
+    "with_always_read",
     "with_sinks",
     "write_fp8",
 ]

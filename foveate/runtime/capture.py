@@ -53,7 +53,7 @@ def maintenance(groups: Sequence[DeviceRows]) -> Iterator[None]:
 
 def device_rows(store: SlotCache) -> DeviceRows:
     """Allocate row numbers on the device for a cache; :func:`write_rows` fills them."""
-    return DeviceRows(store.batch_size, store.evicts, store.device)
+    return DeviceRows(store.batch_size, store.evicts, store.device, store.own_numbers)
 
 
 def freed_slots(store: SlotCache) -> Tensor | None:

@@ -36,7 +36,8 @@ class Layer:
         self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0, block_size: int = 0
     ):
         self.block_size = block_size
-        self.method, self.counters, self.phase, self.dense_below = method, counters, phase, dense_below
+        self.method, self.phase, self.dense_below = method, phase, dense_below
+        self.counters = counters.declare(method.counters)
         self.store: SlotCache | None = None
         """Keys, values and method state; None before the first token."""
         self.seen = 0
@@ -48,7 +49,7 @@ class Layer:
         self.captured_dense = False
         """Whether the layer is dense in captured steps; set by :class:`~foveate.runtime.replay.ReplayedSteps`."""
         self.record_past = False
-        """Whether tokens may be removed again (assisted decoding): the cache is staged and keeps snapshots."""
+        """Whether tokens may be removed again (assisted decoding): the cache keeps their slots, and snapshots."""
         self.finite: Tensor | None = None
         """Whether the output at a prompt's last token is finite, bool ``[]`` on the device; None for a decode step."""
 
@@ -139,7 +140,7 @@ class Layer:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
             channels, evicts, kept = self.method.channels(geometry), self.method.evicts, (k.dtype, k.device)
             self.store = SlotCache(geometry, len(k), *kept, channels, evicts, self.counters, self.block_size)
-            self.store.staged, self.store.forward = self.record_past, self.phase.forward
+            self.store.record_past, self.store.forward = self.record_past, self.phase.forward
         self.store.sink_logits = None if sink_logits is None else sink_logits.detach()
         self.store.softcap = softcap
         outs, self.finite = [], None
@@ -226,26 +227,28 @@ class Layer:
 
     def decodes_densely(self, longest: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the longest sequence has ``longest`` tokens."""
-        below, store = self.dense_below, self.store
+        below, store, sparse_from = self.dense_below, self.store, self.method.sparse_from_tokens
+        if sparse_from is None:
+            return False
         if below == "auto":
-            below = self.method.sparse_from_tokens if store.device.type == "cuda" and runs_kernel("attend") else 0
-        return self.method.can_decode_dense and store.batch_size * longest < below
+            below = sparse_from if store.device.type == "cuda" and runs_kernel("attend") else 0
+        return store.batch_size * longest < below
 
     # Undo
 
-    def start_recording(self) -> None:
-        """Stage the cache and save a snapshot after each token from now on, as :meth:`remove_last` needs."""
+    def start_recording_past(self) -> None:
+        """Keep what later tokens would overwrite and save a snapshot after each token, as :meth:`remove_last` needs."""
         self.record_past = True
-        if self.store is not None and not self.store.staged:
+        if self.store is not None and not self.store.record_past:
             self.store.compact()
-            self.store.staged = True
+            self.store.record_past = True
             self.store.save(self.seen)
 
-    def stop_recording(self) -> None:
+    def stop_recording_past(self) -> None:
         """Make all tokens so far final."""
         self.record_past = False
-        if self.store is not None and self.store.staged:
-            self.store.staged = False
+        if self.store is not None and self.store.record_past:
+            self.store.record_past = False
             self.store.snapshots = {}
             self.store.compact()
 

@@ -30,3 +30,6 @@ class Policy:
     look: Callable[[int, Tensor, Tensor, float, float | None], None] | None = None
     """A hook for analysis, called before attention with the layer's index, its rotated queries ``[B, Hq, n, D]`` and
     keys ``[B, Hkv, n, D]``, the scaling and the cap of logits."""
+
+    def __post_init__(self):
+        self.counters.declare(self.method.counters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +73,6 @@ class ReplayedSteps:
         """For each group, the sum of its rows' lengths at the last :meth:`_enter`."""
         self._longest: list[int] = []
         """For each group, the length of its longest row at that time."""
-        self._counts: list[tuple[Layer, tuple[int, ...]]] = []
-        """What a step adds to the host counters (:func:`_counted`) of the layers that count something there."""
 
     def __deepcopy__(self, memo):  # a copied cache has other memory: it captures its own steps
         return None
@@ -105,12 +103,7 @@ class ReplayedSteps:
             self._enter(layers, written())
         self._choose_dense(layers)
         if self._recording is None and not self._warm:
-            before = [_counted(layer) for layer in layers]
             out = self._run(run)
-            counts = (
-                tuple(now - then for now, then in zip(_counted(layer), one)) for layer, one in zip(layers, before)
-            )
-            self._counts = [(layer, more) for layer, more in zip(layers, counts) if any(more)]
             self._warm = True
         else:
             if self._recording is None:
@@ -121,8 +114,7 @@ class ReplayedSteps:
             out = self._recording.out
             for layer in layers:
                 layer.seen += 1
-            for layer, counts in self._counts:
-                _set_counted(layer, (now + more for now, more in zip(_counted(layer), counts)))
+                layer.counters.dense_steps += layer.captured_dense
         for rows in self._groups:
             rows.steps += 1
         available = [total + self._batch * rows.steps for total, rows in zip(self._totals, self._groups)]
@@ -179,7 +171,7 @@ class ReplayedSteps:
             (
                 layer.method.spec if store.evicts or layer.method.replay.captures_maintenance else None,
                 store.capacity,
-                *(tuple(numbers) for numbers in store.rows.values()),
+                *((name, tuple(numbers)) for name, numbers in store.rows.items()),
                 None if store.freed is None else tuple(store.freed.rows),
             )
             for layer, store in zip(layers, stores)
@@ -232,15 +224,14 @@ class ReplayedSteps:
 
     def _recorded(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Recording:
         """Capture the step. Nothing runs on the device, so the host's counters are reset to what they were."""
-        before = [(layer.seen, _counted(layer)) for layer in layers]
+        before = [(layer.seen, layer.counters.dense_steps) for layer in layers]
         try:
             return self._record(lambda: self._run(run))
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(str(error).partition("\n")[0]) from error
         finally:
-            for layer, (seen, counts) in zip(layers, before):
-                layer.seen, layer.pending = seen, False
-                _set_counted(layer, counts)
+            for layer, (seen, dense_steps) in zip(layers, before):
+                layer.seen, layer.pending, layer.counters.dense_steps = seen, False, dense_steps
 
     def _maintain(self, layers: Sequence[Layer]) -> None:
         """Run the maintenance that is due after this step: eagerly the first time, then as replays."""
@@ -277,12 +268,3 @@ class ReplayedSteps:
             self._maintenance[which].replay()
         for group, method in groups.items():
             self._groups[group].apply_on_host(method.replay.rows_after_maintenance)
-
-
-def _counted(layer: Layer) -> tuple[int, ...]:
-    """Counters that a step increments on the host; every replay adds the same."""
-    return layer.counters.indices_reused, layer.counters.dense_steps
-
-
-def _set_counted(layer: Layer, counts: Iterable[int]) -> None:
-    layer.counters.indices_reused, layer.counters.dense_steps = counts

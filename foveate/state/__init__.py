@@ -2,6 +2,6 @@
 
 from foveate.state.cache import SlotCache
 from foveate.state.counters import Counters
-from foveate.state.description import Channel, Geometry
+from foveate.state.description import Channel, Geometry, RowNumber
 
-__all__ = ["Channel", "Counters", "Geometry", "SlotCache"]
+__all__ = ["Channel", "Counters", "Geometry", "RowNumber", "SlotCache"]

@@ -9,7 +9,7 @@ stored as it would be alone. Until a method evicts, slot p holds the token at po
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foveate.ops import first_keys, put_token
 from foveate.state.counters import Counters, Tally, over_rows
-from foveate.state.description import Channel, Geometry
+from foveate.state.description import Channel, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
 from foveate.state.eviction import Eviction, Freed, movable
 from foveate.state.row_numbers import DeviceState, RowNumbers
@@ -32,7 +32,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         geometry: shapes of the layer.
         batch_size: number of sequences.
         dtype, device: of keys and values.
-        channels: state that the method keeps, by name.
+        channels: state that the method keeps, by name, its own row numbers included.
         evicts: whether the method evicts, so that positions are kept for each slot.
         counters: where to count what is read; None: new ones.
         block_size: slots of a block of keys and values, see :class:`Storage`; 0: they are contiguous.
@@ -47,15 +47,17 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         batch_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        channels: dict[str, Channel] | None = None,
+        channels: Mapping[str, Channel | RowNumber] | None = None,
         evicts: bool = False,
         counters: Counters | None = None,
         block_size: int = 0,
     ):
-        names = ("lengths", "counts", "live", "prompt", "pages", "paged", "observed")
+        channels = channels or {}
+        self.own_numbers = tuple(name for name, spec in channels.items() if isinstance(spec, RowNumber))
+        names = ("lengths", "counts", "live", "prompt", "observed", *self.own_numbers)
         super().__init__({name: [0] * batch_size for name in names}, device)
         self.geometry, self.dtype = geometry, dtype
-        self.specs = dict(channels or {})
+        self.specs = {name: spec for name, spec in channels.items() if isinstance(spec, Channel)}
         self.evicts = evicts
         self.counters = counters if counters is not None else Counters()
         self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
@@ -64,7 +66,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.freed: Freed | None = None
         self.ordered = True  # tokens are stored in the order of their positions
         self.uneven = False  # KV heads of a row may hold different numbers of tokens
-        self.staged = False  # tokens may be undone: see eviction.py and snapshots.py
+        self.record_past = False  # tokens may be undone: see eviction.py and snapshots.py
         self.snapshots = {}
         self.borrowed = False  # see branch
         self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass, see hand_on
@@ -171,13 +173,12 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """Bytes allocated for keys, values and channels."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
-    def count_read(self, keys: float | Tensor, pages_refined: float | Tensor = 0, available: int | None = None) -> None:
+    def count_read(self, keys: float | Tensor, available: int | None = None) -> None:
         """Count one decode step and the keys that it read, from the sizes or masks of the selection.
 
         Args:
             keys: keys read by a KV head, raw or summary: a number for every row and head; a tensor ``[B, Hkv or 1]``;
                 or a tensor ``[]``, already summed over the rows as the mean over the KV heads.
-            pages_refined: LuKA's pages read raw, likewise.
             available: keys that dense attention would read in each row; None: all tokens so far.
         """
         counters = self.counters
@@ -185,16 +186,15 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             available = sum(self.lengths) if available is None else available * self.batch_size
             counters.count_steps(1, self.batch_size, available)
         self.count("keys_read", keys)
-        self.count("pages_refined", pages_refined)
 
     def count(self, name: str, number: float | Tensor) -> None:
         """Add to a counter.
 
         Args:
-            name: field of :class:`Counters`.
+            name: of a counter, see :class:`Counters`.
             number: a Python number for every row; or a tensor, see :meth:`Tally.add`.
         """
-        total, tally = getattr(self.counters, name), self.tally if self.step is None else self.step.tally
+        total, tally = self.counters[name], self.tally if self.step is None else self.step.tally
         if not isinstance(number, Tensor):
             number = float(number * self.batch_size)
         if tally is not None and isinstance(total, Tensor) and not total.is_inference():
@@ -351,7 +351,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         return one
 
     def branch(
-        self, channels: dict[str, Channel], evicts: bool, counters: Counters, filled: dict[str, str]
+        self, channels: Mapping[str, Channel | RowNumber], evicts: bool, counters: Counters, filled: dict[str, str]
     ) -> SlotCache:
         """A cache of the same tokens for another method, which shares the memory of keys and values.
 
@@ -364,7 +364,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """
         size = 0 if evicts else self.block_size
         one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters, size)
-        one.rows = {name: list(numbers) for name, numbers in self.rows.items()}
+        one.rows = one.rows | {name: list(self.rows[name]) for name in one.rows if name not in one.own_numbers}
         one.capacity, one.borrowed = self.capacity, True
         one.sink_logits, one.softcap = self.sink_logits, self.softcap
         shared = ("keys", "values", "block_table") if size == self.block_size else ()

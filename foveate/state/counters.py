@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from foveate.ops import PromptHeads
+
+_DTYPES = {"keys_read": torch.float64, "tokens_evicted": torch.int64}
+"""Counters of every method that a captured step adds to, and their dtypes on the device."""
 
 
 @dataclass
@@ -27,41 +30,59 @@ class Counters:
     """Tokens of all prompts and rows, padding left out."""
     tokens_evicted: int | Tensor = 0
     """Tokens evicted: the mean over KV heads, summed over rows."""
-    pages_refined: float | Tensor = 0.0
-    """LuKA's pages read raw: the mean over KV heads, summed over steps and rows."""
-    mass_read: float | Tensor = 0.0
-    """Share of the attention that the keys read hold by a method's own estimate, 0 to 1, summed over steps and rows."""
-    indices_reused: int = 0
-    """Decode steps times rows in which the layer read keys that an earlier layer had chosen."""
     dense_steps: int = 0
     """Decode steps that were dense because the context was short."""
-    selections_capped: int | Tensor = 0
-    """Selections of a KV head that a fixed capacity cut short."""
     prompt_heads: PromptHeads | None = None
     """Device, dtype and head dims of the last prompt's attention, by which the dense attention library is chosen."""
     bytes_per_key: int = 0
     """Bytes of a token's key and value over all KV heads."""
     resident_bytes: int = 0
     """Bytes that the cache holds at present."""
+    own: dict[str, float | Tensor] = field(default_factory=dict)
+    """The method's own counters, by the names that it declares (``Method.counters``)."""
+
+    def declare(self, names: Iterable[str]) -> Counters:
+        """Add a method's own counters, at 0 unless they are there; returns self."""
+        self.own = dict.fromkeys(names, 0.0) | self.own
+        return self
 
     def reset(self) -> None:
         """Count from zero again."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if isinstance(value, Tensor) and not value.is_inference():
                 value.zero_()
-            elif field.name not in ("bytes_per_key", "resident_bytes"):
-                setattr(self, field.name, field.default)
+            elif one.name not in ("bytes_per_key", "resident_bytes", "own"):
+                setattr(self, one.name, one.default)
+        for name, value in self.own.items():
+            if isinstance(value, Tensor) and not value.is_inference():
+                value.zero_()
+            else:
+                self.own[name] = 0.0
+
+    def __getitem__(self, name: str) -> float | Tensor:
+        """The counter of this name.
+
+        Raises:
+            KeyError: for a name that the method has not declared.
+        """
+        return vars(self)[name] if name in vars(self) else self.own[name]
+
+    def _set(self, name: str, value: float | Tensor) -> None:
+        if name in vars(self):
+            setattr(self, name, value)
+        else:
+            self.own[name] = value
 
     def add(self, name: str, number: float | Tensor) -> None:
         """Add to the counter of this name: in place if it is a tensor, so that a CUDA graph can count."""
-        counted = getattr(self, name)
+        counted = self[name]
         if not isinstance(number, Tensor) and not number:
             return
         if isinstance(counted, Tensor) and not counted.is_inference():
             counted += number
         else:
-            setattr(self, name, counted + number)
+            self._set(name, counted + number)
 
     def count_steps(self, steps: int, rows: int, available: float) -> None:
         """Count decode steps of ``rows`` rows, in which dense attention would read ``available`` keys in all."""
@@ -76,14 +97,13 @@ class Counters:
         """
         kept = []
         with torch.inference_mode(False):
-            for name in ("keys_read", "pages_refined", "mass_read", "tokens_evicted", "selections_capped"):
-                value = getattr(self, name)
-                dtype = torch.float64 if name in ("keys_read", "pages_refined", "mass_read") else torch.int64
+            for name in (*_DTYPES, *self.own):
+                value, dtype = self[name], _DTYPES.get(name, torch.float64)
                 if not isinstance(value, Tensor):
                     value = torch.full((), value, dtype=dtype, device=device)
                 elif value.is_inference() or value.device != device or value.dtype != dtype:
                     value = torch.empty((), dtype=dtype, device=device).copy_(value)
-                setattr(self, name, value)
+                self._set(name, value)
                 kept.append(value)
         return kept
 

@@ -1,4 +1,4 @@
-"""What :class:`~foveate.state.SlotCache` allocates: the shapes of an attention layer, and a method's state tensors."""
+"""What :class:`~foveate.state.SlotCache` allocates: the shapes of an attention layer, and a method's state."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ class Geometry:
     def key_share(self) -> float:
         """Bytes of a key over those of the key and its value: D / (D + Dv)."""
         return self.head_dim / (self.head_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class RowNumber:
+    """An integer that a method keeps for each row, 0 at first; see :class:`~foveate.state.row_numbers.RowNumbers`."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ See :class:`~foveate.state.row_numbers.RowNumbers` for what each number means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from foveate.state.counters import Tally
 
-NAMES = ("lengths", "counts", "live", "prompt", "pages", "paged")
-"""Row numbers that a step may read. Each step advances the first three."""
+NAMES = ("lengths", "counts", "live", "prompt")
+"""Row numbers that a step of any method may read. Each step advances the first three."""
 
 
 class DeviceRows:
@@ -27,12 +27,13 @@ class DeviceRows:
         batch_size: number of rows.
         evicts: whether the method evicts.
         device: of the tensors.
+        own: names of the method's own row numbers.
     """
 
-    def __init__(self, batch_size: int, evicts: bool, device: torch.device):
-        self.evicts, self.device = evicts, device
+    def __init__(self, batch_size: int, evicts: bool, device: torch.device, own: Iterable[str] = ()):
+        self.evicts, self.device, self.names = evicts, device, (*NAMES, *own)
         with torch.inference_mode(False):
-            self.numbers = torch.zeros(len(NAMES), batch_size, dtype=torch.int64, device=device)
+            self.numbers = torch.zeros(len(self.names), batch_size, dtype=torch.int64, device=device)
             self.slots = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """Where a row's new token goes unless it reuses an evicted token's slot: the first slot never used."""
             self.freed = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -67,7 +68,7 @@ class DeviceRows:
         self._rows = {name: list(numbers) for name, numbers in rows.items()}
         self._freed = [False] * self.freed.numel() if freed is None else list(freed)
         self._read, self.steps, self.bound = None, 0, bound
-        self.numbers.copy_(self._pinned([self._rows[name] for name in NAMES]), non_blocking=True)
+        self.numbers.copy_(self._pinned([self._rows[name] for name in self.names]), non_blocking=True)
         self.freed.copy_(self._pinned(self._freed), non_blocking=True)
 
     # Inside a step
@@ -84,7 +85,7 @@ class DeviceRows:
 
     def __getitem__(self, name: str) -> Tensor:
         """The row numbers of this name, int64 ``[B]``."""
-        return self.numbers[NAMES.index(name)]
+        return self.numbers[self.names.index(name)]
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """The result of ``compute()``, computed by the first layer of a step that asks for this key."""

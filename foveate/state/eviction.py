@@ -1,7 +1,7 @@
 """Removing tokens from a cache: one slot per decode step, or all but a chosen set after the prompt.
 
-A mixin of :class:`~foveate.state.SlotCache`. While the cache is ``staged`` (assisted decoding may undo tokens), an
-evicted slot is only marked empty: the next token goes to a new slot, so that a snapshot can restore the evicted token.
+A mixin of :class:`~foveate.state.SlotCache`. Under ``record_past`` (assisted decoding may undo tokens), an evicted
+slot is only marked empty: the next token goes to a new slot, so that a snapshot can restore the evicted token.
 :meth:`Eviction.compact` reclaims the empty slots later.
 """
 
@@ -36,7 +36,8 @@ class Eviction:
         before: Tensor | None = None,
         at: Tensor | None = None,
     ) -> None:
-        """Evict one token from every KV head of some rows; the row's next token reuses its slot, unless staged.
+        """Evict one token from every KV head of some rows; the row's next token reuses its slot, unless tokens may be
+        undone.
 
         Args:
             rows: for each row whether it evicts; in a captured step bool ``[B]`` on the device.
@@ -56,11 +57,12 @@ class Eviction:
         slots = give_up(self.positions, rows=some, **by)
         self.rows["live"] = [live - evicted for live, evicted in zip(self.rows["live"], rows)]
         self.counters.add("tokens_evicted", sum(rows))
-        if not self.staged:
+        if not self.record_past:
             self.freed = Freed(slots, rows)
 
     def evict_by_head(self, heads: list[list[bool]], held: list[list[int]], scores: Tensor, before: Tensor) -> None:
-        """Evict the token with the lowest score from some KV heads; unless staged, the next token reuses its slot.
+        """Evict the token with the lowest score from some KV heads; unless tokens may be undone, the next token reuses
+        its slot.
 
         Where a head does not evict but has empty slots, the next token goes to the first of these. KV heads of a row
         may then hold different numbers of tokens; ``live`` is that of the head with the most.
@@ -75,7 +77,7 @@ class Eviction:
             [evicts or own < count for evicts, own in zip(*row)]
             for *row, count in zip(heads, held, self.rows["counts"])
         ]
-        if not any(map(any, heads if self.staged else reuses)):
+        if not any(map(any, heads if self.record_past else reuses)):
             return
         self.own_memory()
         some = self.on_device([int(evicts) for row in heads for evicts in row]).view(len(heads), -1) != 0
@@ -87,7 +89,7 @@ class Eviction:
         self.uneven = self.uneven or not all(len(set(row)) == 1 for row in heads)
         self.rows["live"] = [max(own - evicts for evicts, own in zip(*row)) for row in zip(heads, held)]
         self.counters.add("tokens_evicted", sum(map(sum, heads)) / len(heads[0]))
-        if not self.staged:
+        if not self.record_past:
             first = torch.where(empty.any(-1), empty.to(torch.uint8).argmax(-1), -1)
             self.freed = Freed(torch.where(some, slots[..., 0], first), [all(row) for row in reuses])
 

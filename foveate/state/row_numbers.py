@@ -38,7 +38,7 @@ class RowNumbers:
     - ``live``: tokens held, so at most ``counts``; where KV heads differ, those of the head that holds the most;
     - ``prompt``: the length when the last prompt ended;
     - ``observed``: tokens of the present prompt that the method's ``observe`` has seen; 0 after the prompt;
-    - ``pages``, ``paged``: for LuKA, pages with a summary, and slots before the raw tail (0 without pages).
+    - those that the method declares with :class:`~foveate.state.RowNumber`, such as LuKA's ``pages``.
 
     On the host a *rule* is applied to each row's int; in a captured step the same rule is applied to an int64 tensor
     ``[B]``, so it must be arithmetic that works on both.

@@ -1,7 +1,7 @@
 """Returning a cache to an earlier state, as assisted decoding does when draft tokens are rejected.
 
 A mixin of :class:`~foveate.state.SlotCache`. A snapshot holds the row numbers and the method's state, not the keys and
-values: while the cache is ``staged``, no slot in use is overwritten.
+values: under ``record_past``, no slot in use is overwritten.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Snapshots:
     """By ``clock``: columns of the batch at the time, padding included."""
 
     def save(self, clock: int) -> None:
-        """Save the present state for :meth:`restore`, if the cache is staged; otherwise do nothing.
+        """Save the present state for :meth:`restore`, if tokens may be undone; otherwise do nothing.
 
         Args:
             clock: columns of the batch so far, padding included.
         """
-        if self.staged:
+        if self.record_past:
             used = self.used
             tensors = {
                 name: (self.tensors[name][:, :, :used] if spec.per == 1 else self.tensors[name]).clone()

@@ -13,7 +13,7 @@ from foveate import ops
 from foveate.integrations.transformers.attach import attached
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.layers.eviction_scores import unrotate
-from foveate.methods import Method
+from foveate.methods import Method, Observation
 from foveate.results.errors import UserError
 from foveate.state import SlotCache
 
@@ -45,8 +45,8 @@ class Reader(Method):
         return own
 
     @property
-    def observes(self) -> bool:
-        return True
+    def observation(self) -> Observation:
+        return Observation(self, needs_lse=True)
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         k, v = cache.keys, cache.values

@@ -120,7 +120,7 @@ def assert_like_luka(values, method, score):
     error = ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean().item()
     assert values["output_error"] == pytest.approx(error, rel=1e-3, abs=1e-5)
     assert values["read_share"] * (PROMPT + 1) == pytest.approx(float(counters.keys_read))
-    assert values["refined_share"] * page_count(method.page_size) == pytest.approx(float(counters.pages_refined))
+    assert values["refined_share"] * page_count(method.page_size) == pytest.approx(float(counters["pages_refined"]))
     assert COSTS[score] == method.reads_per_summary
 
 

@@ -136,36 +136,36 @@ def test_the_file_that_is_whole_passes(path):
     path.write_text(json.dumps(damaged(heads={"1": [1, 1]}, found={"layers": [0, 1, 2]})))  # 3 has a sliding window
     assert load(path).heads == {"1": [1, 1]}
     path.write_text(json.dumps(damaged(model={name: value for name, value in MODEL.items() if name != "weights"})))
-    load(path).check_model(MODEL, "x")
+    load(path).check_model(MODEL)
 
 
 class TestTheModel:
     def test_is_the_same(self):
-        calibration().check_model(MODEL, "x")
-        calibration().check_layers(4, "x")
+        calibration().check_model(MODEL)
+        calibration().check_layers(4)
 
     @pytest.mark.parametrize(
         ("name", "value"), [("model_type", "qwen2"), ("layers", 5), ("heads", 8), ("kv_heads", 1), ("head_dim", 64)]
     )
     def test_differs_in_one_fact(self, name, value):
         with says(rf"calibration 'x' is for a model with {name} {MODEL[name]!r}, and this one has {value!r}; .*makes"):
-            calibration().check_model({**MODEL, name: value}, "x")
+            calibration(source="x").check_model({**MODEL, name: value})
 
     def test_has_another_depth(self):
         with says("a model with layers 4, and this one has 5"):
-            calibration().check_layers(5, "x")
+            calibration().check_layers(5)
 
     @pytest.mark.parametrize("weights", [[0.5, 0.25], [0.505, -0.25], [0.5, math.nan]])
     def test_has_other_weights(self, weights):
         with says("another model of the same shape"):
-            calibration().check_model({**MODEL, "weights": [weights, None]}, "x")
+            calibration().check_model({**MODEL, "weights": [weights, None]})
 
     def test_does_not_tell_its_weights(self):
-        calibration().check_model({**MODEL, "weights": []}, "x")
+        calibration().check_model({**MODEL, "weights": []})
 
     def test_has_some_weights_elsewhere(self):
-        calibration().check_model({**MODEL, "weights": [None, [9.0, 9.0]]}, "x")
-        calibration().check_model({**MODEL, "weights": [[0.5, -0.25], [9.0, 9.0]]}, "x")
+        calibration().check_model({**MODEL, "weights": [None, [9.0, 9.0]]})
+        calibration().check_model({**MODEL, "weights": [[0.5, -0.25], [9.0, 9.0]]})
 
     @pytest.mark.parametrize("family", ["llama", "qwen2"])
     def test_may_be_in_any_number_format(self, family):
@@ -175,7 +175,7 @@ class TestTheModel:
         for one in (torch.float32, torch.bfloat16, torch.float16):
             for other in (torch.float32, torch.bfloat16, torch.float16):
                 theirs = facts(tiny_model(family).to(other))
-                calibration(model=facts(tiny_model(family).to(one))).check_model(theirs, "x")
+                calibration(model=facts(tiny_model(family).to(one))).check_model(theirs)
 
     def test_may_be_offloaded_or_quantised_in_part(self):
         model = tiny_model()
@@ -184,18 +184,18 @@ class TestTheModel:
         quantised = model.model.layers[2].self_attn.q_proj
         quantised.weight = torch.nn.Parameter(quantised.weight.to(torch.float8_e4m3fn), requires_grad=False)
         ours = facts(tiny_model())
-        calibration(model=ours).check_model(facts(model), "x")
+        calibration(model=ours).check_model(facts(model))
         assert [some is None for some in facts(model)["weights"][:4]] == [False, True, True, False][: ours["layers"]]
 
     def test_is_another_one_of_the_same_shape(self):
         with says("another model of the same shape: its weights differ"):
-            calibration(model=facts(tiny_model())).check_model(facts(tiny_model(seed=1)), "x")
+            calibration(model=facts(tiny_model())).check_model(facts(tiny_model(seed=1)))
 
     def test_was_trained_further_in_one_layer(self):
         model = tiny_model()
         model.model.layers[2].self_attn.q_proj.weight.data *= 1.1
         with says("its weights differ"):
-            calibration(model=facts(tiny_model())).check_model(facts(model), "x")
+            calibration(model=facts(tiny_model())).check_model(facts(model))
 
     def test_tells_facts_that_are_json(self):
         ours = facts(tiny_model("gemma3"))

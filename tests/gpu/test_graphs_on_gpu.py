@@ -169,8 +169,8 @@ def test_models_that_cannot_be_captured_say_so():
 
 @pytest.mark.parametrize(
     "method",
-    [m for _, m in CAPTURED if m.can_decode_dense],
-    ids=[name for name, m in CAPTURED if m.can_decode_dense],
+    [m for _, m in CAPTURED if m.sparse_from_tokens is not None],
+    ids=[name for name, m in CAPTURED if m.sparse_from_tokens is not None],
 )
 def test_short_contexts_are_read_whole(method):
     """Replayed, and then sparse ones behind them."""

@@ -13,7 +13,8 @@ from tests.helpers import FAMILIES, left_padded, repetitive, returned_cache, tin
 
 SMALL = {name: methods.make(name, **methods.get(name).small_budget) for name in methods.names()}
 EVICTING = [name for name, method in SMALL.items() if any(method.for_layer(n, 4).evicts for n in range(4))]
-SPECS = {name: method.spec for name, method in SMALL.items() if name not in EVICTING and not method.whole_prompt}
+SPECS = {name: method for name, method in SMALL.items() if name not in EVICTING}
+SPECS = {name: method.spec for name, method in SPECS.items() if method.prompt_tile(1) is not None}
 SPECS |= {
     "kascade_decode": "kascade:top_k=6,anchors=1,decode_only=true",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,compress_every=2,top_k=2,expand=1",

@@ -31,10 +31,11 @@ from tests.helpers import (
     tokens,
 )
 
+SMALL = {name: methods.make(name, **methods.get(name).small_budget) for name in methods.names()}
 SPECS = {
-    name: methods.make(name, **methods.get(name).small_budget).spec
-    for name in methods.names()
-    if not methods.get(name).whole_prompt  # tests/methods/test_lined.py
+    name: method.spec
+    for name, method in SMALL.items()
+    if method.prompt_tile(1) is not None  # tests/methods/test_lined.py
 }
 SPECS |= {
     "streaming_share": "streaming:sinks=2,window=0.3",

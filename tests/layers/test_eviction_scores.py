@@ -153,9 +153,10 @@ def drawn_with_nan():
 )
 def test_another_model_is_refused(changed, match):
     scores = drawn()
-    scores.check_model(FACTS, "a.safetensors")
+    scores.check_model(FACTS)
+    scores.source = "a.safetensors"
     with pytest.raises(ValueError, match=match) as error:
-        scores.check_model(FACTS | changed, "a.safetensors")
+        scores.check_model(FACTS | changed)
     assert "LTE file 'a.safetensors'" in str(error.value)
 
 

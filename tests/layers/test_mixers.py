@@ -53,7 +53,7 @@ def test_undone_tokens_leave_no_trace(name):
     mixer, kept = make(), memory()
     x, at = hidden(LENGTH)
     whole = run(mixer, x, at)
-    kept.recording = True
+    kept.record_past = True
     outs = [run(mixer, x[:, :80], at[:, :80], kept)]
     kept.crop(0)
     draw = torch.Generator().manual_seed(1)
@@ -77,7 +77,7 @@ def test_several_steps_before_they_are_undone(name):
     mixer, kept = make(), memory()
     x, at = hidden(LENGTH)
     whole = run(mixer, x, at)
-    kept.recording = True
+    kept.record_past = True
     run(mixer, x[:, :100], at[:, :100], kept)
     kept.crop(0)
     for token in range(100, 105):
@@ -213,7 +213,7 @@ def test_recording_stays_small_without_crops(name):
     mixer, kept = make(), memory()
     x, at = hidden(300)
     whole = run(mixer, x, at)
-    kept.recording = True
+    kept.record_past = True
     outs = [run(mixer, x[:, :20], at[:, :20], kept)]
     for token in range(20, 290):
         outs.append(run(mixer, x[:, token : token + 1], at[:, token : token + 1], kept))

@@ -185,7 +185,7 @@ def test_kascade_written_out(settings, top_k):
     for number, layer in enumerate(stack.layers):
         if number not in settings["anchors"]:  # which look at more keys than they read
             assert float(layer.counters.keys_read) == pytest.approx(float(counted[number]))
-    assert [layer.counters.indices_reused for layer in stack.layers] == [
+    assert [layer.counters["indices_reused"] for layer in stack.layers] == [
         (total - prompt) * (layer not in settings["anchors"] and layer > settings["anchors"][0])
         for layer in range(layers)
     ]
@@ -248,9 +248,9 @@ def test_padded_rows_get_their_own_layers_choices(method):
         for b, own in enumerate(at):
             assert_close(out[:, b], alone[b].feed(own)[:, 0])
     for number, layer in enumerate(stack.layers):  # what is counted of a batch is the sum over its rows
-        for name in ("decode_rows", "keys_read", "keys_available", "indices_reused", "mass_read"):
-            rows_alone = (getattr(one.layers[number].counters, name) for one in alone)
-            assert float(getattr(layer.counters, name)) == pytest.approx(sum(map(float, rows_alone)))
+        for name in ("decode_rows", "keys_read", "keys_available", "indices_reused"):
+            rows_alone = (one.layers[number].counters[name] for one in alone)
+            assert float(layer.counters[name]) == pytest.approx(sum(map(float, rows_alone)))
 
 
 @pytest.mark.parametrize("score", ["softmax", "logit"])
@@ -625,7 +625,7 @@ def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record
 
 
 def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
-    """What ``score_keys=pages`` reads for the query at position i, and the keys of which it chooses them, by KV head."""
+    """What ``score_keys=pages`` reads for the query at position i, and the keys that it scores, by KV head."""
     size, third, length = kascade.PAGE_SIZE, kascade.ONE_PAGE_IN, i + 1
     form, number, full = ops.PageRecord(DIM, size), math.ceil(length / size), length // size
     power = 0.5 if pooling == "sqrt" else 1.0
@@ -722,7 +722,7 @@ def test_layer_0_reads_no_keys_of_other_pages():
     lengths, generator = [160, 157, 9], torch.Generator().manual_seed(0)
     k, v = (torch.randn(3, KV_HEADS, 160, DIM, generator=generator) for _ in "kv")
     given = SlotCache.of(k, v, HEADS)
-    caches = [given.branch(one.channels(given.geometry), False, Counters(), {}) for one in layers]
+    caches = [given.branch(one.channels(given.geometry), False, Counters().declare(one.counters), {}) for one in layers]
     for cache in caches:
         cache.forward = caches[0].forward
         for name in ("lengths", "counts", "live"):

@@ -108,8 +108,8 @@ def test_the_heads_of_a_group_read_the_pages_that_hold_most_of_their_estimated_a
             reads += len(slots) / KV_HEADS
         choices += len(pages)
     counters = driver.layer.counters
-    assert float(counters.mass_read) == pytest.approx(float(shares), rel=1e-5)
-    assert float(counters.pages_refined) == choices
+    assert float(counters["mass_read"]) == pytest.approx(float(shares), rel=1e-5)
+    assert float(counters["pages_refined"]) == choices
     record = ops.PageRecord(DIM, size, method.rank).bytes / (size * 2 * DIM * 4)
     record = 1 / size if method.score == "bound" else record
     scored = sum(range(PROMPT + 1, TOTAL + 1)) * record
@@ -158,6 +158,7 @@ def test_rows_of_several_lengths_count_what_they_read(pool):
     lengths, geometry = [54, 37, 3, 48], Geometry(HEADS, KV_HEADS, DIM, 2 * DIM)
     method = methods.make("pages", top_k=13, page_size=4, pool=pool, weighted=False, window=2)
     cache = SlotCache(geometry, 4, torch.float32, torch.device("cpu"), method.channels(geometry))
+    cache.counters.declare(method.counters)
     generator = torch.Generator().manual_seed(0)
     cache.append(*(torch.randn(4, KV_HEADS, 54, dim, generator=generator) for dim in (DIM, 2 * DIM)))
     method.summaries.write(cache, 0, 54 // 4)
@@ -170,8 +171,8 @@ def test_rows_of_several_lengths_count_what_they_read(pool):
     # three pages of 4, of which the newest has 2, 1 and 4 tokens
     record = ops.PageRecord(DIM, 4).bytes / (4 * 3 * DIM * 4)
     assert float(counters.keys_read) == pytest.approx(10 + 9 + 3 + 12 + sum(lengths) * record)
-    assert float(counters.pages_refined) == 3 + 3 + 1 + 3
-    assert 1.0 < float(counters.mass_read) < 4.0
+    assert float(counters["pages_refined"]) == 3 + 3 + 1 + 3
+    assert 1.0 < float(counters["mass_read"]) < 4.0
 
 
 def test_stats_tell_the_estimated_share_of_attention():

@@ -106,23 +106,6 @@ def test_a_query_of_zeros_attends_to_all_keys_alike():
     assert driver.feed_steps(tokens[PROMPT:]).isfinite().all()
 
 
-def each_case():
-    """Tests of the matrix that take a method alone."""
-    for name, test in vars(matrix).items():
-        given = {} if not name.startswith("test_") else dict(mark.args for mark in getattr(test, "pytestmark", ()))
-        if "method" in given and name != "test_what_is_always_kept_is_always_read":
-            others = [argument for argument in given if argument != "method"]
-            for number, values in enumerate(itertools.product(*(given[argument] for argument in others))):
-                case = dict(zip(others, values, strict=True))
-                yield pytest.param(test, case, id=f"{name.removeprefix('test_')}-{number}")
-
-
-@pytest.mark.parametrize(("test", "given"), list(each_case()))
-def test_without_the_mean_value_the_matrix_passes_too(test, given):
-    small = methods.get("sparq").small_budget
-    test(methods.make("sparq", **small | {"top_k": 0.2, "min_k": 6, "mean_value": False}), **given)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -290,3 +290,19 @@ def test_the_mass_that_pages_hold(number, layout):
     assert found[1].tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="do not fit mass"):
         pages_kernel.mass_of_pages(mass[:, :1], pages)
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_pages_that_are_always_read(first, heads):
+    """A row's first and newest pages, as far as it has them, come before all others."""
+    scores = torch.rand(3, 2, 2500, generator=torch.Generator().manual_seed(0))[:, :heads, :2300]
+    newest, ends = torch.tensor([2200, 40, 0]), torch.tensor([2300, 41, 3])
+    found, expected = (one.with_always_read(scores, first, newest, ends) for one in (pages_kernel, of_pages))
+    assert torch.equal(found, expected)
+    for row in range(3):
+        always = {*range(min(first, int(ends[row]))), *range(int(newest[row]), int(ends[row]))}
+        assert set(found[row, 0].isposinf().nonzero()[:, 0].tolist()) == always
+        assert set(found[row, 0].isneginf().nonzero()[:, 0].tolist()) == set(range(int(ends[row]), 2300))
+        others = [page for page in range(int(ends[row])) if page not in always]
+        assert torch.equal(found[row, -1, others], scores[row, -1, others])

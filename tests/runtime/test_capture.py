@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from foveate.runtime import capture
-from foveate.state import Counters, Geometry, SlotCache
+from foveate.state import Counters, Geometry, RowNumber, SlotCache
 
 LENGTH = 9
 
 
 def filled(evicts=False):
-    """A cache of two rows that hold the same tokens."""
-    cache = SlotCache(Geometry(4, 2, 8, 8), 2, torch.float32, torch.device("cpu"), {}, evicts, Counters())
+    """A cache of two rows that hold the same tokens, with a row number of its own."""
+    own = {"pages": RowNumber()}
+    cache = SlotCache(Geometry(4, 2, 8, 8), 2, torch.float32, torch.device("cpu"), own, evicts, Counters())
     tokens = torch.randn(2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(0))
     cache.append(tokens, tokens)
     return cache

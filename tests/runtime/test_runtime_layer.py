@@ -51,7 +51,7 @@ def test_removed_tokens_leave_no_trace(spec):
     removed, plain, tokens = layer_of(spec), layer_of(spec), drawn()
     others = [x.flip(2) for x in tokens]
     for layer in (removed, plain):
-        layer.start_recording()
+        layer.start_recording_past()
         feed(layer, tokens, 0, PROMPT)
     feed(removed, others, PROMPT, PROMPT + 4)
     removed.remove_last(4)

@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 
-from foveate.state import Channel, Counters, Geometry, SlotCache
+from foveate.state import Channel, Counters, Geometry, RowNumber, SlotCache
 from foveate.state.counters import Tally
 from foveate.state.device_rows import DeviceRows
 
@@ -371,8 +371,8 @@ def test_a_part_has_channels_by_other_names_and_numbers_of_its_own():
     assert cache.channel("1.seen").eq(8).all()
     assert cache.channel("0.mass").eq(0).all()
     assert held(part, 1) == list(range(5))
-    part.rows["pages"][0] = 9
-    assert cache.rows["pages"] == [0, 0]
+    part.rows["prompt"][0] = 9
+    assert cache.rows["prompt"] == [0, 0]
 
 
 def test_branches_write_behind_shared_keys_one_after_the_other():
@@ -434,7 +434,7 @@ def state(cache: SlotCache):
 
 def test_restore_gives_back_what_was_saved():
     cache = filled(6, evicts=True, channels=MASS)
-    cache.staged = True
+    cache.record_past = True
     saved = {}
     for clock in range(6, 10):
         cache.channel("mass").add_(clock)
@@ -456,7 +456,7 @@ def test_restore_gives_back_what_was_saved():
 
 def test_restore_may_be_repeated():
     cache = filled(4, evicts=True, channels=MASS)
-    cache.staged = True
+    cache.record_past = True
     cache.save(4)
     for _ in range(2):
         step(cache)
@@ -469,7 +469,7 @@ def test_restore_may_be_repeated():
 def test_restore_brings_back_state_of_sequences_but_not_what_is_recomputed():
     channels = {"queries": Channel((2,), per=0), "page": Channel((4,), per=2, recomputed=True)}
     cache = filled(4, channels=channels)
-    cache.staged = True
+    cache.record_past = True
     cache.save(4)
     cache.tensors["queries"].fill_(1)
     cache.tensors["page"].fill_(1)
@@ -480,7 +480,7 @@ def test_restore_brings_back_state_of_sequences_but_not_what_is_recomputed():
 
 def test_restore_after_growth():
     cache = filled(60, evicts=True, channels=MASS)
-    cache.staged = True
+    cache.record_past = True
     cache.channel("mass").fill_(2)
     cache.save(60)
     for _ in range(90):
@@ -494,7 +494,7 @@ def test_restore_after_growth():
 
 def test_restore_of_rows_of_different_lengths():
     cache = ragged([3, 6], evicts=True)
-    cache.staged = True
+    cache.record_past = True
     cache.save(6)
     for _ in range(5):
         step(cache)
@@ -505,15 +505,15 @@ def test_restore_of_rows_of_different_lengths():
     assert held(cache, 1, 1) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_nothing_is_saved_unless_staged():
+def test_nothing_is_saved_unless_tokens_may_be_undone():
     cache = filled(4, evicts=True)
     cache.save(4)
     assert cache.snapshots == {}
 
 
-def test_a_staged_eviction_frees_no_slot():
+def test_an_eviction_that_may_be_undone_frees_no_slot():
     cache = filled(6, evicts=True)
-    cache.staged = True
+    cache.record_past = True
     evict(cache, [[2, 2], [2, 2]])
     step(cache)
     assert held(cache, 0, 0) == [0, 1, -1, 3, 4, 5, 6]
@@ -536,21 +536,45 @@ def test_truncate_drops_the_last_tokens_of_every_row():
 def test_reads_are_counted_from_their_sizes():
     cache = ragged([3, 6])
     cache.count_read(4)
-    cache.count_read(torch.tensor([[2, 4], [5, 5]]), pages_refined=torch.tensor([[1], [2]]))
+    cache.count_read(torch.tensor([[2, 4], [5, 5]]))
     cache.count_read(1, available=7)
     counters = cache.counters
     assert counters.decode_steps == 3
     assert counters.decode_rows == 6
     assert float(counters.keys_read) == 2 * 4 + 3 + 5 + 2 * 1
     assert counters.keys_available == 9 + 9 + 14
-    assert float(counters.pages_refined) == 3
     assert counters.bytes_per_key == 2 * (4 + 3) * 4
+
+
+def test_a_method_s_own_counters_are_those_that_it_declares():
+    cache = ragged([3, 6])
+    cache.counters.declare(("pages_refined", "reused"))
+    cache.count("pages_refined", torch.tensor([[1], [2]]))
+    cache.count("reused", 1)
+    assert cache.counters.own == {"pages_refined": 3.0, "reused": 2.0}
+    cache.counters.declare(("reused", "capped"))
+    assert cache.counters.own == {"pages_refined": 3.0, "reused": 2.0, "capped": 0.0}
+    with pytest.raises(KeyError, match="refined"):
+        cache.count("refined", 1)
+    cache.counters.reset()
+    assert cache.counters.own == {"pages_refined": 0.0, "reused": 0.0, "capped": 0.0}
+
+
+def test_a_method_s_own_row_numbers_start_at_0_and_go_with_their_rows():
+    channels = {"mass": Channel(), "pages": RowNumber()}
+    cache = SlotCache(GEOMETRY, 2, torch.float32, torch.device("cpu"), channels)
+    assert (cache.own_numbers, cache.specs) == (("pages",), {"mass": Channel()})
+    cache.rows["pages"] = [4, 7]
+    cache.take_rows(torch.tensor([1, 0, 1]))
+    assert cache.rows["pages"] == [7, 4, 7]
+    assert cache.branch({"pages": RowNumber()}, False, Counters(), {}).rows["pages"] == [0, 0, 0]
+    assert "pages" not in cache.branch({}, False, Counters(), {}).rows
 
 
 def test_reset_counters_still_know_sizes():
     cache = filled(3)
     counters = cache.counters
-    counters.decode_steps = counters.prompt_tokens = counters.tokens_evicted = counters.indices_reused = 4
+    counters.decode_steps = counters.prompt_tokens = counters.tokens_evicted = 4
     counters.keys_read = torch.tensor(3.0)
     counters.reset()
     assert counters == Counters(bytes_per_key=2 * 7 * 4, resident_bytes=cache.resident_bytes)

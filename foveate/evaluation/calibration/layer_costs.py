@@ -61,7 +61,7 @@ def measure(
 
 def _behind_prompt(method: Method, cache: SlotCache, head_dim: int) -> SlotCache:
     """The cache with what the method keeps beside keys and values, of the same forward pass."""
-    branch = cache.branch(method.channels(cache.geometry), method.evicts, Counters(), {})
+    branch = cache.branch(method.channels(cache.geometry), method.evicts, Counters().declare(method.counters), {})
     branch.forward = cache.forward
     method.prompt_end(branch, head_dim**-0.5)
     return branch

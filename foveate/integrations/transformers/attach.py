@@ -162,7 +162,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     ]
     for index, policy in attachment.policies.items():
         counted, rows = policy.counters, max(policy.counters.decode_rows, 1)
-        read = float(counted.keys_read) / rows
+        read, own = float(counted.keys_read) / rows, counted.own
         layers.append(
             LayerStats(
                 layer=index,
@@ -173,11 +173,11 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 keys_available_per_step=counted.keys_available / rows,
                 kv_bytes_per_step=read * counted.bytes_per_key,
                 tokens_evicted=int(counted.tokens_evicted),
-                pages_refined=round(float(counted.pages_refined)),
-                mass_read_share=float(counted.mass_read) / rows if policy.method.estimates_mass else None,
-                indices_reused=counted.indices_reused,
+                pages_refined=round(float(own.get("pages_refined", 0))),
+                mass_read_share=float(own["mass_read"]) / rows if "mass_read" in own else None,
+                indices_reused=round(float(own.get("indices_reused", 0))),
                 dense_steps=counted.dense_steps,
-                selections_capped=int(counted.selections_capped),
+                selections_capped=round(float(own.get("selections_capped", 0))),
             )
         )
         if reset:
@@ -241,10 +241,10 @@ def _check_artefacts(
 ) -> None:
     """Refuse calibrations, and files of learned scores, of other models."""
     chosen = [policy.method for policy in policies.values()]
-    artefacts = {method.artefact_file: method.artefact for method in chosen if method.artefact is not None}
+    artefacts = {id(method.artefact): method.artefact for method in chosen if method.artefact is not None}
     facts = model_facts(config, modules) | {"rope": rotary_facts(config)} if artefacts else {}
-    for source, artefact in artefacts.items():
-        artefact.check_model(facts, source)
+    for artefact in artefacts.values():
+        artefact.check_model(facts)
 
 
 def _remove_hooks(decoder: nn.Module, kinds: tuple[type, ...]) -> None:

@@ -51,13 +51,16 @@ class Attachment:
     @property
     def whole_prompt(self) -> bool:
         """Whether some layer must be given the prompt in one piece."""
-        return any(policy.method.whole_prompt for policy in self.policies.values())
+        return None in self._prompt_tiles()
 
     @property
     def prompt_tile(self) -> int:
         """Tokens of a prompt after whose multiples it can be cut in all layers (:meth:`Method.prompt_tile`)."""
+        return math.lcm(*self._prompt_tiles() - {None})
+
+    def _prompt_tiles(self) -> set[int | None]:
         group = self.config.num_attention_heads // kv_heads(self.config)
-        return math.lcm(*{policy.method.prompt_tile(group) for policy in self.policies.values()})
+        return {policy.method.prompt_tile(group) for policy in self.policies.values()}
 
     @property
     def cache(self) -> transformers.Cache | None:

@@ -74,7 +74,7 @@ class Cache(transformers.Cache):
         if not assistant:
             for layer in self.layers:
                 if isinstance(layer, CacheLayer):
-                    layer.stop_recording()
+                    layer.stop_recording_past()
                 elif hasattr(layer, "record_past"):
                     layer.record_past = False
             self.phase.prompt_end = prompt_end

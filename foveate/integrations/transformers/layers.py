@@ -75,7 +75,7 @@ class CacheLayer(Layer, CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Keep from now on what :meth:`crop` needs to undo tokens."""
-        self.start_recording()
+        self.start_recording_past()
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse a crop that cannot be done.

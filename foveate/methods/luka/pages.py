@@ -14,7 +14,7 @@ from foveate import ops
 from foveate.methods.luka.new_pages import RaggedPages, UniformPages
 from foveate.methods.luka.paging import Paging, nodes_over
 from foveate.ops.compress import segments
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Geometry, RowNumber, SlotCache
 from foveate.state.device_rows import DeviceRows
 
 
@@ -58,7 +58,7 @@ class Pages:
         """Whether all rows have the same length and the same pages."""
         return cache.uniform and all(len(set(cache.rows[name])) == 1 for name in ("pages", "paged"))
 
-    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+    def channels(self, geometry: Geometry) -> dict[str, Channel | RowNumber]:
         """See :meth:`Method.channels`: for each level a channel for each field, with room for all possible nodes."""
         paging, channels = self.paging, {}
         least = self.sizes[0] if paging.segmenter != "gaussian" else segments.shortest(self.sizes[0])
@@ -85,6 +85,7 @@ class Pages:
                 channels[self.channel("recent", level)] = Channel(per=per)
         if not self.fixed:
             channels["page_end"] = Channel(per=least, recomputed=True)
+        channels |= {"pages": RowNumber(), "paged": RowNumber()}
         if paging.mass:
             channels["mass"] = Channel()
         if paging.recent:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 WEIGHT_SPREAD = 0.6
 """Share of the logits' standard deviation that enters a summary's own weight under bias=spread. Keys with large logits
@@ -45,6 +45,9 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
+    counters: ClassVar[tuple[str, ...]] = ("pages_refined", "selections_capped")
+    """Pages read raw: the mean over KV heads, summed over steps and rows; and selections of a KV head that a fixed
+    capacity cut short."""
     retired: ClassVar[dict] = {"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0}
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
@@ -162,11 +165,6 @@ class LuKA(Method):
         return Budgets(self.refine, self.top_k, self.expand, self.max_refined, self.epsilon, self.pool)
 
     @property
-    def dense_at_full_budget(self) -> bool:  # type: ignore[override]
-        """False under equation 3: pages keep their summaries' masses, so refining all is not dense attention."""
-        return self.mass == "exact"
-
-    @property
     def weighs_mass(self) -> bool:
         """Whether summaries are weighted by accumulated attention mass."""
         return self.compressor == "attention"
@@ -205,21 +203,14 @@ class LuKA(Method):
 
     # Prompt
 
-    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+    def channels(self, geometry: Geometry) -> dict[str, Channel | RowNumber]:
         return self.pages.channels(geometry)
 
     @property
-    def observes(self) -> bool:
-        return self.weighs_mass
-
-    @property
-    def observation(self) -> Hashable | None:
-        parts = [
-            ("queries", self.window) if self.looks_back else None,
-            ops.column_mass if self.weighs_mass else None,
-        ]
-        parts = [part for part in parts if part is not None]
-        return tuple(parts) if len(parts) > 1 else parts[0] if parts else None
+    def observation(self) -> Observation | None:
+        keys = [("queries", self.window)] if self.looks_back else []
+        keys += [ops.column_mass] if self.weighs_mass else []
+        return Observation(tuple(keys) if len(keys) > 1 else keys[0], self.weighs_mass) if keys else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         offset = cache.used - q.shape[2]
@@ -248,16 +239,14 @@ class LuKA(Method):
         return out
 
     @property
-    def can_decode_dense(self) -> bool:  # type: ignore[override]
-        """False where summaries depend on the recent attention, which dense steps do not update."""
-        return self.compressor != "recent"
-
-    @property
-    def sparse_from_tokens(self) -> int:  # type: ignore[override]
-        """More tokens where many pages are refined, which takes more launches than refining few."""
+    def sparse_from_tokens(self) -> int | None:  # type: ignore[override]
+        """More tokens where many pages are refined, which takes more launches than refining few; None where summaries
+        depend on the recent attention, which dense steps do not update."""
+        if self.compressor == "recent":
+            return None
         few = len(self.sizes) == 1 and self.refine == "top_k" and self.score not in ("bound", "lowrank")
         few = few and isinstance(self.top_k, int) and self.top_k <= 8
-        return Method.sparse_from_tokens if few else 65536
+        return SPARSE_FROM_TOKENS if few else 65536
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
@@ -300,7 +289,8 @@ class LuKA(Method):
         )
         if isinstance(covered.capped, Tensor):
             cache.count("selections_capped", covered.capped)
-        cache.count_read(covered.read, covered.refined)
+        cache.count_read(covered.read)
+        cache.count("pages_refined", covered.refined)
         # learned sinks scale the output; they do not enter the masses by which pages are chosen
         return ops.with_sinks(ops.Attended(covered.out, covered.lse), cache.sink_logits).out
 

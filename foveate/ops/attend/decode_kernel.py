@@ -210,9 +210,9 @@ def _decode(
         *arguments(block_table),
         *found,
         *(kept[:3] if kept else (None, None, None)),
-        *(q.stride(axis) for axis in (0, 1, 3)),
-        *k.stride(),
-        *v.stride(),
+        (q.stride(0), q.stride(1), q.stride(3)),
+        k.stride(),
+        v.stride(),
         *((0, 0, 0) if chosen is None else chosen.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
         batch,
@@ -227,21 +227,12 @@ def _decode(
         scaling * LOG2E.value,
         steps(how[0]) if how else 0.0,
         INDEXED=indices is not None,
-        MASKED=mask is not None,
-        BOUNDED=lengths is not None,
         PAGE_SIZE=page_size,
         BLOCK_SIZE=block_size(block_table, k),
         SHARED=sets // num_kv_heads,
-        KEPT=kept is not None,
         CODED=kept is not None and kept.coded,
         SOFTCAP=constant(softcap),
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        **tile.options,
+        **tile.sizes(dim, value_dim) | tile.options,
     )
     if merged:
         merge_splits[num_heads, batch](
@@ -286,17 +277,9 @@ def _attend_decode(
     logit_ptr,
     top_ptr,
     kept_lse_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
+    q_strides,
+    k_strides,
+    v_strides,
     chosen_stride_b,
     chosen_stride_h,
     chosen_stride_l,
@@ -314,12 +297,9 @@ def _attend_decode(
     scale,
     steps,
     INDEXED: tl.constexpr,
-    MASKED: tl.constexpr,
-    BOUNDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SHARED: tl.constexpr,
-    KEPT: tl.constexpr,
     CODED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
@@ -331,9 +311,9 @@ def _attend_decode(
 ):
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
 
-    ``chosen`` holds the slots of the keys, -1 for none, or (``MASKED``) what is not 0 at the slots to read; ``head``
-    whose of them each KV head reads, None for its own; ``length`` (``BOUNDED``) how many of the first ones are looked
-    at. ``KEPT``: and what :class:`Kept` holds.
+    ``chosen`` holds the slots of the keys (``INDEXED``), -1 for none, or what is not 0 at the slots to read; ``head``
+    whose of them each KV head reads, None for its own; ``length`` how many of the first ones are looked at. With
+    ``logit``, ``top`` and ``kept_lse``: and what :class:`Kept` holds.
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, and ``length`` and ``keys`` say how many of the first keys are there. ``SHARED``: so many heads in a row,
@@ -343,6 +323,9 @@ def _attend_decode(
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
     FILL: tl.constexpr = -1 if INDEXED else 0
+    q_stride_b, q_stride_h, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -361,10 +344,10 @@ def _attend_decode(
     else:
         k_ptr += batch * k_stride_b + kv_head * k_stride_h
         v_ptr += batch * v_stride_b + kv_head * v_stride_h
-    if INDEXED or MASKED:
+    if chosen_ptr is not None:
         of_head = head if head_ptr is None else tl.load(head_ptr + head)
         chosen_ptr += batch * chosen_stride_b + of_head * chosen_stride_h
-    if BOUNDED:
+    if length_ptr is not None:
         length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h)
         if PAGE_SIZE:
             keys = tl.minimum(keys, length.to(tl.int32))
@@ -376,7 +359,7 @@ def _attend_decode(
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
     places = tl.arange(0, BLOCK_N)
-    if INDEXED or MASKED:  # read one block ahead, so that reading keys ahead is left to the compiler
+    if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
         entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
         following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
@@ -387,7 +370,7 @@ def _attend_decode(
     for block in tl.range(begin, end):
         place = block * BLOCK_N + places
         slots, stored = place.to(tl.int64), place < number
-        if INDEXED or MASKED:
+        if chosen_ptr is not None:
             chosen, next_place = following, place + BLOCK_N
             entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
             following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
@@ -411,7 +394,7 @@ def _attend_decode(
         k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
-        if KEPT:
+        if logit_ptr is not None:
             largest = tl.maximum(tl.max(logits, 1), LOWEST)
             keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
         top, p, fade = exponentials(logits, top)
@@ -427,7 +410,7 @@ def _attend_decode(
             next_block = entries(table_ptr, chosen, next_place, number, keys, INDEXED, PAGE_SIZE, BLOCK_SIZE)
 
     out, lse = normalised(weight, out), log_sum_exp(top, weight)
-    if KEPT:
+    if logit_ptr is not None:
         tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, lse, mask=exist)
     rows = (split * batches + batch) * num_kv_heads * group + heads
     out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]

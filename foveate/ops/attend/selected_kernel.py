@@ -117,16 +117,12 @@ def attend_selected(
         indices,
         sinks if splits == 1 else None,
         *found,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *of_window[0].stride(),
-        *of_window[1].stride(),
-        indices.stride(0),
-        indices.stride(1) if indices.shape[1] > 1 else 0,
-        indices.stride(2),
-        indices.stride(3),
-        *found[0].stride()[:3],
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        *(x.stride() for x in of_window),
+        (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, *indices.stride()[2:]),
+        found[0].stride()[:3],
         0 if sinks is None else sinks.stride(0),
         batch,
         num_kv_heads,
@@ -138,15 +134,8 @@ def attend_selected(
         offset,
         each,
         scaling * LOG2E.value,
-        SINKS=sinks is not None and splits == 1,
         SHARED=shared,
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        BLOCK_D=block_d,
-        BLOCK_REST=rest,
-        BLOCK_DV=block_dv,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
+        **tile.sizes(dim, value_dim) | {"BLOCK_D": block_d, "BLOCK_REST": rest},
         **tile.options,
     )
     if splits > 1:
@@ -187,33 +176,13 @@ def _attend_selected(
     sink_ptr,
     out_ptr,
     lse_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    recent_k_stride_b,
-    recent_k_stride_h,
-    recent_k_stride_l,
-    recent_k_stride_d,
-    recent_v_stride_b,
-    recent_v_stride_h,
-    recent_v_stride_l,
-    recent_v_stride_d,
-    index_stride_b,
-    index_stride_h,
-    index_stride_l,
-    index_stride_k,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
+    q_strides,
+    k_strides,
+    v_strides,
+    recent_k_strides,
+    recent_v_strides,
+    index_strides,
+    out_strides,
     sink_stride,
     batches,
     num_kv_heads,
@@ -225,7 +194,6 @@ def _attend_selected(
     offset,
     each,
     scale,
-    SINKS: tl.constexpr,
     SHARED: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -241,6 +209,13 @@ def _attend_selected(
     Blocks of keys are counted over the selection, ``[B, Hkv or 1, Lq, K]``, and then over the window. A split has
     ``each`` of them. A head's dimensions are multiplied as a power of two and what is left.
     """
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    recent_k_stride_b, recent_k_stride_h, recent_k_stride_l, recent_k_stride_d = recent_k_strides
+    recent_v_stride_b, recent_v_stride_h, recent_v_stride_l, recent_v_stride_d = recent_v_strides
+    index_stride_b, index_stride_h, index_stride_l, index_stride_k = index_strides
+    out_stride_b, out_stride_h, out_stride_l = out_strides
     query, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
     split = tl.program_id(2)
@@ -305,7 +280,7 @@ def _attend_selected(
             v = tl.load(v_base + v_tile, mask=v_mask, other=0.0)
         weight, out = accumulate(p, v, fade, weight, out)
 
-    if SINKS:
+    if sink_ptr is not None:
         sink = tl.load(sink_ptr + heads * sink_stride).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)
         fade = tl.exp2(top - higher)

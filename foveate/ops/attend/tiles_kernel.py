@@ -142,11 +142,11 @@ def attend_tiles(
         sink_logits,
         *arguments(block_table),
         out,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *strides_of(indices, starts),
-        *out.stride()[:3],
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        strides_of(indices, starts),
+        out.stride()[:3],
         0 if sink_logits is None else sink_logits.stride(0),
         num_kv_heads,
         group,
@@ -156,17 +156,10 @@ def attend_tiles(
         length,
         offset,
         scaling * _LOG2E.value,
-        MAPPED=heads is not None,
         REST=rest,
         BLOCK_SIZE=block_size(block_table, k),
         SOFTCAP=constant(softcap),
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK_M=block.block_m,
-        BLOCK_N=block.block_n,
-        **block.options,
+        **block.sizes(dim, value_dim) | block.options,
     )
     return Attended(out)
 
@@ -219,25 +212,11 @@ def _attend_tiles(
     table_ptr,
     table_stride,
     out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    index_stride_b,
-    index_stride_h,
-    index_stride_t,
-    index_stride_k,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
+    q_strides,
+    k_strides,
+    v_strides,
+    index_strides,
+    out_strides,
     sink_stride,
     num_kv_heads,
     group,
@@ -247,7 +226,6 @@ def _attend_tiles(
     length,
     offset,
     scale,
-    MAPPED: tl.constexpr,
     REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -267,6 +245,11 @@ def _attend_tiles(
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    index_stride_b, index_stride_h, index_stride_t, index_stride_k = index_strides
+    out_stride_b, out_stride_h, out_stride_l = out_strides
     t, part = tiles - 1 - tl.program_id(0) // parts, tl.program_id(0) % parts
     batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
     rows = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -287,7 +270,7 @@ def _attend_tiles(
     else:
         k_ptr += batch * k_stride_b + head * k_stride_h
         v_ptr += batch * v_stride_b + head * v_stride_h
-    source = tl.load(heads_ptr + head) if MAPPED else head
+    source = head if heads_ptr is None else tl.load(heads_ptr + head)
     index_ptr += batch * index_stride_b + source * index_stride_h + t.to(tl.int64) * index_stride_t
     if start_ptr is not None:
         index_ptr += tl.load(start_ptr + t) * index_stride_k

@@ -30,6 +30,17 @@ class Tile(NamedTuple):
         """Options of the launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
 
+    def sizes(self, dim: int, value_dim: int | None = None) -> dict[str, int]:
+        """A kernel's constants: the block's queries and keys, and the head dims of keys and values, also as the powers
+        of two that hold them."""
+        sizes = {"DIM": dim, "BLOCK_D": padded(dim), "BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+        return sizes if value_dim is None else sizes | {"VALUE_DIM": value_dim, "BLOCK_DV": padded(value_dim)}
+
+
+def padded(dim: int) -> int:
+    """The power of two that holds a head dim in a block, at least 16."""
+    return max(16, triton.next_power_of_2(dim))
+
 
 def group_tile(
     dtype: torch.dtype, dim: int, group: int, capability: int, *, least_heads: int = 16, wide_warps: int = 4

@@ -55,11 +55,13 @@ def _unit(form: PageRecord) -> int:
     return 8 if form.coefficients % 4 == 0 and form.page_size % 8 == 0 else 2
 
 
-def widths(form: PageRecord) -> dict[str, int]:
-    """How much of a record is loaded at once: coefficients, bytes of dimensions, and words of these in all."""
+def constants(form: PageRecord) -> dict[str, int]:
+    """Where the parts of a record begin, and how much of it is loaded at once."""
     lanes = 4 if form.head_dim % 8 == 0 else 1
     whole, half = (max(16, triton.next_power_of_2(triton.cdiv(form.head_dim, n * lanes))) for n in (1, 2))
-    return {"UNIT": _unit(form), "LANES": lanes, "BLOCK_D": whole, "BLOCK_H": half}
+    parts = {"MEAN": form.mean, "DIRECTIONS": form.directions, "COEFFICIENTS": form.coefficients}
+    sizes = {"DIM": form.head_dim, "SIZE": form.page_size, "RANK": form.rank}
+    return parts | sizes | {"UNIT": _unit(form), "LANES": lanes, "BLOCK_D": whole, "BLOCK_H": half}
 
 
 def page_lse(
@@ -166,13 +168,7 @@ def _kept(
             BRANCH=0 if pages is None else branch,
             TOTALS=totals,
             SOFTCAP=constant(softcap),
-            DIM=dim,
-            SIZE=form.page_size,
-            RANK=form.rank,
-            MEAN=form.mean,
-            DIRECTIONS=form.directions,
-            COEFFICIENTS=form.coefficients,
-            **widths(form),
+            **constants(form),
             PACKED=packed,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

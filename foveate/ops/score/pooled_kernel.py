@@ -145,9 +145,9 @@ def _pooled_mass(
         lengths,
         *arguments(block_table),
         *kept[:3],
-        *(q.stride(axis) for axis in (0, 1, 3)),
-        *k.stride(),
-        *((0, 0, 0) if key_scales is None else key_scales.stride()),
+        (q.stride(0), q.stride(1), q.stride(3)),
+        k.stride(),
+        (0, 0, 0) if key_scales is None else key_scales.stride(),
         *((0, 0, 0) if chosen is None else chosen.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
         num_kv_heads,
@@ -163,16 +163,9 @@ def _pooled_mass(
         steps(pooling),
         CODED=kept.coded,
         SOFTCAP=constant(softcap),
-        SCALED=key_scales is not None,
-        MASKED=chosen is not None and not page_size,
-        BOUNDED=lengths is not None,
         PAGE_SIZE=page_size,
         BLOCK_SIZE=block_size(block_table, k),
-        DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        **tile.options,
+        **tile.sizes(dim) | tile.options,
     )
     return pooled(kept.beside(sink_logits), num_kv_heads, number, chosen, lengths, pooling, pool, page_size, keys)
 
@@ -189,16 +182,9 @@ def _keep_logits(
     logit_ptr,
     top_ptr,
     lse_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    scale_stride_b,
-    scale_stride_h,
-    scale_stride_d,
+    q_strides,
+    k_strides,
+    scale_strides,
     chosen_stride_b,
     chosen_stride_h,
     chosen_stride_l,
@@ -217,9 +203,6 @@ def _keep_logits(
     steps,
     CODED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-    BOUNDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
@@ -228,15 +211,18 @@ def _keep_logits(
     BLOCK_N: tl.constexpr,
 ):
     """Writes ``logit [B, Hq, padded]``, ``top [B, Hq, blocks]`` (``CODED``: the largest logit of each block) and
-    ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e). ``SCALED``: the keys are in
-    fp8, over scales ``[B, Hkv, D]``, which the queries take on. ``BLOCK_SIZE``, where it is not 0: keys are in blocks
-    of so many slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table`` has the blocks of each row.
+    ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e). With
+    ``scales [B, Hkv, D]`` the keys are in fp8, and the queries take the scales on. ``BLOCK_SIZE``, where it is not 0:
+    keys are in blocks of so many slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table`` has the blocks of each row.
 
-    ``chosen`` holds what is not 0 at the slots to read (``MASKED``), or, where ``PAGE_SIZE`` is not 0, pages of so many
+    ``chosen`` holds what is not 0 at the slots to read, or, where ``PAGE_SIZE`` is not 0, pages of so many
     keys, -1 for none: ``number`` counts the keys of all its places, and ``length`` and ``keys`` say how many of the
     first keys are there."""
     FILL: tl.constexpr = -1 if PAGE_SIZE else 0
     INDEXED: tl.constexpr = PAGE_SIZE != 0
+    q_stride_b, q_stride_h, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    scale_stride_b, scale_stride_h, scale_stride_d = scale_strides
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -246,7 +232,7 @@ def _keep_logits(
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    if SCALED:
+    if scale_ptr is not None:
         scales = scale_ptr + batch * scale_stride_b + head * scale_stride_h + dims * scale_stride_d
         q = (q.to(tl.float32) * tl.load(scales, mask=dims < DIM, other=0.0)[None, :]).to(q.dtype)
     if BLOCK_SIZE:
@@ -254,9 +240,9 @@ def _keep_logits(
         k_ptr += head * k_stride_h
     else:
         k_ptr += batch * k_stride_b + head * k_stride_h
-    if MASKED or PAGE_SIZE:
+    if chosen_ptr is not None:
         chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
-    if BOUNDED:
+    if length_ptr is not None:
         length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
         if PAGE_SIZE:
             keys = tl.minimum(keys, length.to(tl.int32))
@@ -268,7 +254,7 @@ def _keep_logits(
     weight = tl.zeros([BLOCK_M], tl.float32)
     begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
     places = tl.arange(0, BLOCK_N)
-    if MASKED or PAGE_SIZE:  # read one block ahead, so that reading keys ahead is left to the compiler
+    if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
         entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
         following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
@@ -279,7 +265,7 @@ def _keep_logits(
     for block in tl.range(begin, end):
         place = block * BLOCK_N + places
         slots, stored = place, place < number
-        if MASKED or PAGE_SIZE:
+        if chosen_ptr is not None:
             chosen, next_place = following, place + BLOCK_N
             entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
             following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
@@ -297,7 +283,7 @@ def _keep_logits(
             chosen = following if PAGE_SIZE else next_place
             next_block = entries(table_ptr, chosen, next_place, number, keys, INDEXED, PAGE_SIZE, BLOCK_SIZE)
         k = tl.load(k_ptr + k_rows[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
-        if SCALED:
+        if scale_ptr is not None:
             k = k.to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))

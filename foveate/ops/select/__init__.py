@@ -10,6 +10,7 @@ keys_at_places = dispatch(pages.keys_at_places, "foveate.ops.select.pages_kernel
 keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")
 keys_of_pages = dispatch(pages.keys_of_pages, "foveate.ops.select.pages_kernel")
 mass_of_pages = dispatch(pages.mass_of_pages, "foveate.ops.select.pages_kernel")
+with_always_read = dispatch(pages.with_always_read, "foveate.ops.select.pages_kernel")
 set_bits = dispatch(bits.set_bits, "foveate.ops.select.bits_kernel")
 topk_of_blocks = dispatch(blocks.topk_of_blocks, "foveate.ops.select.blocks_kernel")
 topk_rows = dispatch(reference.topk_rows, "foveate.ops.select.rows_kernel")
@@ -30,4 +31,5 @@ __all__ = [
     "topk",
     "topk_of_blocks",
     "topk_rows",
+    "with_always_read",
 ]

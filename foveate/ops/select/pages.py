@@ -1,4 +1,4 @@
-"""What chosen pages hold, keys and attention; and which keys are at places within pages."""
+"""Pages that are always read; what chosen pages hold, keys and attention; and which keys are at places within pages."""
 
 import torch
 from torch import Tensor
@@ -22,6 +22,23 @@ def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Ten
     missing = (newest + 1) * page_size - lengths
     read = (of_kv_head == newest[:, None, None]).any(-1)
     return (first & (ordered >= 0)).sum(-1) * page_size - read * missing[:, None]
+
+
+def with_always_read(scores: Tensor, first: int, newest: Tensor, ends: Tensor) -> Tensor:
+    """Scores of pages of which some are read whatever they score: inf for these, -inf for those that a row has not.
+
+    Args:
+        scores: fp32 ``[B, H, P]``.
+        first: so many first pages are always read, as far as there are any.
+        newest: int ``[B]``: the first of the newest pages, which are always read.
+        ends: int ``[B]``: how many pages a row has.
+
+    Returns:
+        fp32 ``[B, H, P]``.
+    """
+    page, newest, ends = torch.arange(scores.shape[2], device=scores.device), newest[:, None, None], ends[:, None, None]
+    scores = scores.masked_fill((page < first) | (page >= newest), torch.inf)
+    return scores.masked_fill_(page >= ends, -torch.inf)
 
 
 def mass_of_pages(mass: Tensor, pages: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What chosen pages hold, and keys at places within pages: Triton kernels of :func:`keys_of_pages`,
-:func:`mass_of_pages` and :func:`keys_at_places`."""
+"""Pages that are always read, what chosen pages hold, and keys at places within pages: Triton kernels of
+:func:`with_always_read`, :func:`keys_of_pages`, :func:`mass_of_pages` and :func:`keys_at_places`."""
 
 import torch
 import triton
@@ -39,6 +39,28 @@ def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Ten
     return found
 
 
+def with_always_read(scores: Tensor, first: int, newest: Tensor, ends: Tensor) -> Tensor:
+    """See :func:`foveate.ops.select.pages.with_always_read`. One launch."""
+    batch, heads, number = scores.shape
+    found = torch.empty(batch, heads, number, dtype=torch.float32, device=scores.device)
+    if found.numel():
+        _with_always_read[triton.cdiv(number, _PLACES), batch * heads](
+            scores,
+            newest,
+            ends,
+            found,
+            *scores.stride(),
+            newest.stride(0),
+            ends.stride(0),
+            heads,
+            number,
+            first,
+            BLOCK=_PLACES,
+            num_warps=4,
+        )
+    return found
+
+
 def mass_of_pages(mass: Tensor, pages: Tensor) -> Tensor:
     """See :func:`foveate.ops.select.pages.mass_of_pages`. One launch."""
     batch, heads, number = pages.shape
@@ -71,6 +93,35 @@ def keys_at_places(places: Tensor, pages: Tensor, page_size: int) -> Tensor:
             num_warps=4,
         )
     return found
+
+
+@triton.jit(
+    do_not_specialize=["score_stride_b", "score_stride_h", "newest_stride", "end_stride", "heads", "number", "first"]
+)
+def _with_always_read(
+    score_ptr,
+    newest_ptr,
+    end_ptr,
+    found_ptr,
+    score_stride_b,
+    score_stride_h,
+    score_stride_p,
+    newest_stride,
+    end_stride,
+    heads,
+    number,
+    first,
+    BLOCK: tl.constexpr,
+):
+    """Writes ``found [B, H, P]``, contiguous."""
+    row, page = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    newest, end = tl.load(newest_ptr + batch * newest_stride), tl.load(end_ptr + batch * end_stride)
+    score_ptr += batch * score_stride_b + head * score_stride_h
+    score = tl.load(score_ptr + page * score_stride_p, mask=page < number, other=0.0)
+    score = tl.where((page < first) | (page >= newest), float("inf"), score)
+    score = tl.where(page >= end, float("-inf"), score)
+    tl.store(found_ptr + row.to(tl.int64) * number + page, score, mask=page < number)
 
 
 @triton.jit(do_not_specialize=["mass_stride_b", "mass_stride_h", "page_stride_b", "page_stride_h", "heads", "number"])

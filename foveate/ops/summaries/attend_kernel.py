@@ -1,6 +1,6 @@
 """Triton kernel of :func:`attend_summaries` for many refined pages: attends to the nodes that are not refined.
 
-Names as in ``score_kernel``; ``found_stride`` are the strides of ``chosen`` and ``page``.
+Names as in ``score_kernel``; ``chosen_stride`` are the strides of ``chosen`` and ``page``.
 """
 
 import triton
@@ -12,7 +12,7 @@ from foveate.ops.summaries.parts_kernel import finish
 from foveate.ops.summaries.score_kernel import VARYING
 
 _VARYING = ["sinks", "before", "page_places"]
-_STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gone") for axis in "bh"]
+_STRIDES = [f"{name}_stride_{axis}" for name in ("list", "chosen", "picked", "gone") for axis in "bh"]
 
 
 @triton.jit(do_not_specialize=[*VARYING, *_VARYING, *_STRIDES])
@@ -30,8 +30,8 @@ def attend_nodes(
     end_ptr,
     weight_ptr,
     token_ptr,
-    found_ptr,
-    found_lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
     arrived_ptr,
     out_ptr,
     lse_ptr,
@@ -44,8 +44,8 @@ def attend_nodes(
     count_strides,
     list_stride_b,
     list_stride_h,
-    found_stride_b,
-    found_stride_h,
+    chosen_stride_b,
+    chosen_stride_h,
     picked_stride_b,
     picked_stride_h,
     gone_stride_b,
@@ -54,11 +54,11 @@ def attend_nodes(
     batches,
     num_kv_heads,
     group,
-    parts,
+    head_tiles,
     splits,
     before,
-    sinks,
     places,
+    sinks,
     page_places,
     scaling,
     WIDTH: tl.constexpr,
@@ -77,7 +77,7 @@ def attend_nodes(
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Write ``splits`` parts ``found [before + splits, B, Hq, Dv]`` and ``found_lse``, after the ``before`` parts of
+    """Write ``splits`` parts ``part_out [before + splits, B, Hq, Dv]`` and ``part_lse``, after the ``before`` parts of
     earlier launches.
 
     The parts are attention to a level's visited nodes that are not refined (``count``, ``list`` and ``weight`` as in
@@ -93,21 +93,21 @@ def attend_nodes(
     value_stride_b, value_stride_h, value_stride_n, value_stride_d = value_strides
     count_stride_b, count_stride_h = count_strides
     end_stride_b, end_stride_h, end_stride_n = end_strides
-    row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    row, head_tile, split = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exist = member < group
     heads = head * group + tl.where(exist, member, 0)
-    all_rows = batches * num_kv_heads * group
-    rows = batch * num_kv_heads * group + heads
+    num_q_heads = batches * num_kv_heads * group
+    q_heads = batch * num_kv_heads * group + heads
     lanes, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)
     count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
     picked = tl.load(picked_ptr + batch * picked_stride_b + head * picked_stride_h)
     if BRANCH:
         count = count * BRANCH
         list_ptr += batch * list_stride_b + head * list_stride_h
-    chosen_ptr += batch * found_stride_b + head * found_stride_h
-    page_ptr += batch * found_stride_b + head * found_stride_h
+    chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
+    page_ptr += batch * chosen_stride_b + head * chosen_stride_h
     gone_ptr += batch * gone_stride_b + head * gone_stride_h
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -121,7 +121,7 @@ def attend_nodes(
     begin, end = split * each, tl.minimum((split + 1) * each, blocks + tiles)
 
     value_ptr += batch * value_stride_b + head * value_stride_h
-    logit_ptr = weight_ptr + rows[:, None] * (places // 16 * 16)  # tells the compiler that places is a multiple of 16
+    logit_ptr = weight_ptr + q_heads[:, None] * (places // 16 * 16)  # a multiple of 16, for the compiler
     padded = tl.cdiv(count, 16) * 16  # loads are vectorised only where a mask is constant over 16 bytes
     for block in tl.range(begin, tl.minimum(end, blocks)):
         place = block * BLOCK_N + lanes
@@ -162,7 +162,7 @@ def attend_nodes(
             v_stride_d,
             end_stride_n,
             heads,
-            rows,
+            q_heads,
             exist,
             tl.maximum(begin - blocks, 0),
             end - blocks,
@@ -188,10 +188,10 @@ def attend_nodes(
             CHUNKS,
         )
 
-    found = (before + split).to(tl.int64) * all_rows + rows
-    store_part(found_ptr, found_lse_ptr, found, exist, top, weight, out, VALUE_DIM)
+    part = (before + split).to(tl.int64) * num_q_heads + q_heads
+    store_part(part_out_ptr, part_lse_ptr, part, exist, top, weight, out, VALUE_DIM)
     if LAST:
-        if (split == 0) & (part == 0):
+        if (split == 0) & (head_tile == 0):
             count_refined(
                 read_ptr + row,
                 refined_ptr + row,
@@ -207,14 +207,14 @@ def attend_nodes(
                 PAGES * BLOCK_W,
             )
         finish(
-            found_ptr,
-            found_lse_ptr,
+            part_out_ptr,
+            part_lse_ptr,
             arrived_ptr,
             out_ptr,
             lse_ptr,
-            rows,
+            q_heads,
             exist,
-            all_rows,
+            num_q_heads,
             0,
             before + splits,
             splits,

@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.gather import page_slots
 from foveate.ops.gpu.softcap import constant
-from foveate.ops.gpu.tiles import multiprocessors
+from foveate.ops.gpu.tiles import multiprocessors, padded
 from foveate.ops.summaries.attend_kernel import attend_nodes
 from foveate.ops.summaries.estimate import low_rank_ranks
 from foveate.ops.summaries.masses_kernel import note, pooled
@@ -33,7 +33,7 @@ from foveate.ops.summaries.select_kernel import select_nodes
 from foveate.ops.summaries.support import BIASES, RULES, SCORES, check_supported
 from foveate.ops.summaries.tree import Level, Tree
 from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
-from foveate.ops.summaries.workspace import Selection, Visit, make_workspace, strides_by_head
+from foveate.ops.summaries.workspace import Visit, make_workspace, strides_by_head
 
 _REREAD = 32
 """The most nodes per block when a program of ``replace_refined`` recomputes attention without the refined ones."""
@@ -104,14 +104,14 @@ class SummariesLaunch:
         self.tile = tile_for(q.dtype, max(self.dim, self.value_dim), self.group, self.capability)
         self.block_w = page_block(tree.width, self.tile)
         self.head_tiles = triton.cdiv(self.group, self.tile.block_m)
-        """Programs that share the query heads of a KV head: the kernels' argument ``parts``."""
+        """Programs that share the query heads of a KV head: the kernels' ``head_tiles``."""
         self.programs = self.batch * self.num_kv_heads * self.head_tiles
         self.chunks = triton.cdiv(tree.width, self.block_w)
         """Chunks of ``block_w`` tokens in a page."""
         self.keeps = 1 if need_masses else 2 if sums is not None and sums.recent is not None else 0
         """Which log-weights of refined pages are stored, see :func:`refined_tokens`: 0 none, 1 of tokens, 2 of
         chunks."""
-        self.block_dv = max(16, triton.next_power_of_2(self.value_dim))
+        self.block_dv = padded(self.value_dim)
         if how.mass == "preserve" and tree.width > self.tile.block_n:
             raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
         size = q.element_size()
@@ -151,13 +151,27 @@ class SummariesLaunch:
 
     @property
     def _dims(self) -> dict[str, int]:
-        return {
-            "DIM": self.dim,
-            "VALUE_DIM": self.value_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(self.dim)),
-            "BLOCK_DV": self.block_dv,
-            "BLOCK_M": self.tile.block_m,
-            "BLOCK_N": self.tile.block_n,
+        return self.tile.sizes(self.dim, self.value_dim)
+
+    @property
+    def _heads(self) -> tuple[int, int, int, int]:
+        """``(batches, num_kv_heads, group, head_tiles)``."""
+        return self.batch, self.num_kv_heads, self.group, self.head_tiles
+
+    @property
+    def _scores(self) -> dict[str, Any]:
+        """Arguments of the launch that scores, the same on every level."""
+        how = self.how
+        return self._dims | {
+            "scaling": self.scaling,
+            "weight_spread": how.weight_spread,
+            "raw_splits": self.raw_splits,
+            "sinks": self.tree.sinks,
+            "PRESERVE": how.mass == "preserve",
+            "BIAS": BIASES[how.bias],
+            "SCORE": SCORES[how.score],
+            "LARGEST": torch.finfo(self.q.dtype).max,
+            "SOFTCAP": self.softcap,
         }
 
     def _score(self, visit: Visit) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -180,78 +194,40 @@ class SummariesLaunch:
             recent, recent_strides = self._recent(level)
         by_records = how.score == "lowrank"
         estimate = low_rank_ranks(q, level, visit, self.scaling, self.softcap or None) if by_records else None
-        parents = (None, None) if raw else (above.pages, above.chosen)
-        nodes, spread, entropy = level.nodes.k, level.nodes.spread, level.nodes.entropy
-        read = [self.dim] * (1 + (spread is not None)) + [self.value_dim] * stage.replaces
-        of_node = sum(max(16, triton.next_power_of_2(dim)) for dim in read)
+        read = [self.dim] * (1 + (level.nodes.spread is not None)) + [self.value_dim] * stage.replaces
+        of_node = sum(map(padded, read))
         score_nodes[self.programs, stage.scoring + (self.raw_splits if raw else 0)](
-            q,
-            self.k,
-            self.v,
-            nodes,
-            level.nodes.v,
-            spread,
+            *self._vectors(level),
+            *_fields(level),
             estimate,
-            level.tokens,
-            entropy,
             self.tree.rows.numbers,
-            visit.count,
-            *parents,
-            visit.parents,
-            visit.weights,
+            *visit.nodes,
             rank,
             rank_lse,
             recent,
             bounds,
-            space.weights[:, :, space.raw :] if self.keeps_raw else None,
-            space.found,
-            space.found_lse,
+            space.of_raw if self.keeps_raw else None,
+            *space.parts,
             space.arrived,
             space.read,
-            (q.stride(0), q.stride(1), q.stride(3)),
-            self.k.stride(),
-            self.v.stride(),
-            nodes.stride(),
-            level.nodes.v.stride(),
-            (0,) * 4 if spread is None else spread.stride(),
-            (0,) * 3 if level.tokens is None else level.tokens.stride(),
-            (0,) * 3 if entropy is None else entropy.stride(),
-            visit.count_strides,
-            *((0, 0) if raw else strides_by_head(above.pages)),
+            *self._strides_of_vectors(level),
+            *_strides_of_fields(level),
+            *visit.strides,
             recent_strides,
-            self.batch,
-            self.num_kv_heads,
-            self.group,
-            self.head_tiles,
+            *self._heads,
             stage.scoring,
-            self.raw_splits,
             stage.before,
             stage.per,
-            self.tree.sinks,
             space.places,
             rank.stride(1),
             0 if estimate is None else estimate.stride(1),
-            space.places,
             0 if bounds is None else bounds.shape[2],
-            self.scaling,
-            math.log(level.size),
-            level.reads,
-            how.weight_spread,
+            log_size=math.log(level.size),
+            reads=level.reads,
             BRANCH=visit.branch,
-            RAW=raw,
             ATTENDS=stage.replaces,
-            RANK_LSE=rank_lse is not None,
-            BOUNDS=bounds is not None,
-            RECENT=recent is not None,
-            KEEPS_RAW=self.keeps_raw,
-            PRESERVE=how.mass == "preserve",
-            BIAS=BIASES[how.bias],
-            SCORE=SCORES[how.score],
-            SIZED=level.tokens is not None,
-            LARGEST=torch.finfo(q.dtype).max,
-            SOFTCAP=self.softcap,
             SIGNALS=self._started_early(stage),
-            **self._dims,
+            **self._scores,
             **scoring_options(self.tile, q.dtype, of_node, self.capability),
         )
         return rank, rank_lse, bounds
@@ -274,7 +250,7 @@ class SummariesLaunch:
 
     def _select(self, visit: Visit, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
         """Select the nodes to refine; returns how many selections of KV heads were cut short, int64 ``[]`` or 0."""
-        stage, above, selection, space = visit.stage, visit.above, visit.selection, self.space
+        stage, selection, space = visit.stage, visit.selection, self.space
         how, levels = self.how, self.tree.levels
         recent, recent_strides = self._recent(levels[stage.level])
         capped = torch.empty_like(selection.picked) if how.rule == "top_p" else None
@@ -283,16 +259,15 @@ class SummariesLaunch:
         select_nodes[(self.batch * self.sets,)](
             rank,
             rank_lse,
-            space.found_lse,
+            space.part_lse,
             recent,
             visit.count,
             self.tree.rows.numbers[2 + stage.level],
-            None if above is None else above.pages,
+            visit.pages_above,
             *selection,
             capped,
             recent_strides,
-            visit.count_strides,
-            *((0, 0) if above is None else strides_by_head(above.pages)),
+            *visit.strides,
             self.batch * self.num_heads,
             self.num_kv_heads,
             self.group,
@@ -318,33 +293,21 @@ class SummariesLaunch:
 
     def _attend(self, visit: Visit) -> None:
         """Attend to nodes that are not refined; at the last level also to the keys of refined pages, and merge."""
-        stage, above, selection, space = visit.stage, visit.above, visit.selection, self.space
-        tree, level = self.tree, self.tree.levels[stage.level]
+        stage, space, level = visit.stage, self.space, self.tree.levels[visit.stage.level]
         attend_nodes[self.programs, stage.attending](
-            self.q,
-            self.k,
-            self.v,
-            level.nodes.v,
+            *self._vectors(level),
             visit.count,
-            None if above is None else above.pages,
-            *selection,
-            *self._found(visit),
+            visit.pages_above,
+            *visit.selection,
+            *self._parts(visit),
             space.arrived,
             *self._output,
             *self._strides_of_vectors(level),
-            visit.count_strides,
-            *((0, 0) if above is None else strides_by_head(above.pages)),
-            *self._strides_of_selection(selection),
-            self.batch,
-            self.num_kv_heads,
-            self.group,
-            self.head_tiles,
+            *self._strides_of_selection(visit),
+            *self._heads,
             stage.attending,
             stage.before,
-            tree.sinks,
             space.places,
-            tree.width,
-            scaling=self.scaling,
             BRANCH=visit.branch,
             LAST=stage is self.stages[-1],
             AT_ONCE=merge_last(self.tile, self.block_dv, stage.before + stage.attending),
@@ -355,92 +318,86 @@ class SummariesLaunch:
 
     def _replace(self, visit: Visit, rank: Tensor, rank_lse: Tensor | None, bounds: Tensor | None) -> None:
         """Merge the parts that ``score_nodes`` wrote, with the refined nodes replaced by their keys."""
-        stage, above, selection, space = visit.stage, visit.above, visit.selection, self.space
-        tree, level = self.tree, self.tree.levels[stage.level]
+        stage, space, tree, level = visit.stage, self.space, self.tree, self.tree.levels[visit.stage.level]
         recent, recent_strides = self._recent(level)
         blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
-        block_s = max(16, triton.next_power_of_2(triton.cdiv(self.value_dim, stage.attending)))
+        block_s = padded(triton.cdiv(self.value_dim, stage.attending))
         waits, ranked = self._started_early(stage), stage.few and self.how.score != "summary"
+        choosing = {"FEW": 0, "GROUP": 1, "BLOCKS": 1, "BLOCKS_AT_ONCE": 1, "SPLITS": 1, "OTHERS": 1}
+        if stage.few:
+            choosing |= {"FEW": max(1, stage.k), "GROUP": self.group, "BLOCKS": blocks, "BLOCKS_AT_ONCE": stage.at_once}
+        if ranked:
+            choosing |= {
+                "SPLITS": triton.next_power_of_2(stage.scoring),
+                "OTHERS": triton.next_power_of_2(stage.before),
+            }
+        sizes = {name: size for name, size in self._dims.items() if name != "BLOCK_DV"}
+        sizes |= {"BLOCK_S": block_s, "BLOCK_R": min(_REREAD, self.tile.block_n)}
         replace_refined[self.programs, stage.attending](
-            self.q,
-            self.k,
-            self.v,
-            level.nodes.v,
+            *self._vectors(level),
             visit.count,
-            None if above is None else above.pages,
+            visit.pages_above,
             tree.rows.numbers[2 + stage.level],
             recent,
             rank,
             rank_lse,
             bounds,
-            *selection,
-            *self._found(visit),
+            *visit.selection,
+            *self._parts(visit),
             *self._output,
             *self._strides_of_vectors(level),
-            visit.count_strides,
-            *((0, 0) if above is None else strides_by_head(above.pages)),
             recent_strides,
-            *self._strides_of_selection(selection),
-            self.batch,
-            self.num_kv_heads,
-            self.group,
-            self.head_tiles,
+            *self._strides_of_selection(visit),
+            *self._heads,
             stage.scoring,
             stage.before,
             stage.per,
             stage.k,
-            tree.sinks,
             space.places,
             rank.stride(1),
             0 if bounds is None else bounds.shape[2],
             stage.padded,
-            tree.width,
-            scaling=self.scaling,
-            FEW=max(1, stage.k) if stage.few else 0,
-            RANKED=ranked,
-            GROUP=self.group if stage.few else 1,
             ROOM=max(2, triton.next_power_of_2(stage.k)),
-            BLOCKS=blocks if stage.few else 1,
-            BLOCKS_AT_ONCE=stage.at_once if stage.few else 1,
-            SPLITS=triton.next_power_of_2(stage.scoring) if ranked else 1,
-            OTHERS=triton.next_power_of_2(stage.before) if ranked else 1,
             AT_ONCE=merge_at_once(self.tile, block_s),
-            BLOCK_S=block_s,
-            BLOCK_R=min(_REREAD, self.tile.block_n),
+            WAITS=waits,
+            **choosing | sizes,
             **self._pages_read(),
             **self._selected_by(visit),
-            **{name: size for name, size in self._dims.items() if name != "BLOCK_DV"},
-            WAITS=waits,
             **replacing_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0, waits),
         )
 
-    def _found(self, visit: Visit) -> tuple[Tensor | None, ...]:
-        """``(page_end, weights, tokens, found, found_lse)`` for a launch that attends."""
-        space = self.space
-        tokens = space.weights[:, :, space.tokens :] if self.keeps else None
-        return self.tree.page_end, visit.weights, tokens, space.found, space.found_lse
+    def _parts(self, visit: Visit) -> tuple[Tensor | None, ...]:
+        """``(page_end, weights, tokens, part_out, part_lse)`` for a launch that attends."""
+        tokens = self.space.of_tokens if self.keeps else None
+        return self.tree.page_end, visit.weights, tokens, *self.space.parts
 
     @property
     def _output(self) -> tuple[Tensor, ...]:
         """``(out, lse, read, refined)``."""
         return self.space.out, self.space.lse, self.space.read, self.space.refined
 
+    def _vectors(self, level: Level) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values and the values of summaries."""
+        return self.q, self.k, self.v, level.nodes.v
+
     def _strides_of_vectors(self, level: Level) -> tuple[tuple[int, ...], ...]:
-        """Strides of queries, keys, values and the values of summaries."""
+        """Strides of :meth:`_vectors`."""
         q = self.q
         return (q.stride(0), q.stride(1), q.stride(3)), self.k.stride(), self.v.stride(), level.nodes.v.stride()
 
-    def _strides_of_selection(self, selection: Selection) -> tuple[int | tuple[int, ...], ...]:
-        """Strides of the tensors of a selection, and of the ends of pages."""
-        end = self.tree.page_end
-        tensors = (selection.chosen, selection.picked, selection.gone)
-        selected = (stride for x in tensors for stride in strides_by_head(x))
-        return *selected, (0, 0, 0) if end is None else end.stride()
+    def _strides_of_selection(self, visit: Visit) -> tuple[int | tuple[int, ...], ...]:
+        """:attr:`Visit.strides`, and those of the tensors of a selection and of the ends of pages."""
+        end, mine = self.tree.page_end, visit.selection
+        selected = strides_by_head(mine.chosen, mine.picked, mine.gone)
+        return *visit.strides, *selected, (0, 0, 0) if end is None else end.stride()
 
     def _pages_read(self) -> dict[str, Any]:
-        """Constants of a launch that attends to refined pages."""
+        """Arguments of a launch that attends to refined pages, the same on every level."""
         tree = self.tree
         return {
+            "scaling": self.scaling,
+            "sinks": tree.sinks,
+            "page_places": tree.width,
             "WIDTH": tree.width if tree.page_end is None else 0,
             "PRESERVE": self.how.mass == "preserve",
             "KEEPS": self.keeps,
@@ -448,3 +405,13 @@ class SummariesLaunch:
             "BLOCK_W": self.block_w,
             "CHUNKS": self.chunks,
         }
+
+
+def _fields(level: Level) -> tuple[Tensor | None, ...]:
+    """Keys of summaries, the spread of the keys under them, tokens and entropy."""
+    return level.nodes.k, level.nodes.spread, level.tokens, level.nodes.entropy
+
+
+def _strides_of_fields(level: Level) -> list[tuple[int, ...]]:
+    """Strides of :func:`_fields`."""
+    return [(0,) * axes if x is None else x.stride() for x, axes in zip(_fields(level), (4, 4, 3, 3))]

@@ -33,8 +33,7 @@ def pooled(space: Workspace, tree: Tree) -> tuple[Tensor, ...]:
         last.count,
         tree.rows.numbers,
         mass,
-        *strides_by_head(space.gone),
-        *strides_by_head(last.selection.picked),
+        *strides_by_head(space.gone, last.selection.picked),
         last.count_strides,
         batch,
         heads,
@@ -50,9 +49,9 @@ def pooled(space: Workspace, tree: Tree) -> tuple[Tensor, ...]:
         HEADS=_heads_at_once(space.group),
         num_warps=4,
     )
-    parts = [(space.raw, tree.rows.width), *((visit.stage.begin, visit.stage.width) for visit in space.visits)]
-    parts += [(space.tokens, last.stage.k * width)] * (last.stage.k > 0)
-    return tuple(mass[:, :, begin : begin + number] for begin, number in parts)
+    ranges = [(space.raw, tree.rows.width), *((visit.stage.begin, visit.stage.width) for visit in space.visits)]
+    ranges += [(space.tokens, last.stage.k * width)] * (last.stage.k > 0)
+    return tuple(mass[:, :, begin : begin + number] for begin, number in ranges)
 
 
 def note(space: Workspace, tree: Tree, sums: Sums) -> None:
@@ -70,32 +69,26 @@ def note(space: Workspace, tree: Tree, sums: Sums) -> None:
         width = space.kept if last else tree.branch(stage.level)
         block_w = triton.next_power_of_2(width)
         each = max(1, min(triton.next_power_of_2(max(1, stage.k)), _POOLED // block_w))
-        node_blocks, found_blocks = triton.cdiv(stage.width, _POOLED), triton.cdiv(stage.k, each)
+        node_blocks, refined_blocks = triton.cdiv(stage.width, _POOLED), triton.cdiv(stage.k, each)
         if recent is None:
-            node_blocks = found_blocks = 0
+            node_blocks = refined_blocks = 0
         raw_blocks = triton.cdiv(tree.rows.width, _POOLED) if last else 0
-        note_masses[node_blocks + found_blocks + raw_blocks, batch * heads](
-            visit.weights,
-            space.weights[:, :, space.raw :],
-            space.weights[:, :, space.tokens :],
+        note_masses[node_blocks + refined_blocks + raw_blocks, batch * heads](
+            *space.log_weights(visit),
             space.lse,
             tree.rows.numbers,
             visit.count,
-            None if above is None else above.pages,
+            visit.pages_above,
             *mine,
-            None if mass is None else mass[:, :, stage.begin :],
+            None if mass is None or above is None else mass[:, :, stage.begin :],
             None if last else mass[:, :, visits[number + 1].stage.begin :],
             recent,
             sums.total,
             sums.recent,
-            visit.count_strides,
-            *((0, 0) if above is None else strides_by_head(above.pages)),
-            *strides_by_head(mine.chosen),
-            *strides_by_head(mine.picked),
-            *strides_by_head(mine.gone),
+            *visit.strides,
+            *strides_by_head(mine.chosen, mine.picked, mine.gone),
             (0, 0, 0) if recent is None else recent.stride(),
-            *((0, 0) if sums.total is None else sums.total.stride()[:2]),
-            *((0, 0) if sums.recent is None else sums.recent.stride()[:2]),
+            *strides_by_head(sums.total, sums.recent),
             batch,
             heads,
             space.group,
@@ -103,19 +96,16 @@ def note(space: Workspace, tree: Tree, sums: Sums) -> None:
             space.places,
             space.raw,
             node_blocks,
-            found_blocks,
+            refined_blocks,
             stage.k,
             width,
             sums.share,
             BRANCH=visit.branch,
-            NODES=recent is not None,
             LAST=last,
-            KEEPS=above is not None and mass is not None,
             EACH=each,
             BLOCK_W=block_w,
             BLOCK=_POOLED,
             HEADS=_heads_at_once(space.group),
-            num_warps=4,
         )
 
 
@@ -123,8 +113,8 @@ def _heads_at_once(group: int) -> int:
     return min(_HEADS, triton.next_power_of_2(group))
 
 
-_STRIDES = [f"{x}_stride_{axis}" for x in ("list", "found", "picked", "gone", "total", "raw_recent") for axis in "bh"]
-_VARYING = ["batches", "num_kv_heads", "places", "mass_places", "node_blocks", "found_blocks", "most", "page_places"]
+_STRIDES = [f"{x}_stride_{axis}" for x in ("list", "chosen", "picked", "gone", "total", "raw_recent") for axis in "bh"]
+_VARYING = ["batches", "num_kv_heads", "places", "mass_places", "node_blocks", "refined_blocks", "most", "page_places"]
 
 
 @triton.jit
@@ -170,8 +160,8 @@ def note_masses(
     count_strides,
     list_stride_b,
     list_stride_h,
-    found_stride_b,
-    found_stride_h,
+    chosen_stride_b,
+    chosen_stride_h,
     picked_stride_b,
     picked_stride_h,
     gone_stride_b,
@@ -188,14 +178,12 @@ def note_masses(
     places,
     mass_places,
     node_blocks,
-    found_blocks,
+    refined_blocks,
     most,
     page_places,
     share,
     BRANCH: tl.constexpr,
-    NODES: tl.constexpr,
     LAST: tl.constexpr,
-    KEEPS: tl.constexpr,
     EACH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -204,10 +192,11 @@ def note_masses(
     """Move ``recent`` a ``share`` of the way towards the masses of one level's nodes, the mean over the group.
 
     Masses follow from log-weights ``weight [B, Hq, places]``, to the base 2, and ``lse [B, Hq]``, natural. The first
-    ``node_blocks`` programs of a row handle the nodes that are not refined. The next ``found_blocks`` handle the
+    ``node_blocks`` programs of a row handle the nodes that are not refined. The next ``refined_blocks`` handle the
     refined ones, whose mass is that of their children: of tokens or chunks of them (``token``) at the ``LAST`` level,
-    else of ``below [B, Hkv, mass_places]``, ``page_places`` children each. ``KEEPS``: the masses are also written to
-    ``mass``, which is ``below`` for the level above. ``count``, ``list`` and the selection as in :func:`attend_nodes`.
+    else of ``below [B, Hkv, mass_places]``, ``page_places`` children each. The masses are also written to ``mass``,
+    which is ``below`` for the level above, unless it is None. ``count``, ``list`` and the selection as in
+    :func:`attend_nodes`.
 
     At the ``LAST`` level the remaining programs add the masses of sinks and tail to ``total`` and move ``raw_recent``.
     """
@@ -215,11 +204,11 @@ def note_masses(
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     batch, head = row // num_kv_heads, row % num_kv_heads
-    if NODES:
+    if recent_ptr is not None:
         recent_ptr += batch * recent_stride_b + head * recent_stride_h
         if BRANCH:
             list_ptr += batch * list_stride_b + head * list_stride_h
-        if KEEPS:
+        if mass_ptr is not None:
             mass_ptr += row * mass_places
         if block < node_blocks:
             count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
@@ -229,15 +218,15 @@ def note_masses(
             gone = tl.load(gone_ptr + batch * gone_stride_b + head * gone_stride_h + place, mask=place < count, other=1)
             stays = (place < count) & (gone == 0)
             mass = _pooled(weight_ptr, lse_ptr, row, place, stays, places, group, HEADS)
-            if KEEPS:
+            if mass_ptr is not None:
                 tl.store(mass_ptr + place, mass, mask=stays)
             node = place.to(tl.int64)
             if BRANCH:
                 node = tl.load(list_ptr + place // BRANCH, mask=stays, other=0) * BRANCH + place % BRANCH
             _towards(recent_ptr + node * recent_stride_n, mass / group, stays, share)
-        elif block < node_blocks + found_blocks:
-            chosen_ptr += batch * found_stride_b + head * found_stride_h
-            page_ptr += batch * found_stride_b + head * found_stride_h
+        elif block < node_blocks + refined_blocks:
+            chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
+            page_ptr += batch * chosen_stride_b + head * chosen_stride_h
             picked = tl.load(picked_ptr + batch * picked_stride_b + head * picked_stride_h)
             number, inside = (block - node_blocks) * EACH + tl.arange(0, EACH), tl.arange(0, BLOCK_W)
             known = (number < picked) & (number < most)
@@ -250,13 +239,13 @@ def note_masses(
             else:
                 masses = tl.load(below_ptr + row * mass_places + beneath, mask=there, other=0.0)
             mass = tl.sum(masses, 1)
-            if KEEPS:
+            if mass_ptr is not None:
                 place = tl.load(chosen_ptr + number, mask=known, other=0)
                 tl.store(mass_ptr + place, mass, mask=known)
             node = tl.load(page_ptr + number, mask=known, other=0)
             _towards(recent_ptr + node * recent_stride_n, mass / group, known, share)
-    if LAST and block >= node_blocks + found_blocks:
-        place = (block - node_blocks - found_blocks) * BLOCK + tl.arange(0, BLOCK)
+    if LAST and block >= node_blocks + refined_blocks:
+        place = (block - node_blocks - refined_blocks) * BLOCK + tl.arange(0, BLOCK)
         length, start = tl.load(slots_ptr + batch), tl.load(slots_ptr + batches + batch)
         lead = tl.where(start > 0, sinks, 0)
         there = place < length - start + lead

@@ -52,7 +52,7 @@ def refined_tokens(
     v_stride_d,
     end_stride_n,
     heads,
-    rows,
+    q_heads,
     exist,
     begin,
     end,
@@ -113,18 +113,18 @@ def refined_tokens(
         if PRESERVE:
             mine = tile * PAGES + tl.arange(0, PAGES)
             parent = listed(mine, picked, few_places, order, place_ptr, FEW)
-            of_parent = weight_ptr + rows[:, None] * places + parent[None, :]
+            of_parent = weight_ptr + q_heads[:, None] * places + parent[None, :]
             known = exist[:, None] & (mine < picked)[None, :]
             logits = shared_out(logits, tl.load(of_parent, mask=known, other=0.0), PAGES)
         if KEEPS == 1:
             kept = (place < picked) & (inside < page_places) & keeps
-            at = rows[:, None] * places + (place * page_places + inside)[None, :]
+            at = q_heads[:, None] * places + (place * page_places + inside)[None, :]
             tl.store(token_ptr + at, logits, mask=exist[:, None] & kept[None, :])
         elif KEEPS:
             of_chunk = tile * PAGES + tl.arange(0, PAGES)
             total = log_sums(tl.reshape(logits, [logits.shape[0], PAGES, BLOCK_W]))
             kept = exist[:, None] & ((of_chunk < picked * CHUNKS) & keeps)[None, :]
-            tl.store(token_ptr + rows[:, None] * places + of_chunk[None, :], total, mask=kept)
+            tl.store(token_ptr + q_heads[:, None] * places + of_chunk[None, :], total, mask=kept)
         top, weight, out = online(logits, v, top, weight, out)
     return top, weight, out
 

@@ -8,11 +8,11 @@ from foveate.ops.gpu.softmax import LOWEST, merge, store_part
 
 @triton.jit
 def merge_parts(
-    found_ptr,
-    found_lse_ptr,
-    row,
+    part_out_ptr,
+    part_lse_ptr,
+    q_heads,
     exist,
-    rows,
+    num_q_heads,
     begin,
     end,
     left_out,
@@ -22,8 +22,8 @@ def merge_parts(
     AT_ONCE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Add parts ``begin .. end - 1`` of ``found [.., rows, Dv]``, except those in ``left_out [ROOM]``, to the running
-    softmax of query heads ``row [M]``, always in the same order.
+    """Add parts ``begin .. end - 1`` of ``part_out [.., num_q_heads, Dv]``, except those in ``left_out [ROOM]``, to the
+    running softmax of query heads ``q_heads [M]``, always in the same order.
 
     Loads bypass the L1 cache, since other programs of the same launch may have written the parts.
     """
@@ -31,25 +31,25 @@ def merge_parts(
     for first in tl.range(begin, end, AT_ONCE):
         part = first + turn
         counts = (part < end) & (tl.sum((part[:, None] == left_out[None, :]).to(tl.int32), 1) == 0)
-        at, mask = part.to(tl.int64)[:, None] * rows + row[None, :], counts[:, None] & exist[None, :]
-        lse = tl.load(found_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        tile = found_ptr + at[:, :, None] * VALUE_DIM + dims[None, None, :]
+        at, mask = part.to(tl.int64)[:, None] * num_q_heads + q_heads[None, :], counts[:, None] & exist[None, :]
+        lse = tl.load(part_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        tile = part_out_ptr + at[:, :, None] * VALUE_DIM + dims[None, None, :]
         there = mask[:, :, None] & (dims < VALUE_DIM)[None, None, :]
-        found = tl.load(tile, mask=there, other=0.0, cache_modifier=".cg")
-        top, weight, out = merge(found, lse, top, weight, out)
+        outs = tl.load(tile, mask=there, other=0.0, cache_modifier=".cg")
+        top, weight, out = merge(outs, lse, top, weight, out)
     return top, weight, out
 
 
 @triton.jit
 def finish(
-    found_ptr,
-    found_lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
     arrived_ptr,
     out_ptr,
     lse_ptr,
-    row,
+    q_heads,
     exist,
-    rows,
+    num_q_heads,
     begin,
     end,
     splits,
@@ -57,14 +57,26 @@ def finish(
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Merge parts ``begin .. end - 1`` of query heads ``row``, in the last of ``splits`` programs to arrive here."""
+    """Merge parts ``begin .. end - 1`` of ``q_heads``, in the last of ``splits`` programs to arrive here."""
     tl.debug_barrier()  # all threads have written before the program counts as ready
     ready = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel")
     if ready == splits - 1:
         none = tl.full([1], -1, tl.int32)
-        top, weight = tl.full(row.shape, LOWEST, tl.float32), tl.zeros(row.shape, tl.float32)
-        out = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
+        top, weight = tl.full(q_heads.shape, LOWEST, tl.float32), tl.zeros(q_heads.shape, tl.float32)
+        out = tl.zeros([q_heads.shape[0], BLOCK_DV], tl.float32)
         top, weight, out = merge_parts(
-            found_ptr, found_lse_ptr, row, exist, rows, begin, end, none, top, weight, out, AT_ONCE, VALUE_DIM
+            part_out_ptr,
+            part_lse_ptr,
+            q_heads,
+            exist,
+            num_q_heads,
+            begin,
+            end,
+            none,
+            top,
+            weight,
+            out,
+            AT_ONCE,
+            VALUE_DIM,
         )
-        store_part(out_ptr, lse_ptr, row, exist, top, weight, out, VALUE_DIM, NATURAL=True)
+        store_part(out_ptr, lse_ptr, q_heads, exist, top, weight, out, VALUE_DIM, NATURAL=True)

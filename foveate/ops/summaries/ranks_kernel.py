@@ -17,32 +17,32 @@ def log_sum(x):
 def _share(
     rank_ptr,
     rank_lse_ptr,
-    found_lse_ptr,
-    row,
+    part_lse_ptr,
+    q_head,
     index,
     there,
-    rows,
+    num_q_heads,
     splits,
     others,
     rank_places,
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """The masses of nodes in the softmax of one query head ``row``; see :func:`masses`."""
+    """The masses of nodes in the softmax of query head ``q_head``; see :func:`node_masses`."""
     some, parts = tl.arange(0, SPLITS), tl.arange(0, OTHERS)
-    rank = tl.load(rank_ptr + row * (rank_places // 16 * 16) + index, mask=there, other=float("-inf"))
-    lse = log_sum(tl.load(rank_lse_ptr + row * splits + some, mask=some < splits, other=float("-inf")))
-    of_others = found_lse_ptr + parts.to(tl.int64) * rows + row
+    rank = tl.load(rank_ptr + q_head * (rank_places // 16 * 16) + index, mask=there, other=float("-inf"))
+    lse = log_sum(tl.load(rank_lse_ptr + q_head * splits + some, mask=some < splits, other=float("-inf")))
+    of_others = part_lse_ptr + parts.to(tl.int64) * num_q_heads + q_head
     rest = log_sum(tl.load(of_others, mask=parts < others, other=float("-inf")))
     top = tl.maximum(tl.maximum(lse, rest), LOWEST)
     return tl.exp2(rank - (top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))))
 
 
 @triton.jit
-def masses(
+def node_masses(
     rank_ptr,
     rank_lse_ptr,
-    found_lse_ptr,
+    part_lse_ptr,
     recent_ptr,
     recent_stride_h,
     recent_stride_n,
@@ -52,7 +52,7 @@ def masses(
     head,
     members,
     group,
-    rows,
+    num_q_heads,
     splits,
     others,
     rank_places,
@@ -67,7 +67,8 @@ def masses(
 
     Masses are pooled over ``members`` query heads from number ``head`` on: their mean or, for a ``LAYER``, the largest;
     then averaged with the recent attention, which has weight ``prior``. A head's mass is normalised over the whole
-    cover: ``rank_lse [rows, splits]`` are log-sum-exps of ranks, ``found_lse [others, rows]`` those of the rest.
+    cover: ``rank_lse [num_q_heads, splits]`` are log-sum-exps of ranks, ``part_lse [others, num_q_heads]`` those of the
+    rest.
     """
     there = index < count
     node = index
@@ -78,11 +79,11 @@ def masses(
         share = _share(
             rank_ptr,
             rank_lse_ptr,
-            found_lse_ptr,
+            part_lse_ptr,
             head + member,
             index,
             index < tl.cdiv(count, 16) * 16,  # ranks are written that far
-            rows,
+            num_q_heads,
             splits,
             others,
             rank_places,
@@ -103,10 +104,10 @@ def masses(
 
 
 @triton.jit
-def _log_sums(lse_ptr, row, there, number, rows, stride_row, stride_part, PARTS: tl.constexpr):
-    """Log-sum-exps over ``number`` parts, to the base 2, of query heads ``row [M]``."""
+def _log_sums(lse_ptr, q_heads, there, number, num_q_heads, stride_head, stride_part, PARTS: tl.constexpr):
+    """Log-sum-exps over ``number`` parts, to the base 2, of query heads ``q_heads [M]``."""
     part = tl.arange(0, PARTS)
-    at = lse_ptr + row[:, None] * stride_row + part[None, :].to(tl.int64) * stride_part
+    at = lse_ptr + q_heads[:, None] * stride_head + part[None, :].to(tl.int64) * stride_part
     lse = tl.load(at, mask=there[:, None] & (part < number)[None, :], other=float("-inf"))
     top = tl.maximum(tl.max(lse, 1), LOWEST)
     return top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
@@ -114,11 +115,11 @@ def _log_sums(lse_ptr, row, there, number, rows, stride_row, stride_part, PARTS:
 
 @triton.jit
 def all_log_sums(
-    rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS: tl.constexpr, OTHERS: tl.constexpr
+    rank_lse_ptr, part_lse_ptr, q_heads, exist, splits, others, num_q_heads, SPLITS: tl.constexpr, OTHERS: tl.constexpr
 ):
-    """Log-sum-exps of nodes and the rest of the cover together, to the base 2, of query heads ``row [M]``."""
-    lse = _log_sums(rank_lse_ptr, row, exist, splits, rows, splits, 1, SPLITS)
-    rest = _log_sums(found_lse_ptr, row, exist, others, rows, 1, rows, OTHERS)
+    """Log-sum-exps of nodes and the rest of the cover together, to the base 2, of query heads ``q_heads [M]``."""
+    lse = _log_sums(rank_lse_ptr, q_heads, exist, splits, num_q_heads, splits, 1, SPLITS)
+    rest = _log_sums(part_lse_ptr, q_heads, exist, others, num_q_heads, 1, num_q_heads, OTHERS)
     top = tl.maximum(tl.maximum(lse, rest), LOWEST)
     return top + tl.log2(tl.exp2(lse - top) + tl.exp2(rest - top))
 
@@ -127,7 +128,7 @@ def all_log_sums(
 def group_masses(
     rank_ptr,
     rank_lse_ptr,
-    found_lse_ptr,
+    part_lse_ptr,
     recent_ptr,
     recent_stride_n,
     list_ptr,
@@ -135,7 +136,7 @@ def group_masses(
     places,
     count,
     head,
-    rows,
+    num_q_heads,
     splits,
     others,
     rank_places,
@@ -147,26 +148,26 @@ def group_masses(
     OTHERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """:func:`masses` for the ``GROUP`` heads of one KV head, with few dependent loads: if there are at most ``AT_ONCE``
-    ranks, all are loaded together, and all ``places`` before ``count`` of them is known.
+    """:func:`node_masses` for the ``GROUP`` heads of one KV head, with few dependent loads: if there are at most
+    ``AT_ONCE`` ranks, all are loaded together, and all ``places`` before ``count`` of them is known.
 
-    ``places`` and the rows of ranks are padded to 16, since loads are vectorised only where a mask is constant over 16
-    bytes.
+    ``places`` and the arrays of ranks are padded to 16, since loads are vectorised only where a mask is constant over
+    16 bytes.
     """
     MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
     HELD: tl.constexpr = index.shape[0]
     member, held = tl.arange(0, MEMBERS), index < tl.cdiv(places, 16) * 16
     rank_places = rank_places // 16 * 16
-    row, exist = head + tl.where(member < GROUP, member, 0), member < GROUP
+    q_heads, exist = head + tl.where(member < GROUP, member, 0), member < GROUP
     if MEMBERS * HELD <= AT_ONCE:
         ranks = tl.load(
-            rank_ptr + row[:, None] * rank_places + index[None, :],
+            rank_ptr + q_heads[:, None] * rank_places + index[None, :],
             mask=exist[:, None] & held[None, :],
             other=float("-inf"),
         )
     if PRIOR and not BRANCH:
         recent = tl.load(recent_ptr + index.to(tl.int64) * recent_stride_n, mask=index < places, other=0.0)
-    lse = all_log_sums(rank_lse_ptr, found_lse_ptr, row, exist, splits, others, rows, SPLITS, OTHERS)
+    lse = all_log_sums(rank_lse_ptr, part_lse_ptr, q_heads, exist, splits, others, num_q_heads, SPLITS, OTHERS)
     if MEMBERS * HELD <= AT_ONCE:
         mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0)
     else:

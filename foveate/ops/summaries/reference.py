@@ -130,7 +130,7 @@ class _Reader:
     """Reads a tree's levels for one query per row.
 
     Args:
-        rows: the queries, ``[B, Hkv, G, D]``; other arguments as of :func:`attend_summaries`.
+        queries: ``[B, Hkv, G, D]``; other arguments as of :func:`attend_summaries`.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class _Reader:
         how: Refinement,
         k: Tensor,
         v: Tensor,
-        rows: Tensor,
+        queries: Tensor,
         scaling: float,
         softcap: float | None,
     ):
         self.tree, self.how, self.keys, self.values = tree, how, k, v
-        self.rows, self.scaling, self.softcap = rows, scaling, softcap
+        self.queries, self.scaling, self.softcap = queries, scaling, softcap
         self.capped: Tensor | int = 0
 
     def raw(self) -> Part:
@@ -158,7 +158,7 @@ class _Reader:
             if sinks:
                 keys = torch.cat([self.keys[:, :, :sinks], keys], 2)
                 values = torch.cat([self.values[:, :, :sinks], values], 2)
-        logits = key_logits(self.rows, keys, self.scaling, self.softcap)
+        logits = key_logits(self.queries, keys, self.scaling, self.softcap)
         if rows.raw_slots is not None:
             logits.masked_fill_(rows.raw_hidden, float("-inf"))
         return Part(logits, values)
@@ -212,7 +212,7 @@ class _Reader:
             slots = slots.flatten(-2).masked_fill(hidden, 0)
             keys, values = gather_fields([self.keys, self.values], slots, complete=True)
             number = (~hidden).sum(-1, dtype=torch.float64)
-        logits = key_logits(self.rows, keys, self.scaling, self.softcap)
+        logits = key_logits(self.queries, keys, self.scaling, self.softcap)
         if hidden is not None:
             logits.masked_fill_(hidden[:, :, None], float("-inf"))
             values = values.masked_fill_(hidden[..., None], 0)
@@ -237,11 +237,11 @@ class _Reader:
         else:
             fields = dict(zip(fields, gather_fields(list(fields.values()), index, complete=hidden is None)))
         log_size = math.log(of.size) if of.tokens is None else fields["log_size"][:, :, None]
-        plain = key_logits(self.rows, fields["k"], self.scaling)
+        plain = key_logits(self.queries, fields["k"], self.scaling)
         dot = plain if self.softcap is None else capped(plain.clone(), self.softcap)
         spread = None
         if "spread" in (how.bias, how.score):
-            spread = self._above(plain, dot, logit_deviation(self.rows, fields["spread"], self.scaling))
+            spread = self._above(plain, dot, logit_deviation(self.queries, fields["spread"], self.scaling))
         bias = {
             "none": lambda: None,
             "log": lambda: log_size,
@@ -252,13 +252,13 @@ class _Reader:
         if how.score == "spread":
             rank = free_energy(spread, log_size).add_(logits if how.bias == "log" else dot + log_size)
         elif how.score == "box":
-            reach = logit_reach(self.rows, fields["spread"], self.scaling)
+            reach = logit_reach(self.queries, fields["spread"], self.scaling)
             rank = self._above(plain, dot, reach).add_(log_size).add_(dot)
         elif how.score == "bound":
-            upper = largest_logit(self.rows, fields["low"], fields["high"], self.scaling)
+            upper = largest_logit(self.queries, fields["low"], fields["high"], self.scaling)
             rank = capped(upper, self.softcap) + log_size
         elif how.score == "lowrank":
-            rank = page_lse(self.rows, fields["records"], of.record, self.scaling, softcap=self.softcap)
+            rank = page_lse(self.queries, fields["records"], of.record, self.scaling, softcap=self.softcap)
         if hidden is not None:
             for estimate in (logits, rank):
                 if estimate is not None:

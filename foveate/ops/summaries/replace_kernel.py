@@ -31,7 +31,7 @@ _VARYING = [
     "rank_splits",
     "gone_places",
 ]
-_STRIDES = [f"{name}_stride_{axis}" for name in ("list", "found", "picked", "gone") for axis in "bh"]
+_STRIDES = [f"{name}_stride_{axis}" for name in ("list", "chosen", "picked", "gone") for axis in "bh"]
 
 
 @triton.jit(do_not_specialize=[*VARYING, *_VARYING, *_STRIDES])
@@ -54,8 +54,8 @@ def replace_refined(
     end_ptr,
     weight_ptr,
     token_ptr,
-    found_ptr,
-    found_lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
     out_ptr,
     lse_ptr,
     read_ptr,
@@ -64,12 +64,12 @@ def replace_refined(
     k_strides,
     v_strides,
     value_strides,
+    recent_strides,
     count_strides,
     list_stride_b,
     list_stride_h,
-    recent_strides,
-    found_stride_b,
-    found_stride_h,
+    chosen_stride_b,
+    chosen_stride_h,
     picked_stride_b,
     picked_stride_h,
     gone_stride_b,
@@ -78,16 +78,16 @@ def replace_refined(
     batches,
     num_kv_heads,
     group,
-    parts,
+    head_tiles,
     rank_splits,
     before,
     per,
     most,
-    sinks,
     places,
     rank_places,
     bound_places,
     gone_places,
+    sinks,
     page_places,
     scaling,
     prior,
@@ -99,7 +99,6 @@ def replace_refined(
     ROOM: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
-    RANKED: tl.constexpr,
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
     PRESERVE: tl.constexpr,
@@ -119,7 +118,7 @@ def replace_refined(
 ):
     """Write ``out`` and ``lse``: attention to all entries, with refined nodes replaced by the keys of their pages.
 
-    :func:`score_nodes` has written attention to all entries as parts, ``found [.., B, Hq, Dv]`` and ``found_lse``:
+    :func:`score_nodes` has written attention to all entries as parts, ``part_out [.., B, Hq, Dv]`` and ``part_lse``:
     first ``before`` parts of other keys, then one part of every ``per`` blocks of nodes. Each program owns ``BLOCK_S``
     dims of the output: it merges the parts, subtracts the refined nodes and attends to the keys of refined pages.
 
@@ -142,24 +141,24 @@ def replace_refined(
     count_stride_b, count_stride_h = count_strides
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
     end_stride_b, end_stride_h, end_stride_n = end_strides
-    row, part, piece = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    row, head_tile, piece = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exist = member < group
     heads = head * group + tl.where(exist, member, 0)
-    all_rows = batches * num_kv_heads * group
-    first_row = (batch * num_kv_heads + head) * group
-    rows = first_row + tl.where(exist, member, 0)
+    num_q_heads = batches * num_kv_heads * group
+    first_q_head = (batch * num_kv_heads + head) * group
+    q_heads = first_q_head + tl.where(exist, member, 0)
     count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
     if BRANCH:
         count = count * BRANCH
         list_ptr += batch * list_stride_b + head * list_stride_h
-    chosen_ptr += batch * found_stride_b + head * found_stride_h
-    page_ptr += batch * found_stride_b + head * found_stride_h
+    chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
+    page_ptr += batch * chosen_stride_b + head * chosen_stride_h
     picked_ptr += batch * picked_stride_b + head * picked_stride_h
     first_dim = piece * BLOCK_S
-    found_ptr += first_dim
-    writes = (piece == 0) & (part == 0)
+    part_out_ptr += first_dim
+    writes = (piece == 0) & (head_tile == 0)
 
     few, of_part = tl.arange(0, ROOM), per * BLOCK_N
     none = tl.full([1], -1, tl.int32)
@@ -170,11 +169,13 @@ def replace_refined(
     if WAITS:
         gdc_wait()
     top, weight, out = merge_parts(
-        found_ptr, found_lse_ptr, rows, exist, all_rows, 0, number, none, top, weight, out, AT_ONCE, VALUE_DIM
+        part_out_ptr, part_lse_ptr, q_heads, exist, num_q_heads, 0, number, none, top, weight, out, AT_ONCE, VALUE_DIM
     )
     if FEW:
-        if RANKED:
-            lse = all_log_sums(rank_lse_ptr, found_lse_ptr, rows, exist, rank_splits, before, all_rows, SPLITS, OTHERS)
+        if rank_lse_ptr is not None:
+            lse = all_log_sums(
+                rank_lse_ptr, part_lse_ptr, q_heads, exist, rank_splits, before, num_q_heads, SPLITS, OTHERS
+            )
         else:
             lse = top + tl.log2(weight)
         if PRIOR:
@@ -191,7 +192,7 @@ def replace_refined(
             list_ptr,
             count,
             tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), most),
-            first_row,
+            first_q_head,
             rank_places,
             prior,
             BRANCH,
@@ -236,11 +237,11 @@ def replace_refined(
     anew, again = tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
     while again > 0:
         top, weight, out = merge_parts(
-            found_ptr,
-            found_lse_ptr,
-            rows,
+            part_out_ptr,
+            part_lse_ptr,
+            q_heads,
             exist,
-            all_rows,
+            num_q_heads,
             0,
             tl.where(anew > 0, number, 0),
             tl.where(mended >= 0, before + mended, -1),
@@ -257,7 +258,7 @@ def replace_refined(
             there = takes
             if BLOCK_S > VALUE_DIM:
                 there = there & (value_dims < VALUE_DIM)
-            share = tl.load(weight_ptr + rows * places + refined, mask=exist & takes, other=float("-inf"))
+            share = tl.load(weight_ptr + q_heads * places + refined, mask=exist & takes, other=float("-inf"))
             share = tl.exp2(share - top)
             vector = value_ptr + its_page.to(tl.int64) * value_stride_n + value_dims * value_stride_d
             taken = tl.load(vector, mask=there, other=0.0).to(tl.float32)
@@ -276,7 +277,7 @@ def replace_refined(
             if BRANCH:
                 node = tl.load(list_ptr + place // BRANCH, mask=stays, other=0).to(tl.int32) * BRANCH + place % BRANCH
             known = exist[:, None] & stays[None, :]
-            logits = tl.load(weight_ptr + rows[:, None] * places + place[None, :], mask=known, other=float("-inf"))
+            logits = tl.load(weight_ptr + q_heads[:, None] * places + place[None, :], mask=known, other=float("-inf"))
             v_mask = stays[:, None]
             if BLOCK_S > VALUE_DIM:
                 v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
@@ -304,7 +305,7 @@ def replace_refined(
             v_stride_d,
             end_stride_n,
             heads,
-            rows,
+            q_heads,
             exist,
             0,
             tl.cdiv(picked * CHUNKS, PAGES),
@@ -336,7 +337,7 @@ def replace_refined(
             weight = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
         anew = anew + 1
-    store_part(out_ptr + first_dim, lse_ptr, rows, exist, top, weight, out, VALUE_DIM, NATURAL=True)
+    store_part(out_ptr + first_dim, lse_ptr, q_heads, exist, top, weight, out, VALUE_DIM, NATURAL=True)
     if writes:
         count_refined(
             read_ptr + row,

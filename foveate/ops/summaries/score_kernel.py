@@ -1,9 +1,9 @@
 """Triton kernel of :func:`attend_summaries`: scores the nodes of a level, and attends to sinks and tail.
 
 Names in this and the other kernels: ``row`` is a row of the batch and a KV head; ``group`` the number of query heads of
-a KV head, ``member`` one of them; ``parts`` the number of programs that share a group, ``part`` one of them (not a part
-of the output); ``rows`` indices of query heads over the whole batch, or their number; ``places`` the stride between
-query heads in an array of places.
+a KV head, ``member`` one of them; ``head_tiles`` the number of programs that share a group, ``head_tile`` one of them;
+``q_heads`` indices of query heads over the whole batch, ``num_q_heads`` how many these are; ``places`` the stride
+between query heads in an array of places.
 """
 
 import triton
@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from foveate.ops.gpu.softcap import capped
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sums, online, store_part
 
-VARYING = ["batches", "num_kv_heads", "parts", "splits", "places"]
+VARYING = ["batches", "num_kv_heads", "head_tiles", "splits", "places"]
 """Arguments that change from step to step or from batch to batch, so that kernels are not specialised on them."""
 
 
@@ -48,7 +48,6 @@ def free_energy(deviation, log_size):
         "sinks",
         "rank_places",
         "estimate_places",
-        "parent_places",
         "list_stride_b",
         "list_stride_h",
         "bound_places",
@@ -58,12 +57,12 @@ def score_nodes(
     q_ptr,
     k_ptr,
     v_ptr,
-    node_ptr,
     value_ptr,
+    node_ptr,
     spread_ptr,
-    estimate_ptr,
     size_ptr,
     entropy_ptr,
+    estimate_ptr,
     slots_ptr,
     count_ptr,
     list_ptr,
@@ -75,15 +74,15 @@ def score_nodes(
     recent_ptr,
     bound_ptr,
     raw_ptr,
-    found_ptr,
-    found_lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
     arrived_ptr,
     read_ptr,
     q_strides,
     k_strides,
     v_strides,
-    node_strides,
     value_strides,
+    node_strides,
     spread_strides,
     size_strides,
     entropy_strides,
@@ -94,32 +93,25 @@ def score_nodes(
     batches,
     num_kv_heads,
     group,
-    parts,
+    head_tiles,
     splits,
-    raw_splits,
     before,
     per,
-    sinks,
     places,
     rank_places,
     estimate_places,
-    parent_places,
     bound_places,
+    raw_splits,
+    sinks,
     scaling,
     log_size,
     reads,
     weight_spread,
     BRANCH: tl.constexpr,
-    RAW: tl.constexpr,
     ATTENDS: tl.constexpr,
-    RANK_LSE: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    RECENT: tl.constexpr,
-    KEEPS_RAW: tl.constexpr,
     PRESERVE: tl.constexpr,
     BIAS: tl.constexpr,
     SCORE: tl.constexpr,
-    SIZED: tl.constexpr,
     LARGEST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
@@ -131,24 +123,24 @@ def score_nodes(
     SIGNALS: tl.constexpr,
 ):
     """Write ``weight [B, Hq, places]``, the log-weights of the visited nodes of a level; ``rank [B, Hq, rank_places]``
-    if the rule ranks them by another estimate (``SCORE`` > 0); and with ``RANK_LSE`` the log-sum-exp of each program's
-    ranks, ``rank_lse [B, Hq, splits]``. All are to the base 2. ``splits`` programs share a row's nodes.
+    if the rule ranks them by another estimate (``SCORE`` > 0); and the log-sum-exp of each program's ranks, ``rank_lse
+    [B, Hq, splits]``. All are to the base 2. ``splits`` programs share a row's nodes. Of ``rank_lse``, ``raw`` and
+    ``bound``, what is None is not written.
 
     At the top level (``BRANCH`` 0) these are the first ``count`` nodes. Otherwise they are the children of ``count``
     refined nodes of the level above: ``list`` has the numbers of these, ``chosen`` their places in ``parent [B, Hq,
-    ..]``, the log-weights of their level.
+    places]``, the log-weights of their level.
 
-    ``RAW``: the first ``raw_splits`` programs of a row attend to sinks and tail instead of scoring. They write parts
-    ``found [raw_splits, B, Hq, Dv]`` and ``found_lse`` and, with ``KEEPS_RAW``, the log-weights ``raw [B, Hq,
-    places]``. ``slots [2, B]`` holds the slots in use and the first slot after the pages.
+    At the top level the first ``raw_splits`` programs of a row attend to sinks and tail instead of scoring. They write
+    parts ``part_out [raw_splits, B, Hq, Dv]`` and ``part_lse`` and the log-weights ``raw [B, Hq, places]``. ``slots
+    [2, B]`` holds the slots in use and the first slot after the pages.
 
     ``ATTENDS``: the programs that score also attend to all their nodes, and write one part for every ``per`` blocks,
     after ``before`` other parts.
 
-    ``BOUNDS``: they also write ``bound [B, Hkv, 2 group + 2, bound_places]``, from which bounds on the masses in each
-    block of nodes follow: for each head, its largest rank; for each head, the sum of ``2 ** (rank - largest)``; the
-    largest, over the nodes, of the sum over the heads of the node's share of a head's sum; and the largest ``recent``
-    attention.
+    They also write ``bound [B, Hkv, 2 group + 2, bound_places]``, from which bounds on the masses in each block of
+    nodes follow: for each head, its largest rank; for each head, the sum of ``2 ** (rank - largest)``; the largest,
+    over the nodes, of the sum over the heads of the node's share of a head's sum; and the largest ``recent`` attention.
 
     ``SCORE`` 3: nodes are ranked by ``estimate [B, Hq, estimate_places]``, log-sum-exps to the base e.
 
@@ -159,6 +151,9 @@ def score_nodes(
 
     ``SIGNALS``: lets the next launch start early (programmatic dependent launch); it waits for the results itself.
     """
+    RAW: tl.constexpr = BRANCH == 0
+    RANK_LSE: tl.constexpr = rank_lse_ptr is not None
+    BOUNDS: tl.constexpr = bound_ptr is not None
     SPREAD: tl.constexpr = BIAS == 3 or SCORE == 1 or SCORE == 2
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
@@ -172,12 +167,12 @@ def score_nodes(
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
     if SIGNALS:
         gdc_launch_dependents()
-    row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    row, head_tile, split = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exist = member < group
     heads = head * group + tl.where(exist, member, 0)
-    rows = batch * num_kv_heads * group + heads
+    q_heads = batch * num_kv_heads * group + heads
     dims = tl.arange(0, BLOCK_D)
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -215,12 +210,12 @@ def score_nodes(
                 v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
                 logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E), SOFTCAP)
                 logits = tl.where(stored[None, :], logits, float("-inf"))
-                if KEEPS_RAW:
-                    kept = raw_ptr + rows[:, None] * places + place[None, :]
+                if raw_ptr is not None:
+                    kept = raw_ptr + q_heads[:, None] * places + place[None, :]
                     tl.store(kept, logits, mask=exist[:, None] & stored[None, :])
                 top, weight, out = online(logits, v, top, weight, out)
-            found = split.to(tl.int64) * (batches * num_kv_heads * group) + rows
-            store_part(found_ptr, found_lse_ptr, found, exist, top, weight, out, VALUE_DIM)
+            part = split.to(tl.int64) * (batches * num_kv_heads * group) + q_heads
+            store_part(part_out_ptr, part_lse_ptr, part, exist, top, weight, out, VALUE_DIM)
         if split == 0:
             tl.store(arrived_ptr + tl.program_id(0), 0)
 
@@ -230,7 +225,7 @@ def score_nodes(
         if BRANCH:
             list_ptr += batch * list_stride_b + head * list_stride_h
             chosen_ptr += batch * list_stride_b + head * list_stride_h
-        if SIZED:
+        if size_ptr is not None:
             size_ptr += batch * size_stride_b + head * size_stride_h
         if BIAS == 2:
             entropy_ptr += batch * entropy_stride_b + head * entropy_stride_h
@@ -240,7 +235,7 @@ def score_nodes(
             squared = tl.minimum(scaled * scaled, LARGEST).to(q.dtype)
         if BOUNDS:
             bound_ptr += row.to(tl.int64) * (2 * group + 2) * bound_places
-            if RECENT:
+            if recent_ptr is not None:
                 recent_ptr += batch * recent_stride_b + head * recent_stride_h
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
@@ -271,7 +266,7 @@ def score_nodes(
             dot = capped(plain, SOFTCAP, NATURAL=True)
 
             size = log_size
-            if SIZED:
+            if size_ptr is not None:
                 tokens = tl.load(size_ptr + node * size_stride_n, mask=there, other=1.0)
                 size = tl.log2(tl.maximum(tokens, 1.0))[None, :] / LOG2E
             if SPREAD:
@@ -301,7 +296,7 @@ def score_nodes(
                     reach = capped(plain + reach, SOFTCAP, NATURAL=True) - dot
                 ranks = tl.where(there[None, :], (dot + size + reach) * LOG2E, float("-inf"))
             elif SCORE == 3:
-                of_nodes = estimate_ptr + rows[:, None] * estimate_places + place[None, :]
+                of_nodes = estimate_ptr + q_heads[:, None] * estimate_places + place[None, :]
                 estimate = tl.load(of_nodes, mask=exist[:, None] & there[None, :], other=float("-inf"))
                 ranks = estimate * LOG2E
             if BRANCH and PRESERVE:
@@ -309,15 +304,15 @@ def score_nodes(
                 sibling = block * GROUPS + tl.arange(0, GROUPS)
                 known = sibling * BRANCH < count
                 parent = tl.load(chosen_ptr + sibling, mask=known, other=0).to(tl.int64)
-                of_parent = rows[:, None] * parent_places + parent[None, :]
+                of_parent = q_heads[:, None] * places + parent[None, :]
                 mass = tl.load(parent_ptr + of_parent, mask=exist[:, None] & known[None, :], other=0.0)
                 given = shared_out(logits, mass, GROUPS)
                 moved = tl.where(there[None, :], ranks + (given - logits), float("-inf"))
                 ranks, logits = moved if SCORE > 0 else given, given
             stored = exist[:, None] & (place < padded)[None, :]  # up to the padding
-            tl.store(weight_ptr + rows[:, None] * (places // 16 * 16) + place[None, :], logits, mask=stored)
+            tl.store(weight_ptr + q_heads[:, None] * (places // 16 * 16) + place[None, :], logits, mask=stored)
             if SCORE > 0:
-                tl.store(rank_ptr + rows[:, None] * (rank_places // 16 * 16) + place[None, :], ranks, mask=stored)
+                tl.store(rank_ptr + q_heads[:, None] * (rank_places // 16 * 16) + place[None, :], ranks, mask=stored)
             if RANK_LSE or BOUNDS:
                 peak = tl.max(ranks, 1)
                 base = tl.maximum(peak, LOWEST)
@@ -330,7 +325,7 @@ def score_nodes(
             if BOUNDS:
                 shares = tl.where(exist[:, None], shares / tl.where(mass == 0, 1.0, mass)[:, None], 0.0)
                 recent = tl.zeros([BLOCK_N], tl.float32)
-                if RECENT:
+                if recent_ptr is not None:
                     recent = tl.load(recent_ptr + node * recent_stride_n, mask=there, other=0.0)
                 of_block = bound_ptr + block
                 tl.store(of_block + member * bound_places, peak, mask=exist)
@@ -345,14 +340,14 @@ def score_nodes(
                 v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
                 highest, total, out = online(logits, v, highest, total, out)
                 whole = (block % per == per - 1) | (block == blocks - 1)
-                found = (before + block // per).to(tl.int64) * (batches * num_kv_heads * group) + rows
-                store_part(found_ptr, found_lse_ptr, found, exist & whole, highest, total, out, VALUE_DIM)
+                part = (before + block // per).to(tl.int64) * (batches * num_kv_heads * group) + q_heads
+                store_part(part_out_ptr, part_lse_ptr, part, exist & whole, highest, total, out, VALUE_DIM)
                 highest, total = tl.where(whole, LOWEST, highest), tl.where(whole, 0.0, total)
                 out = tl.where(whole, 0.0, out)
         if RANK_LSE:
             lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
-            tl.store(rank_lse_ptr + rows * splits + split, lse, mask=exist)
-        if (split == 0) & (part == 0):
+            tl.store(rank_lse_ptr + q_heads * splits + split, lse, mask=exist)
+        if (split == 0) & (head_tile == 0):
             read = count * reads
             if RAW:
                 read += number

@@ -50,7 +50,7 @@ def _heavier(
     place,
     there,
     lse,
-    row,
+    q_heads,
     exist,
     rank_ptr,
     rank_places,
@@ -68,7 +68,7 @@ def _heavier(
     """The ``allowed`` largest of ``keys [ROOM]``, see :func:`_key`, and those of the nodes at ``place``, where
     ``there``."""
     few = tl.arange(0, keys.shape[0])
-    at = rank_ptr + row[:, None] * (rank_places // 16 * 16) + place[None, :]
+    at = rank_ptr + q_heads[:, None] * (rank_places // 16 * 16) + place[None, :]
     written = place < tl.cdiv(count, 16) * 16
     ranks = tl.load(at, mask=exist[:, None] & written[None, :], other=float("-inf"))
     mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0) / GROUP
@@ -123,7 +123,7 @@ def heaviest_few(
     member, few, some, block = tl.arange(0, MEMBERS), tl.arange(0, ROOM), tl.arange(0, AT_ONCE), tl.arange(0, BLOCKS)
     lanes = tl.arange(0, AT_ONCE * BLOCK_N)
     exist = member < GROUP
-    row = head + tl.where(exist, member, 0)
+    q_heads = head + tl.where(exist, member, 0)
     keys = tl.full([ROOM], -1, tl.int64)
     if BLOCKS <= AT_ONCE:
         place = tl.arange(0, BLOCKS * BLOCK_N)
@@ -132,7 +132,7 @@ def heaviest_few(
             place,
             place < count,
             lse,
-            row,
+            q_heads,
             exist,
             rank_ptr,
             rank_places,
@@ -176,7 +176,7 @@ def heaviest_few(
                 place,
                 (of_block >= 0) & (place < count),
                 lse,
-                row,
+                q_heads,
                 exist,
                 rank_ptr,
                 rank_places,

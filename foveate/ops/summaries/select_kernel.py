@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from foveate.ops.select.kth_kernel import LOWEST, above_all, count_valid, find_kth, float_of, put_end
-from foveate.ops.summaries.ranks_kernel import group_masses, masses
+from foveate.ops.summaries.ranks_kernel import group_masses, node_masses
 
-VARYING = ["rows", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h"]
+VARYING = ["num_q_heads", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h"]
 """Arguments that change from step to step or from batch to batch, so that kernels are not specialised on them."""
 
 
@@ -33,12 +33,12 @@ def _enough(mass, x, limit):
 def select_nodes(
     rank_ptr,
     rank_lse_ptr,
-    found_lse_ptr,
+    part_lse_ptr,
     recent_ptr,
     count_ptr,
     allowed_ptr,
     list_ptr,
-    found_ptr,
+    chosen_ptr,
     node_ptr,
     picked_ptr,
     gone_ptr,
@@ -47,7 +47,7 @@ def select_nodes(
     count_strides,
     list_stride_b,
     list_stride_h,
-    rows,
+    num_q_heads,
     num_kv_heads,
     group,
     splits,
@@ -71,11 +71,11 @@ def select_nodes(
 ):
     """Write the selection of each KV head, or one for all (``LAYER``), see :class:`Selection`.
 
-    ``found [B, sets, k]`` gets the places of the chosen nodes, ascending, then -1; below the top level (``BRANCH``)
+    ``chosen [B, sets, k]`` gets the places of the chosen nodes, ascending, then -1; below the top level (``BRANCH``)
     ``node`` their numbers, likewise; ``picked [B, sets]`` how many they are; ``gone [B, sets, gone_places]``, rows
     ``gone_stride`` apart, which places are refined or unused; ``capped [B, sets]`` whether the rule wanted more than
-    ``allowed``. ``found_lse`` are the parts' log-sum-exps, see :func:`masses`. ``GROUP``: query heads of a KV head if
-    they are few and there is no ``LAYER``, else 0. A program holds all nodes, at most ``HELD``.
+    ``allowed``. ``part_lse`` are the parts' log-sum-exps, see :func:`node_masses`. ``GROUP``: query heads of a KV head
+    if they are few and there is no ``LAYER``, else 0. A program holds all nodes, at most ``HELD``.
     """
     count_stride_b, count_stride_h = count_strides
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
@@ -94,7 +94,7 @@ def select_nodes(
         mass, node = group_masses(
             rank_ptr,
             rank_lse_ptr,
-            found_lse_ptr,
+            part_lse_ptr,
             recent_ptr,
             recent_stride_n,
             list_ptr,
@@ -102,7 +102,7 @@ def select_nodes(
             width,
             count,
             row * members,
-            rows,
+            num_q_heads,
             splits,
             others,
             rank_places,
@@ -115,10 +115,10 @@ def select_nodes(
             AT_ONCE,
         )
     else:
-        mass, node = masses(
+        mass, node = node_masses(
             rank_ptr,
             rank_lse_ptr,
-            found_lse_ptr,
+            part_lse_ptr,
             recent_ptr,
             recent_stride_h,
             recent_stride_n,
@@ -128,7 +128,7 @@ def select_nodes(
             row * members,
             members,
             group,
-            rows,
+            num_q_heads,
             splits,
             others,
             rank_places,
@@ -154,8 +154,8 @@ def select_nodes(
     ties = (seen.to(tl.uint32, bitcast=True) >> 16).to(tl.int32)
     chosen, place = above | (tie & (ties <= room)), (seen & 0xFFFF) + tl.minimum(ties, room) - 1
     picked = tl.minimum(valid, allowed)
-    tl.store(found_ptr + row * k + place, index, mask=chosen)
-    put_end(found_ptr + row * k, picked, k, 1024)
+    tl.store(chosen_ptr + row * k + place, index, mask=chosen)
+    put_end(chosen_ptr + row * k, picked, k, 1024)
     if BRANCH:
         tl.store(node_ptr + row * k + place, node, mask=chosen)
         put_end(node_ptr + row * k, picked, k, 1024)

@@ -46,6 +46,22 @@ class Visit(NamedTuple):
     parents: Tensor | None = None
     """``weights`` of the level above; None at the top level."""
 
+    @property
+    def pages_above(self) -> Tensor | None:
+        """Numbers of the refined nodes of the level above, whose children are visited; None at the top level."""
+        return None if self.above is None else self.above.pages
+
+    @property
+    def nodes(self) -> tuple[Tensor | None, ...]:
+        """``count``; of the level above the refined nodes' numbers and places, and its log-weights; and ``weights``."""
+        places_above = None if self.above is None else self.above.chosen
+        return self.count, self.pages_above, places_above, self.parents, self.weights
+
+    @property
+    def strides(self) -> tuple[tuple[int, int], int, int]:
+        """Strides of ``count`` and, by row and by KV head, of :attr:`pages_above`."""
+        return self.count_strides, *strides_by_head(self.pages_above)
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -65,9 +81,9 @@ class Workspace:
     """int32 ``[B, sets, raw]``: :attr:`Selection.gone` of all levels."""
     visits: tuple[Visit, ...]
     """The levels, from the top down."""
-    found: Tensor
+    part_out: Tensor
     """fp32 ``[parts, B, Hq, Dv]``: parts of the output, each normalised by itself."""
-    found_lse: Tensor
+    part_lse: Tensor
     """fp32 ``[parts, B, Hq]``: log-sum-exps of the parts."""
     arrived: Tensor
     """int32 ``[programs]``: for each row, KV head and tile of heads, the programs that have written their part."""
@@ -79,6 +95,25 @@ class Workspace:
     """``[B, Hq, 1, Dv]``."""
     lse: Tensor
     """fp32 ``[B, Hq, 1]``: natural log-sum-exp."""
+
+    @property
+    def of_raw(self) -> Tensor:
+        """``weights`` from those of sinks and tail on."""
+        return self.weights[:, :, self.raw :]
+
+    @property
+    def of_tokens(self) -> Tensor:
+        """``weights`` from those of tokens of refined pages on."""
+        return self.weights[:, :, self.tokens :]
+
+    def log_weights(self, visit: Visit) -> tuple[Tensor, Tensor, Tensor]:
+        """``weights`` from a level's first place on, :attr:`of_raw` and :attr:`of_tokens`."""
+        return visit.weights, self.of_raw, self.of_tokens
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """``(part_out, part_lse)``."""
+        return self.part_out, self.part_lse
 
     @property
     def places(self) -> int:
@@ -135,8 +170,8 @@ def make_workspace(
         kept=kept,
         gone=gone,
         visits=tuple(visits),
-        found=torch.empty(parts, batch, heads, value_dim, **number),
-        found_lse=torch.empty(parts, batch, heads, **number),
+        part_out=torch.empty(parts, batch, heads, value_dim, **number),
+        part_lse=torch.empty(parts, batch, heads, **number),
         arrived=torch.empty(programs, dtype=torch.int32, **new),
         read=torch.empty(batch, num_kv_heads, **number),
         refined=torch.empty(batch, num_kv_heads, **number),
@@ -145,6 +180,8 @@ def make_workspace(
     )
 
 
-def strides_by_head(x: Tensor) -> tuple[int, int]:
-    """Strides by row and by KV head of a tensor ``[B, sets, ...]``; 0 by head where ``sets`` is 1."""
-    return x.stride(0), x.stride(1) if x.shape[1] > 1 else 0
+def strides_by_head(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Strides by row and by KV head of tensors ``[B, sets, ...]``, of one after the other; 0 by head where ``sets`` is
+    1, and for None."""
+    known = ((0, 0) if x is None else (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0) for x in tensors)
+    return tuple(stride for strides in known for stride in strides)

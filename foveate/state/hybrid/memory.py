@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 UNDONE = 64
-"""Tokens at the end of a prompt that can be undone while recording; assisted decoding drafts fewer."""
+"""Tokens at the end of a prompt that can be undone under ``record_past``; assisted decoding drafts fewer."""
 
 
 class Packing:
@@ -63,7 +63,7 @@ class Memory:
     def __init__(self):
         self.tensors: dict[str, Tensor] = {}
         self.lengths: list[int] = []
-        self.recording = False
+        self.record_past = False
         """Whether the last tokens may be undone, as in assisted decoding."""
 
     @property
@@ -119,7 +119,7 @@ class Memory:
 
 
 class StagedMemory(Memory):
-    """A memory that cannot be rolled back; while recording it keeps new tokens staged, and applies them when final.
+    """A memory that cannot be rolled back; under ``record_past`` it stages new tokens, and applies them when final.
 
     In each forward pass the layer first applies to its state the tokens that :meth:`settled` returns, then processes
     the new ones, and passes those that may still be undone to :meth:`stage`: tensors ``[B, n, ...]`` of its own naming.
@@ -135,13 +135,13 @@ class StagedMemory(Memory):
     def settled(self) -> dict[str, Tensor]:
         """Take the staged tokens to be applied now, possibly none.
 
-        All if they are final or recording has stopped; else all but the last ``UNDONE``, once there are more than twice
-        as many.
+        All if they are final or ``record_past`` is off; else all but the last ``UNDONE``, once there are more than
+        twice as many.
         """
         if not self._staged:
             return {}
         keep = 0
-        if self.recording and not self._final:
+        if self.record_past and not self._final:
             count = self._count
             keep = UNDONE if count > 2 * UNDONE else count
         staged = {name: x[:, : x.shape[1] - keep] for name, x in self._staged.items()}
@@ -156,7 +156,8 @@ class StagedMemory(Memory):
     def final_part(self, columns: int, packing: Packing | None) -> int:
         """How many of ``columns`` new tokens can be applied at once, without staging.
 
-        None after staged tokens; otherwise all, but while recording all but the last ``UNDONE`` of an unpadded batch.
+        None after staged tokens; otherwise all, but under ``record_past`` all but the last ``UNDONE`` of an unpadded
+        batch.
 
         Raises:
             ValueError: for a padded batch after staged tokens.
@@ -165,7 +166,7 @@ class StagedMemory(Memory):
             if packing is not None:
                 raise ValueError("padded tokens cannot follow tokens that may be undone; crop the cache first")
             return 0
-        return max(columns - UNDONE, 0) if self.recording and packing is None else columns
+        return max(columns - UNDONE, 0) if self.record_past and packing is None else columns
 
     def stage(self, new: dict[str, Tensor]) -> None:
         """Add tokens that may be undone."""

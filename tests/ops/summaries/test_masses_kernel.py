@@ -20,6 +20,6 @@ def test_compiles_for_hopper(nodes, last):
     given |= {"picked_ptr": "*i32:16", "gone_ptr": "*i32:16", "share": "fp32"}
     given |= dict.fromkeys(("below_ptr", "list_ptr", "mass_ptr") if last else ("total_ptr", "raw_recent_ptr"))
     given |= {} if nodes else {"recent_ptr": None}
-    given |= {"BRANCH": 4 * (not last), "NODES": nodes, "LAST": last, "KEEPS": not last}
+    given |= {"BRANCH": 4 * (not last), "LAST": last}
     compiled = compile_for(90, kernel, given | {"EACH": 32, "BLOCK_W": 16, "BLOCK": 512, "HEADS": 4}, num_warps=4)
     assert compiled.spilled == 0
