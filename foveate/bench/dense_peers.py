@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of ``q [B, Hq, L, D]``, ``k, v [B, Hkv, N, D]`` and the factor of the logits: ``[B, Hq, L, D]``. In a decode step L
 is 1; of a prompt it is N."""
+FLASH_ATTENTION_3 = "flash-attention-3"
+"""Of a prompt it also takes ``window``, the number of keys that a query sees, itself included."""
 
 
 def available(device: str, dtype: str, say: Callable[[str], None] = print) -> dict[str, Attend]:
@@ -43,7 +45,7 @@ def causal(device: str, dtype: str, say: Callable[[str], None] = print) -> dict[
 def _with_flash_attention_3(make: Callable[[], Attend], say: Callable[[str], None]) -> dict[str, Attend]:
     """FlashAttention-3 by its name; says how to get it where it is missing."""
     try:
-        return {"flash-attention-3": make()}
+        return {FLASH_ATTENTION_3: make()}
     except Exception as error:  # it loads a library, which may not fit the device or torch
         if getattr(error, "name", None) == "flash_attn_interface":
             say("FlashAttention-3 is not here: pip install tokenspeed-fa3==3.0.0.post20260810")
@@ -77,8 +79,9 @@ def _flash_attention_3() -> Attend:
 def _causal_flash_attention_3() -> Attend:
     from flash_attn_interface import flash_attn_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scaling, causal=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None = None) -> Tensor:
+        limits = {} if window is None else {"window_size": (window - 1, 0)}
+        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scaling, causal=True, **limits)
         out = found[0] if isinstance(found, tuple) else found  # some releases return the log-sum-exp beside it
         return out.transpose(1, 2)
 

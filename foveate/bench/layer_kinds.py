@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from foveate.methods import Method
+from foveate.methods import Method, parse
+from foveate.results.errors import UserError
+
+
+def parsed(spec: str) -> Method:
+    """The method of a spec. Raises UserError for one that cannot be."""
+    try:
+        return parse(spec)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def share_of(spec: str) -> float | None:
+    """The share of the keys that a method reads, if its budget is a share."""
+    top_k = getattr(parse(spec), "top_k", None)
+    return top_k if isinstance(top_k, float) else None
 
 
 class Kind(NamedTuple):

@@ -207,7 +207,7 @@ def test_from_items_to_rows_and_table(folder, tmp_path):
     ("more", "message"),
     [
         (["--task", "niah", "--limit", 0], "must be at least 1"),
-        (["--task", "niah", "--page-size", 1], "page sizes must be at least 2, not 1"),
+        (["--task", "niah", "--page-size", 1], "page-size must be at least 2, not 1"),
         (["--task", "niah", "--budget", 0], "budgets must be above 0, not 0.6, 0"),
         (["--task", "niah:length=300", "--page-size", 256], "no page of 256 between 4 sinks and a tail of 128"),
         (["--task", "perplexity:length=64,continuation=32"], "no item has an answer to read"),
@@ -232,7 +232,7 @@ def row(score, errors, budget=0.1, **more):
     limit = LIMIT if budget is None else None
     value = sum(errors) / len(errors)
     return {
-        "bench": page_scores.BENCH,
+        "bench": page_scores.Plan.bench,
         "case": case | {"budget": budget, "max_missed_mass": limit, "score": score},
         "n": len(errors),
         "missed_mass": {"value": 0.25},
