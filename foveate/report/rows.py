@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foveate import methods
 from foveate.inputs.reading import read_jsonl
@@ -15,11 +15,20 @@ from foveate.results.resultfile import method_of
 from foveate.results.rows import ROW_FIELDS, check_row, each_once
 
 Row = Mapping[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 
 _NEEDED = (
     *("method", "spec", "settings", "model", "task", "task_settings", "split", "length", "n", "score", "low", "high"),
     *("metrics", "ceiling", "dense_score", "keys_read_share", "item_values", "dtype", "run"),
 )
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """The rows that have the same key, in the order of the first of them."""
+    found: dict[Key, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def numbered(file: Path) -> list[tuple[int, Any]]:
