@@ -22,14 +22,13 @@ Where = Annotated[
         help="Only rows with NAME=VALUE: a field, or a setting of task or method; may be given often; of one NAME, any."
     ),
 ]
-ToDense = Annotated[bool, typer.Option("--to-dense", help="Show the paired difference, or ratio, to dense.")]
+ToDense = Annotated[bool, typer.Option("--to-dense", help="Show the ratio to dense, paired on the same texts.")]
 
 
 @app.command()
 def frontier(
     files: Files,
     out: Out,
-    to_dense: ToDense = False,
     along: Annotated[
         list[str] | None, typer.Option(help="A setting, beside the budgets, that may differ along a line.")
     ] = None,
@@ -46,7 +45,7 @@ def frontier(
     """Score against what decoding reads: a panel for each task, a line for each method."""
     from foveate.report.plots import frontier as plots
 
-    how = (to_dense, along or [], recommended, margin, over_splits, against)
+    how = (along or [], recommended, margin, over_splits, against)
     _say(out, plots.frontier(_rows(files, where), out, *how))
 
 
@@ -134,33 +133,24 @@ def calibration(
 def attention_map(
     model: Annotated[Path, typer.Option(help="Folder of a Hugging Face model.", show_default=False)],
     out: Out,
-    text: Annotated[Path | None, typer.Option(help="File of paragraphs; one of our own if left out.")] = None,
-    topics: Annotated[str | None, typer.Option(help="Topic of each paragraph of the file, as in a,b,a,c.")] = None,
-    layer: Annotated[int | None, typer.Option(help="Layer, from 0; that with the strongest head if left out.")] = None,
-    head: Annotated[int | None, typer.Option(help="Query head, from 0; the strongest if left out.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
-    """Attention of one head over interwoven topics: by default the one that joins segments of a topic most."""
+    """Attention of one head over interwoven topics: the one that joins segments of a topic most."""
     from transformers.utils import logging
 
     from foveate.inputs import loading, model_folder
-    from foveate.inputs.reading import read_text
     from foveate.report.plots import attention_map as maps
     from foveate.report.plots import figure
     from foveate.results import circumstances
-    from foveate.results.errors import UserError
 
     logging.disable_progress_bar()
-    if (text is None) != (topics is None):
-        raise UserError("--text and --topics go together: a file of paragraphs, and the topic of each of them")
     figure.check(out)
-    names = maps.TOPICS if topics is None else tuple(topic.strip() for topic in topics.split(","))
-    cut = maps.segments(loading.load_tokenizer(model), maps.TEXT if text is None else read_text(text), names)
+    cut = maps.segments(loading.load_tokenizer(model))
     model_folder.check_positions(len(cut.ids), model_folder.model_facts(model), "the text needs")
     place = loading.choose_device(device)
     form = loading.choose_dtype(dtype, model, place)
-    found = maps.look(loading.load_model(model, form, place), cut, layer, head)
+    found = maps.look(loading.load_model(model, form, place), cut)
     maps.draw(found, cut, f"{model.name} · {form} · {circumstances.device_name(place)}", out)
     _say(out, [f"layer {found.layer}, head {found.head}"])
 
