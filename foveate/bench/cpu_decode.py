@@ -60,7 +60,6 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
     """
     plan.check()
     context, steps = plan.context, plan.steps
-    specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in plan.methods)]))
     facts = model_folder.model_facts(plan.model)
     needed = context + steps + _WARM_UP
     model_folder.check_positions(needed, facts, "context and steps need")
@@ -68,7 +67,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
     torch.set_num_threads(plan.threads)
     base = loading.load_model(plan.model, "float32", "cpu")
     contenders = [_prefill(TRANSFORMERS, base, None, ids[:, :context], say)]
-    contenders += [_prefill(spec, _twin(base), spec, ids[:, :context], say) for spec in specs]
+    contenders += [_prefill(spec, _twin(base), spec, ids[:, :context], say) for spec in plan.specs()]
     for contender in contenders:
         if contender.name != TRANSFORMERS:
             foveate.stats(contender.model, reset=True)

@@ -154,7 +154,6 @@ def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any],
     ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(plan.device)
     model(ids[:, : min(tokens, plan.chunk)], use_cache=False, logits_to_keep=1)  # compiles and tunes kernels
     cuda, memory = plan.device.startswith("cuda"), circumstances.PeakMemory(plan.device)
-    before = torch.cuda.memory_allocated(plan.device) if cuda else 0
     memory.start()
     cache, kept = transformers.DynamicCache(config=model.config), []
 
@@ -171,7 +170,7 @@ def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any],
         "ms": milliseconds,
         "tokens_per_s": 1e3 * tokens / milliseconds,
         "decode_ms_per_token": statistics.median(times),
-        "peak_bytes": memory.peak() - before,
+        "peak_bytes": memory.added(),
         "peak_counts": f"{memory.kind}; less the weights" if cuda else memory.kind,
         "cache_bytes": _bytes(cache),
     }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ from torch import Tensor
 from foveate import ops
 from foveate.bench import breakdown, cold, decode_layer, dense_peers, options
 from foveate.bench.decode_layer import Layer
-from foveate.bench.layer_kinds import Kind, kinds, parsed, share_of
-from foveate.bench.plan import Keep, Row, Say
+from foveate.bench.layer_kinds import Kind, kinds, share_of
+from foveate.bench.plan import Keep, Row, Say, parsed
 from foveate.methods import Method, replay_obstacle
 from foveate.results.errors import UserError
 from foveate.results.measurements import speed_row
@@ -94,7 +94,7 @@ class _Found(NamedTuple):
 
 
 def _of_size(
-    plan: Plan, peers: Mapping[str, dense_peers.Attend], batch: int, context: int, say: Callable[[str], None]
+    plan: Plan, peers: Mapping[str, dense_peers.Attend], batch: int, context: int, say: Say
 ) -> dict[str, _Found]:
     """What each library and each method takes, by name."""
     of_methods = {
@@ -106,14 +106,8 @@ def _of_size(
     caches = [_drawn(plan, batch, context, generator) for _ in range(2 if choosing and plan.level == "layer" else 1)]
     shape = (batch, plan.heads, _OBSERVED, plan.head_dim)
     queries = torch.randn(shape, generator=generator, device=plan.device).to(caches[0].dtype)
-    found = {}
-    for name, attend in peers.items():
-        try:
-            found[name] = _peer(plan, attend, caches[0], queries[:, :, -1:])
-        except RuntimeError as error:
-            say(f"{name}: left out at {context:,} tokens, {' '.join(str(error).split())[:200]}")
-    if not found:
-        say(f"no library attends densely to {context:,} tokens in {plan.dtype} here: foveate's own is the baseline")
+    measure = functools.partial(_peer, plan, cache=caches[0], q=queries[:, :, -1:])
+    found = dense_peers.measured(peers, measure, context, plan.dtype, say)
     for spec, those in of_methods.items():
         found[spec] = _method(plan, those, caches, queries)
     return found
@@ -246,7 +240,7 @@ def _bytes_read(layer: Layer) -> float:
 
 
 def _rows(
-    plan: Plan, batch: int, context: int, found: Mapping[str, _Found], rate: float, say: Callable[[str], None]
+    plan: Plan, batch: int, context: int, found: Mapping[str, _Found], rate: float, say: Say
 ) -> list[dict[str, Any]]:
     dense = {name: one.ms for name, one in found.items() if one.layers is None or name == "dense"}
     fastest = min(dense, key=dense.__getitem__)

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import foveate
 from foveate.bench import breakdown, cold, options
-from foveate.bench.layer_kinds import parsed, share_of
-from foveate.bench.models import TimedModel
+from foveate.bench.layer_kinds import share_of
+from foveate.bench.models import TimedModel, generate
 from foveate.bench.plan import Keep, Row, Say
 from foveate.results import circumstances
 from foveate.results.errors import UserError
@@ -41,8 +41,6 @@ class Plan(options.DecodeModel):
         super().check()
         if self.dense_below != "auto" and not (isinstance(self.dense_below, int) and self.dense_below >= 0):
             raise UserError(f"dense-below must be a number of tokens, at least 0, or auto, not {self.dense_below}")
-        for spec in self.methods:
-            parsed(spec)
         self.of_model.check("context and steps need")
         if self.liger:
             self._check_liger()
@@ -81,7 +79,6 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         UserError: for a plan that cannot be.
     """
     plan.check()
-    specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in plan.methods)]))
     cold.settle(plan.device)
     rate = cold.memory_rate(plan.device)
     say(f"device memory: {rate:,.1f} GB/s")
@@ -92,7 +89,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
             generator = torch.Generator(plan.device).manual_seed(plan.seed)
             shape = (batch, context)
             ids = torch.randint(0, model.config.vocab_size, shape, generator=generator, device=plan.device)
-            rounds: dict[str, list[_Round]] = {spec: [] for spec in (*specs, TRANSFORMERS)}
+            rounds: dict[str, list[_Round]] = {spec: [] for spec in (*plan.specs(), TRANSFORMERS)}
             for number in range(plan.rounds):
                 for spec in rounds:
                     rounds[spec].append(one := _generated(plan, model, spec, ids, number + 1 == plan.rounds))
@@ -168,15 +165,8 @@ def _generated(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor,
             raise UserError(f"{plan.model}: {error}") from None
     memory.start()
     begin = time.perf_counter()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=plan.tokens + 1,
-        eos_token_id=None,
-        pad_token_id=0,
-        prefill_chunk_size=None if whole else max(1, _CHUNK // len(ids)),
-        stopping_criteria=StoppingCriteriaList([clock]),
-    )
+    chunk = 0 if whole else max(1, _CHUNK // len(ids))
+    generate(model, ids, plan.tokens + 1, chunk, stopping_criteria=StoppingCriteriaList([clock]))
     steps = [1e3 * (after - before) for before, after in zip(clock.ticks, clock.ticks[1:])]
     prefill = 1e3 * (clock.ticks[0] - begin)
     stats = None

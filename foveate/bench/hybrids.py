@@ -104,10 +104,9 @@ def _rows(
     """Time cases of one phase; baselines are among them: of several windows or dense libraries the fastest."""
     memory, found, rows = circumstances.PeakMemory(plan.device), {}, []
     for case in cases:
-        before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
         memory.start()
         case.step()
-        peak = memory.peak() - before
+        peak = memory.added()
         timed = cold.repeated(case.step, plan.device)
         found[case.what] = timed._replace(ms=timed.ms / case.steps), peak, _error(case)
     fastest = {}

@@ -275,12 +275,11 @@ def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> tuple[float, float]:
 
 def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, int, Tensor]:
     """Median milliseconds, peak bytes above what was there before, and the result; `plan` has a device and repeats."""
-    cuda, memory = plan.device.startswith("cuda"), circumstances.PeakMemory(plan.device)
+    memory = circumstances.PeakMemory(plan.device)
     work()
-    before = torch.cuda.memory_allocated(plan.device) if cuda else 0
     memory.start()
     found = work()
-    peak = memory.peak() - before
+    peak = memory.added()
     times = []
     for _ in range(plan.repeats):
         ranks.worst(0.0)  # all begin together

@@ -6,15 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from foveate.methods import Method, parse
-from foveate.results.errors import UserError
-
-
-def parsed(spec: str) -> Method:
-    """The method of a spec. Raises UserError for one that cannot be."""
-    try:
-        return parse(spec)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def share_of(spec: str) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -86,3 +86,22 @@ class TimedModel(NamedTuple):
             model = AutoModelForCausalLM.from_config(self.config(), dtype=getattr(torch, self.dtype))
         model.generation_config = GenerationConfig(do_sample=False)
         return model.eval()
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, tokens: int, chunk: int, **more: Any) -> Any:
+    """What `generate` makes of prompts ``ids [B, L]``: so many tokens, greedily and without an end.
+
+    Args:
+        chunk: tokens of a prompt that are read at once; 0: all.
+        more: other arguments of `generate`.
+    """
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        do_sample=False,
+        prefill_chunk_size=chunk or None,
+        **more,
+    )

@@ -6,9 +6,12 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from foveate.results.errors import UserError
+
+if TYPE_CHECKING:
+    from foveate.methods import Method
 
 DTYPES = ("bfloat16", "float16", "float32")
 Row = dict[str, Any]
@@ -108,6 +111,8 @@ class Plan:
                     raise UserError(f"{about.flag} must be at least {about.least}, not {least}")
             if about.choices:
                 _check_choices(about, value, several)
+        for spec in getattr(self, "methods", ()):
+            parsed(spec)
         if str(getattr(self, "device", "")).startswith("cuda"):
             _check_cuda()
 
@@ -117,6 +122,10 @@ class Plan:
             flags = {field: about.flag for field, about in self.options().items()}
             number, base = getattr(self, name), getattr(self, of)
             raise UserError(f"{flags[name]} must be a multiple of {flags[of]}, {base}, not {number}")
+
+    def specs(self) -> list[str]:
+        """The methods as they are spelled out, `dense` first and each once."""
+        return list(dict.fromkeys(["dense", *(parsed(spec).spec for spec in self.methods)]))
 
     def values(self, *names: str) -> dict[str, Any]:
         """Some of its fields, by their names."""
@@ -145,6 +154,16 @@ class Plan:
                 several = value if isinstance(value, (list, tuple)) else (value,)
                 parts += [f"--{flag} {shlex.quote(str(one))}" for one in several]
         return " ".join(parts)
+
+
+def parsed(spec: str) -> Method:
+    """The method of a spec. Raises UserError for one that cannot be."""
+    from foveate.methods import parse
+
+    try:
+        return parse(spec)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _check_choices(about: Option, value: Any, several: bool) -> None:

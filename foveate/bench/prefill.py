@@ -18,8 +18,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.bench import breakdown, cold, dense_peers, options, prompt_choice
-from foveate.bench.layer_kinds import Kind, in_prompt, kinds, parsed, share_of
-from foveate.bench.plan import Keep, Row, Say
+from foveate.bench.layer_kinds import Kind, in_prompt, kinds, share_of
+from foveate.bench.plan import Keep, Row, Say, parsed
 from foveate.methods import Method
 from foveate.results import circumstances, timing
 from foveate.results.measurements import speed_row
@@ -34,8 +34,6 @@ class Plan(options.Prefill):
         """Raise UserError that names an option, its value, and what is allowed."""
         super().check()
         self.check_multiple("heads", "kv_heads")
-        for spec in self.methods:
-            parsed(spec)
 
     @property
     def scaling(self) -> float:
@@ -78,16 +76,13 @@ class _Found(NamedTuple):
 
 def _of_context(plan: Plan, peers: Mapping[str, dense_peers.Attend], context: int, say: Say) -> dict[str, _Found]:
     """What each library and each method takes, by name."""
-    prompt, found = _drawn(plan, context), {}
-    for name, attend in peers.items():
-        keys = prompt.cache.keys, prompt.cache.values
-        step = functools.partial(attend, prompt.q, *keys, plan.scaling)
-        try:
-            found[name] = _Found(_ms(plan, step), _peak(plan, step), None)
-        except RuntimeError as error:
-            say(f"{name}: left out at {context:,} tokens, {' '.join(str(error).split())[:200]}")
-    if not found:
-        say(f"no library attends densely to {context:,} tokens in {plan.dtype} here: foveate's own is the baseline")
+    prompt = _drawn(plan, context)
+
+    def library(attend: dense_peers.Attend) -> _Found:
+        step = functools.partial(attend, prompt.q, prompt.cache.keys, prompt.cache.values, plan.scaling)
+        return _Found(_ms(plan, step), _peak(plan, step), None)
+
+    found = dense_peers.measured(peers, library, context, plan.dtype, say)
     for method in map(parsed, dict.fromkeys(("dense", *plan.methods))):
         found[method.spec] = _method(plan, kinds(method, plan.layers, in_prompt), prompt)
     return found
@@ -186,12 +181,11 @@ def _timed(step: Callable[[], Any], device: str) -> float:
 def _peak(plan: Plan, step: Callable[[], Any]) -> int:
     """Bytes above inputs and output on a GPU, where what is kept for other layers counts; else of the process."""
     memory = circumstances.PeakMemory(plan.device)
-    before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
     memory.start()
     out = step()
     out = out.out if isinstance(out, ops.Attended) else out
     own = out.nbytes if isinstance(out, Tensor) and plan.device == "cuda" else 0
-    return memory.peak() - before - own
+    return memory.added() - own
 
 
 def _rows(plan: Plan, context: int, found: Mapping[str, _Found], say: Say) -> list[Row]:

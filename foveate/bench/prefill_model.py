@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 import foveate
 from foveate.bench import options
-from foveate.bench.layer_kinds import parsed, share_of
-from foveate.bench.models import TimedModel
+from foveate.bench.layer_kinds import share_of
+from foveate.bench.models import TimedModel, generate
 from foveate.bench.plan import Keep, Row, Say
 from foveate.results import circumstances
 from foveate.results.measurements import TRANSFORMERS, speed_row
@@ -27,8 +27,6 @@ class Plan(options.PrefillModel):
     def check(self) -> None:
         """Raise UserError that names an option, its value, and what is allowed."""
         super().check()
-        for spec in self.methods:
-            parsed(spec)
         self.of_model.check("the longest context needs")
 
     @property
@@ -56,7 +54,6 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         UserError: for a plan that cannot be.
     """
     plan.check()
-    specs = list(dict.fromkeys(["dense", *(parsed(spec).spec for spec in plan.methods)]))
     model = plan.of_model.load()
     rows: list[Row] = []
     for context in plan.contexts:
@@ -64,7 +61,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         ids = torch.randint(0, model.config.vocab_size, (1, context), generator=generator, device=plan.device)
         for chunk in plan.chunks:
             found = {}
-            for spec in [*specs, TRANSFORMERS]:
+            for spec in [*plan.specs(), TRANSFORMERS]:
                 if (one := _read(plan, model, spec, ids, chunk)) is None:
                     say(f"{spec}: left out in chunks of {chunk:,}, it reads a prompt in one piece")
                     continue
@@ -89,16 +86,7 @@ def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chun
         _wait(plan.device)
         memory.start()
         begin = time.perf_counter()
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=1,
-            eos_token_id=None,
-            pad_token_id=0,
-            do_sample=False,
-            prefill_chunk_size=chunk or None,
-            return_dict_in_generate=True,
-        )
+        made = generate(model, ids, 1, chunk, return_dict_in_generate=True)
         _wait(plan.device)
         times.append(1e3 * (time.perf_counter() - begin))
         peak, resident = memory.peak(), _resident(made.past_key_values)

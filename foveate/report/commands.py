@@ -68,21 +68,19 @@ def modes(files: Files, out: Out, to_dense: ToDense = False, where: Where = None
 @app.command()
 def indexer(files: Files, out: Out) -> None:
     """Time and memory of `foveate bench indexer` against the length of the context."""
-    from foveate.report.plots import indexer as indexer_plots
-    from foveate.report.rows import read_bench
+    from foveate.report.plots import indexer as plots
 
-    indexer_plots.lengths(read_bench(files, "indexer"), out)
-    _say(out, [])
+    plots.lengths(_of_bench(files, "indexer"), out)
+    _say(out)
 
 
 @app.command("indexer-tiles")
 def indexer_tiles(files: Files, out: Out) -> None:
     """Time and memory of `foveate bench indexer-study` against tiles and scores held."""
-    from foveate.report.plots import indexer as indexer_plots
-    from foveate.report.rows import read_bench
+    from foveate.report.plots import indexer as plots
 
-    indexer_plots.tiles(read_bench(files, "indexer-study"), out)
-    _say(out, [])
+    plots.tiles(_of_bench(files, "indexer-study"), out)
+    _say(out)
 
 
 @app.command()
@@ -92,29 +90,28 @@ def decode(
     level: Annotated[str, typer.Option(help="kernel: a layer's kernels; model: a model's whole step.")] = "kernel",
 ) -> None:
     """What a decode step goes to, by method: kernels of `foveate bench decode`."""
-    from foveate.report.plots import decode as decode_plots
-    from foveate.report.rows import read_bench
+    from foveate.report.plots import decode as plots
 
-    decode_plots.parts(read_bench(files, "decode"), out, level)
-    _say(out, [])
+    plots.parts(_of_bench(files, "decode"), out, level)
+    _say(out)
 
 
 @app.command("hybrid-losses")
 def hybrid_losses(files: Files, out: Out) -> None:
     """Training and held-out losses of hybrids, from rows of `benchmarks/hybrid_curves.py`."""
-    from foveate.report.plots import hybrids as hybrid_plots
+    from foveate.report.plots import hybrids as plots
 
-    hybrid_plots.losses(hybrid_plots.read(files), out)
-    _say(out, [])
+    plots.losses(plots.read(files), out)
+    _say(out)
 
 
 @app.command("hybrid-retention")
 def hybrid_retention(files: Files, out: Out) -> None:
     """Share of tokens that each head of each LTE layer retains, from rows of `benchmarks/hybrid_curves.py`."""
-    from foveate.report.plots import hybrids as hybrid_plots
+    from foveate.report.plots import hybrids as plots
 
-    hybrid_plots.retention(hybrid_plots.read(files), out)
-    _say(out, [])
+    plots.retention(plots.read(files), out)
+    _say(out)
 
 
 @app.command()
@@ -161,7 +158,13 @@ def _rows(files: Sequence[Path], where: Sequence[str] | None) -> list[Mapping[st
     return chosen(read(files), where or [])
 
 
-def _say(out: Path, notes: Sequence[str]) -> None:
+def _of_bench(files: Sequence[Path], bench: str) -> list[Mapping[str, Any]]:
+    from foveate.report.rows import read_bench
+
+    return read_bench(files, bench)
+
+
+def _say(out: Path, notes: Sequence[str] = ()) -> None:
     from foveate.report.terminal import console
 
     for note in [*notes, f"wrote {out}"]:

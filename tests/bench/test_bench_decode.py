@@ -119,7 +119,7 @@ def test_dense_of_our_own_competes_for_the_baseline(monkeypatch, milliseconds, b
         return ops.attend(q, k, v, scaling=scaling).out
 
     monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
-    monkeypatch.setattr(decode, "_peer", lambda *args: decode._Found(milliseconds["library"], 1.0, False, None))
+    monkeypatch.setattr(decode, "_peer", lambda *args, **more: decode._Found(milliseconds["library"], 1.0, False, None))
     method = decode._method
 
     def measured(plan, kinds, caches, queries):

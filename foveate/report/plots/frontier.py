@@ -93,7 +93,7 @@ def frontier(
         What was left out, a line each.
 
     Raises:
-        UserError: for an unknown spec, setting or field, a file name that is no PNG's, or when matplotlib is missing.
+        UserError: for an unknown spec, setting or field, when nothing is to be drawn, and as :func:`figure.check` does.
     """
     if against not in _READ:
         raise unknown("field", against, _READ, "--against")
@@ -150,14 +150,9 @@ def perplexity(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[s
 
     Args:
         rows: of the task `perplexity`; drawn are those of methods that refine a share of their pages, and dense.
-        out: PNG file.
         to_dense: show the ratio to dense attention, paired on the same texts.
 
-    Returns:
-        What was left out, a line each.
-
-    Raises:
-        UserError: when no such row is there, for a file name that is no PNG's, or when matplotlib is missing.
+    Returns what was left out, and raises `UserError`, as :func:`frontier` does.
     """
     rows, notes = lines.once(_of_perplexity(rows))
     shown = _of_several_shares(rows)
@@ -193,16 +188,7 @@ def perplexity(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[s
 def modes(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[str]:
     """Perplexity of each method, one below the other, beside dense.
 
-    Args:
-        rows: of the task `perplexity`.
-        out: PNG file.
-        to_dense: show the ratio to dense attention, paired on the same texts.
-
-    Returns:
-        What was left out, a line each.
-
-    Raises:
-        UserError: when no such row is there, for a file name that is no PNG's, or when matplotlib is missing.
+    Arguments, what is returned and what is raised are those of :func:`perplexity`.
     """
     rows, notes = lines.once(_of_perplexity(rows))
     shown = [row for row in rows if not _dense(row)]

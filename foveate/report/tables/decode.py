@@ -38,7 +38,7 @@ def speedups(rows: Sequence[Row]) -> str:
     for row in rows:
         case = row["case"]
         what = _LEVELS.get(case["level"]) or f"{case['model']}, whole steps"
-        place = (what, case["batch"], case["context"], _how(case))
+        place = (what, case["batch"], case["context"], how(case))
         found = cases.setdefault(place, {})
         if case["method"] in found:
             raise UserError(f"{case['method']}: two rows of {what}, {case['batch']} × {case['context']:,} tokens")
@@ -48,9 +48,9 @@ def speedups(rows: Sequence[Row]) -> str:
     places = sorted(cases, key=lambda place: (order.index(place[0]) if place[0] in order else len(order), *place))
     lines = [("times as fast as dense attention", *(f"`{method}`" for method in methods))]
     for place in places:
-        what, batch, context, how = place
+        what, batch, context, runs = place
         found = [cases[place].get(method, NONE) for method in methods]
-        lines.append((f"{what}, {batch} × {context:,} tokens{how}", *found))
+        lines.append((f"{what}, {batch} × {context:,} tokens{runs}", *found))
     return f"{made_with(rows)}:\n\n{markdown_table(lines)}"
 
 
@@ -95,9 +95,9 @@ def kascade(rows: Sequence[Row]) -> str:
             flash[case["context"]]["ms"] / row["ms"],
         )
         scored = "pages" if method.score_keys == "pages" else f"{method.score_keys} keys"
-        how = "" if exact else f", chosen by {scored} (recall {row['recall']:.3f})"
+        chosen = "" if exact else f", chosen by {scored} (recall {row['recall']:.3f})"
         times = (_pair(theirs and theirs[i], ours[i]) for i in range(len(ours)))
-        lines.append((f"{100 * case['share']:.0f} %{how}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
+        lines.append((f"{100 * case['share']:.0f} %{chosen}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
     return titled("ms, and times as fast; the paper / here", [row for row, _ in found], markdown_table(lines))
 
 
@@ -141,14 +141,14 @@ _PLACE: dict[str, Callable[[Row], str]] = {
 def _shape(row: Row) -> str:
     case = row["case"]
     if case["level"] == "model":
-        return f"{case['model']} ({case['weights']} weights), {case['dtype']}{_how(case)}"
+        return f"{case['model']} ({case['weights']} weights), {case['dtype']}{how(case)}"
     return f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
 
 
-def _how(case: Row) -> str:
+def how(case: Row) -> str:
     """How a model runs; empty for a layer."""
-    how = ", Liger's kernels" * bool(case.get("liger"))
-    return how + (f", dense below {case['dense_below']}" if case.get("dense_below") else "")
+    kernels = ", Liger's kernels" * bool(case.get("liger"))
+    return kernels + (f", dense below {case['dense_below']}" if case.get("dense_below") else "")
 
 
 def _layers(rows: Sequence[Row]) -> str:
