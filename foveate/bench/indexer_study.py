@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -106,16 +106,16 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         add("top_k", top_k, plan.tokens, top_k, lambda top_k=top_k: fused(top_k), _Recall(plan, large, top_k))
     every = _Recall(plan, large, plan.top_k)
     for held in HELD:
-        with _set("SCORES_BYTES", held << 20):
+        with patch.object(indexer, "SCORES_BYTES", held << 20):
             add("MB of scores held", held, plan.tokens, plan.top_k, lambda: fused(plan.top_k), every)
     once, some = dataclasses.replace(plan, repeats=1), _Recall(plan, large, plan.top_k, parts=16)
     every = _Recall(plan, small, plan.top_k)
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
         for chunk in CHUNKS:
-            with _set(name, chunk):
+            with patch.object(indexer, name, chunk):
                 add(name.lower(), chunk, plan.small, plan.top_k, lambda: chunked(small), every)
         for chunk in LONG_CHUNKS:
-            with _set(name, chunk):
+            with patch.object(indexer, name, chunk):
                 add(name.lower(), chunk, plan.tokens, plan.top_k, lambda: chunked(large), some, once)
     scores = every.scores()
     for name, work in ABLATIONS.items():
@@ -126,17 +126,6 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
 def _select(plan: Plan, inputs: bench._Inputs, top_k: int, path: str = "fused") -> Tensor:
     q, k, weights, key_scales, _ = inputs
     return csa.lightning_indexer(q, k, weights, top_k, ratio=plan.ratio, key_scales=key_scales, path=path)
-
-
-@contextlib.contextmanager
-def _set(name: str, value: int) -> Iterator[None]:
-    """A constant of the indexer with another value."""
-    before = getattr(indexer, name)
-    setattr(indexer, name, value)
-    try:
-        yield
-    finally:
-        setattr(indexer, name, before)
 
 
 class _Recall:
