@@ -149,10 +149,14 @@ def test_a_reading_layer_reads_what_another_chose(monkeypatch):
 def test_libraries_attend_causally(monkeypatch):
     module = ModuleType("flash_attn_interface")
 
-    def flash_attn_func(q, k, v, softmax_scale, causal):
+    def flash_attn_func(q, k, v, softmax_scale, causal, window_size=(-1, -1)):
         assert causal
-        out = ops.attend_causal(*(x.transpose(1, 2) for x in (q, k, v)), scaling=softmax_scale).out
-        return out.transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if window_size == (-1, -1):
+            return ops.attend_causal(q, k, v, scaling=softmax_scale).out.transpose(1, 2)
+        assert window_size[1] == 0
+        lower = torch.arange(q.shape[2]) - window_size[0]
+        return ops.attend_window(q, k, v, scaling=softmax_scale, lower=lower).out.transpose(1, 2)
 
     q, k, v = torch.randn(1, 8, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
     expected = ops.attend_causal(q, k, v, scaling=0.3).out
@@ -162,6 +166,8 @@ def test_libraries_attend_causally(monkeypatch):
         known = dense_peers.causal("cuda", "float16")
         assert set(known) == {"sdpa-cudnn", "sdpa-flash", "flash-attention-3"}
         torch.testing.assert_close(known["flash-attention-3"](q, k, v, 0.3), expected)
+        windowed = ops.attend_window(q, k, v, scaling=0.3, lower=torch.arange(40) - 7 + 1).out
+        torch.testing.assert_close(known[dense_peers.FLASH_ATTENTION_3](q, k, v, 0.3, window=7), windowed)
     torch.testing.assert_close(dense_peers.causal("cpu", "float32")["sdpa"](q, k, v, 0.3), expected)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     said = []
