@@ -306,19 +306,34 @@ def _recall(
             if not visible:
                 continue
             scores = own(slice(max(before, here + 1 - _TOGETHER), here + 1), t)[:visible]
-            ranked, order = scores.sort(descending=True, stable=True)
-            asked = min(plan.top_k, visible)
-            mine = found[0, here].long()
-            taken = torch.zeros(visible, dtype=torch.bool, device=mine.device)
-            taken[mine[(mine >= 0) & (mine < visible)]] = True
-            better, tied = scores > ranked[asked - 1], scores == ranked[asked - 1]
-            strict = int(taken[order[:asked]].sum())
-            fair = int((taken & better).sum()) + min(int((taken & tied).sum()), asked - int(better.sum()))
-            whole = max(asked, int((mine >= 0).sum()))
+            strict, fair, whole = (int(number) for number in hits(found[0, here : here + 1], scores[None], plan.top_k))
             least = min(least, (fair if any_ties else strict) / whole)
             others += strict < fair == whole
         before += end - begin
     return least, others
+
+
+def hits(found: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How many keys of selected sets are those that scores ask for.
+
+    Args:
+        found: ``[S, top_k]``, the keys that are selected for each query; -1 for none.
+        scores: fp32 ``[S, T]``, -inf where a query may not look.
+
+    Returns:
+        Each ``[S]``: the hits where of keys with the k-th score the first ones are asked for; the hits where as many as
+        belong in are, whichever; and the keys that are asked for or, if these are more, selected.
+    """
+    number, (best, order) = scores.shape[1], (x[:, :top_k] for x in scores.sort(dim=1, descending=True, stable=True))
+    asked = (~best.isneginf()).sum(1)
+    taken = torch.zeros(len(found), number + 1, dtype=torch.bool, device=found.device)
+    taken.scatter_(1, found.long().where((found >= 0) & (found < number), number), True)
+    taken = taken[:, :number]
+    strict = (taken.gather(1, order) & ~best.isneginf()).sum(1)
+    least = best.gather(1, (asked - 1).clamp_min(0)[:, None])
+    better = scores > least
+    fair = (taken & better).sum(1) + (taken & (scores == least)).sum(1).minimum(asked - better.sum(1))
+    return strict, fair, asked.maximum((found >= 0).sum(1))
 
 
 def _own_scores(plan: Plan, name: str, inputs: _Inputs) -> Callable[[slice, int], Tensor]:

@@ -150,16 +150,9 @@ class _Recall:
         starts = range(0, total, block) if total <= 32768 else range(0, total, max(block, total // self.parts))
         for start in starts:
             some = slice(start, min(start + block, total))
-            scores = self.scores(some)
-            values, order = scores.sort(dim=-1, descending=True, stable=True)
-            right = torch.zeros(scores.shape[-1] + 1, dtype=torch.bool, device=found.device).repeat(scores.shape[1], 1)
-            wanted = ~values[0, :, : self.top_k].isneginf()
-            right.scatter_(1, order[0, :, : self.top_k].where(wanted, scores.shape[-1]), True)
-            right[:, -1] = False
-            mine = found[0, some].long()
-            taken = torch.zeros_like(right).scatter_(1, mine.where(mine >= 0, scores.shape[-1]), True)
-            hits, needed = (right & taken).sum(1), wanted.sum(1)
-            shares.append((hits.double() / needed.maximum((mine >= 0).sum(1)))[needed > 0])
+            scores = self.scores(some)[0]
+            right, _, whole = bench.hits(found[0, some], scores, self.top_k)
+            shares.append((right.double() / whole)[~scores.isneginf().all(1)])
         return torch.cat(shares)
 
 
