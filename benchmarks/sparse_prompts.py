@@ -74,7 +74,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     QUESTION | {"rest": "mean", "tile": 32, "window": 64},
 )
 """Settings that are changed in the base; `oracle`: the same keys chosen anew in every layer."""
-_OF_ANCHORS = ("calibration", "anchors", "heads", "remap", "exact_anchors", "score_keys")
+_OF_ANCHORS = ("calibration", "anchors", "heads", "remap", "exact_anchors", "score_keys", "first_layer")
 
 
 def variant(base: str, changed: dict[str, Any]) -> str:

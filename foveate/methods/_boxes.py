@@ -65,13 +65,16 @@ class PageBoxes(PageCounts):
         lengths = cache.each_row(self.full if full else self.pages)
         return ops.largest_logit(rows, low, high, scaling, lengths=lengths, pool=pool)
 
-    def mass(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def mass(
+        self, cache: SlotCache, q: Tensor, scaling: float, *, pooling: str = "post_softmax", pool: str = "kv_head"
+    ) -> Tensor:
         """Share of the attention to full pages that each of them would hold if its keys had its largest logit.
 
         Returns:
-            fp32 ``[B, Hkv, G, P]``, as :meth:`LowRankPages.mass`.
+            fp32 ``[B, Hkv or 1, P]``, as :meth:`LowRankPages.mass`.
         """
         bounds, softcap = self.bounds(cache, q, scaling, full=True), cache.softcap
+        there = ~bounds[:, :, 0].isneginf()
         if softcap is not None:
-            bounds = (softcap * (bounds / softcap).tanh()).masked_fill(bounds.isneginf(), -math.inf)
-        return bounds.softmax(-1)
+            bounds = (softcap * (bounds / softcap).tanh()).masked_fill(~there[:, :, None], -math.inf)
+        return ops.pool_logits(bounds, there, pooling, pool)

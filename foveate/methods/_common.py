@@ -28,7 +28,7 @@ def count_scored(method: Method, cache: SlotCache) -> None:
         scored = sum(method.scored(tokens, *described) for tokens in cache.rows["live"])
         cache.count("keys_read", scored / cache.batch_size)
     else:  # once for all layers that score alike
-        key = ("scored", method.spec, method.scored_share(*described))
+        key = ("scored", method.spec, method.role, method.scored_share(*described))
         cache.count("keys_read", step.once(key, lambda: method.scored(step["live"].double(), *described).sum()))
 
 

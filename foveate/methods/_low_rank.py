@@ -91,15 +91,17 @@ class LowRankPages(PageCounts):
         how = {"weights": self._weights(cache), "block_table": cache.block_table}
         ops.compress_newest(cache.memory[0], cache.channel("records"), lengths, form, **how)
 
-    def mass(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Share of the attention to full pages that each of them holds: fp32 ``[B, Hkv, G, P]``.
+    def mass(
+        self, cache: SlotCache, q: Tensor, scaling: float, *, pooling: str = "post_softmax", pool: str = "kv_head"
+    ) -> Tensor:
+        """Share of the attention to full pages that each of them holds, see :func:`foveate.ops.pooled_mass_of_records`.
 
-        0 for a page that is not full; NaN in a row that has no full page. Learned sinks take no share.
+        fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full. Learned sinks take no share.
         """
         records = cache.channel("records")[:, :, : cache.most(self.pages)]
         how = {"weights": self._weights(cache), "lengths": cache.each_row(self.full), "softcap": cache.softcap}
-        rows = ops.fold_group(q, cache.geometry.num_kv_heads)
-        return ops.page_lse(rows, records, self.form(cache.geometry), scaling, **how).softmax(-1)
+        how |= {"scaling": scaling, "pooling": pooling, "pool": pool}
+        return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
 
     def fixed(self, cache: SlotCache, number: int) -> tuple[Tensor, Tensor]:
         """Scores of pages that compete with no others, fp32 ``[B, 1, number]``, and which do compete.

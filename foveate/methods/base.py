@@ -239,7 +239,7 @@ class Method(Settings):
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Bytes that a decode step reads to score ``tokens`` keys, in units of a key and its value.
 
-        A method overrides it where keys differ in their share. Layers of equal spec and share must score alike.
+        A method overrides it where keys differ in their share. Layers of equal spec, role and share must score alike.
 
         Args:
             tokens: an int; or tokens of each row as whole numbers in fp64, ``[B]``, for a result ``[B]``.

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.calibration import load
-from foveate.methods._anchored import Place, layer_numbers, nearest
+from foveate.methods._anchored import Place, Selection, layer_numbers, nearest
+from foveate.methods._common import count_scored
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import Method, setting
@@ -46,7 +47,8 @@ class Kascade(TopKByMass):
 
     With ``score_keys=pages`` anchors keep low-rank summaries of pages of 16 keys and choose in two steps, which is
     approximate as well: the third of the pages that hold most of the attention by their summaries, the newest page
-    among them, and then keys by their exact attention within these pages.
+    among them, and then keys by their exact attention within these pages. With ``first_layer=pages`` layer 0 does the
+    same for its readers, and its own decoded tokens attend to all keys of that third instead of to all keys.
     """
 
     name: ClassVar[str] = "kascade"
@@ -73,6 +75,12 @@ class Kascade(TopKByMass):
         "(fp8), or summaries of pages and then the keys of the best third (pages)",
         later=True,
     )
+    first_layer: str = setting(
+        "dense",
+        "what a decoded token reads in layer 0: all keys (dense); or, approximate, under score_keys=pages those of the "
+        "best third of the pages (pages)",
+        later=True,
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,6 +93,9 @@ class Kascade(TopKByMass):
             self._check("score_keys", self.pooling != "pre_softmax", rule)
             rule = "exact under calibration=auto, which has no anchors yet when the cache is made"
             self._check("score_keys", self.calibration != AUTO, rule)
+        self._check_choice("first_layer", "dense", "pages")
+        summarised = self.first_layer == "dense" or self.score_keys == "pages"
+        self._check("first_layer", summarised, "dense without score_keys=pages")
         self._check("remap", isinstance(self.remap, bool), "true or false")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`, or auto")
         if self.calibration == AUTO:
@@ -193,13 +204,33 @@ class Kascade(TopKByMass):
 
     @property
     def scores_summaries(self) -> bool:
-        """Whether this layer keeps summaries of pages, by which it chooses whose keys it scores."""
-        return self.score_keys == "pages" and self.place.chooses and not self.place.dense
+        """Whether this layer keeps summaries of pages, by which it chooses whose keys it scores or reads."""
+        return self.reads_pages or (self.score_keys == "pages" and self.place.chooses and not self.place.dense)
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether a decoded token reads all keys of the best pages: in layer 0, whether it is an anchor or not."""
+        return self.first_layer == "pages" and self.place.layer == 0
 
     @property
     def scores_approximately(self) -> bool:
         """Whether this layer may choose other keys than exact scores would."""
-        return self.scores_a_copy or self.scores_summaries
+        return self.scores_a_copy or (self.scores_summaries and self.place.chooses)
+
+    @property
+    def scores_keys_of_pages(self) -> bool:
+        """Whether this layer scores the keys of the best pages: to read some of them, or in layer 0 for its readers."""
+        return self.scores_summaries and self.place.chooses and (self.place.has_readers or not self.reads_pages)
+
+    @property
+    def needs_prompt_end(self) -> bool:  # type: ignore[override]
+        return self.reads_pages or super().needs_prompt_end
+
+    @property
+    def role(self) -> str:
+        if not self.reads_pages:
+            return super().role
+        return "pages, choosing" if self.scores_keys_of_pages else "pages"
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         if self.scores_summaries:
@@ -230,6 +261,21 @@ class Kascade(TopKByMass):
                 cache.channel(name).copy_(found)
             ops.write_fp8(cache.channel("fp8_keys"), cache.keys, *kept)
 
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        return self._decode_pages(cache, q, scaling) if self.reads_pages else super().decode(cache, q, scaling)
+
+    def _decode_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """Attention over all keys of the best pages; an anchor chooses among these for its readers."""
+        pages = self._best_pages(cache, q, scaling)
+        if self.scores_keys_of_pages:
+            indices = self._select_in(cache, q, pages, scaling)
+            self._hand_on(cache, Selection(indices, self._read(cache, indices)))
+        cache.count_read(cache.each_row(self.page_keys)[:, None])
+        count_scored(self, cache)
+        pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
+        how = {"sink_logits": cache.sink_logits, **self._where(cache, scaling)}
+        return ops.attend_pages(q, *cache.memory, pages, PAGE_SIZE, **how).out
+
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.scores_summaries:
             _PAGES.write_newest(cache)
@@ -237,31 +283,42 @@ class Kascade(TopKByMass):
         return super().decode_dense(cache, q, scaling)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        return self._select_in_pages(cache, q, scaling) if self.scores_summaries else super().select(cache, q, scaling)
+        """By summaries: keys by their share of the attention to the best pages."""
+        if not self.scores_summaries:
+            return super().select(cache, q, scaling)
+        return self._select_in(cache, q, self._best_pages(cache, q, scaling), scaling)
 
-    def _select_in_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Keys by their share of the attention to the best pages; pages by their share of that to full pages."""
-        _PAGES.write_newest(cache)
-        pages = self._best_pages(cache, q, scaling)
-        how = {"pooling": self.pooling, "pool": self.pool, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        how |= {"scaling": scaling, "lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
-        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, PAGE_SIZE, **how)
+    def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
+        """The keys of some pages that hold most of the attention to these."""
+        how = {"pooling": self.pooling, "pool": self.pool, "sink_logits": cache.sink_logits}
+        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, PAGE_SIZE, **how, **self._where(cache, scaling))
         places = self._chosen(cache, mass)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, PAGE_SIZE).expand(-1, cache.geometry.num_kv_heads, -1)
 
+    def _where(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
+        how = {"lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
+        return {"scaling": scaling, "softcap": cache.softcap, **how}
+
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Pages whose keys are scored, ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; the newest is one of them."""
-        mass = _PAGES.mass(cache, q, scaling)
-        mass = (mass.sqrt() if self.pooling == "sqrt" else mass).mean(2)
-        mass = mass.mean(1, keepdim=True) if self.pool == "layer" else mass
-        fixed, free = _PAGES.fixed(cache, mass.shape[2])
+        """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
+
+        Returns:
+            int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer.
+        """
+        _PAGES.write_newest(cache)
+        mass = _PAGES.mass(cache, q, scaling, pooling=self.pooling, pool=self.pool)
+        fixed, free = _PAGES.fixed(cache, mass.shape[-1])
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
         return ops.topk_rows(torch.where(free, mass, fixed), counts, most, dtype=torch.int32)
 
     def scored_pages(self, length: Number) -> Number:
-        """Pages of a row of this length whose keys are scored: enough for those that are read."""
+        """Pages of a row of this length whose keys are scored, or read in layer 0: enough for ``top_k`` keys."""
         pages, least = _PAGES.pages(length), (self.count(length) + PAGE_SIZE - 2) // PAGE_SIZE + 1
         return clamp(-(-pages // ONE_PAGE_IN), least, pages)
+
+    def page_keys(self, length: Number) -> Number:
+        """Keys of these pages, of which the newest may be open."""
+        return PAGE_SIZE * (self.scored_pages(length) - _PAGES.pages(length)) + length
 
     def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
         if not self.scores_a_copy:
@@ -278,12 +335,9 @@ class Kascade(TopKByMass):
         return share * ops.FP8.itemsize / dtype.itemsize if self.scores_a_copy else share
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """Under score_keys=pages the summaries of all pages, and the keys of some, of which the newest may be open."""
+        """Under score_keys=pages the summaries of all pages, and the keys of some."""
         scored = super().scored(tokens, geometry, dtype)
-        if not self.scores_summaries:
-            return scored
-        missing = PAGE_SIZE * _PAGES.pages(tokens) - tokens
-        return scored + geometry.key_share * (PAGE_SIZE * self.scored_pages(tokens) - missing)
+        return scored + geometry.key_share * self.page_keys(tokens) if self.scores_keys_of_pages else scored
 
 
 _PAGES = LowRankPages(PAGE_SIZE)

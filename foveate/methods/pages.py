@@ -115,13 +115,10 @@ class Pages(SelectPages):
         return self.pages(self.sinks) + (self.window + self.page_size - 2) // self.page_size + 1
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        heads, mass = cache.geometry.num_kv_heads, self.summaries.mass(cache, q, scaling).mean(2)
-        if self.pool == "layer":
-            mass = mass.mean(1, keepdim=True)
+        heads, mass = cache.geometry.num_kv_heads, self.summaries.mass(cache, q, scaling, pool=self.pool)
         fixed, free = self._fixed(cache, mass.shape[-1])
         pages = self._best(cache, torch.where(free, mass, fixed))
-        held = (mass.gather(-1, pages.clamp_min(0).long()) * (pages >= 0)).sum(-1)
-        cache.count("mass_read", held.nan_to_num(1.0))  # a row without any full page reads all that it has
+        cache.count("mass_read", ops.mass_of_pages(mass, pages))
         pages = pages.expand(-1, heads, -1)
         cache.count_read(self._keys_of(cache, pages), pages_refined=cache.each_row(self.count)[:, None])
         return pages

@@ -27,6 +27,7 @@ SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 1
 METHODS = ("dense", "kascade:min_k=16,decode_only=true", "luka:page_size=16,top_k=2", "quest", "omnikv")
 COPIED = "kascade:min_k=16,decode_only=true,score_keys=fp8"
 PAGED = "kascade:min_k=16,decode_only=true,score_keys=pages"
+FIRST = f"{PAGED},first_layer=pages"
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -43,7 +44,7 @@ def found():
         patch.setattr(cold, "_SECONDS", 0.0)
         return {
             row["case"]["method"]: row
-            for row in decode.run(decode.Plan((*METHODS, COPIED, PAGED), (400,), **SMALL), say=lambda _: None)
+            for row in decode.run(decode.Plan((*METHODS, COPIED, PAGED, FIRST), (400,), **SMALL), say=lambda _: None)
         }
 
 
@@ -71,6 +72,11 @@ def test_bytes_are_those_that_a_kind_reads(found):
     assert found[COPIED]["layers"]["choosing"]["bytes"] == 2 * (40 + 400 / 8) * a_key
     records = 25 * ops.PageRecord(16, 16).bytes * 2  # of two KV heads; and the keys of 9 pages
     assert found[PAGED]["layers"]["choosing"]["bytes"] == 2 * ((40 + 9 * 16 / 2) * a_key + records)
+    assert found[PAGED]["layers"]["dense, choosing"]["bytes"] == everything
+    assert found[FIRST]["layers"]["choosing"] | {"ms": 0.0} == found[PAGED]["layers"]["choosing"] | {"ms": 0.0}
+    # keys are scored, and then read with their values
+    assert found[FIRST]["layers"]["pages, choosing"]["bytes"] == 2 * (9 * 16 * (0.5 + 1) * a_key + records)
+    assert found[FIRST]["layers"]["pages, choosing"]["layers"] == 1
     assert found["dense"]["floor_ms"] == pytest.approx(everything / found["dense"]["memory_gb_per_s"] / 1e6)
     assert found["luka:page_size=16,top_k=2"]["layers"]["luka"]["bytes"] <= everything / 2
 
@@ -85,8 +91,9 @@ def test_rows_are_beside_the_fastest_dense_and_complete(found):
     assert found["omnikv"]["case"]["share"] == 0.1
     assert found["sdpa"]["case"]["share"] is None
     assert 0.85 < found[COPIED]["recall"] < 1
-    assert 0.5 < found[PAGED]["recall"] < 1, "keys are drawn, and none of them stands out"
-    assert {row["recall"] for name, row in found.items() if name not in (COPIED, PAGED)} == {None}
+    for name in (PAGED, FIRST):
+        assert 0.5 < found[name]["recall"] < 1, "keys are drawn, and none of them stands out"
+    assert {row["recall"] for name, row in found.items() if name not in (COPIED, PAGED, FIRST)} == {None}
 
 
 def _quick(*methods, context=100, say=lambda _: None, **changed):

@@ -28,6 +28,7 @@ SPECS = (
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=fp8",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages,pool=layer,pooling=sqrt",
+    "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true,score_keys=pages,first_layer=pages",
     "oracle_topk:top_k=40,dense_layers=0",
     "quest:top_k=64,dense_layers=0",
     "quest:top_k=64,dense_layers=0,pool=kv_head",

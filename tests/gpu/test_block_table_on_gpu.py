@@ -30,6 +30,7 @@ SPECS = [
     "omnikv:top_k=64,filters=[0],wait=0",
     "kascade:top_k=64,anchors=[0],decode_only=true",
     "kascade:top_k=64,anchors=[1],score_keys=pages,decode_only=true",
+    "kascade:top_k=64,anchors=[0],score_keys=pages,first_layer=pages,decode_only=true",
     "pages:top_k=64",
 ]
 SCALING = {"scaling": 0.1}
@@ -254,7 +255,7 @@ def test_blocks_beyond_32_bits(operation, much_memory):
 def test_decoded_tokens_of_a_method(spec, dtype, replayed, monkeypatch):
     """Of a ragged batch, over growth of the cache, in ordinary and in replayed steps."""
     monkeypatch.setattr(replay, "ROOM", 1)
-    layer, among = (1, [1]) if "anchors=[1]" in spec else (0, None)  # layer 0 scores no pages
+    layer, among = (1, [1]) if "anchors=[1]" in spec else (0, None)  # layer 0 may score no pages
     method, outs, stores = methods.parse(spec).for_layer(layer, 2, among), [], []
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
     steps = Tokens.random(len(LENGTHS), 90, seed=1)

@@ -457,8 +457,9 @@ def steps(q, k, v, mask, indices, counts, most):
     bounds = ops.largest_logit(rows, low, high, 0.1, lengths=counts // 2)
     pages = ops.topk_rows(bounds.flatten(1, 2), counts // 20, most // 20, dtype=torch.int32)
     paged = ops.attend_pages(q, k, v, pages, 16, scaling=0.1, lengths=8 * counts - 5, need_lse=True)
-    of_best = ops.pooled_mass_of_pages(q, k, pages, 16, scaling=0.1, lengths=8 * counts - 5)
-    best = ops.keys_at_places(ops.topk_rows(of_best, counts // 2, most // 2, dtype=torch.int32), pages, 16)
+    best = pages[:, :: pages.shape[1] // k.shape[1]]
+    of_best = ops.pooled_mass_of_pages(q, k, best, 16, scaling=0.1, lengths=8 * counts - 5)
+    best = ops.keys_at_places(ops.topk_rows(of_best, counts // 2, most // 2, dtype=torch.int32), best, 16)
     return *dense[:2], mass, chosen, *sparse[:2], *given[:2], bounds, pages, *paged[:2], of_best, best
 
 

@@ -22,7 +22,9 @@ TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 2e-3, torch.float32: 1e-4}
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert {"compress_pages", "compress_newest", "page_lse"} <= set(_dispatch.kernel_status().split(", "))
+    assert {"compress_pages", "compress_newest", "page_lse", "pooled_mass_of_records"} <= set(
+        _dispatch.kernel_status().split(", ")
+    )
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
@@ -94,3 +96,30 @@ def test_masses(dtype, dim, size, rank, heads, kv_heads, batch, pages, softcap, 
     assert torch.equal(found, again)
     assert torch.equal(found.isneginf(), expected.isneginf())
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for pooling, pool in (("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head")):
+        how |= {"pooling": pooling, "pool": pool, "scaling": dim**-0.5}
+        with poisoned_memory("cuda"):
+            found, again = (ops.pooled_mass_of_records(q, records, form, **how) for _ in range(2))
+        expected = low_rank.pooled_mass_of_records(q, records, form, **how)
+        assert torch.equal(found, again)
+        assert torch.equal(found.isneginf(), expected.isneginf())
+        torch.testing.assert_close(found, expected, rtol=8 * TOLERANCE[dtype], atol=1e-6)
+
+
+@every_pair(
+    DTYPES,
+    (("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (40, 1)]),
+    ("branch", [1, 5, 8]),
+    ("of_layer", [True, False]),
+)
+def test_masses_of_given_pages(dtype, heads, kv_heads, branch, of_layer):
+    """Bit for bit as of the records side by side."""
+    form = ops.PageRecord(64, 16)
+    records = ops.compress_pages(draw(3, kv_heads, 800 * 16, 64, dtype=dtype), form)
+    rows = ops.fold_group(draw(3, heads, 1, 64, dtype=dtype), kv_heads)
+    sets = 1 if of_layer else kv_heads
+    pages = torch.rand(3, sets, 800 // branch, device="cuda").argsort(-1)[..., :90].sort(-1).values
+    lengths = torch.tensor([90 * branch, 17, 0], device="cuda")
+    found = ops.page_lse(rows, records, form, 0.3, pages=pages.int(), branch=branch, lengths=lengths)
+    slots = ops.page_slots(pages, branch).flatten(2).expand(-1, kv_heads, -1)
+    assert torch.equal(found, ops.page_lse(rows, ops.gather_slots(records, slots), form, 0.3, lengths=lengths))

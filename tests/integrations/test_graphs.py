@@ -25,6 +25,8 @@ SPECS = [
     'kascade:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
     "kascade:anchors=[0,1],score_keys=fp8,top_k=9",
     "kascade:anchors=[0,1],score_keys=pages,top_k=9",
+    "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
+    "kascade:anchors=[1],score_keys=pages,first_layer=pages,top_k=9",
 ]
 
 
@@ -98,6 +100,7 @@ def test_every_family_sampled_and_with_ends(family, spec):
         "quest:dense_layers=0,page_size=4,top_k=9",
         "kascade:anchors=[0,1],score_keys=fp8,top_k=9",
         "kascade:anchors=[0,1],score_keys=pages,top_k=9",
+        "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
         "pages:page_size=4,top_k=9,window=3",
     ],
 )

@@ -219,6 +219,7 @@ def test_the_last_tokens_are_those_of_the_last_columns(dense_last):
         methods.make("kascade", anchors=[1], decode_only=True, top_k=0.2, min_k=3),
         methods.make("kascade", anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="fp8"),
         methods.make("kascade", anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="pages"),
+        methods.make("kascade", anchors=[0], top_k=0.1, min_k=3, score_keys="pages", first_layer="pages"),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3, score="logit"),
         methods.make("lessismore", selections=[1], top_k=0.3, min_k=3),
@@ -247,7 +248,7 @@ def test_padded_rows_get_their_own_layers_choices(method):
         for b, own in enumerate(at):
             assert_close(out[:, b], alone[b].feed(own)[:, 0])
     for number, layer in enumerate(stack.layers):  # what is counted of a batch is the sum over its rows
-        for name in ("decode_rows", "keys_read", "keys_available", "indices_reused"):
+        for name in ("decode_rows", "keys_read", "keys_available", "indices_reused", "mass_read"):
             rows_alone = (getattr(one.layers[number].counters, name) for one in alone)
             assert float(getattr(layer.counters, name)) == pytest.approx(sum(map(float, rows_alone)))
 
@@ -394,6 +395,13 @@ def test_evenly_spaced_anchors_and_depths():
             {"score_keys": "fp8", "calibration": "auto"},
             "score_keys must be exact under calibration=auto, which has no anchors yet when the cache is made",
         ),
+        ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
+        ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
+        (
+            "kascade",
+            {"first_layer": "pages", "score_keys": "fp8"},
+            "first_layer must be dense without score_keys=pages, not 'pages'",
+        ),
         ("kascade", {"score_queries": 1}, r"score_queries must be a float in \(0, 1\], not 1"),
         ("kascade", {"score_queries": 0.5, "decode_only": True}, "score_queries must be 1.0 with decode_only"),
         ("kascade", {"score_queries": 0.5, "pooling": "pre_softmax"}, "score_queries must be 1.0 with decode_only"),
@@ -487,12 +495,14 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
     [
         ("exact_anchors", True, False),
         ("score_keys", "fp8", "exact"),
+        ("first_layer", "pages", "dense"),
         ("dense_last", 9, 0),
         ("tile_pooling", "max", "mean"),
     ],
 )
 def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):
-    old, method = (methods.make("kascade", **{name: x}) for x in (before, value))
+    beside = {"score_keys": "pages"} if name == "first_layer" else {}
+    old, method = (methods.make("kascade", **{name: x}, **beside) for x in (before, value))
     assert name not in old.settings()
     assert method.settings()[name] == value
     for one in (old, method):
@@ -615,11 +625,11 @@ def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record
 
 
 def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
-    """What ``score_keys=pages`` reads for the query at position i, by KV head; and how many keys it scores."""
+    """What ``score_keys=pages`` reads for the query at position i, and the keys of which it chooses them, by KV head."""
     size, third, length = kascade.PAGE_SIZE, kascade.ONE_PAGE_IN, i + 1
     form, number, full = ops.PageRecord(DIM, size), math.ceil(length / size), length // size
     power = 0.5 if pooling == "sqrt" else 1.0
-    mass, scored = torch.zeros(KV_HEADS, number, dtype=torch.float64), 0
+    mass, sets = torch.zeros(KV_HEADS, number, dtype=torch.float64), []
     for own, weight in enumerate(channel_weights):
         pages = (k[None, own : own + 1, page * size : (page + 1) * size] * weight for page in range(full))
         held = [factors(ops.compress_pages(keys, form), form).keys()[0, 0, 0].double() for keys in pages]
@@ -633,11 +643,11 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
             mass[own, : number - 1], min(max(math.ceil(number / third), math.ceil((count - 1) / size) + 1), number) - 1
         )
         slots = [slot for slot in range(length) if slot // size in others | {number - 1}]
-        scored += len(slots) / KV_HEADS
+        sets.append(set(slots))
         for h in range(own * GROUP, (own + 1) * GROUP):
             scores[own, slots] += (logits(q, k, i)[h, slots]).softmax(0) ** power
     scores = scores.sum(0, keepdim=True).expand(KV_HEADS, -1) if pool == "layer" else scores
-    return [best(row, count) for row in scores], scored
+    return [best(row, count) for row in scores], sets
 
 
 @pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
@@ -645,7 +655,7 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
     "settings", [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}], ids=str
 )
 def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k):
-    """Layer 0 by exact scores, as ever."""
+    """Layer 0 is dense, and chooses by exact scores."""
     layers, prompt, total = 3, 150, 163
     method = methods.make("kascade", anchors=[0, 1], score_keys="pages", top_k=top_k, min_k=5, **settings)
     method = methods.make(method, decode_only=True)
@@ -665,11 +675,76 @@ def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k)
                 assert_close(out[layer, 0, :, 0], read(own_q, own_k, own_v, i, chosen))
         share = ops.PageRecord(DIM, kascade.PAGE_SIZE).bytes / (kascade.PAGE_SIZE * 2 * DIM * 4)
         read_and_scored[0] += count
-        read_and_scored[1] += scored / 2 + share * (i + 1)
+        read_and_scored[1] += sum(map(len, scored)) / KV_HEADS / 2 + share * (i + 1)
     assert [float(layer.counters.keys_read) for layer in stack.layers[1:]] == pytest.approx(
         [sum(read_and_scored), read_and_scored[0]]
     )
     assert different > 3, "keys are random, and some of the best are in other pages"
+
+
+@pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}], ids=str
+)
+@pytest.mark.parametrize("anchors", [[0, 2], [1], [0, 1]], ids=str)
+def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, top_k):
+    """Where it has readers; its prompt is dense, as are the layers that come before any anchor."""
+    layers, prompt, total = 3, 150, 163
+    settings = {"score_keys": "pages", "first_layer": "pages", "decode_only": True, "min_k": 5} | settings
+    method = methods.make("kascade", anchors=anchors, top_k=top_k, **settings)
+    tokens, stack = draw(layers, 1, total), Stack(method, layers, prompt)
+    close_to_dense = stack.feed(part(tokens, prompt))[0, 0]
+    (q, k, v), everything = (x[0] for x in tokens[0]), [set(range(prompt))] * KV_HEADS
+    assert_close(close_to_dense[:, -1], read(q, k, v, prompt - 1, everything))
+    weighted = ops.channel_weights(q[None, :, prompt - 16 : prompt], KV_HEADS)[0]
+    how = {"pool": "kv_head", "pooling": "post_softmax"} | {x: settings[x] for x in settings if "pool" in x}
+    counted, missed = 0.0, 0
+    share = ops.PageRecord(DIM, kascade.PAGE_SIZE).bytes / (kascade.PAGE_SIZE * 2 * DIM * 4)
+    readers = anchors == [0, 2]
+    for i in range(prompt, total):
+        out, count = stack.feed(part(tokens, i, i + 1)), max(int(top_k * (i + 1)), 5) if top_k == 0.1 else top_k
+        chosen, pages = best_keys_of_best_pages(q, k, i, weighted, count, **how)
+        assert_close(out[0, 0, :, 0], read(q, k, v, i, pages))
+        if readers:
+            assert_close(out[1, 0, :, 0], read(*(x[0] for x in tokens[1]), i, chosen))
+        counted += sum(map(len, pages)) / KV_HEADS * (1.5 if readers else 1.0) + share * (i + 1)
+        missed += i + 1 - len(pages[0])
+    counters = stack.layers[0].counters
+    assert float(counters.keys_read) == pytest.approx(counted)
+    assert missed > 60 * (total - prompt)
+    assert stack.layers[0].method.role == ("pages, choosing" if readers else "pages")
+
+
+def test_layer_0_reads_no_keys_of_other_pages():
+    """They, and their values, may hold anything, in rows of any length; so may a row without a full page."""
+    method = methods.make("kascade", anchors=[0], score_keys="pages", first_layer="pages", top_k=9, decode_only=True)
+    layers, size = [method.for_layer(layer, 2) for layer in range(2)], kascade.PAGE_SIZE
+    lengths, generator = [160, 157, 9], torch.Generator().manual_seed(0)
+    k, v = (torch.randn(3, KV_HEADS, 160, DIM, generator=generator) for _ in "kv")
+    given = SlotCache.of(k, v, HEADS)
+    caches = [given.branch(one.channels(given.geometry), False, Counters(), {}) for one in layers]
+    for cache in caches:
+        cache.forward = caches[0].forward
+        for name in ("lengths", "counts", "live"):
+            cache.rows[name] = list(lengths)
+    caches[0].channel("records")[:, :, : 160 // size] = ops.compress_pages(k, ops.PageRecord(DIM, size))
+    q = torch.randn(3, HEADS, 1, DIM, generator=generator)
+
+    def step():
+        return [one.decode(cache, q, SCALING) for one, cache in zip(layers, caches)]
+
+    wanted, pages = step(), layers[0]._best_pages(caches[0], q, SCALING)
+    assert (pages >= 0).sum(-1).tolist() == [[4] * KV_HEADS, [4] * KV_HEADS, [1] * KV_HEADS]
+    read_keys = torch.zeros(3, KV_HEADS, 10, dtype=torch.bool)
+    read_keys = read_keys.scatter_(2, pages.clamp_min(0).long(), True).repeat_interleave(size, 2)
+    read_keys &= torch.arange(160) < torch.tensor(lengths)[:, None, None]
+    assert torch.equal(read_keys.sum(-1), torch.tensor([[64], [61], [9]]).expand(-1, KV_HEADS))
+    for x in (k, v):
+        x[~read_keys] = float("nan")
+    for found, expected in zip(step(), wanted, strict=True):
+        assert torch.equal(found, expected)
+    v[0, :, 159] += 1.0
+    assert not torch.equal(step()[0][0], wanted[0][0])
 
 
 def test_keys_of_other_pages_are_not_scored():

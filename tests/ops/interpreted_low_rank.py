@@ -10,6 +10,7 @@ from foveate.ops.compress import low_rank as summaries
 from foveate.ops.compress import low_rank_kernel as summaries_kernel
 from foveate.ops.compress.low_rank import PageRecord
 from foveate.ops.score import low_rank, low_rank_kernel
+from tests.combinations import every_pair
 from tests.problems import in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -95,6 +96,9 @@ LENGTHS = {
 }
 
 
+POOLS = [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "layer"), ("max_logit", "kv_head")]
+
+
 def check(rows, records, form, **more):
     found = low_rank_kernel.page_lse(rows, records, form, 0.3, **more)
     expected = low_rank.page_lse(rows, records, form, 0.3, **more)
@@ -105,7 +109,7 @@ def check(rows, records, form, **more):
 
 @EACH_FORM
 @HALF
-@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_masses(form, dtype, group, lengths, splits):
     keys, number = draw(2, 2, 75 * form.page_size, form.head_dim), 75
@@ -117,6 +121,48 @@ def test_masses(form, dtype, group, lengths, splits):
     rows = draw(2, 2, group, form.head_dim, dtype=dtype, seed=1)
     check(rows, records, form, lengths=lengths)
     check(rows, records, form, lengths=lengths, weights=powers(2, 2, form.head_dim))
+
+
+@pytest.mark.parametrize("of_layer", [False, True])
+@pytest.mark.parametrize(("branch", "group"), [(1, 3), (5, 2)])
+def test_masses_of_given_pages(branch, group, of_layer):
+    """Records of no given page are not read; the last of the first row's pages is none, the second's lie behind."""
+    form = PageRecord(16, 8, 1)
+    records = summaries.compress_pages(draw(2, 2, 40 * 8, 16), form)
+    pages = torch.tensor([[[0, 2, 3, 7, -1], [1, 2, 4, 6, 7]], [[5, 0, 1, -1, -1], [3, 4, 6, 7, 1]]], dtype=torch.int32)
+    pages = pages[:, 1:] if of_layer else pages
+    lengths = torch.tensor([[4 * branch, 5 * branch], [2 * branch - 1, 0]])
+    read = torch.zeros(2, 2, 40, dtype=torch.bool)
+    for row, head in ((0, 0), (0, 1), (1, 0)):
+        for place in range(int(lengths[row, head])):
+            read[row, head, int(pages[row, 0 if of_layer else head, place // branch]) * branch + place % branch] = True
+    records[~read] = 255  # scales are NaN
+    rows = draw(2, 2, group, 16, seed=1)
+    check(rows, records, form, pages=pages, branch=branch, lengths=lengths)
+    expected = low_rank.page_lse(rows, records, form, 0.3, pages=pages, branch=branch, lengths=lengths)
+    assert expected.shape == (2, 2, group, 5 * branch)
+    assert torch.equal(
+        ~expected.isneginf(), low_rank.first_keys(lengths, 5 * branch)[:, :, None].expand(expected.shape)
+    )
+
+
+@every_pair(
+    ("form", FORMS),
+    ("dtype", [torch.float32, torch.float16]),
+    ("group", [1, 4, 7]),
+    ("lengths", list(LENGTHS.values())),
+    (("pooling", "pool"), POOLS),
+)
+def test_pooled_masses(form, dtype, group, lengths, pooling, pool, splits):
+    records = summaries.compress_pages(draw(2, 2, 75 * form.page_size, form.head_dim), form)
+    if lengths is not None:
+        records[torch.arange(75) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = 255  # scales are NaN
+    q = draw(2, 2 * group, 1, form.head_dim, dtype=dtype, seed=1)
+    how = {"scaling": 0.3, "lengths": lengths, "pooling": pooling, "pool": pool}
+    found = low_rank_kernel.pooled_mass_of_records(q, records, form, **how)
+    expected = low_rank.pooled_mass_of_records(q, records, form, **how)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("softcap", [0.7, 20.0])

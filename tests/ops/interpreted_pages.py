@@ -268,3 +268,25 @@ def test_keys_at_places_of_other_heads_are_refused():
     with pytest.raises(ValueError, match="do not fit places"):
         pages_kernel.keys_at_places(places, pages, 16)
     assert pages_kernel.keys_at_places(places[..., :0], pages.expand(-1, 3, -1), 16).shape == (2, 3, 0)
+
+
+@pytest.mark.parametrize("number", [1, 9, 1500])
+@pytest.mark.parametrize("layout", ["own", "apart", "shared"])
+def test_the_mass_that_pages_hold(number, layout):
+    """A row whose pages have no mass misses nothing, and pages without any add nothing."""
+    generator = torch.Generator().manual_seed(0)
+    mass = torch.rand(3, 2, 2000, generator=generator)
+    mass[0, :, 1990:] = mass[1] = -torch.inf
+    pages = torch.rand(3, 2, 2000, generator=generator).argsort(-1)[..., :number].to(torch.int32)
+    pages[..., number // 2 :: 3] = -1
+    if layout == "apart":
+        pages, mass = (torch.stack([x, torch.full_like(x, 1 << 30)], -1)[..., 0] for x in (pages, mass))
+    elif layout == "shared":
+        pages, mass = (x[:, :1].expand(-1, 2, -1) for x in (pages, mass))
+    found, expected = (one.mass_of_pages(mass, pages) for one in (pages_kernel, of_pages))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    of_first = [float(mass[0, 1, page]) for page in pages[0, 1].tolist() if page >= 0]
+    assert float(found[0, 1]) == pytest.approx(sum(max(0.0, x) for x in of_first), rel=1e-5)
+    assert found[1].tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="do not fit mass"):
+        pages_kernel.mass_of_pages(mass[:, :1], pages)

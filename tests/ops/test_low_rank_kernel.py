@@ -75,10 +75,13 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
     ),
     ("weighted", [True, False]),
     ("bounded", [True, False]),
+    (("branch", "totals"), [(0, True), (0, False), (8, False)]),
     ("softcap", [0.0, 30.0]),
 )
-def test_masses_compile_for_ampere_and_hopper(capability, dtype, sizes, heads, weighted, bounded, softcap):
-    triton = pytest.importorskip("triton")
+def test_masses_compile_for_ampere_and_hopper(
+    capability, dtype, sizes, heads, weighted, bounded, branch, totals, softcap
+):
+    pytest.importorskip("triton")
     kernel, form = importlib.import_module("foveate.ops.score.low_rank_kernel"), PageRecord(*sizes)
     types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     tile, half = kernel.tile_for(types[dtype], form, heads), dtype != "fp32"
@@ -90,20 +93,25 @@ def test_masses_compile_for_ampere_and_hopper(capability, dtype, sizes, heads, w
             "record_ptr": "*u8:16",
             "weight_ptr": "*fp32:16" if weighted else None,
             "length_ptr": "*i64" if bounded else None,
+            "page_ptr": "*i32:16" if branch else None,
             "lse_ptr": "*fp32:16",
+            "total_ptr": "*fp32:16",
             **{f"q_stride_{axis}": "i32:16" for axis in "bhg"},
             "q_stride_d": 1,
             **{f"record_stride_{axis}": "i32:16" for axis in "bhp"},
             **{f"length_stride_{axis}": "i32" for axis in "bh"},
+            **{f"page_stride_{axis}": "i32" for axis in "bhp"},
             **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "each"), "i32"),
             "padded": "i32:16",
             "scale": "fp32",
             "WEIGHTED": weighted,
             "BOUNDED": bounded,
+            "BRANCH": branch,
+            "TOTALS": totals,
             "SOFTCAP": softcap,
             **of_form(form),
-            "BLOCK_D": triton.next_power_of_2(form.head_dim),
-            "BLOCK_H": triton.next_power_of_2(-(-form.head_dim // 2)),
+            **kernel.widths(form),
+            "PACKED": kernel.packed_for(form, heads, tile),
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
         },

@@ -114,6 +114,18 @@ class TestKascade:
         assert eighths["keys read"] == "10 %, chosen by fp8 keys (recall 0.979)"  # which the paper does not do
         assert (eighths["choosing"], eighths["over FlashAttention-3"]) == ("– / 8.00", "– / 6.00")
 
+    def test_layer_0_by_pages(self):
+        method = f"{KASCADE},score_keys=pages,first_layer=pages"
+        rows = self.rows(method)
+        layers = dict(self.LAYERS)
+        rows[1]["layers"] = {
+            "pages, choosing": kind(1, 5.0),
+            **{name: layers[name] for name in ("reading", "choosing")},
+        }
+        (line,) = cells(decode.kascade(rows))
+        assert line["keys read"] == "10 %, chosen by pages (recall 0.979), layer 0 by pages"
+        assert line["layer 0"] == "– / 5.00"
+
     def test_a_length_that_the_paper_does_not_have(self):
         (line,) = cells(decode.kascade(self.rows(KASCADE, context=4096)))
         assert line["mean"] == "– / 2.00"

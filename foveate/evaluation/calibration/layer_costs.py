@@ -47,14 +47,14 @@ def measure(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype, device=device)
 
-    found, forward = {}, {}
+    found, forward, first = {}, {}, kascade.for_layer(0, len(layers), layers)
     shape = (batch, kv_heads, context, head_dim)
     number = min(-(-_BEYOND_CACHES // (2 * math.prod(shape) * dtype.itemsize)), 4)
     caches = [SlotCache.of(random(*shape), random(*shape), heads, forward) for _ in range(number)]
     q = random(batch, heads, 1, head_dim)
     for name, (kind, layer) in kinds.items():
         one = kind.for_layer(layer, len(layers), layers)
-        _decode(kascade.for_layer(0, len(layers), layers), caches[0], q, head_dim)  # what a reuse layer reads
+        _decode(first, _behind_prompt(first, caches[0], head_dim), q, head_dim)  # what a reuse layer reads
         found[name] = _median_ms(one, [_behind_prompt(one, cache, head_dim) for cache in caches], q, head_dim, device)
     return found
 

@@ -24,7 +24,8 @@ class LayerStats:
     pages_refined: int = 0
     mass_read_share: float | None = None
     """Share of the attention that the keys read hold by the method's own estimate, the mean over decode steps; None of
-    a method that makes none. Of ``pages``: of the attention to full pages, what those read hold by their summaries."""
+    a method that makes none. Of ``pages``, and of Kascade's layer 0 under ``first_layer=pages``: of the attention to
+    full pages, what those read hold by their summaries."""
     indices_reused: int = 0
     dense_steps: int = 0
     """Decode steps that read everything, because so short a context is not read faster in another way."""

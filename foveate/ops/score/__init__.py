@@ -11,6 +11,7 @@ from foveate.ops.score.nodes import (
     logit_deviation,
     logit_reach,
 )
+from foveate.ops.score.pooled import pool_logits
 from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
 from foveate.ops.score.retention import Convolution
 
@@ -20,6 +21,7 @@ largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
 page_lse = dispatch(low_rank.page_lse, "foveate.ops.score.low_rank_kernel")
 pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel")
 pooled_mass_of_pages = dispatch(pooled.pooled_mass_of_pages, "foveate.ops.score.pooled_kernel")
+pooled_mass_of_records = dispatch(low_rank.pooled_mass_of_records, "foveate.ops.score.low_rank_kernel")
 retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel")
 
 __all__ = [
@@ -36,8 +38,10 @@ __all__ = [
     "logit_deviation",
     "logit_reach",
     "page_lse",
+    "pool_logits",
     "pooled_mass",
     "pooled_mass_of_pages",
+    "pooled_mass_of_records",
     "query_mass",
     "retention_logits",
     "tile_logits",

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from foveate.ops._math import block_length, capped, first_keys, matmul_fp32
+from foveate.ops._math import block_length, capped, first_keys, fold_group, matmul_fp32
+from foveate.ops.attend.gather import gather_slots, page_slots
 from foveate.ops.compress.low_rank import PageRecord, factors
+from foveate.ops.score.pooled import check, pool_logits
 
 
 def page_lse(
@@ -16,6 +18,8 @@ def page_lse(
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
     softcap: float | None = None,
+    pages: Tensor | None = None,
+    branch: int = 1,
 ) -> Tensor:
     """Log-sum-exp of the logits of each page's keys as its summary approximates them: the log of the page's mass.
 
@@ -28,14 +32,21 @@ def page_lse(
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many pages are there, the others may hold anything;
             None: all are.
         softcap: the cap of logits, see :func:`~foveate.ops.key_logits`.
+        pages: int ``[B, Hkv, N]``, or ``[B, 1, N]`` for all KV heads: only the records ``branch * p`` to ``branch * p +
+            branch - 1`` of each page p are read, -1 for none, and these are the pages that are meant elsewhere.
 
     Returns:
-        fp32 ``[B, Hkv, G, P]``; -inf where no page is.
+        fp32 ``[B, Hkv, G, P]``, P being ``N * branch`` of given pages; -inf where no page is.
 
     Raises:
-        ValueError: for records of another form, or records or weights that do not fit the queries.
+        ValueError: for records of another form, or records, weights or pages that do not fit the queries.
     """
     form.check(records, rows, weights)
+    check_pages(records, pages, branch)
+    there = None
+    if pages is not None:
+        slots = page_slots(pages, branch).flatten(2).expand(-1, records.shape[1], -1)
+        records, there = gather_slots(records, slots), slots >= 0
     rows = rows.float() if weights is None else rows.float() / weights[:, :, None]
     number = records.shape[2]
     found = rows.new_empty(*rows.shape[:3], number, dtype=torch.float32)
@@ -47,5 +58,49 @@ def page_lse(
         logits = middle[..., None] + (along[..., None] * held.coefficients[:, :, None]).sum(-2)
         found[..., first : first + step] = capped(logits.mul_(scaling), softcap).logsumexp(-1)
     if lengths is not None:
-        found.masked_fill_(~first_keys(lengths, number)[:, :, None], float("-inf"))
-    return found
+        stored = first_keys(lengths, number)
+        there = stored if there is None else there & stored
+    return found if there is None else found.masked_fill_(~there[:, :, None], float("-inf"))
+
+
+def pooled_mass_of_records(
+    q: Tensor,
+    records: Tensor,
+    form: PageRecord,
+    *,
+    scaling: float,
+    weights: Tensor | None = None,
+    lengths: Tensor | None = None,
+    softcap: float | None = None,
+    pooling: str = "post_softmax",
+    pool: str = "kv_head",
+) -> Tensor:
+    """The attention that query heads pay to each page, pooled: :func:`page_lse` in place of the logits of
+    :func:`~foveate.ops.pooled_mass`.
+
+    Attention is that among the pages that are there; learned sinks take no share.
+
+    Args:
+        q: ``[B, Hq, 1, D]``.
+        records, form, scaling, weights, lengths, softcap: see :func:`page_lse`.
+        pooling, pool: see :func:`~foveate.ops.pooled_mass`.
+
+    Returns:
+        fp32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; -inf where no page is (in any head).
+
+    Raises:
+        ValueError: for a pooling or a pool that there is not, or as :func:`page_lse`.
+    """
+    check(pooling, pool)
+    rows, how = fold_group(q, records.shape[1]), {"weights": weights, "lengths": lengths, "softcap": softcap}
+    lse = page_lse(rows, records, form, scaling, **how)
+    mask = None if lengths is None else first_keys(lengths, records.shape[2])
+    return pool_logits(lse, mask, pooling, pool)
+
+
+def check_pages(records: Tensor, pages: Tensor | None, branch: int) -> None:
+    """Raise unless pages are of the records' rows and KV heads, or the same for all of them."""
+    if pages is None:
+        return
+    if pages.dim() != 3 or len(pages) != len(records) or pages.shape[1] not in (1, records.shape[1]) or branch < 1:
+        raise ValueError(f"pages {tuple(pages.shape)} of {branch} do not fit records {tuple(records.shape)}")

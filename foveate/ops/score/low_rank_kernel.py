@@ -1,4 +1,5 @@
-"""Masses of pages by their low-rank summaries: Triton kernel of :func:`page_lse`."""
+"""Attention to pages by their low-rank summaries: Triton kernel of :func:`page_lse` and
+:func:`pooled_mass_of_records`."""
 
 from __future__ import annotations
 
@@ -8,34 +9,57 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
+from foveate.ops._math import fold_group
 from foveate.ops.compress.low_rank import PageRecord
+from foveate.ops.gpu.packed import signed, words
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
-from foveate.ops.score.kept_logits_kernel import per_head
+from foveate.ops.score.kept_logits_kernel import Kept, per_head, pooled
+from foveate.ops.score.low_rank import check_pages
+from foveate.ops.score.pooled import check
 
 _LARGEST = 256
 """The largest head dim."""
-_HEADS = 16
-"""The most heads of a program."""
+_COLUMNS = 16
+"""The most columns of a program's matrix products."""
 _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
 _FAR = tl.constexpr(120.0)
 """How far from the mean's logit those of a page may be, to the base 2, for 2^x of the difference to stay in fp32."""
-_VARYING = ["length_stride_b", "length_stride_h", "num_kv_heads", "parts", "number", "each"]
+_VARYING = ["length_stride_b", "length_stride_h", "page_stride_b", "page_stride_h", "page_stride_p"]
+_VARYING += ["num_kv_heads", "parts", "number", "each"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
 def tile_for(dtype: torch.dtype, form: PageRecord, group: int) -> Tile:
-    """Heads (``block_m``) and pages (``block_n``) of a program.
+    """Columns (``block_m``) and pages (``block_n``) of a program.
 
     Pages are the rows of the matrix products and heads their columns, of which there need be only eight: the
     exponentials, one for each key and head, cost as much as the bytes.
     """
-    heads = min(_HEADS, max(8, triton.next_power_of_2(group)))
+    most = 8 if form.head_dim > 128 else _COLUMNS  # queries stay in registers
+    columns = min(most, max(8, triton.next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
-        return Tile(heads, 16, num_warps=4, num_stages=1)
-    return Tile(heads, 64 if form.head_dim * heads <= 1024 else 32, num_warps=4, num_stages=3)
+        return Tile(columns, 16, num_warps=4, num_stages=1)
+    return Tile(columns, 64 if form.head_dim * columns <= 1024 else 32, num_warps=4, num_stages=3)
+
+
+def packed_for(form: PageRecord, group: int, tile: Tile) -> int:
+    """How many columns share a head, each with its part of a page's keys, so that none computes for nothing."""
+    return max(1, min(_unit(form), tile.block_m // triton.next_power_of_2(group)))
+
+
+def _unit(form: PageRecord) -> int:
+    """Coefficients that are loaded at once."""
+    return 8 if form.coefficients % 4 == 0 and form.page_size % 8 == 0 else 2
+
+
+def widths(form: PageRecord) -> dict[str, int]:
+    """How much of a record is loaded at once: coefficients, bytes of dimensions, and words of these in all."""
+    lanes = 4 if form.head_dim % 8 == 0 else 1
+    whole, half = (max(16, triton.next_power_of_2(triton.cdiv(form.head_dim, n * lanes))) for n in (1, 2))
+    return {"UNIT": _unit(form), "LANES": lanes, "BLOCK_D": whole, "BLOCK_H": half}
 
 
 def page_lse(
@@ -47,39 +71,89 @@ def page_lse(
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
     softcap: float | None = None,
+    pages: Tensor | None = None,
+    branch: int = 1,
 ) -> Tensor:
     """See :func:`foveate.ops.score.low_rank.page_lse`.
 
     The heads of a group share a program, so that a record is read once; pages that are not there are not read. Integers
     are multiplied as such, in the queries' dtype, and summed in fp32. Repeats are equal bit for bit.
     """
+    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, pages, branch, totals=False)
+    return kept.logits.unflatten(1, rows.shape[1:3])[..., : _number_of(records, pages, branch)]
+
+
+def pooled_mass_of_records(
+    q: Tensor,
+    records: Tensor,
+    form: PageRecord,
+    *,
+    scaling: float,
+    weights: Tensor | None = None,
+    lengths: Tensor | None = None,
+    softcap: float | None = None,
+    pooling: str = "post_softmax",
+    pool: str = "kv_head",
+) -> Tensor:
+    """See :func:`foveate.ops.score.low_rank.pooled_mass_of_records`: :func:`page_lse`, and a pass that pools it."""
+    check(pooling, pool)
+    num_kv_heads, number = records.shape[1:3]
+    rows = fold_group(q, num_kv_heads)
+    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, None, 1, totals=True)
+    lengths = None if lengths is None else per_head(lengths, num_kv_heads)
+    return pooled(kept, num_kv_heads, number, None, lengths, pooling, pool)
+
+
+def _number_of(records: Tensor, pages: Tensor | None, branch: int) -> int:
+    return records.shape[2] if pages is None else pages.shape[2] * branch
+
+
+def _kept(
+    rows: Tensor,
+    records: Tensor,
+    form: PageRecord,
+    scaling: float,
+    weights: Tensor | None,
+    lengths: Tensor | None,
+    softcap: float | None,
+    pages: Tensor | None,
+    branch: int,
+    totals: bool,
+) -> Kept:
+    """The log-sum-exp of each page; ``totals``: to the base 2, and those of the parts of each head."""
     form.check(records, rows, weights)
+    check_pages(records, pages, branch)
     batch, num_kv_heads, group, dim = rows.shape
-    number = records.shape[2]
+    number = _number_of(records, pages, branch)
     if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {rows.dtype}")
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
     if records.stride(3) != 1 or records.data_ptr() % 4 or any(x % 4 for x in records.stride()[:3]):
         raise UnsupportedError("records that do not begin at multiples of 4 bytes")
-    cap = constant(softcap)
     tile = tile_for(rows.dtype, form, group)
-    parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
+    packed = packed_for(form, group, tile)
+    parts, blocks = triton.cdiv(group, tile.block_m // packed), triton.cdiv(number, tile.block_n)
+    splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(rows.device))
     weights = None if weights is None else weights.contiguous()
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
-    padded = triton.cdiv(number, 16) * 16
-    found = torch.empty(batch, num_kv_heads, group, padded, dtype=torch.float32, device=rows.device)
-    if found.numel():
-        splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(rows.device))
+    pages = None if pages is None else pages.expand(-1, num_kv_heads, -1)
+    padded, like = triton.cdiv(number, 16) * 16, {"dtype": torch.float32, "device": rows.device}
+    of_parts = torch.empty(batch, num_kv_heads * group, splits if totals else 0, **like)
+    kept = Kept(torch.empty(batch, num_kv_heads * group, padded, **like), of_parts[..., :0], of_parts, tile.block_n)
+    if kept.logits.numel():
         _page_lse[batch * num_kv_heads * parts, splits](
             rows,
             records,
             weights,
             lengths,
-            found,
+            pages,
+            kept.logits,
+            of_parts,
             *rows.stride(),
             *records.stride()[:3],
             *((0, 0) if lengths is None else lengths.stride()),
+            *((0, 0, 0) if pages is None else pages.stride()),
             num_kv_heads,
             group,
             parts,
@@ -89,61 +163,86 @@ def page_lse(
             scaling,
             WEIGHTED=weights is not None,
             BOUNDED=lengths is not None,
-            SOFTCAP=cap,
+            BRANCH=0 if pages is None else branch,
+            TOTALS=totals,
+            SOFTCAP=constant(softcap),
             DIM=dim,
             SIZE=form.page_size,
             RANK=form.rank,
             MEAN=form.mean,
             DIRECTIONS=form.directions,
             COEFFICIENTS=form.coefficients,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_H=max(16, triton.next_power_of_2(-(-dim // 2))),
+            **widths(form),
+            PACKED=packed,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             **tile.options,
         )
-    return found[..., :number]
+    return kept
 
 
 @triton.jit
-def _query(q_ptr, q_stride_d, weight_ptr, weight_row, dims, there, exist, WEIGHTED: tl.constexpr):
-    """Some dimensions of the queries ``[D, M]``, divided by the channels' weights."""
-    q = tl.load(q_ptr + dims[:, None] * q_stride_d, mask=there[:, None] & exist[None, :], other=0.0)
-    if WEIGHTED:
-        weight = tl.load(weight_ptr + weight_row + dims, mask=there, other=1.0)
-        q = (q.to(tl.float32) / weight[:, None]).to(q.dtype)
-    return q
+def _queries(
+    q_ptr,
+    q_stride_d,
+    weight_ptr,
+    weight_row,
+    units,
+    first,
+    end,
+    exist,
+    WEIGHTED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Dimensions of the queries from ``first`` to ``end``, divided by the channels' weights.
+
+    Returns:
+        ``LANES`` tensors ``[units, M]``: of every so many dimensions one, as bytes of a word hold them.
+    """
+    found = ()
+    for lane in tl.static_range(LANES):
+        dims = first + units * LANES + lane
+        q = tl.load(q_ptr + dims[:, None] * q_stride_d, mask=(dims < end)[:, None] & exist[None, :], other=0.0)
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + weight_row + dims, mask=dims < end, other=1.0)
+            q = (q.to(tl.float32) / weight[:, None]).to(q.dtype)
+        found += (q,)
+    return found
 
 
 @triton.jit
-def _logits(
-    middle,
+def _coefficients(
     along,
     coefficient_ptr,
     stored,
     unit,
-    nibble: tl.constexpr,
-    SIZE: tl.constexpr,
-    WORDS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    UNIT: tl.constexpr,
+    HALF: tl.constexpr,
+    lane,
+    PACKED: tl.constexpr,
 ):
-    """Capped logits ``[N, M]`` of one key of each page, to the base 2; -inf of the key that an odd page lacks.
-
-    Coefficients are loaded by units, of a direction: words of eight, or bytes of two.
-    """
-    HALF: tl.constexpr = (SIZE + 1) // 2
-    logits = middle
+    """For a unit of each page's coefficients, ``UNIT`` of them: words of eight, or bytes of two; one list per page."""
+    found = ()
     for direction in tl.static_range(len(along)):
-        ptr = coefficient_ptr + direction * HALF
-        if WORDS:
-            codes = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + unit, mask=stored, other=0)
-        else:
-            codes = tl.load(ptr + unit, mask=stored, other=0).to(tl.int32)
-        coefficient = ((codes >> (4 * nibble)) & 15).to(tl.float32) - 8.0
-        logits += coefficient[:, None] * along[direction]
-    logits = capped(logits, SOFTCAP)
-    if SIZE % 2 == 1 and nibble == 1:
-        logits = tl.where(unit + HALF < SIZE, logits, float("-inf"))
+        codes = words(coefficient_ptr + direction * HALF, unit, stored, 4 if UNIT == 8 else 1)[:, None]
+        found += (codes >> (4 * lane)[None, :] if PACKED > 1 else codes,)
+    return found
+
+
+@triton.jit
+def _logits(start, along, codes, step: tl.constexpr, PACKED: tl.constexpr):
+    """Logits ``[N, M]`` of one key of each page and column, to the base 2.
+
+    A coefficient c from -8 to 7 is the mantissa of ``1 + (c + 8) / 16``: ``along`` is 16 times the logits of a
+    coefficient of 1, and ``start`` the logit of the mean less 24 times these.
+    """
+    LEFT: tl.constexpr = 19 - 4 * step * PACKED
+    logits = start
+    for direction in tl.static_range(len(along)):
+        code = codes[direction]
+        code = code << LEFT if LEFT >= 0 else code >> -LEFT
+        coefficient = ((code & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
+        logits += coefficient * along[direction]
     return logits
 
 
@@ -153,7 +252,9 @@ def _page_lse(
     record_ptr,
     weight_ptr,
     length_ptr,
+    page_ptr,
     lse_ptr,
+    total_ptr,
     q_stride_b,
     q_stride_h,
     q_stride_g,
@@ -163,6 +264,9 @@ def _page_lse(
     record_stride_p,
     length_stride_b,
     length_stride_h,
+    page_stride_b,
+    page_stride_h,
+    page_stride_p,
     num_kv_heads,
     group,
     parts,
@@ -172,6 +276,8 @@ def _page_lse(
     scale,
     WEIGHTED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    BRANCH: tl.constexpr,
+    TOTALS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
@@ -179,82 +285,143 @@ def _page_lse(
     MEAN: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    LANES: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes ``lse [B, Hkv, G, padded]``, contiguous. ``length`` (``BOUNDED``): how many of the first pages are there.
+    """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
+    pages; both contiguous, and then to the base 2. ``length`` (``BOUNDED``): how many of the first pages are there.
+    ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1 for none.
 
-    ``BLOCK_H`` holds half of the dimensions, which share bytes with the other half.
+    Each column of the products is a head, or one of ``PACKED`` columns of it, which share the keys of a page.
+    ``BLOCK_D`` holds the words of ``LANES`` dimensions, ``BLOCK_H`` those of half of the dimensions, which share bytes
+    with the other half.
     """
     HALF: tl.constexpr = (DIM + 1) // 2
-    WORDS: tl.constexpr = COEFFICIENTS % 4 == 0 and SIZE % 8 == 0
-    UNIT: tl.constexpr = 8 if WORDS else 2
+    HALF_KEYS: tl.constexpr = (SIZE + 1) // 2
+    HEADS: tl.constexpr = BLOCK_M // PACKED
     UNITS: tl.constexpr = (SIZE + UNIT - 1) // UNIT
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     # records are fetched ahead where the loops below are unrolled, for which registers must suffice
     UNROLLED: tl.constexpr = UNITS if SIZE * BLOCK_M <= 256 else 1
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_M)
+    member, lane = part * HEADS + column // PACKED, column % PACKED
     exist = member < group
     member = tl.where(exist, member, 0)
-    dims, halves, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)
+    wholes, halves, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)
 
     q_ptr += batch * q_stride_b + head * q_stride_h + member[None, :] * q_stride_g
     weight_row = (batch * num_kv_heads + head) * DIM
-    in_half, upper = halves < HALF, HALF + halves
-    q = _query(q_ptr, q_stride_d, weight_ptr, weight_row, dims, dims < DIM, exist, WEIGHTED)
-    low = _query(q_ptr, q_stride_d, weight_ptr, weight_row, halves, in_half, exist, WEIGHTED)
-    high = _query(q_ptr, q_stride_d, weight_ptr, weight_row, upper, in_half & (upper < DIM), exist, WEIGHTED)
+    whole = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, wholes, 0, DIM, exist, WEIGHTED, LANES)
+    low = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, halves, 0, HALF, exist, WEIGHTED, LANES)
+    high = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, halves, HALF, DIM, exist, WEIGHTED, LANES)
     record_ptr += batch * record_stride_b + head * record_stride_h
     there = number
     if BOUNDED:
         length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
         there = tl.minimum(number, length.to(tl.int32))
-    first = batch * num_kv_heads + head
-    out_ptr = lse_ptr + (first * group + member)[None, :] * padded + places[:, None]
+    if BRANCH:
+        page_ptr += batch * page_stride_b + head * page_stride_h
+    written = part * HEADS + tl.arange(0, HEADS)
+    of_head = (batch * num_kv_heads + head) * group + written
+    written = (written < group)[None, :]
+    out_ptr = lse_ptr + of_head[None, :] * padded + places[:, None]
     scale *= LOG2E
 
+    all_top = tl.full([BLOCK_N, HEADS], LOWEST, tl.float32)
+    all_weight = tl.zeros([BLOCK_N, HEADS], tl.float32)
     begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
     behind = tl.minimum(end, tl.maximum(begin, tl.cdiv(there, BLOCK_N)))
     for block in tl.range(begin, behind):
         place = block * BLOCK_N + places
         stored = place < there
-        page_ptr = record_ptr + place.to(tl.int64) * record_stride_p
-        scale_ptr = page_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
-        mean = tl.load(
-            page_ptr[:, None] + (MEAN + dims)[None, :], mask=stored[:, None] & (dims < DIM)[None, :], other=0
-        )
-        mean = mean.to(tl.int8, bitcast=True).to(q.dtype)
-        factor = tl.load(scale_ptr, mask=stored, other=0.0) * scale
-        middle = tl.dot(mean, q, input_precision="ieee") * factor[:, None]
-        along, reach = (), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        slot = place
+        if BRANCH:
+            page = tl.load(page_ptr + place // BRANCH * page_stride_p, mask=stored, other=-1).to(tl.int32)
+            slot, stored = page * BRANCH + place % BRANCH, page >= 0
+        ptr = record_ptr + slot.to(tl.int64) * record_stride_p
+        scale_ptr = ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+        code = words(ptr[:, None] + MEAN, wholes[None, :], stored[:, None] & (wholes < DIM // LANES)[None, :], LANES)
+        middle = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for byte in tl.static_range(LANES):
+            mean = signed(((code >> (8 * byte)) & 255) ^ 128, 8, dtype)
+            middle = tl.dot(mean, whole[byte], middle, input_precision="ieee")
+        middle *= (tl.load(scale_ptr, mask=stored, other=0.0) * scale)[:, None]
+        along, reach, start = (), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), middle
         for direction in tl.static_range(RANK):
-            at = (DIRECTIONS + direction * HALF + halves)[None, :]
-            codes = tl.load(page_ptr[:, None] + at, mask=stored[:, None] & in_half[None, :], other=0)
-            product = tl.dot(((codes & 15).to(tl.int8) - 8).to(q.dtype), low, input_precision="ieee")
-            product = tl.dot(((codes >> 4).to(tl.int8) - 8).to(q.dtype), high, product, input_precision="ieee")
-            factor = tl.load(scale_ptr + 1 + direction, mask=stored, other=0.0) * scale
-            along += (product * factor[:, None],)
-            reach += tl.abs(along[direction]) * 8.0
+            code = words(
+                ptr[:, None] + (DIRECTIONS + direction * HALF),
+                halves[None, :],
+                stored[:, None] & (halves < HALF // LANES)[None, :],
+                LANES,
+            )
+            product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for byte in tl.static_range(LANES):
+                shifted = code >> (8 * byte)
+                product = tl.dot(signed(shifted & 15, 4, dtype), low[byte], product, input_precision="ieee")
+                upper = signed((shifted >> 4) & 15, 4, dtype)
+                product = tl.dot(upper, high[byte], product, input_precision="ieee")
+            factor = tl.load(scale_ptr + 1 + direction, mask=stored, other=0.0) * (16.0 * scale)
+            product *= factor[:, None]
+            along += (product,)
+            start -= 1.5 * product
+            reach += 0.5 * tl.abs(product)
 
         # exponentials about the mean's logit can neither overflow nor all vanish, unless keys reach very far from it
         top = capped(middle, SOFTCAP)
         if tl.max(reach) > _FAR:
             top = tl.full([BLOCK_N, BLOCK_M], LOWEST, tl.float32)
             for unit in tl.range(UNITS, loop_unroll_factor=UNROLLED):
-                for nibble in tl.static_range(UNIT):
-                    logits = _logits(middle, along, page_ptr + COEFFICIENTS, stored, unit, nibble, SIZE, WORDS, SOFTCAP)
+                codes = _coefficients(along, ptr + COEFFICIENTS, stored, unit, UNIT, HALF_KEYS, lane, PACKED)
+                for step in tl.static_range(UNIT // PACKED):
+                    logits = capped(_logits(start, along, codes, step, PACKED), SOFTCAP)
+                    if SIZE % 2 == 1:
+                        logits = tl.where(_absent(unit, step * PACKED + lane, SIZE), float("-inf"), logits)
                     top = tl.maximum(top, logits)
+            if PACKED > 1:
+                largest = tl.max(tl.reshape(top, [BLOCK_N, HEADS, PACKED]), 2)
+                top = tl.reshape(tl.broadcast_to(largest[:, :, None], [BLOCK_N, HEADS, PACKED]), [BLOCK_N, BLOCK_M])
         weight = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if SOFTCAP == 0:
+            start -= top
         for unit in tl.range(UNITS, loop_unroll_factor=UNROLLED):
-            for nibble in tl.static_range(UNIT):
-                logits = _logits(middle, along, page_ptr + COEFFICIENTS, stored, unit, nibble, SIZE, WORDS, SOFTCAP)
-                weight += tl.exp2(logits - top)
-        lse = tl.where(stored[:, None], (top + tl.log2(weight)) / LOG2E, float("-inf"))
-        tl.store(out_ptr + block * BLOCK_N, lse, mask=exist[None, :] & (place < padded)[:, None])
+            codes = _coefficients(along, ptr + COEFFICIENTS, stored, unit, UNIT, HALF_KEYS, lane, PACKED)
+            for step in tl.static_range(UNIT // PACKED):
+                logits = _logits(start, along, codes, step, PACKED)
+                if SOFTCAP > 0:
+                    logits = capped(logits, SOFTCAP) - top
+                if SIZE % 2 == 1:
+                    logits = tl.where(_absent(unit, step * PACKED + lane, SIZE), float("-inf"), logits)
+                weight += tl.exp2(logits)
+        if PACKED > 1:
+            weight = tl.sum(tl.reshape(weight, [BLOCK_N, HEADS, PACKED]), 2)
+            top = tl.max(tl.reshape(top, [BLOCK_N, HEADS, PACKED]), 2)
+        lse = tl.where(stored[:, None], top + tl.log2(weight), float("-inf"))
+        if TOTALS:
+            higher = tl.maximum(all_top, lse)
+            all_weight = all_weight * tl.exp2(all_top - higher) + tl.exp2(lse - higher)
+            all_top = higher
+        else:
+            lse /= LOG2E
+        tl.store(out_ptr + block * BLOCK_N, lse, mask=written & (place < padded)[:, None])
     for block in tl.range(behind, end):
         place = block * BLOCK_N + places
-        none = tl.full([BLOCK_N, BLOCK_M], float("-inf"), tl.float32)
-        tl.store(out_ptr + block * BLOCK_N, none, mask=exist[None, :] & (place < padded)[:, None])
+        none = tl.full([BLOCK_N, HEADS], float("-inf"), tl.float32)
+        tl.store(out_ptr + block * BLOCK_N, none, mask=written & (place < padded)[:, None])
+    if TOTALS:
+        largest = tl.max(all_top, 0)
+        weight = tl.sum(all_weight * tl.exp2(all_top - largest[None, :]), 0)
+        total = tl.where(weight == 0, float("-inf"), largest + tl.log2(weight))
+        tl.store(total_ptr + of_head * tl.num_programs(1) + split, total, mask=tl.reshape(written, [HEADS]))
+
+
+@triton.jit
+def _absent(unit, nibble, SIZE: tl.constexpr):
+    """Whether the upper half of a byte holds no coefficient, ``[1, M]``: the last one's, of an odd page."""
+    return ((nibble == 1) & (unit + (SIZE + 1) // 2 >= SIZE))[None, :]

@@ -59,17 +59,7 @@ def pooled_mass(
     logits = _logits(fold_group(q, k.shape[1]), k, key_scales, scaling, softcap)
     if mask is not None:
         logits.masked_fill_(~mask[:, :, None], float("-inf"))
-    mass = logits if pooling == "max_logit" else logits.softmax(-1)
-    if sink_logits is not None and pooling != "max_logit":
-        sinks = sink_logits.float().view(1, k.shape[1], -1, 1)
-        mass = mass * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()
-    mass = mass.sqrt_() if pooling == "sqrt" else mass
-    mass = mass if pool == "kv_head" else mass.flatten(1, 2)[:, None]
-    scores = mass.amax(2) if pooling in ("max", "max_logit") else mass.mean(2)
-    if mask is not None:
-        mask = mask if pool == "kv_head" else mask.all(1, keepdim=True)
-        scores = scores.masked_fill_(~mask, float("-inf"))
-    return scores
+    return pool_logits(logits, mask, pooling, pool, sink_logits)
 
 
 def pooled_mass_of_pages(
@@ -113,6 +103,23 @@ def pooled_mass_of_pages(
     slots = slots.masked_fill(slots >= ends, -1)
     how = {"sink_logits": sink_logits, "softcap": softcap, "pooling": pooling, "pool": pool}
     return pooled_mass(q, gather_slots(k, slots), scaling=scaling, mask=slots >= 0, **how)
+
+
+def pool_logits(
+    logits: Tensor, mask: Tensor | None, pooling: str, pool: str, sink_logits: Tensor | None = None
+) -> Tensor:
+    """Logits ``[B, Hkv, G, N]``, -inf of no key, as :func:`pooled_mass` pools them; mask: bool ``[B, Hkv, N]``."""
+    mass = logits if pooling == "max_logit" else logits.softmax(-1)
+    if sink_logits is not None and pooling != "max_logit":
+        sinks = sink_logits.float().view(1, logits.shape[1], -1, 1)
+        mass = mass * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()
+    mass = mass.sqrt_() if pooling == "sqrt" else mass
+    mass = mass if pool == "kv_head" else mass.flatten(1, 2)[:, None]
+    scores = mass.amax(2) if pooling in ("max", "max_logit") else mass.mean(2)
+    if mask is not None:
+        mask = mask if pool == "kv_head" else mask.all(1, keepdim=True)
+        scores = scores.masked_fill_(~mask, float("-inf"))
+    return scores
 
 
 def _logits(rows: Tensor, k: Tensor, key_scales: Tensor | None, scaling: float, softcap: float | None) -> Tensor:

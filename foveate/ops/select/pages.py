@@ -1,4 +1,4 @@
-"""What pages hold that several heads have chosen, each its own; and which keys are at places within pages."""
+"""What chosen pages hold, keys and attention; and which keys are at places within pages."""
 
 import torch
 from torch import Tensor
@@ -22,6 +22,20 @@ def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Ten
     missing = (newest + 1) * page_size - lengths
     read = (of_kv_head == newest[:, None, None]).any(-1)
     return (first & (ordered >= 0)).sum(-1) * page_size - read * missing[:, None]
+
+
+def mass_of_pages(mass: Tensor, pages: Tensor) -> Tensor:
+    """The share of attention that chosen pages hold together.
+
+    Args:
+        mass: fp32 ``[B, H, N]``, of each page; -inf of one that has none.
+        pages: int ``[B, H, P]``, each once; -1 marks an unused place.
+
+    Returns:
+        fp32 ``[B, H]``; 1 where the first page has no mass: no page has any, and nothing is missed.
+    """
+    held = mass.gather(-1, pages.clamp_min(0).long()).masked_fill(pages < 0, 0.0).clamp_min(0.0).sum(-1)
+    return torch.where(mass[..., 0].isneginf(), 1.0, held)
 
 
 def keys_at_places(places: Tensor, pages: Tensor, page_size: int) -> Tensor:

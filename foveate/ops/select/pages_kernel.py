@@ -1,5 +1,5 @@
-"""What pages hold that several heads have chosen, and keys at places within pages: Triton kernels of
-:func:`keys_of_pages` and :func:`keys_at_places`."""
+"""What chosen pages hold, and keys at places within pages: Triton kernels of :func:`keys_of_pages`,
+:func:`mass_of_pages` and :func:`keys_at_places`."""
 
 import torch
 import triton
@@ -39,6 +39,18 @@ def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Ten
     return found
 
 
+def mass_of_pages(mass: Tensor, pages: Tensor) -> Tensor:
+    """See :func:`foveate.ops.select.pages.mass_of_pages`. One launch."""
+    batch, heads, number = pages.shape
+    if mass.shape[:2] != (batch, heads):
+        raise ValueError(f"pages {tuple(pages.shape)} do not fit mass {tuple(mass.shape)}")
+    found = torch.empty(batch, heads, dtype=torch.float32, device=mass.device)
+    if found.numel():
+        strides = (*mass.stride(), *pages.stride())
+        _mass_of_pages[batch * heads,](mass, pages, found, *strides, heads, number, num_warps=4)
+    return found
+
+
 def keys_at_places(places: Tensor, pages: Tensor, page_size: int) -> Tensor:
     """See :func:`foveate.ops.select.pages.keys_at_places`. One launch."""
     batch, heads, number = places.shape
@@ -59,6 +71,35 @@ def keys_at_places(places: Tensor, pages: Tensor, page_size: int) -> Tensor:
             num_warps=4,
         )
     return found
+
+
+@triton.jit(do_not_specialize=["mass_stride_b", "mass_stride_h", "page_stride_b", "page_stride_h", "heads", "number"])
+def _mass_of_pages(
+    mass_ptr,
+    page_ptr,
+    found_ptr,
+    mass_stride_b,
+    mass_stride_h,
+    mass_stride_n,
+    page_stride_b,
+    page_stride_h,
+    page_stride_p,
+    heads,
+    number,
+):
+    """Writes ``found [B, H]``, contiguous."""
+    row = tl.program_id(0)
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    mass_ptr += batch * mass_stride_b + head * mass_stride_h
+    page_ptr += batch * page_stride_b + head * page_stride_h
+    held, places = tl.zeros([_BLOCK], tl.float32), tl.arange(0, _BLOCK)
+    for first in tl.range(0, number, _BLOCK):
+        place = first + places
+        page = tl.load(page_ptr + place * page_stride_p, mask=place < number, other=-1).to(tl.int32)
+        mass = tl.load(mass_ptr + page * mass_stride_n, mask=page >= 0, other=0.0)
+        held += tl.maximum(mass, 0.0)
+    first = tl.load(mass_ptr)
+    tl.store(found_ptr + row, tl.where(first == float("-inf"), 1.0, tl.sum(held, 0)))
 
 
 @triton.jit(do_not_specialize=["place_stride_b", "place_stride_h", "page_stride_b", "page_stride_h", "heads", "number"])
