@@ -19,18 +19,14 @@ import torch
 import transformers
 
 import foveate
+from foveate.bench.options import CpuDecode as Plan
+from foveate.bench.plan import Keep, Row, Say
 from foveate.inputs import loading, model_folder
 from foveate.inputs.reading import read_novels
 from foveate.integrations.transformers import releases
-from foveate.results import circumstances
 from foveate.results.errors import UserError
-from foveate.results.measurements import TRANSFORMERS
+from foveate.results.measurements import TRANSFORMERS, speed_row
 
-BENCH = "cpu-decode"
-METHODS = (
-    *("dense", "streaming:window=1024", "h2o", "quest", "omnikv", "kascade:decode_only=true"),
-    *("luka:page_size=16,top_k=3", "luka:page_size=16,top_k=0.12", "luka"),
-)
 _WARM_UP = 4
 
 
@@ -56,40 +52,22 @@ class Contender:
 
 
 @torch.inference_mode()
-def run(
-    folder: Path,
-    data: Path,
-    context: int = 8000,
-    steps: int = 48,
-    methods: Sequence[str] = METHODS,
-    threads: int = 2,
-    say: Callable[[str], None] = print,
-) -> list[dict[str, Any]]:
-    """Measure and return one row for each implementation but the baseline.
-
-    Args:
-        folder: a Hugging Face model folder.
-        data: folder with books, whose text is read.
-        context: prompt tokens.
-        steps: timed decode steps of each implementation.
-        methods: specs; ``dense`` is always among them.
-        threads: torch threads.
-        say: where progress goes.
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
+    """One row for each implementation.
 
     Raises:
         UserError: for a context beyond the model or the book, or fewer than one step.
     """
-    if steps < 1 or context < 1 or threads < 1:
-        raise UserError("context, steps and threads must be at least 1")
-    specs = list(dict.fromkeys(["dense", *(foveate.methods.parse(spec).spec for spec in methods)]))
-    facts = model_folder.model_facts(folder)
+    plan.check()
+    context, steps = plan.context, plan.steps
+    facts = model_folder.model_facts(plan.model)
     needed = context + steps + _WARM_UP
     model_folder.check_positions(needed, facts, "context and steps need")
-    ids = _book(folder, data, needed)
-    torch.set_num_threads(threads)
-    base = loading.load_model(folder, "float32", "cpu")
+    ids = _book(plan.model, plan.data, needed)
+    torch.set_num_threads(plan.threads)
+    base = loading.load_model(plan.model, "float32", "cpu")
     contenders = [_prefill(TRANSFORMERS, base, None, ids[:, :context], say)]
-    contenders += [_prefill(spec, _twin(base), spec, ids[:, :context], say) for spec in specs]
+    contenders += [_prefill(spec, _twin(base), spec, ids[:, :context], say) for spec in plan.specs()]
     for contender in contenders:
         if contender.name != TRANSFORMERS:
             foveate.stats(contender.model, reset=True)
@@ -98,7 +76,9 @@ def run(
         # a different order each time: nobody always follows the largest cache
         for contender in contenders[i % len(contenders) :] + contenders[: i % len(contenders)]:
             contender.step(token, timed=i >= _WARM_UP)
-    return _rows(contenders, base, folder, facts, context, steps, threads)
+    rows = _rows(plan, contenders, base, facts)
+    keep(rows)
+    return rows
 
 
 def _book(folder: Path, data: Path, tokens: int) -> torch.Tensor:
@@ -131,15 +111,7 @@ def _prefill(
     return Contender(name, model, cache, elapsed)
 
 
-def _rows(
-    contenders: list[Contender],
-    base: torch.nn.Module,
-    folder: Path,
-    facts: dict[str, Any],
-    context: int,
-    steps: int,
-    threads: int,
-) -> list[dict[str, Any]]:
+def _rows(plan: Plan, contenders: Sequence[Contender], base: torch.nn.Module, facts: dict[str, Any]) -> list[Row]:
     medians = {contender.name: statistics.median(contender.milliseconds) for contender in contenders}
     fastest = min((TRANSFORMERS, "dense"), key=medians.__getitem__)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
@@ -153,36 +125,28 @@ def _rows(
         if contender.name == TRANSFORMERS:
             read = float(sum(layer.keys.nbytes + layer.values.nbytes for layer in contender.cache.layers))
         logits = torch.stack(contender.logits)
+        how = {"context": plan.context, "batch": 1, "dtype": "float32", "steps": plan.steps, "threads": plan.threads}
+        timed = contender.milliseconds
         rows.append(
-            {
-                "bench": BENCH,
-                "case": {
-                    "method": contender.name,
-                    "model": folder.name,
-                    "context": context,
-                    "batch": 1,
-                    "dtype": "float32",
-                    "steps": steps,
-                    "threads": threads,
-                },
-                "ms": milliseconds,
-                "ms_quartiles": statistics.quantiles(contender.milliseconds, n=4) if steps > 1 else [milliseconds] * 3,
-                "baseline": fastest,
-                "baseline_ms": medians[fastest],
-                "speedup": medians[fastest] / milliseconds,
-                "speedup_over_dense": medians["dense"] / milliseconds,
-                "speedup_over_transformers": medians[TRANSFORMERS] / milliseconds,
-                "gb_per_s": (weights + read) / milliseconds / 1e6,
-                "tflop_per_s": flops / milliseconds / 1e9,
-                "keys_read_share": summary.get("keys_read_share", 1.0),
-                "kv_bytes_per_step": read,
-                "same_next_token": (logits.argmax(-1) == reference.argmax(-1)).float().mean().item(),
-                "largest_logit_difference": (logits - reference).abs().max().item(),
-                "prefill_ms": 1e3 * contender.prefill_s,
-                "peak_bytes": summary.get("resident_bytes", int(read)),
-                "peak_kind": "resident keys, values and method state",
-                "architecture": facts,
-                **circumstances.of("cpu"),
-            }
+            speed_row(
+                plan.bench,
+                {"method": contender.name, "model": plan.model.name, **how},
+                "cpu",
+                milliseconds,
+                (fastest, medians[fastest]),
+                ms_quartiles=statistics.quantiles(timed, n=4) if plan.steps > 1 else timed * 3,
+                speedup_over_dense=medians["dense"] / milliseconds,
+                speedup_over_transformers=medians[TRANSFORMERS] / milliseconds,
+                gb_per_s=(weights + read) / milliseconds / 1e6,
+                tflop_per_s=flops / milliseconds / 1e9,
+                keys_read_share=summary.get("keys_read_share", 1.0),
+                kv_bytes_per_step=read,
+                same_next_token=(logits.argmax(-1) == reference.argmax(-1)).float().mean().item(),
+                largest_logit_difference=(logits - reference).abs().max().item(),
+                prefill_ms=1e3 * contender.prefill_s,
+                peak_bytes=summary.get("resident_bytes", int(read)),
+                peak_kind="resident keys, values and method state",
+                architecture=facts,
+            )
         )
     return rows

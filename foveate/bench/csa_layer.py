@@ -7,8 +7,6 @@ for every chunk; a chunk's output is freed before the next chunk runs.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,70 +14,33 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.bench import indexer as bench
+from foveate.bench import options
+from foveate.bench.plan import Keep, Row, Say
 from foveate.layers import csa
 from foveate.ops._dispatch import reference_only
-from foveate.results import circumstances
 from foveate.results.errors import UserError
+from foveate.results.measurements import speed_row
 
-BENCH = "csa"
-IMPLEMENTATIONS = ("foveate", "reference")
-TOKENS = (8192, 32768, 65536, 131072, 262144)
-"""The lengths of StreamIndex's table 5."""
-_DTYPES = ("bfloat16", "float16", "float32")
+IMPLEMENTATIONS = options.CsaLayer.implementations
 _LONGEST = 65536
 """Most tokens for which the reference is measured; beyond, it takes too long."""
 _CHECKED = 16
 """Last queries, whose outputs are compared with fp64."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure; the defaults are the sizes of DeepSeek-V4's sparse layers."""
-
-    tokens: Sequence[int] = TOKENS
-    implementations: Sequence[str] = IMPLEMENTATIONS
-    heads: int = 64
-    dim: int = 512
-    index_heads: int = 64
-    index_dim: int = 128
-    top_k: int = 512
-    window: int = 128
-    ratio: int = 4
-    chunk: int = 16384
-    dtype: str = "bfloat16"
-    repeats: int = 5
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.CsaLayer):
     def check(self) -> None:
-        """Raise UserError that names the invalid option, its value and what is allowed."""
-        for name in ("heads", "dim", "window", "chunk"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
-        strange = [name for name in self.implementations if name not in IMPLEMENTATIONS]
-        if strange or not self.implementations:
-            raise UserError(f"impl must be among {', '.join(IMPLEMENTATIONS)}, not {', '.join(strange) or 'none'}")
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
         self.of_indexer().check()
 
     def of_indexer(self) -> bench.Plan:
-        return bench.Plan(
-            tokens=self.tokens,
-            implementations=("foveate",),
-            heads=self.index_heads,
-            dim=self.index_dim,
-            top_k=self.top_k,
-            ratio=self.ratio,
-            dtype=self.dtype,
-            repeats=self.repeats,
-            seed=self.seed,
-            device=self.device,
-        )
+        same = self.values("tokens", "top_k", "ratio", "dtype", "repeats", "seed", "device")
+        return bench.Plan(implementations=("foveate",), heads=self.index_heads, dim=self.index_dim, **same)
 
 
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """Measure a layer at every length. The baseline has the same indexer, and the reference of the attention.
 
     Raises:
@@ -87,7 +48,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """
     plan.check()
     ceiling = bench.matmul_rate(plan.dtype, plan.device)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for tokens in plan.tokens:
         inputs = _draw(plan, tokens)
         flops = 4 * plan.heads * plan.dim * _keys_read(plan, tokens)
@@ -99,38 +60,31 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                 continue
             found[name] = _measure(plan, name, tokens, inputs)
         baseline = "reference" if "reference" in found else "foveate"
+        fresh = []
         for name, measured in found.items():
             rate = flops / measured["attention_ms"] / 1e9
             of_attention = f"attention {measured['attention_ms']:,.2f} ms at {rate:,.1f} TFLOP/s"
             say(f"{name} at {tokens:,} tokens: {measured['ms']:,.2f} ms, {of_attention}")
-            own = ("heads", "dim", "index_heads", "index_dim", "top_k", "window", "ratio", "chunk", "dtype")
-            rows.append(
-                {
-                    "bench": BENCH,
-                    "impl": name,
-                    "case": {
-                        "impl": name,
-                        "tokens": tokens,
-                        **{setting: getattr(plan, setting) for setting in (*own, "repeats", "seed")},
-                    },
+            fresh.append(
+                speed_row(
+                    plan.bench,
+                    {"impl": name, "tokens": tokens, **plan.without("tokens", "implementations", "device")},
+                    plan.device,
+                    baseline=(baseline, found[baseline]["ms"]),
+                    impl=name,
                     **measured,
-                    "peak_counts": "above the inputs, selections and a chunk's output included; queries of one chunk "
+                    peak_counts="above the inputs, selections and a chunk's output included; queries of one chunk "
                     "are inputs and stand for all others",
-                    "error_counts": f"norm of the difference to fp64 over its norm, the last {_CHECKED} queries",
-                    "baseline": baseline,
-                    "baseline_ms": found[baseline]["ms"],
-                    "speedup": found[baseline]["ms"] / measured["ms"],
-                    "gb_per_s": None,
-                    "tflop_per_s": (flops + flops_of_indexer) / measured["ms"] / 1e9,
-                    "tflop_counts": "products with keys that a query may read, and with those that it attends to",
-                    "attention_tflop_per_s": rate,
-                    "matmul_tflop_per_s": ceiling,
-                    "attention_of_matmul": rate / ceiling,
-                    "device": circumstances.device_name(plan.device),
-                    "versions": circumstances.versions(),
-                    "commit": circumstances.commit(),
-                }
+                    error_counts=f"norm of the difference to fp64 over its norm, the last {_CHECKED} queries",
+                    tflop_per_s=(flops + flops_of_indexer) / measured["ms"] / 1e9,
+                    tflop_counts="products with keys that a query may read, and with those that it attends to",
+                    attention_tflop_per_s=rate,
+                    matmul_tflop_per_s=ceiling,
+                    attention_of_matmul=rate / ceiling,
+                )
             )
+        keep(fresh)
+        rows += fresh
     if not rows:
         raise UserError(f"nothing was measured: the reference is for at most {_LONGEST:,} tokens")
     return rows

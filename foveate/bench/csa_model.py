@@ -6,10 +6,9 @@ compression ratios, index heads and the number of selected entries are those of 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ import transformers
 from torch import Tensor, nn
 
 import foveate
+from foveate.bench import options
+from foveate.bench.plan import Keep, Row, Say
 from foveate.integrations.transformers import releases
+from foveate.report.markdown import NONE, columns
 from foveate.results import circumstances, timing
 from foveate.results.errors import UserError
+from foveate.results.measurements import speed_row
 
-BENCH = "csa-model"
-TOKENS, SMALL = (262144,), 8192
-_DTYPES = ("bfloat16", "float16", "float32")
 _KEPT = 64
 """Positions at the end of each chunk of a prompt whose logits are compared."""
 _ROOM = 0.8
@@ -31,47 +31,18 @@ _ROOM = 0.8
 _SPARSE, _HEAVY, _WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure. Widths without an option are proportional to those with one."""
-
-    tokens: Sequence[int] = TOKENS
-    small: int = SMALL
-    """Tokens of the prompt that both paths read; 0 for none."""
-    chunk: int = 4096
-    layers: int = 43
-    hidden: int = 1024
-    heads: int = 16
-    head_dim: int = 512
-    experts: int = 16
-    index_heads: int = 64
-    index_dim: int = 128
-    top_k: int = 512
-    window: int = 128
-    ratios: tuple[int, int] = (4, 128)
-    steps: int = 16
-    dtype: str = "bfloat16"
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.CsaModel):
     def check(self) -> None:
-        """Raise UserError that names the invalid option, its value and what is allowed."""
-        least = {"chunk": 1, "layers": 1, "hidden": 8, "heads": 1, "experts": 2, "steps": 1, "small": 0}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise UserError(f"{name} must be at least {value}, not {getattr(self, name)}")
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
         if min(self.tokens, default=1) < 1 or not (self.tokens or self.small):
             raise UserError(f"tokens must be at least 1, not {list(self.tokens)}")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
         if not hasattr(transformers, "DeepseekV4Config"):
             raise UserError(f"Transformers {transformers.__version__} has no DeepSeek-V4; a later one has")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError("no CUDA device is here; --device cpu runs small sizes")
 
 
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """Measure foveate at every length, and Transformers, the baseline, at the small one.
 
     Raises:
@@ -81,7 +52,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     model = build(plan)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     say(f"{plan.layers} layers, {weights / 1e9:.2f} GB of weights")
-    rows = []
+    rows: list[Row] = []
     for tokens in dict.fromkeys([*([plan.small] if plan.small else []), *plan.tokens]):
         found, kept = {}, {}
         if tokens == plan.small:
@@ -96,28 +67,25 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
         if len(kept) == 2:
             found["foveate"] |= _compared(kept["foveate"], kept["transformers"])
         baseline = next(iter(found))
+        fresh = []
         for name, measured in found.items():
             say(
                 f"{name} at {tokens:,} tokens: {measured['ms'] / 1e3:,.2f} s, "
                 f"{measured['tokens_per_s']:,.0f} tokens/s, peak {measured['peak_bytes'] / 1e9:.2f} GB"
             )
-            rows.append(
-                {
-                    "bench": BENCH,
-                    "impl": name,
-                    "case": {"impl": name, "tokens": tokens, **_case(plan)},
+            fresh.append(
+                speed_row(
+                    plan.bench,
+                    {"impl": name, "tokens": tokens, **plan.without("tokens", "small", "device")},
+                    plan.device,
+                    baseline=(baseline, found[baseline]["ms"]),
+                    impl=name,
                     **measured,
-                    "weight_bytes": weights,
-                    "baseline": baseline,
-                    "baseline_ms": found[baseline]["ms"],
-                    "speedup": found[baseline]["ms"] / measured["ms"],
-                    "gb_per_s": None,
-                    "tflop_per_s": None,
-                    "device": circumstances.device_name(plan.device),
-                    "versions": circumstances.versions(),
-                    "commit": circumstances.commit(),
-                }
+                    weight_bytes=weights,
+                )
             )
+        keep(fresh)
+        rows += fresh
     return rows
 
 
@@ -159,20 +127,25 @@ def build(plan: Plan) -> nn.Module:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = [
-        "| | tokens | prompt, s | tokens/s | decode, ms | peak, GB | cache, GB | largest logit difference |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        apart = "–"
-        if "max_logit_difference" in row:
-            apart = f"{row['max_logit_difference']:.2g} (of std {row['logit_std']:.2g})"
-        lines.append(
-            f"| {row['impl']} | {row['case']['tokens']:,} | {row['ms'] / 1e3:,.2f} | {row['tokens_per_s']:,.0f} "
-            f"| {row['decode_ms_per_token']:,.1f} | {row['peak_bytes'] / 1e9:.2f} | {row['cache_bytes'] / 1e9:.2f} "
-            f"| {apart} |"
-        )
-    return "\n".join(lines)
+
+    def apart(row: dict[str, Any]) -> str:
+        if "max_logit_difference" not in row:
+            return NONE
+        return f"{row['max_logit_difference']:.2g} (of std {row['logit_std']:.2g})"
+
+    return columns(
+        rows,
+        {
+            "": lambda row: row["impl"],
+            "tokens": lambda row: f"{row['case']['tokens']:,}",
+            "prompt, s": lambda row: f"{row['ms'] / 1e3:,.2f}",
+            "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+            "decode, ms": lambda row: f"{row['decode_ms_per_token']:,.1f}",
+            "peak, GB": lambda row: f"{row['peak_bytes'] / 1e9:.2f}",
+            "cache, GB": lambda row: f"{row['cache_bytes'] / 1e9:.2f}",
+            "largest logit difference": apart,
+        },
+    )
 
 
 def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any], Tensor]:
@@ -181,7 +154,6 @@ def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any],
     ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(plan.device)
     model(ids[:, : min(tokens, plan.chunk)], use_cache=False, logits_to_keep=1)  # compiles and tunes kernels
     cuda, memory = plan.device.startswith("cuda"), circumstances.PeakMemory(plan.device)
-    before = torch.cuda.memory_allocated(plan.device) if cuda else 0
     memory.start()
     cache, kept = transformers.DynamicCache(config=model.config), []
 
@@ -198,7 +170,7 @@ def _measure(plan: Plan, model: nn.Module, tokens: int) -> tuple[dict[str, Any],
         "ms": milliseconds,
         "tokens_per_s": 1e3 * tokens / milliseconds,
         "decode_ms_per_token": statistics.median(times),
-        "peak_bytes": memory.peak() - before,
+        "peak_bytes": memory.added(),
         "peak_counts": f"{memory.kind}; less the weights" if cuda else memory.kind,
         "cache_bytes": _bytes(cache),
     }
@@ -235,8 +207,3 @@ def _products(plan: Plan, tokens: int) -> int:
 def _fits(plan: Plan, tokens: int) -> bool:
     room = torch.cuda.mem_get_info(plan.device)[0] if plan.device.startswith("cuda") else 8 << 30
     return 3.2 * _products(plan, tokens) <= _ROOM * room  # the products, their ReLU and the weighted ones
-
-
-def _case(plan: Plan) -> dict[str, Any]:
-    settings = dataclasses.asdict(plan)
-    return {name: value for name, value in settings.items() if name not in ("tokens", "small", "device")}

@@ -12,42 +12,28 @@ layers at once, at their end, which is timed at level `model` alone.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import shlex
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import breakdown, cold, decode_layer, dense_peers
+from foveate.bench import breakdown, cold, decode_layer, dense_peers, options
 from foveate.bench.decode_layer import Layer
-from foveate.bench.layer_kinds import Kind, kinds
-from foveate.methods import Method, parse, replay_obstacle
-from foveate.results import circumstances
+from foveate.bench.layer_kinds import Kind, kinds, share_of
+from foveate.bench.plan import Keep, Row, Say, parsed
+from foveate.methods import Method, replay_obstacle
 from foveate.results.errors import UserError
+from foveate.results.measurements import speed_row
 from foveate.runtime import capture
 from foveate.runtime.layer import finish_prompt
 from foveate.state import Counters, Geometry, SlotCache
 from foveate.state.counters import Tally
 
-BENCH = "decode"
-METHODS = (
-    "dense",
-    "kascade:decode_only=true",
-    "luka:page_size=16,top_k=3",
-    "luka",
-    "pages",
-    "quest",
-    "omnikv",
-    "lessismore",
-)
-CONTEXTS, BATCHES = (8192, 32768, 131072), (1, 32)
 LEVELS = ("kernel", "layer")
-_DTYPES = ("float16", "bfloat16", "float32")
 _OBSERVED = 64
 """Queries of a prompt that methods learn from."""
 _CHUNK = 8192
@@ -56,85 +42,28 @@ _LONGEST = 1025
 """No method does anything less often than this."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure; the defaults are a layer of Llama-3.1-8B, as in the papers."""
-
-    methods: Sequence[str] = METHODS
-    contexts: Sequence[int] = CONTEXTS
-    batches: Sequence[int] = BATCHES
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    layers: int = 32
-    level: str = "kernel"
-    dtype: str = "float16"
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.Decode):
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
+        """Raise UserError that names an option, its value, and what is allowed."""
         if self.level not in LEVELS:
             raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{self.level}'")
-        for name in ("heads", "kv_heads", "head_dim", "layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name, numbers in (("context", self.contexts), ("batch", self.batches)):
-            if not numbers or min(numbers) < 1:
-                raise UserError(f"{name} must be at least 1, not {min(numbers, default='none')}")
-        if self.heads % self.kv_heads:
-            raise UserError(f"heads must be a multiple of kv-heads, {self.kv_heads}, not {self.heads}")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
-        if self.device not in ("cuda", "cpu"):
-            raise UserError(f"device must be cuda or cpu, not '{self.device}'")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("no CUDA device is here; --device cpu measures the references")
+        super().check()
+        self.check_multiple("heads", "kv_heads")
         for spec in self.methods:
-            method = _parsed(spec)
+            method = parsed(spec)
             if method.evicts and self.level == "kernel":
                 raise UserError(f"{method.name} gives up tokens as it decodes, which is seen at level layer alone")
-
-    def command(self) -> str:
-        """The command line that makes the rows."""
-        sizes = {"method": self.methods, "context": self.contexts, "batch": self.batches}
-        rest = ("heads", "kv_heads", "head_dim", "layers", "dtype", "seed", "device")
-        return command({"level": self.level, **sizes, **{name: getattr(self, name) for name in rest}})
 
     @property
     def scaling(self) -> float:
         return self.head_dim**-0.5
 
 
-def command(options: Mapping[str, Any], bench: str = BENCH) -> str:
-    """The command line of a bench with some options, each as often as it has values."""
-    parts = [f"foveate bench {bench}"]
-    for name, value in options.items():
-        values = value if isinstance(value, (list, tuple)) else (value,)
-        parts += [f"--{name.replace('_', '-')} {shlex.quote(str(one))}" for one in values]
-    return " ".join(parts)
-
-
-def _parsed(spec: str) -> Method:
-    try:
-        return parse(spec)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
 @torch.inference_mode()
-def run(
-    plan: Plan,
-    say: Callable[[str], None] = print,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each implementation of dense attention and each method, at every context and batch size.
 
     Dense attention of our own is always among them: it may be what the others are compared with.
-
-    Args:
-        say: told of each.
-        keep: given the rows of one context and batch size as soon as they are there.
 
     Raises:
         UserError: for a plan that cannot be.
@@ -144,7 +73,7 @@ def run(
     cold.settle(plan.device)
     rate = cold.memory_rate(plan.device)
     say(f"device memory: {rate:,.1f} GB/s")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for batch in plan.batches:
         for context in plan.contexts:
             found = _of_size(plan, peers, batch, context, say)
@@ -165,11 +94,11 @@ class _Found(NamedTuple):
 
 
 def _of_size(
-    plan: Plan, peers: Mapping[str, dense_peers.Attend], batch: int, context: int, say: Callable[[str], None]
+    plan: Plan, peers: Mapping[str, dense_peers.Attend], batch: int, context: int, say: Say
 ) -> dict[str, _Found]:
     """What each library and each method takes, by name."""
     of_methods = {
-        method.spec: kinds(method, plan.layers) for method in map(_parsed, dict.fromkeys(("dense", *plan.methods)))
+        method.spec: kinds(method, plan.layers) for method in map(parsed, dict.fromkeys(("dense", *plan.methods)))
     }
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
     choosing = any(kind.chooser is not None for those in of_methods.values() for kind in those)
@@ -177,14 +106,8 @@ def _of_size(
     caches = [_drawn(plan, batch, context, generator) for _ in range(2 if choosing and plan.level == "layer" else 1)]
     shape = (batch, plan.heads, _OBSERVED, plan.head_dim)
     queries = torch.randn(shape, generator=generator, device=plan.device).to(caches[0].dtype)
-    found = {}
-    for name, attend in peers.items():
-        try:
-            found[name] = _peer(plan, attend, caches[0], queries[:, :, -1:])
-        except RuntimeError as error:
-            say(f"{name}: left out at {context:,} tokens, {' '.join(str(error).split())[:200]}")
-    if not found:
-        say(f"no library attends densely to {context:,} tokens in {plan.dtype} here: foveate's own is the baseline")
+    measure = functools.partial(_peer, plan, cache=caches[0], q=queries[:, :, -1:])
+    found = dense_peers.measured(peers, measure, context, plan.dtype, say)
     for spec, those in of_methods.items():
         found[spec] = _method(plan, those, caches, queries)
     return found
@@ -317,12 +240,11 @@ def _bytes_read(layer: Layer) -> float:
 
 
 def _rows(
-    plan: Plan, batch: int, context: int, found: Mapping[str, _Found], rate: float, say: Callable[[str], None]
+    plan: Plan, batch: int, context: int, found: Mapping[str, _Found], rate: float, say: Say
 ) -> list[dict[str, Any]]:
     dense = {name: one.ms for name, one in found.items() if one.layers is None or name == "dense"}
     fastest = min(dense, key=dense.__getitem__)
     size = 2 * batch * plan.kv_heads * context * plan.head_dim * getattr(torch, plan.dtype).itemsize
-    own = {name: getattr(plan, name) for name in ("heads", "kv_heads", "head_dim", "dtype", "seed")}
     rows = []
     for name, one in found.items():
         floor, speedup = one.bytes / rate / 1e6, dense[fastest] / one.ms
@@ -331,31 +253,27 @@ def _rows(
         warning = f"; BELOW THE FLOOR, so not read from memory: {', '.join(below)}" if below else ""
         told += "" if one.recall is None else f", recall {one.recall:.3f}"
         say(f"{name} at {context:,} × {batch}: {told}{warning}")
-        share = None if one.layers is None else getattr(_parsed(name), "top_k", None)
-        share = share if isinstance(share, float) else None
-        case = {"method": name, "context": context, "batch": batch, "share": share, "level": plan.level, **own}
+        share = None if one.layers is None else share_of(name)
+        case = {"method": name, "context": context, "batch": batch, "share": share, "level": plan.level}
         rows.append(
-            {
-                "bench": BENCH,
-                "case": case,
-                "ms": one.ms,
-                "floor_ms": floor,
-                "floor_counts": "bytes of keys, values and summaries read, over the fastest read or copy measured",
-                "below_floor": bool(below),
-                "memory_gb_per_s": rate,
-                "layers": layers,
-                "recall": one.recall,
-                "cuda_graph": one.graph,
-                "baseline": fastest,
-                "baseline_ms": dense[fastest],
-                "speedup": speedup,
-                "gb_per_s": one.bytes / one.ms / 1e6,
-                "tflop_per_s": None,
-                "peak_bytes": size,
-                "peak_kind": "keys and values of a layer",
-                **circumstances.of(plan.device),
-                "command": plan.command(),
-            }
+            speed_row(
+                plan.bench,
+                case | plan.values("heads", "kv_heads", "head_dim", "dtype", "seed"),
+                plan.device,
+                one.ms,
+                (fastest, dense[fastest]),
+                gb_per_s=one.bytes / one.ms / 1e6,
+                floor_ms=floor,
+                floor_counts="bytes of keys, values and summaries read, over the fastest read or copy measured",
+                below_floor=bool(below),
+                memory_gb_per_s=rate,
+                layers=layers,
+                recall=one.recall,
+                cuda_graph=one.graph,
+                peak_bytes=size,
+                peak_kind="keys and values of a layer",
+                command=plan.command(),
+            )
         )
     return rows
 
@@ -373,7 +291,7 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
     """A layer's cache with normal keys and values, and room for the tokens to come."""
     dtype, geometry = getattr(torch, plan.dtype), Geometry(plan.heads, plan.kv_heads, plan.head_dim, plan.head_dim)
     cache = SlotCache(geometry, batch, dtype, torch.device(plan.device))
-    longest = max(_period(_parsed(spec)) for spec in ("dense", *plan.methods))
+    longest = max(_period(parsed(spec)) for spec in ("dense", *plan.methods))
     cache.reserve(context + decode_layer.room(longest))
     for first in range(0, context, _CHUNK):
         shape = (batch, plan.kv_heads, min(_CHUNK, context - first), plan.head_dim)

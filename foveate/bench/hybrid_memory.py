@@ -7,79 +7,50 @@ attention, the fastest library that is present.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import foveate
+from foveate.bench import options
 from foveate.bench.hybrid_training import delta_rule
-from foveate.bench.hybrids import BENCH
+from foveate.bench.plan import Keep, Row, Say
 from foveate.integrations.transformers import Cache, releases
 from foveate.models import PRESETS, SIZES, HybridCache, HybridForCausalLM, make_config
 from foveate.results import circumstances, timing
 from foveate.results.errors import UserError, unknown
+from foveate.results.measurements import speed_row
 
 PHASE = "memory"
-CONTEXTS = (4096, 16384, 65536, 262144, 1048576)
 BASELINE = "gdn_attn"
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure; rows are held against `gdn_attn` if it is among the presets."""
-
-    presets: Sequence[str] = (BASELINE, "lalte")
-    size: str = "27M"
-    contexts: Sequence[int] = CONTEXTS
-    chunk: int = 4096
-    steps: int = 16
-    """Tokens generated at each context."""
-    dtype: str = "bfloat16"
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.HybridMemory):
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
         for preset in self.presets:
             if preset not in PRESETS:
                 raise unknown("preset", preset, PRESETS)
         if self.size not in SIZES:
             raise unknown("size", self.size, SIZES)
-        for name in ("chunk", "steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if any(b - a <= self.steps for a, b in zip([0, *self.contexts], self.contexts)):
             raise UserError(f"context must grow by more than the {self.steps} steps, not {list(self.contexts)}")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
-        if self.device not in ("cuda", "cpu"):
-            raise UserError(f"device must be cuda or cpu, not '{self.device}'")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("no CUDA device is here; --device cpu runs small sizes")
 
 
 @torch.inference_mode()
-def run(
-    plan: Plan,
-    say: Callable[[str], None] = print,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each preset and context; a preset that runs out of memory has the rows before, and it is said.
-
-    Args:
-        keep: is given the rows of each preset when they are complete.
 
     Raises:
         UserError: for a plan that cannot be.
     """
     plan.check()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     base: dict[int, dict[str, Any]] = {}
     for preset in sorted(plan.presets, key=lambda name: name != BASELINE):
         mine = []
@@ -169,23 +140,11 @@ def _held(cache: Cache | HybridCache) -> int:
 def _row(
     plan: Plan, preset: str, context: int, measured: dict[str, Any], base: dict[str, Any] | None
 ) -> dict[str, Any]:
-    base_ms = (base or measured)["ms"]
-    return {
-        "bench": BENCH,
-        "case": {
-            "what": "cache",
-            "phase": PHASE,
-            "preset": preset,
-            "size": plan.size,
-            "batch": 1,
-            "context": context,
-            **{name: getattr(plan, name) for name in ("chunk", "steps", "dtype", "seed", "device")},
-        },
+    case = {"what": "cache", "phase": PHASE, "preset": preset, "size": plan.size, "batch": 1, "context": context}
+    return speed_row(
+        plan.bench,
+        case | plan.values("chunk", "steps", "dtype", "seed", "device"),
+        plan.device,
+        baseline=(BASELINE if base else preset, (base or measured)["ms"]),
         **measured,
-        "baseline": BASELINE if base else preset,
-        "baseline_ms": base_ms,
-        "speedup": base_ms / measured["ms"],
-        "gb_per_s": None,
-        "tflop_per_s": None,
-        **circumstances.of(plan.device),
-    }
+    )

@@ -6,22 +6,22 @@ The tokens are random, and no data is read. Under torchrun every process has a G
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foveate.bench import breakdown
-from foveate.bench.hybrids import BENCH
+from foveate.bench import breakdown, options
+from foveate.bench.plan import Keep, Row, Say
 from foveate.models import PRESETS, SIZES, HybridConfig
 from foveate.ops.recur import rule_in_use
 from foveate.results import circumstances, timing
 from foveate.results.errors import UserError
+from foveate.results.measurements import speed_row
 from foveate.training import network
 from foveate.training.configuration import ModelSettings, OptimSettings
 from foveate.training.distributed import Parallel, Place, joined
@@ -30,11 +30,6 @@ from foveate.training.sparsity import SparsityFeedback, SparsitySettings
 
 PHASE = "training"
 BASELINE = "transformer"
-MODELS = (
-    *(f"{preset}-27M" for preset in (BASELINE, "gdn_attn", "gdn_swa", "lalte", "lansa", "gdn")),
-    "lalte-0.4B",
-    "lalte-1.4B",
-)
 TOKENS = {"tiny": 1024, "27M": 65536, "60M": 65536, "0.4B": 32768, "1.4B": 8192}
 """Tokens of a step of one device, by size: what fits into 80 GB."""
 _WARM_UP = 5
@@ -44,26 +39,10 @@ _NAME = 120
 """Characters of a kernel's name that are printed; a row has all of them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure; rows are held against `transformer` of the same size if it is among the models."""
-
-    models: Sequence[str] = MODELS
-    """Preset and size, such as lalte-27M."""
-    tokens: int | None = None
-    """Tokens of a step of one device; none: by the size."""
-    length: int = 2048
-    """Tokens of a row."""
-    steps: int = 10
-    """Timed steps, after some that are not."""
-    compile: bool = True
-    profile: bool = False
-    """List the kernels of one more step, after the timed ones, that take most time."""
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.HybridTraining):
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
         for name in self.models:
             preset, _, size = name.partition("-")
             if preset not in PRESETS or size not in SIZES:
@@ -71,39 +50,25 @@ class Plan:
                     f"model must be PRESET-SIZE, a preset of {', '.join(PRESETS)} and a size of {', '.join(SIZES)}, "
                     f"not '{name}'"
                 )
-            if self.of(size) < self.length or self.of(size) % self.length:
-                raise UserError(f"tokens must be a multiple of a row's {self.length:,}, not {self.of(size):,}")
-        for name, least in (("length", 16), ("steps", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.device not in ("cuda", "cpu"):
-            raise UserError(f"device must be cuda or cpu, not '{self.device}'")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("no CUDA device is here; --device cpu runs small sizes")
+            if self.tokens_of(size) < self.length or self.tokens_of(size) % self.length:
+                raise UserError(f"tokens must be a multiple of a row's {self.length:,}, not {self.tokens_of(size):,}")
 
-    def of(self, size: str) -> int:
+    def tokens_of(self, size: str) -> int:
         """Tokens of a step of one device."""
         return TOKENS[size] if self.tokens is None else self.tokens
 
 
-def run(
-    plan: Plan,
-    say: Callable[[str], None] = print,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each model; under torchrun the first process has them, and the others none.
 
     A model that runs out of memory is tried with half the tokens, down to one row. With several processes it ends the
     run, since the others would wait.
 
-    Args:
-        keep: is given each row when it is complete.
-
     Raises:
         UserError: for a plan that cannot be.
     """
     plan.check()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with joined(plan.device) as place:
         for name in sorted(plan.models, key=lambda name: not name.startswith(f"{BASELINE}-")):
             measured = _fitting(plan, name, place, say)
@@ -124,9 +89,9 @@ def run(
     return rows
 
 
-def _fitting(plan: Plan, name: str, place: Place, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _fitting(plan: Plan, name: str, place: Place, say: Say) -> dict[str, Any] | None:
     """What was measured with as many tokens as fit; None if not even one row does."""
-    tokens = plan.of(name.partition("-")[2])
+    tokens = plan.tokens_of(name.partition("-")[2])
     while tokens >= plan.length:
         try:
             return {"tokens": tokens, **_measure(plan, name, tokens, place)}
@@ -239,34 +204,28 @@ def _row(
     base_rate = base["tokens_per_s"] if base else together
     flops = 6 * measured["multiplied"] * together
     peak = network.peak_flops(place.device)
-    return {
-        "bench": BENCH,
-        "case": {
-            "what": "training step",
-            "phase": PHASE,
-            "preset": preset,
-            "size": size,
-            "gpus": place.world * (place.device.type == "cuda"),
-            "processes": place.world,
-            "tokens": tokens,
-            "length": plan.length,
-            "batch": tokens // plan.length,
-            "compile": plan.compile,
-            "dtype": "bfloat16" if place.device.type == "cuda" else "float32",
-            "seed": plan.seed,
-            "device": plan.device,
-        },
-        **measured,
-        "tokens_per_s": together,
-        "peak_share": flops / (peak * place.world) if peak else None,
-        "peak_share_counts": "6 FLOP a multiplied weight and token, over the devices' dense bf16 FLOP/s",
-        "baseline": BASELINE if base or preset == BASELINE else preset,
-        "baseline_ms": base["ms"] if base else ms,
-        "speedup": together / base_rate,
-        "speedup_counts": "tokens a second over those of the baseline",
-        "gb_per_s": None,
-        "tflop_per_s": flops / 1e12,
-        "device": circumstances.device_name(str(place.device)),
-        "versions": circumstances.versions(),
-        "commit": circumstances.commit(),
+    cuda = place.device.type == "cuda"
+    case = {
+        "what": "training step",
+        "phase": PHASE,
+        "preset": preset,
+        "size": size,
+        "gpus": place.world * cuda,
+        "processes": place.world,
+        "tokens": tokens,
+        "length": plan.length,
+        "batch": tokens // plan.length,
+        "compile": plan.compile,
+        "dtype": "bfloat16" if cuda else "float32",
     }
+    return speed_row(
+        plan.bench,
+        case | plan.values("seed", "device"),
+        str(place.device),
+        baseline=(BASELINE if base or preset == BASELINE else preset, base["ms"] if base else ms),
+        **measured,
+        tokens_per_s=together,
+        peak_share=flops / (peak * place.world) if peak else None,
+        peak_share_counts="6 FLOP a multiplied weight and token, over the devices' dense bf16 FLOP/s",
+        tflop_per_s=flops / 1e12,
+    ) | {"speedup": together / base_rate, "speedup_counts": "tokens a second over those of the baseline"}

@@ -6,84 +6,40 @@ output is held against attention in fp64 for some of its queries.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate import ops
-from foveate.bench import cold, dense_peers
+from foveate.bench import cold, dense_peers, options
 from foveate.bench.indexer import matmul_rate
+from foveate.bench.plan import Keep, Row, Say
 from foveate.layers import LearnedEviction, NativeSparseAttention
 from foveate.ops._dispatch import reference_only
 from foveate.results import circumstances
 from foveate.results.errors import UserError
+from foveate.results.measurements import speed_row
 from foveate.state.hybrid import BlockMemory, RetainedMemory
 
-BENCH = "hybrids"
-PHASES = ("decode", "prefill")
-_DTYPES = ("bfloat16", "float16", "float32")
-_FLASH = "flash-attention-3"
 _CHECKED = 16
 """Queries at the end of a prompt whose outputs are compared with those in fp64."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure; the defaults are the shapes of laLTE-1.4B and laNSA-1.4B."""
-
-    context: int = 32768
-    batches: Sequence[int] = (32, 64)
-    phases: Sequence[str] = PHASES
-    heads: int = 32
-    kv_heads: int = 8
-    nsa_kv_heads: int = 2
-    head_dim: int = 64
-    window: int = 768
-    buffer: int = 512
-    half: int = 256
-    """Retained tokens where the buffer is not full."""
-    sliding: int = 1024
-    """Tokens of the sliding window that learned eviction is compared with."""
-    share: float = 0.25
-    """Tokens of a prompt whose scores are above the threshold."""
-    block: int = 64
-    blocks: int = 16
-    nsa_window: int = 512
-    dtype: str = "bfloat16"
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.Hybrids):
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
-        for name in ("context", "heads", "kv_heads", "nsa_kv_heads", "head_dim", "buffer", "sliding"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not self.batches or min(self.batches) < 1:
-            raise UserError(f"batch must be at least 1, not {min(self.batches, default='none')}")
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
         for name in ("kv_heads", "nsa_kv_heads"):
-            if self.heads % getattr(self, name):
-                raise UserError(f"heads must be a multiple of {name}, {getattr(self, name)}, not {self.heads}")
-        strange = [phase for phase in self.phases if phase not in PHASES]
-        if strange or not self.phases:
-            raise UserError(f"phase must be among {', '.join(PHASES)}, not {', '.join(strange) or 'none'}")
+            self.check_multiple("heads", name)
         if not 0 < self.half < self.buffer:
             raise UserError(f"half must be above 0 and below the buffer's {self.buffer}, not {self.half}")
-        if self.context <= max(self.window + self.buffer, self.sliding):
-            raise UserError(f"context must be more than window and buffer and sliding hold, not {self.context}")
+        if min(self.contexts) <= max(self.window + self.buffer, self.sliding):
+            raise UserError(f"context must be more than window and buffer and sliding hold, not {min(self.contexts)}")
         if not 0 < self.share <= 1:
             raise UserError(f"share must be above 0 and at most 1, not {self.share}")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
-        if self.device not in ("cuda", "cpu"):
-            raise UserError(f"device must be cuda or cpu, not '{self.device}'")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("no CUDA device is here; --device cpu measures the references")
 
     @property
     def scaling(self) -> float:
@@ -117,15 +73,8 @@ class Limits(NamedTuple):
 
 
 @torch.inference_mode()
-def run(
-    plan: Plan,
-    say: Callable[[str], None] = print,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each kind of attention, in decode for each batch size and for a prompt of one sequence.
-
-    Args:
-        keep: is given the rows when they are complete.
 
     Raises:
         UserError: for a plan that cannot be.
@@ -133,27 +82,31 @@ def run(
     plan.check()
     cold.settle(plan.device)
     limits = Limits(cold.memory_rate(plan.device), matmul_rate(plan.dtype, plan.device))
-    rows: list[dict[str, Any]] = []
-    if "decode" in plan.phases:
-        for batch in plan.batches:
-            for cases in (_decode_cases, _nsa_cases):
-                rows += _rows(plan, "decode", batch, cases(plan, batch, say), limits, say)
-    if "prefill" in plan.phases:
-        rows += _rows(plan, "prefill", 1, _prefill_cases(plan, say), limits, say)
-    keep(rows)
+    rows: list[Row] = []
+    for context in plan.contexts:
+        made = []
+        if "decode" in plan.phases:
+            for batch in plan.batches:
+                for cases in (_decode_cases, _nsa_cases):
+                    made.append(("decode", batch, functools.partial(cases, plan, context, batch, say)))
+        if "prefill" in plan.phases:
+            made.append(("prefill", 1, functools.partial(_prefill_cases, plan, context, say)))
+        for phase, batch, cases in made:
+            fresh = _rows(plan, context, phase, batch, cases(), limits, say)
+            keep(fresh)
+            rows += fresh
     return rows
 
 
 def _rows(
-    plan: Plan, phase: str, batch: int, cases: Sequence[Case], limits: Limits, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
+    plan: Plan, context: int, phase: str, batch: int, cases: Sequence[Case], limits: Limits, say: Say
+) -> list[Row]:
     """Time cases of one phase; baselines are among them: of several windows or dense libraries the fastest."""
     memory, found, rows = circumstances.PeakMemory(plan.device), {}, []
     for case in cases:
-        before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
         memory.start()
         case.step()
-        peak = memory.peak() - before
+        peak = memory.added()
         timed = cold.repeated(case.step, plan.device)
         found[case.what] = timed._replace(ms=timed.ms / case.steps), peak, _error(case)
     fastest = {}
@@ -165,30 +118,28 @@ def _rows(
         baseline = fastest.get(case.baseline, case.baseline)
         baseline_ms = found[baseline][0].ms
         say(f"{phase}, batch {batch}: {case.what} {1000 * timed.ms:,.1f} µs, {baseline_ms / timed.ms:.2f}× {baseline}")
-        sizes = {name: value for name, value in dataclasses.asdict(plan).items() if name not in ("batches", "phases")}
+        sizes = plan.without("contexts", "batches", "phases")
         gb_per_s = None if case.bytes is None else case.bytes / timed.ms / 1e6
         tflop_per_s = None if case.flops is None else case.flops / timed.ms / 1e9
         rows.append(
-            {
-                "bench": BENCH,
-                "case": {"what": case.what, "phase": phase, "batch": batch, **sizes},
-                "ms": timed.ms,
-                "steps_that_share": case.steps,
-                "cuda_graph": timed.graph,
-                "error": error,
-                "error_counts": "norm of the difference to fp64 over its norm",
-                "baseline": baseline,
-                "baseline_ms": baseline_ms,
-                "speedup": baseline_ms / timed.ms,
-                "gb_per_s": gb_per_s,
-                "of_memory": None if gb_per_s is None else gb_per_s / limits.gb_per_s,
-                "memory_gb_per_s": limits.gb_per_s,
-                "tflop_per_s": tflop_per_s,
-                "of_matmul": None if tflop_per_s is None else tflop_per_s / limits.tflop_per_s,
-                "matmul_tflop_per_s": limits.tflop_per_s,
-                "peak_bytes": peak,
-                **circumstances.of(plan.device),
-            }
+            speed_row(
+                plan.bench,
+                {"what": case.what, "phase": phase, "batch": batch, "context": context, **sizes},
+                plan.device,
+                timed.ms,
+                (baseline, baseline_ms),
+                gb_per_s,
+                tflop_per_s,
+                steps_that_share=case.steps,
+                cuda_graph=timed.graph,
+                error=error,
+                error_counts="norm of the difference to fp64 over its norm",
+                of_memory=None if gb_per_s is None else gb_per_s / limits.gb_per_s,
+                memory_gb_per_s=limits.gb_per_s,
+                of_matmul=None if tflop_per_s is None else tflop_per_s / limits.tflop_per_s,
+                matmul_tflop_per_s=limits.tflop_per_s,
+                peak_bytes=peak,
+            )
         )
     return rows
 
@@ -210,7 +161,7 @@ def _drawer(plan: Plan) -> Callable[..., Tensor]:
     return draw
 
 
-def _decode_cases(plan: Plan, batch: int, say: Callable[[str], None]) -> list[Case]:
+def _decode_cases(plan: Plan, context: int, batch: int, say: Say) -> list[Case]:
     """A step of learned eviction with a full and a half-full buffer, of a sliding window, and of dense attention."""
     draw, size = _drawer(plan), (batch, plan.kv_heads)
     q = draw(batch, plan.heads, 1, plan.head_dim)
@@ -229,7 +180,7 @@ def _decode_cases(plan: Plan, batch: int, say: Callable[[str], None]) -> list[Ca
         return Case(what, "swa", step, bytes=token * used, exact=exact)
 
     sliding = (draw(*size, plan.sliding, plan.head_dim) for _ in range(2))
-    layer, memory = _evicting(plan, batch, draw)
+    layer, memory = _evicting(plan, context, batch, draw)
     held, ring = memory.tensors, memory.ring
     cases = [attention("swa", *sliding, plan.sliding)]
     cases += [attention("lte, buffer full", held["keys"], held["values"], plan.slots)]
@@ -247,14 +198,16 @@ def _decode_cases(plan: Plan, batch: int, say: Callable[[str], None]) -> list[Ca
     together = plan.window - 2 * layer.reach
     cases += [Case("lte, step with replacement", "swa", whole_step, bytes=token * plan.slots)]
     cases += [Case("lte, scores of a step", "lte, buffer full", score, steps=together)]
-    keys, values = (draw(*size, plan.context, plan.head_dim) for _ in range(2))
+    keys, values = (draw(*size, context, plan.head_dim) for _ in range(2))
     for name, attend in dense_peers.available(plan.device, plan.dtype, say).items():
         dense = functools.partial(attend, q, keys, values, plan.scaling)
-        cases.append(Case(f"dense, {name}", "dense", dense, bytes=token * plan.context))
+        cases.append(Case(f"dense, {name}", "dense", dense, bytes=token * context))
     return cases
 
 
-def _evicting(plan: Plan, batch: int, draw: Callable[..., Tensor]) -> tuple[LearnedEviction, RetainedMemory]:
+def _evicting(
+    plan: Plan, context: int, batch: int, draw: Callable[..., Tensor]
+) -> tuple[LearnedEviction, RetainedMemory]:
     """A layer and its memory with a full buffer."""
     torch.manual_seed(plan.seed)
     layer = LearnedEviction(64, plan.heads, plan.kv_heads, plan.head_dim, plan.window, plan.buffer)
@@ -268,11 +221,11 @@ def _evicting(plan: Plan, batch: int, draw: Callable[..., Tensor]) -> tuple[Lear
     held["margins"].uniform_(0, 0.5)
     held["positions"].copy_(torch.arange(plan.buffer, device=plan.device).expand_as(held["positions"]))
     held["kept"].fill_(plan.buffer)
-    memory.lengths = [plan.context] * batch
+    memory.lengths = [context] * batch
     return layer, memory
 
 
-def _nsa_cases(plan: Plan, batch: int, say: Callable[[str], None]) -> list[Case]:
+def _nsa_cases(plan: Plan, context: int, batch: int, say: Say) -> list[Case]:
     """A step of native sparse attention and of dense attention over the same keys."""
     draw, size = _drawer(plan), (batch, plan.nsa_kv_heads)
     q = draw(batch, plan.heads, 1, plan.head_dim)
@@ -282,9 +235,9 @@ def _nsa_cases(plan: Plan, batch: int, say: Callable[[str], None]) -> list[Case]
         64, plan.heads, plan.nsa_kv_heads, plan.head_dim, plan.block, plan.blocks, plan.nsa_window
     ).to(plan.device, q.dtype)
     memory = BlockMemory(plan.block)
-    memory.append(*(draw(*size, plan.context, plan.head_dim) for _ in range(2)), None)
-    keys, values = (memory.tensors[name][:, :, : plan.context] for name in ("keys", "values"))
-    lengths = torch.full((batch,), plan.context, device=plan.device)
+    memory.append(*(draw(*size, context, plan.head_dim) for _ in range(2)), None)
+    keys, values = (memory.tensors[name][:, :, :context] for name in ("keys", "values"))
+    lengths = torch.full((batch,), context, device=plan.device)
     gates = torch.rand(3, batch, plan.heads, 1, device=plan.device).to(q.dtype)
     given = q, keys, values, *memory.summaries(layer._compressed), gates
     sizes = {"block": plan.block, "blocks": plan.blocks, "window": plan.nsa_window, "scaling": plan.scaling}
@@ -296,17 +249,17 @@ def _nsa_cases(plan: Plan, batch: int, say: Callable[[str], None]) -> list[Case]
             expected = ops.attend_gated(*wide, lengths[:1], **sizes).out
         return step().out[:1], expected
 
-    read = plan.context // plan.block + plan.blocks * plan.block + plan.nsa_window
+    read = context // plan.block + plan.blocks * plan.block + plan.nsa_window
     cases = [Case("nsa", "dense", step, bytes=token * read, exact=exact)]
     for name, attend in dense_peers.available(plan.device, plan.dtype, lambda text: None).items():
         dense = functools.partial(attend, q, keys, values, plan.scaling)
-        cases.append(Case(f"dense of nsa's heads, {name}", "dense", dense, bytes=token * plan.context))
+        cases.append(Case(f"dense of nsa's heads, {name}", "dense", dense, bytes=token * context))
     return cases
 
 
-def _prefill_cases(plan: Plan, say: Callable[[str], None]) -> list[Case]:
+def _prefill_cases(plan: Plan, length: int, say: Say) -> list[Case]:
     """The attention of a prompt, and the choice of the tokens to retain."""
-    draw, length = _drawer(plan), plan.context
+    draw = _drawer(plan)
     q = draw(1, plan.heads, length, plan.head_dim)
     k, v = (draw(1, plan.kv_heads, length, plan.head_dim) for _ in range(2))
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
@@ -340,39 +293,11 @@ def _prefill_cases(plan: Plan, say: Callable[[str], None]) -> list[Case]:
         Case("lte, selection of tokens", "swa", lambda: ops.running_best(*offer)),
         Case("lte, with selection", "swa", lambda: (ops.running_best(*offer), evicting()), flops=pair * pairs[1]),
     ]
-    for name, attend in _prompt_libraries(plan).items():
+    for name, attend in dense_peers.causal(plan.device, plan.dtype, say).items():
         dense = functools.partial(attend, q, k, v, plan.scaling)
         cases.append(Case(f"dense, {name}", "dense", dense, flops=pair * length * (length + 1) / 2))
-        if name == _FLASH:
+        if name == dense_peers.FLASH_ATTENTION_3:
             window = functools.partial(dense, window=plan.sliding)
             check = functools.partial(exact, window, fixed)
             cases.append(Case(f"swa, {name}", "swa", window, flops=pair * pairs[0], exact=check))
     return cases
-
-
-def _prompt_libraries(plan: Plan) -> dict[str, dense_peers.Attend]:
-    """Causal dense attention of a prompt, by library."""
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, scaling: float, backend: SDPBackend) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-
-    if plan.device == "cpu" or plan.dtype == "float32":
-        return {"sdpa-math": functools.partial(sdpa, backend=SDPBackend.MATH)}
-    found = {
-        "sdpa-cudnn": functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-        "sdpa-flash": functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
-    }
-    try:
-        from flash_attn_interface import flash_attn_func
-    except Exception:  # it loads a library, which may not fit the device or torch; the decode cases have said why
-        return found
-
-    def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None = None) -> Tensor:
-        how = {"softmax_scale": scaling, "causal": True}
-        if window is not None:
-            how["window_size"] = (window - 1, 0)
-        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **how)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return found | {_FLASH: flash_attention_3}

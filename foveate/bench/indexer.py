@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foveate import ops
+from foveate.bench import options
 from foveate.bench.peers import PEERS
+from foveate.bench.plan import Keep, Row, Say
 from foveate.layers import csa
 from foveate.layers.csa import indexer
 from foveate.results import circumstances, timing
 from foveate.results.errors import UserError
+from foveate.results.measurements import speed_row
 
-BENCH = "indexer"
 IMPLEMENTATIONS = {"foveate": "fused", "chunked": "chunked", "materialised": "materialised"}
-TOKENS = (2048, 4096, 8192, 32768, 131072, 262144, 1048576)
-_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 _CHECKED = 64
 """Queries whose sets are compared with those of the same kernel's scores."""
 _TOGETHER = 64
@@ -32,46 +32,25 @@ _ROOM = 0.8
 """Share of a GPU's free memory that the materialised path may ask for."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    tokens: Sequence[int] = TOKENS
-    implementations: Sequence[str] | None = None
-    """Names; None for all of ours, and the peers that take the dtype and whose packages are installed."""
-    heads: int = 64
-    dim: int = 128
-    top_k: int = 512
-    ratio: int = 4
-    dtype: str = "bfloat16"
-    repeats: int = 5
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.Indexer):
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
-        for name in ("heads", "dim", "top_k", "ratio", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
         if not self.tokens or min(self.tokens) < self.ratio:
             raise UserError(f"tokens must be at least the ratio, {self.ratio}, not {list(self.tokens)}")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not '{self.dtype}'")
         if self.implementations is not None:
             known = (*IMPLEMENTATIONS, *PEERS)
             strange = [name for name in self.implementations if name not in known]
             if strange or not self.implementations:
                 raise UserError(f"impl must be among {', '.join(known)}, not {', '.join(strange) or 'none'}")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError("no CUDA device is here; --device cpu measures the references")
 
 
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """Measure every implementation at every length that it has memory for; the baseline is the materialised path.
 
     Under torchrun the queries are sharded over its ranks, and the keys are on all of them: foveate alone can do that.
-    The slowest rank counts, and the first one returns the rows, the others none.
+    The slowest rank counts, and the first one keeps and returns the rows, the others none.
 
     Raises:
         UserError: for a plan that cannot be.
@@ -82,7 +61,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
         raise UserError("several ranks are for --impl foveate alone")
     plan = dataclasses.replace(plan, device=ranks.device, implementations=_able(plan, say))
     ceiling = matmul_rate(plan.dtype, plan.device)
-    rows = []
+    rows: list[Row] = []
     for tokens in plan.tokens:
         inputs = _draw(plan, tokens, ranks)
         flops, moved = 2 * plan.heads * plan.dim * pairs(tokens, plan.ratio), _bytes(plan, tokens, inputs, ranks)
@@ -98,41 +77,35 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
                 ms = found[name]["ms"]
                 say(f"{name} at {tokens:,} tokens: {ms:,.2f} ms, {flops / ms / 1e9:,.1f} TFLOP/s")
         baseline = next((name for name in ("materialised", *PEERS, "chunked", "foveate") if name in found), None)
+        fresh = []
         for name, measured in found.items():
-            rows.append(
-                {
-                    "bench": BENCH,
-                    "impl": name,
-                    "case": {
-                        "impl": name,
-                        "tokens": tokens,
-                        "heads": plan.heads,
-                        "dim": plan.dim,
-                        "top_k": plan.top_k,
-                        "ratio": plan.ratio,
-                        "dtype": plan.dtype,
-                        "gpus": ranks.world * int(plan.device.startswith("cuda")),
-                        "ranks": ranks.world,
-                        "repeats": plan.repeats,
-                        "seed": plan.seed,
-                    },
+            rate = flops / measured["ms"] / 1e9
+            gpus = ranks.world * int(plan.device.startswith("cuda"))
+            sizes = plan.values("heads", "dim", "top_k", "ratio", "dtype")
+            sizes |= {"gpus": gpus, "ranks": ranks.world, **plan.values("repeats", "seed")}
+            ties = "ties to any" if name in PEERS else "1 only if sets are equal"
+            fresh.append(
+                speed_row(
+                    plan.bench,
+                    {"impl": name, "tokens": tokens, **sizes},
+                    plan.device,
+                    baseline=(baseline, found[baseline]["ms"]),
+                    impl=name,
                     **measured,
-                    "peak_counts": "above the inputs, the result included; of several ranks the most",
-                    "recall_counts": f"least of at most {_CHECKED} queries a rank, by the kernel's own scores; "
-                    + ("ties to any" if name in PEERS else "1 only if sets are equal"),
-                    "baseline": baseline,
-                    "baseline_ms": found[baseline]["ms"],
-                    "speedup": found[baseline]["ms"] / measured["ms"],
-                    "gb_per_s": moved / measured["ms"] / 1e6,
-                    "gb_counts": "what must be moved at least: queries, keys (on each rank), weights and scales read, "
+                    peak_counts="above the inputs, the result included; of several ranks the most",
+                    recall_counts=f"least of at most {_CHECKED} queries a rank, by the kernel's own scores; {ties}",
+                    gb_per_s=moved / measured["ms"] / 1e6,
+                    gb_counts="what must be moved at least: queries, keys (on each rank), weights and scales read, "
                     "scores of keys that a query may read and the selection written, each once",
-                    "tflop_per_s": flops / measured["ms"] / 1e9,
-                    "tflop_counts": "products with keys that a query may read",
-                    "matmul_tflop_per_s": ceiling,
-                    "of_matmul": flops / measured["ms"] / 1e9 / ceiling / ranks.world,
-                    **circumstances.of(plan.device),
-                }
+                    tflop_per_s=rate,
+                    tflop_counts="products with keys that a query may read",
+                    matmul_tflop_per_s=ceiling,
+                    of_matmul=rate / ceiling / ranks.world,
+                )
             )
+        if not ranks.rank:
+            keep(fresh)
+        rows += fresh
     ranks.end()
     if not rows:
         raise UserError("nothing was measured: no implementation has the memory")
@@ -302,12 +275,11 @@ def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> tuple[float, float]:
 
 def timed(plan: Any, work: Callable[[], Tensor], ranks: _Ranks) -> tuple[float, int, Tensor]:
     """Median milliseconds, peak bytes above what was there before, and the result; `plan` has a device and repeats."""
-    cuda, memory = plan.device.startswith("cuda"), circumstances.PeakMemory(plan.device)
+    memory = circumstances.PeakMemory(plan.device)
     work()
-    before = torch.cuda.memory_allocated(plan.device) if cuda else 0
     memory.start()
     found = work()
-    peak = memory.peak() - before
+    peak = memory.added()
     times = []
     for _ in range(plan.repeats):
         ranks.worst(0.0)  # all begin together
@@ -334,19 +306,34 @@ def _recall(
             if not visible:
                 continue
             scores = own(slice(max(before, here + 1 - _TOGETHER), here + 1), t)[:visible]
-            ranked, order = scores.sort(descending=True, stable=True)
-            asked = min(plan.top_k, visible)
-            mine = found[0, here].long()
-            taken = torch.zeros(visible, dtype=torch.bool, device=mine.device)
-            taken[mine[(mine >= 0) & (mine < visible)]] = True
-            better, tied = scores > ranked[asked - 1], scores == ranked[asked - 1]
-            strict = int(taken[order[:asked]].sum())
-            fair = int((taken & better).sum()) + min(int((taken & tied).sum()), asked - int(better.sum()))
-            whole = max(asked, int((mine >= 0).sum()))
+            strict, fair, whole = (int(number) for number in hits(found[0, here : here + 1], scores[None], plan.top_k))
             least = min(least, (fair if any_ties else strict) / whole)
             others += strict < fair == whole
         before += end - begin
     return least, others
+
+
+def hits(found: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How many keys of selected sets are those that scores ask for.
+
+    Args:
+        found: ``[S, top_k]``, the keys that are selected for each query; -1 for none.
+        scores: fp32 ``[S, T]``, -inf where a query may not look.
+
+    Returns:
+        Each ``[S]``: the hits where of keys with the k-th score the first ones are asked for; the hits where as many as
+        belong in are, whichever; and the keys that are asked for or, if these are more, selected.
+    """
+    number, (best, order) = scores.shape[1], (x[:, :top_k] for x in scores.sort(dim=1, descending=True, stable=True))
+    asked = (~best.isneginf()).sum(1)
+    taken = torch.zeros(len(found), number + 1, dtype=torch.bool, device=found.device)
+    taken.scatter_(1, found.long().where((found >= 0) & (found < number), number), True)
+    taken = taken[:, :number]
+    strict = (taken.gather(1, order) & ~best.isneginf()).sum(1)
+    least = best.gather(1, (asked - 1).clamp_min(0)[:, None])
+    better = scores > least
+    fair = (taken & better).sum(1) + (taken & (scores == least)).sum(1).minimum(asked - better.sum(1))
+    return strict, fair, asked.maximum((found >= 0).sum(1))
 
 
 def _own_scores(plan: Plan, name: str, inputs: _Inputs) -> Callable[[slice, int], Tensor]:

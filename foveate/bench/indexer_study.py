@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from foveate import ops
 from foveate.bench import indexer as bench
+from foveate.bench import options
+from foveate.bench.plan import Keep, Row, Say
 from foveate.layers import csa
 from foveate.layers.csa import indexer
-from foveate.results import circumstances
+from foveate.report.markdown import markdown_table
 from foveate.results.errors import UserError
+from foveate.results.measurements import speed_row
 
-BENCH = "indexer-study"
 TOP_K = (64, 256, 512, 1024, 2048)
 CHUNKS = (1024, 4096, 16384)
 LONG_CHUNKS = (*CHUNKS, 65536, 262144)
@@ -28,37 +30,14 @@ TILE, SMALL_TILE = 1024, 256
 """Keys of a tile in the ablations; the smaller ones hold fewer keys than are to be selected."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Settings of the fused path at `tokens`; ablations at `small` tokens; tiles of the chunked path at both."""
-
-    tokens: int = 262144
-    small: int = 16384
-    heads: int = 64
-    dim: int = 128
-    top_k: int = 512
-    ratio: int = 4
-    dtype: str = "bfloat16"
-    repeats: int = 3
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.IndexerStudy):
     def at(self, tokens: int) -> bench.Plan:
-        return bench.Plan(
-            (tokens,),
-            ("foveate",),
-            self.heads,
-            self.dim,
-            self.top_k,
-            self.ratio,
-            self.dtype,
-            self.repeats,
-            self.seed,
-            self.device,
-        )
+        same = self.values("heads", "dim", "top_k", "ratio", "dtype", "repeats", "seed", "device")
+        return bench.Plan((tokens,), ("foveate",), **same)
 
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
         for tokens in (self.tokens, self.small):
             self.at(tokens).check()
         if self.small // self.ratio <= TILE:
@@ -70,14 +49,14 @@ class Plan:
 
 
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each value of each setting, and for each ablation; recall is by the order of the kernel's own scores.
 
     Raises:
         UserError: for a plan that cannot be.
     """
     plan.check()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
 
     def add(
         study: str,
@@ -95,27 +74,24 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
             return
         shares = recall(found)
         row = {"study": study, "value": value, "tokens": tokens, "top_k": top_k}
-        case = {name: getattr(how, name) for name in ("heads", "dim", "ratio", "dtype", "repeats", "seed")}
+        case = how.values("heads", "dim", "ratio", "dtype", "repeats", "seed")
         alike = (one["ms"] for one in rows if (one["case"]["study"], one["case"]["tokens"]) == (study, tokens))
         first = next(alike, ms)
         rows.append(
-            {
-                "bench": BENCH,
-                "case": row | case,
-                "ms": ms,
-                "peak_bytes": peak,
-                "recall_mean": shares.sum().item() / len(shares),
-                "recall_min": shares.min().item(),
-                "recall_whole": int((shares == 1).sum()) / len(shares),
-                "recall_n": len(shares),
-                "baseline": "the study's first",
-                "baseline_ms": first,
-                "speedup": first / ms,
-                "gb_per_s": None,
-                "tflop_per_s": None,
-                **circumstances.of(plan.device),
-            }
+            speed_row(
+                plan.bench,
+                row | case,
+                plan.device,
+                ms,
+                ("the study's first", first),
+                peak_bytes=peak,
+                recall_mean=shares.sum().item() / len(shares),
+                recall_min=shares.min().item(),
+                recall_whole=int((shares == 1).sum()) / len(shares),
+                recall_n=len(shares),
+            )
         )
+        keep(rows[-1:])
         mean = rows[-1]["recall_mean"]
         say(f"{study} {value} at {tokens:,} tokens: {ms:,.1f} ms, {peak / 1e9:.2f} GB, recall {mean:.4f}")
 
@@ -130,16 +106,16 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
         add("top_k", top_k, plan.tokens, top_k, lambda top_k=top_k: fused(top_k), _Recall(plan, large, top_k))
     every = _Recall(plan, large, plan.top_k)
     for held in HELD:
-        with _set("SCORES_BYTES", held << 20):
+        with patch.object(indexer, "SCORES_BYTES", held << 20):
             add("MB of scores held", held, plan.tokens, plan.top_k, lambda: fused(plan.top_k), every)
     once, some = dataclasses.replace(plan, repeats=1), _Recall(plan, large, plan.top_k, parts=16)
     every = _Recall(plan, small, plan.top_k)
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
         for chunk in CHUNKS:
-            with _set(name, chunk):
+            with patch.object(indexer, name, chunk):
                 add(name.lower(), chunk, plan.small, plan.top_k, lambda: chunked(small), every)
         for chunk in LONG_CHUNKS:
-            with _set(name, chunk):
+            with patch.object(indexer, name, chunk):
                 add(name.lower(), chunk, plan.tokens, plan.top_k, lambda: chunked(large), some, once)
     scores = every.scores()
     for name, work in ABLATIONS.items():
@@ -150,17 +126,6 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
 def _select(plan: Plan, inputs: bench._Inputs, top_k: int, path: str = "fused") -> Tensor:
     q, k, weights, key_scales, _ = inputs
     return csa.lightning_indexer(q, k, weights, top_k, ratio=plan.ratio, key_scales=key_scales, path=path)
-
-
-@contextlib.contextmanager
-def _set(name: str, value: int) -> Iterator[None]:
-    """A constant of the indexer with another value."""
-    before = getattr(indexer, name)
-    setattr(indexer, name, value)
-    try:
-        yield
-    finally:
-        setattr(indexer, name, before)
 
 
 class _Recall:
@@ -185,16 +150,9 @@ class _Recall:
         starts = range(0, total, block) if total <= 32768 else range(0, total, max(block, total // self.parts))
         for start in starts:
             some = slice(start, min(start + block, total))
-            scores = self.scores(some)
-            values, order = scores.sort(dim=-1, descending=True, stable=True)
-            right = torch.zeros(scores.shape[-1] + 1, dtype=torch.bool, device=found.device).repeat(scores.shape[1], 1)
-            wanted = ~values[0, :, : self.top_k].isneginf()
-            right.scatter_(1, order[0, :, : self.top_k].where(wanted, scores.shape[-1]), True)
-            right[:, -1] = False
-            mine = found[0, some].long()
-            taken = torch.zeros_like(right).scatter_(1, mine.where(mine >= 0, scores.shape[-1]), True)
-            hits, needed = (right & taken).sum(1), wanted.sum(1)
-            shares.append((hits.double() / needed.maximum((mine >= 0).sum(1)))[needed > 0])
+            scores = self.scores(some)[0]
+            right, _, whole = bench.hits(found[0, some], scores, self.top_k)
+            shares.append((right.double() / whole)[~scores.isneginf().all(1)])
         return torch.cat(shares)
 
 
@@ -224,12 +182,13 @@ ABLATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown, a table for each study."""
-    lines = []
+    parts = []
     for study, tokens in dict.fromkeys((row["case"]["study"], row["case"]["tokens"]) for row in rows):
-        some = [row for row in rows if (row["case"]["study"], row["case"]["tokens"]) == (study, tokens)]
-        lines += ["", f"| {study}, {tokens:,} tokens | ms | GB | recall, mean | least | queries with all |"]
-        lines += ["|---|--:|--:|--:|--:|--:|"]
-        for row in some:
-            recall = f"{row['recall_mean']:.4f} | {row['recall_min']:.4f} | {100 * row['recall_whole']:.2f} %"
-            lines.append(f"| {row['case']['value']} | {row['ms']:,.1f} | {row['peak_bytes'] / 1e9:.2f} | {recall} |")
-    return "\n".join(lines[1:])
+        lines = [(f"{study}, {tokens:,} tokens", "ms", "GB", "recall, mean", "least", "queries with all")]
+        for row in rows:
+            if (row["case"]["study"], row["case"]["tokens"]) == (study, tokens):
+                recall = f"{row['recall_mean']:.4f}", f"{row['recall_min']:.4f}", f"{100 * row['recall_whole']:.2f} %"
+                cost = f"{row['ms']:,.1f}", f"{row['peak_bytes'] / 1e9:.2f}"
+                lines.append((str(row["case"]["value"]), *cost, *recall))
+        parts.append(markdown_table(lines))
+    return "\n\n".join(parts)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from foveate.methods import Method
+from foveate.methods import Method, parse
+
+
+def share_of(spec: str) -> float | None:
+    """The share of the keys that a method reads, if its budget is a share."""
+    top_k = getattr(parse(spec), "top_k", None)
+    return top_k if isinstance(top_k, float) else None
 
 
 class Kind(NamedTuple):

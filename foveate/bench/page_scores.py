@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from foveate.bench import options
 from foveate.bench._page_estimates import LIMIT, SINKS, TAIL, Case, Measures, measure
+from foveate.bench.plan import Keep, Row, Say
+from foveate.evaluation import tasks
 from foveate.evaluation.metrics import bootstrap, columns, mean
 from foveate.evaluation.tasks import Item, Task
 from foveate.inputs import loading, model_folder
@@ -24,71 +26,58 @@ from foveate.integrations.transformers.probe import Seen, watched
 from foveate.results import circumstances
 from foveate.results.errors import UserError
 
-BENCH = "page-scores"
 SHIPPED = "spread+prior"
 """The score that LuKA ships with, with which the others are compared."""
-PAGE_SIZES, BUDGETS = (16, 32), (0.06, 0.1, 0.15, 0.2, 0.25)
 MEASURES = ("missed_mass", "lost_heads", "output_error", "refined_share", "read_share")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is to be measured: ``limit`` items (or examples) of each task, ``tokens`` answer tokens of each item."""
-
-    model: Path
-    data: Path
-    tasks: tuple[Task, ...]
-    page_sizes: tuple[int, ...] = PAGE_SIZES
-    budgets: tuple[float, ...] = BUDGETS
-    limit: int = 6
-    tokens: int = 3
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not self.tasks or self.limit < 1 or self.tokens < 1:
-            raise UserError("tasks, limit and tokens must be at least 1")
-        if not self.page_sizes or min(self.page_sizes) < 2:
-            raise UserError(f"page sizes must be at least 2, not {', '.join(map(str, self.page_sizes))}")
+class Plan(options.PageScores):
+    def check(self) -> None:
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
         if not self.budgets or not min(self.budgets) > 0:
             raise UserError(f"budgets must be above 0, not {', '.join(map(str, self.budgets))}")
+        self.parsed()
 
-    def command(self) -> str:
-        """The command line, paths shortened to their last names."""
-        parts = [f"foveate bench {BENCH}", f"--model {self.model.name}", f"--data {self.data.name}"]
-        for task in self.tasks:
+    def parsed(self) -> list[Task]:
+        """The tasks. Raises UserError for one that there is not."""
+        return [tasks.parse(spec) for spec in self.tasks]
+
+    def words(self) -> Iterator[tuple[str, Any]]:
+        """Tasks have all of their settings."""
+        specs = []
+        for task in self.parsed():
             settings = ",".join(f"{key}={value}" for key, value in task.settings().items())
-            parts.append(f"--task {task.name}:{settings}")
-        parts += [f"--page-size {size}" for size in self.page_sizes]
-        parts += [f"--budget {budget}" for budget in self.budgets]
-        parts += [f"--{name} {getattr(self, name)}" for name in ("limit", "tokens", "seed", "dtype", "device")]
-        return " ".join(parts)
+            specs.append(f"{task.name}:{settings}")
+        for flag, value in super().words():
+            yield flag, specs if flag == "task" else value
 
 
 @torch.inference_mode()
-def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """Measure and return one row for each task and case.
 
     Raises:
         UserError: for items without answers, prompts without pages or beyond the model, or a model that has no layer
             with attention to all tokens.
     """
+    plan.check()
     facts, device = model_folder.model_facts(plan.model), loading.choose_device(plan.device)
     dtype = loading.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
     tokenizer = loading.load_tokenizer(plan.model)
-    of_tasks = [_items(plan, task, tokenizer, facts) for task in plan.tasks]
+    of_tasks = [_items(plan, task, tokenizer, facts) for task in plan.parsed()]
     model = loading.load_model(plan.model, dtype, device)
-    rows = []
-    for task, items in zip(plan.tasks, of_tasks):
+    rows: list[Row] = []
+    for task, items in zip(plan.parsed(), of_tasks):
         found = []
         for number, (item, answer) in enumerate(items, 1):
             start = time.perf_counter()
             found.append(_measured(plan, model, item, answer))
             took = f"{time.perf_counter() - start:.1f} s"
             say(f"{task.name} {task.split}, {len(item.prompt_ids):,} tokens: item {number} of {len(items)}, {took}")
-        rows += _rows(plan, task, [item for item, _ in items], found)
+        keep(fresh := _rows(plan, task, [item for item, _ in items], found))
+        rows += fresh
     return rows
 
 
@@ -143,7 +132,7 @@ def _rows(plan: Plan, task: Task, items: list[Item], found: list[dict[Case, Meas
         measures = {name: dataclasses.asdict(bootstrap(mean(name, 1.0), values, plan.seed)) for name in MEASURES}
         rows.append(
             {
-                "bench": BENCH,
+                "bench": plan.bench,
                 "case": {
                     "task": task.name,
                     "split": task.split,

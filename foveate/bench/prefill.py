@@ -8,7 +8,6 @@ timed after that one. A method runs as an attached model runs it, from its setti
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,106 +17,41 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import breakdown, cold, dense_peers, prompt_choice
-from foveate.bench.decode import command
-from foveate.bench.layer_kinds import Kind, in_prompt, kinds
-from foveate.methods import Method, parse
+from foveate.bench import breakdown, cold, dense_peers, options, prompt_choice
+from foveate.bench.layer_kinds import Kind, in_prompt, kinds, share_of
+from foveate.bench.plan import Keep, Row, Say, parsed
+from foveate.methods import Method
 from foveate.results import circumstances, timing
-from foveate.results.errors import UserError
+from foveate.results.measurements import speed_row
 from foveate.state import Counters, Geometry, SlotCache
 
-BENCH = "prefill"
-APPROXIMATE = ("kascade:score_queries=0.5", "kascade:score_queries=0.25")
-"""Ways to choose with less work, whose rows tell what they miss of the exact choice."""
-METHODS = (
-    "dense",
-    "kascade",
-    "kascade:exact_anchors=false",
-    *APPROXIMATE,
-    "streaming",
-    "snapkv",
-    "tova",
-    "h2o",
-    "luka",
-)
-CONTEXTS = (8192, 32768, 131072)
-DTYPES = ("float16", "bfloat16", "float32")
 _PROFILED = 2
 """How often a layer runs while its kernels are watched."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure; the defaults are a layer of Llama-3.1-8B, as in the papers."""
-
-    methods: Sequence[str] = METHODS
-    contexts: Sequence[int] = CONTEXTS
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    layers: int = 32
-    repeats: int = 5
-    dtype: str = "float16"
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.Prefill):
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
-        for name in ("heads", "kv_heads", "head_dim", "layers", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not self.contexts or min(self.contexts) < 1:
-            raise UserError(f"context must be at least 1, not {min(self.contexts, default='none')}")
-        if self.heads % self.kv_heads:
-            raise UserError(f"heads must be a multiple of kv-heads, {self.kv_heads}, not {self.heads}")
-        if self.dtype not in DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not '{self.dtype}'")
-        if self.device not in ("cuda", "cpu"):
-            raise UserError(f"device must be cuda or cpu, not '{self.device}'")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("no CUDA device is here; --device cpu measures the references")
-        for spec in self.methods:
-            parsed(spec)
-
-    def command(self) -> str:
-        """The command line that makes the rows."""
-        sizes = {"level": "kernel", "method": self.methods, "context": self.contexts}
-        rest = ("heads", "kv_heads", "head_dim", "layers", "repeats", "dtype", "seed", "device")
-        return command({**sizes, **{name: getattr(self, name) for name in rest}}, BENCH)
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
+        self.check_multiple("heads", "kv_heads")
 
     @property
     def scaling(self) -> float:
         return self.head_dim**-0.5
 
 
-def parsed(spec: str) -> Method:
-    """The method of a spec. Raises UserError for one that cannot be."""
-    try:
-        return parse(spec)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
 @torch.inference_mode()
-def run(
-    plan: Plan,
-    say: Callable[[str], None] = print,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each library that attends densely and for each method, at every context.
 
     Dense attention of our own is always among them: it may be what the others are compared with.
-
-    Args:
-        say: told of each.
-        keep: given the rows of one context as soon as they are there.
 
     Raises:
         UserError: for a plan that cannot be.
     """
     plan.check()
     peers = dense_peers.causal(plan.device, plan.dtype, say)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for context in plan.contexts:
         keep(fresh := _rows(plan, context, _of_context(plan, peers, context, say), say))
         rows += fresh
@@ -140,20 +74,15 @@ class _Found(NamedTuple):
     """What each kind of them takes; None for a library."""
 
 
-def _of_context(
-    plan: Plan, peers: Mapping[str, dense_peers.Attend], context: int, say: Callable[[str], None]
-) -> dict[str, _Found]:
+def _of_context(plan: Plan, peers: Mapping[str, dense_peers.Attend], context: int, say: Say) -> dict[str, _Found]:
     """What each library and each method takes, by name."""
-    prompt, found = _drawn(plan, context), {}
-    for name, attend in peers.items():
-        keys = prompt.cache.keys, prompt.cache.values
-        step = functools.partial(attend, prompt.q, *keys, plan.scaling)
-        try:
-            found[name] = _Found(_ms(plan, step), _peak(plan, step), None)
-        except RuntimeError as error:
-            say(f"{name}: left out at {context:,} tokens, {' '.join(str(error).split())[:200]}")
-    if not found:
-        say(f"no library attends densely to {context:,} tokens in {plan.dtype} here: foveate's own is the baseline")
+    prompt = _drawn(plan, context)
+
+    def library(attend: dense_peers.Attend) -> _Found:
+        step = functools.partial(attend, prompt.q, prompt.cache.keys, prompt.cache.values, plan.scaling)
+        return _Found(_ms(plan, step), _peak(plan, step), None)
+
+    found = dense_peers.measured(peers, library, context, plan.dtype, say)
     for method in map(parsed, dict.fromkeys(("dense", *plan.methods))):
         found[method.spec] = _method(plan, kinds(method, plan.layers, in_prompt), prompt)
     return found
@@ -252,44 +181,39 @@ def _timed(step: Callable[[], Any], device: str) -> float:
 def _peak(plan: Plan, step: Callable[[], Any]) -> int:
     """Bytes above inputs and output on a GPU, where what is kept for other layers counts; else of the process."""
     memory = circumstances.PeakMemory(plan.device)
-    before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
     memory.start()
     out = step()
     out = out.out if isinstance(out, ops.Attended) else out
     own = out.nbytes if isinstance(out, Tensor) and plan.device == "cuda" else 0
-    return memory.peak() - before - own
+    return memory.added() - own
 
 
-def _rows(plan: Plan, context: int, found: Mapping[str, _Found], say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _rows(plan: Plan, context: int, found: Mapping[str, _Found], say: Say) -> list[Row]:
     dense = {name: one.ms for name, one in found.items() if one.layers is None or name == "dense"}
     fastest = min(dense, key=dense.__getitem__)
     flops = 2 * plan.heads * plan.head_dim * context * (context + 1)  # two products of the pairs that are seen
-    sizes = ("heads", "kv_heads", "head_dim", "layers", "dtype", "repeats", "seed")
+    sizes = plan.values("level", "heads", "kv_heads", "head_dim", "layers", "dtype", "repeats", "seed")
     rows = []
     for name, one in found.items():
-        speedup = dense[fastest] / one.ms
-        say(f"{name} at {context:,}: {one.ms:.3f} ms, {speedup:.2f}× {fastest}, {one.peak_bytes / 1e9:.2f} GB")
-        share = None if one.layers is None else getattr(parsed(name), "top_k", None)
-        case = {"method": name, "context": context, "batch": 1, "share": share if isinstance(share, float) else None}
-        rows.append(
-            {
-                "bench": BENCH,
-                "case": {**case, "level": "kernel", **{size: getattr(plan, size) for size in sizes}},
-                "ms": one.ms,
-                "layers": _surcharged(one.layers, dense[fastest]),
-                "dense_prompts": None if one.layers is None else _library(plan),
-                "baseline": fastest,
-                "baseline_ms": dense[fastest],
-                "speedup": speedup,
-                "gb_per_s": None,
-                "tflop_per_s": flops / one.ms / 1e9 if name in dense else None,
-                "tflop_counts": "both products of every pair of a query and a key that it sees",
-                "peak_bytes": one.peak_bytes,
-                "peak_kind": "above inputs and output" if plan.device == "cuda" else "process",
-                **circumstances.of(plan.device),
-                "command": plan.command(),
-            }
+        own = one.layers is not None
+        case = {"method": name, "context": context, "batch": 1, "share": share_of(name) if own else None, **sizes}
+        row = speed_row(
+            plan.bench,
+            case,
+            plan.device,
+            one.ms,
+            (fastest, dense[fastest]),
+            tflop_per_s=flops / one.ms / 1e9 if name in dense else None,
+            tflop_counts="both products of every pair of a query and a key that it sees",
+            layers=_surcharged(one.layers, dense[fastest]),
+            dense_prompts=_library(plan) if own else None,
+            peak_bytes=one.peak_bytes,
+            peak_kind="above inputs and output" if plan.device == "cuda" else "process",
+            command=plan.command(),
         )
+        took = f"{one.ms:.3f} ms, {row['speedup']:.2f}× {fastest}, {one.peak_bytes / 1e9:.2f} GB"
+        say(f"{name} at {context:,}: {took}")
+        rows.append(row)
     return rows
 
 

@@ -7,86 +7,31 @@ Methods that accumulate importance may not need much more memory than dense atte
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 import foveate
-from foveate.bench import decode_model
-from foveate.bench.decode import command
-from foveate.bench.prefill import BENCH, DTYPES, parsed
-from foveate.inputs import loading, model_folder
+from foveate.bench import options
+from foveate.bench.layer_kinds import share_of
+from foveate.bench.models import TimedModel, generate
+from foveate.bench.plan import Keep, Row, Say
 from foveate.results import circumstances
-from foveate.results.errors import UserError, unknown
-from foveate.results.measurements import TRANSFORMERS
-
-METHODS = (
-    "dense",
-    "streaming",
-    "kascade",
-    "kascade:rest=mean",
-    "kascade:exact_anchors=false",
-    "tova",
-    "snapkv",
-    "h2o",
-    "luka",
-    "luka:compressor=attention",
-    "mixed",
-)
+from foveate.results.measurements import TRANSFORMERS, speed_row
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    model: str = "llama-3.1-8b"
-    """A folder, or the name of one of :data:`foveate.bench.decode_model.SHAPES`."""
-    methods: Sequence[str] = METHODS
-    contexts: Sequence[int] = (8192, 16384, 32768)
-    chunks: Sequence[int] = (0,)
-    """Tokens of a prompt that are read at once; 0: all."""
-    repeats: int = 5
-    """Timed prompts, after one that warms up."""
-    dtype: str = "bfloat16"
-    seed: int = 0
-    device: str = "cuda"
-
+class Plan(options.PrefillModel):
     def check(self) -> None:
-        """Raises UserError naming what cannot be."""
-        if self.model not in decode_model.SHAPES and not Path(self.model).is_dir():
-            raise unknown("model", self.model, (*decode_model.SHAPES, "a model folder"))
-        if self.dtype not in DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not '{self.dtype}'")
-        if not self.contexts or min(self.contexts) < 1:
-            raise UserError(f"context must be at least 1, not {min(self.contexts, default='none')}")
-        if self.repeats < 1:
-            raise UserError(f"repeats must be at least 1, not {self.repeats}")
-        if not self.chunks or min(self.chunks) < 0:
-            raise UserError(f"chunk must be a number of tokens, or 0 for all, not {min(self.chunks, default='none')}")
-        for spec in self.methods:
-            parsed(spec)
-        facts = {"max_positions": self.of_model.config().max_position_embeddings}
-        model_folder.check_positions(max(self.contexts), facts, "the longest context needs")
-        loading.choose_device(self.device)
+        """Raise UserError that names an option, its value, and what is allowed."""
+        super().check()
+        self.of_model.check("the longest context needs")
 
     @property
-    def of_model(self) -> decode_model.Plan:
-        """The model, with positions for the longest prompt."""
-        return decode_model.Plan(
-            self.model, self.methods, self.contexts, dtype=self.dtype, seed=self.seed, device=self.device
-        )
-
-    def command(self) -> str:
-        """The command line that makes the rows, a folder shortened to its last name."""
-        sizes = {"method": self.methods, "context": self.contexts, "chunk": self.chunks}
-        rest = {name: getattr(self, name) for name in ("repeats", "dtype", "seed", "device")}
-        return command({"level": "model", "model": self.of_model.name, **sizes, **rest}, BENCH)
+    def of_model(self) -> TimedModel:
+        return TimedModel(self.model, max(self.contexts), self.dtype, self.seed, self.device)
 
 
 class _Read(NamedTuple):
@@ -102,30 +47,21 @@ class _Read(NamedTuple):
 
 
 @torch.inference_mode()
-def run(
-    plan: Plan,
-    say: Callable[[str], None] = print,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each method, context and chunk; the baseline is foveate's own dense, read alike.
-
-    Args:
-        say: told of each.
-        keep: given the rows of one context and chunk as soon as they are there.
 
     Raises:
         UserError: for a plan that cannot be.
     """
     plan.check()
-    specs = list(dict.fromkeys(["dense", *(parsed(spec).spec for spec in plan.methods)]))
-    model = decode_model.load(plan.of_model)
-    rows: list[dict[str, Any]] = []
+    model = plan.of_model.load()
+    rows: list[Row] = []
     for context in plan.contexts:
         generator = torch.Generator(plan.device).manual_seed(plan.seed)
         ids = torch.randint(0, model.config.vocab_size, (1, context), generator=generator, device=plan.device)
         for chunk in plan.chunks:
             found = {}
-            for spec in [*specs, TRANSFORMERS]:
+            for spec in [*plan.specs(), TRANSFORMERS]:
                 if (one := _read(plan, model, spec, ids, chunk)) is None:
                     say(f"{spec}: left out in chunks of {chunk:,}, it reads a prompt in one piece")
                     continue
@@ -150,16 +86,7 @@ def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chun
         _wait(plan.device)
         memory.start()
         begin = time.perf_counter()
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=1,
-            eos_token_id=None,
-            pad_token_id=0,
-            do_sample=False,
-            prefill_chunk_size=chunk or None,
-            return_dict_in_generate=True,
-        )
+        made = generate(model, ids, 1, chunk, return_dict_in_generate=True)
         _wait(plan.device)
         times.append(1e3 * (time.perf_counter() - begin))
         peak, resident = memory.peak(), _resident(made.past_key_values)
@@ -184,44 +111,25 @@ def _resident(cache: Any) -> int:
 
 
 def _row(
-    plan: Plan,
-    model: PreTrainedModel,
-    spec: str,
-    context: int,
-    chunk: int,
-    one: _Read,
-    found: dict[str, _Read],
-) -> dict[str, Any]:
-    share = None if spec == TRANSFORMERS else getattr(parsed(spec), "top_k", None)
+    plan: Plan, model: PreTrainedModel, spec: str, context: int, chunk: int, one: _Read, found: dict[str, _Read]
+) -> Row:
     flops = 2 * sum(parameter.numel() for parameter in model.parameters())
-    return {
-        "bench": BENCH,
-        "case": {
-            "method": spec,
-            "context": context,
-            "batch": 1,
-            "share": share if isinstance(share, float) else None,
-            "level": "model",
-            "model": plan.of_model.name,
-            "weights": "random" if plan.model in decode_model.SHAPES else "trained",
-            "chunk": chunk,
-            "dtype": plan.dtype,
-            "repeats": plan.repeats,
-            "seed": plan.seed,
-        },
-        "ms": one.ms,
-        "first_ms": one.first_ms,
-        "dense_prompts": one.dense_prompts,
-        "baseline": "dense",
-        "baseline_ms": found["dense"].ms,
-        "speedup": found["dense"].ms / one.ms,
-        "gb_per_s": None,
-        "tflop_per_s": flops * context / one.ms / 1e9,
-        "tflop_counts": "weights only, attention left out",
-        "peak_bytes": one.peak_bytes,
-        "peak_kind": one.peak_kind,
-        "peak_over_dense": one.peak_bytes / found["dense"].peak_bytes,
-        "resident_bytes": one.resident_bytes,
-        **circumstances.of(plan.device),
-        "command": plan.command(),
-    }
+    share = None if spec == TRANSFORMERS else share_of(spec)
+    case = {"method": spec, "context": context, "batch": 1, "share": share, "level": plan.level}
+    case |= {"model": plan.of_model.name, "weights": plan.of_model.weights, "chunk": chunk}
+    return speed_row(
+        plan.bench,
+        case | plan.values("dtype", "repeats", "seed"),
+        plan.device,
+        one.ms,
+        ("dense", found["dense"].ms),
+        first_ms=one.first_ms,
+        dense_prompts=one.dense_prompts,
+        tflop_per_s=flops * context / one.ms / 1e9,
+        tflop_counts="weights only, attention left out",
+        peak_bytes=one.peak_bytes,
+        peak_kind=one.peak_kind,
+        peak_over_dense=one.peak_bytes / found["dense"].peak_bytes,
+        resident_bytes=one.resident_bytes,
+        command=plan.command(),
+    )

@@ -22,14 +22,13 @@ Where = Annotated[
         help="Only rows with NAME=VALUE: a field, or a setting of task or method; may be given often; of one NAME, any."
     ),
 ]
-ToDense = Annotated[bool, typer.Option("--to-dense", help="Show the paired difference, or ratio, to dense.")]
+ToDense = Annotated[bool, typer.Option("--to-dense", help="Show the ratio to dense, paired on the same texts.")]
 
 
 @app.command()
 def frontier(
     files: Files,
     out: Out,
-    to_dense: ToDense = False,
     along: Annotated[
         list[str] | None, typer.Option(help="A setting, beside the budgets, that may differ along a line.")
     ] = None,
@@ -46,7 +45,7 @@ def frontier(
     """Score against what decoding reads: a panel for each task, a line for each method."""
     from foveate.report.plots import frontier as plots
 
-    how = (to_dense, along or [], recommended, margin, over_splits, against)
+    how = (along or [], recommended, margin, over_splits, against)
     _say(out, plots.frontier(_rows(files, where), out, *how))
 
 
@@ -69,21 +68,19 @@ def modes(files: Files, out: Out, to_dense: ToDense = False, where: Where = None
 @app.command()
 def indexer(files: Files, out: Out) -> None:
     """Time and memory of `foveate bench indexer` against the length of the context."""
-    from foveate.report.plots import indexer as indexer_plots
-    from foveate.report.rows import read_bench
+    from foveate.report.plots import indexer as plots
 
-    indexer_plots.lengths(read_bench(files, "indexer"), out)
-    _say(out, [])
+    plots.lengths(_of_bench(files, "indexer"), out)
+    _say(out)
 
 
 @app.command("indexer-tiles")
 def indexer_tiles(files: Files, out: Out) -> None:
     """Time and memory of `foveate bench indexer-study` against tiles and scores held."""
-    from foveate.report.plots import indexer as indexer_plots
-    from foveate.report.rows import read_bench
+    from foveate.report.plots import indexer as plots
 
-    indexer_plots.tiles(read_bench(files, "indexer-study"), out)
-    _say(out, [])
+    plots.tiles(_of_bench(files, "indexer-study"), out)
+    _say(out)
 
 
 @app.command()
@@ -93,29 +90,28 @@ def decode(
     level: Annotated[str, typer.Option(help="kernel: a layer's kernels; model: a model's whole step.")] = "kernel",
 ) -> None:
     """What a decode step goes to, by method: kernels of `foveate bench decode`."""
-    from foveate.report.plots import decode as decode_plots
-    from foveate.report.rows import read_bench
+    from foveate.report.plots import decode as plots
 
-    decode_plots.parts(read_bench(files, "decode"), out, level)
-    _say(out, [])
+    plots.parts(_of_bench(files, "decode"), out, level)
+    _say(out)
 
 
 @app.command("hybrid-losses")
 def hybrid_losses(files: Files, out: Out) -> None:
     """Training and held-out losses of hybrids, from rows of `benchmarks/hybrid_curves.py`."""
-    from foveate.report.plots import hybrids as hybrid_plots
+    from foveate.report.plots import hybrids as plots
 
-    hybrid_plots.losses(hybrid_plots.read(files), out)
-    _say(out, [])
+    plots.losses(plots.read(files), out)
+    _say(out)
 
 
 @app.command("hybrid-retention")
 def hybrid_retention(files: Files, out: Out) -> None:
     """Share of tokens that each head of each LTE layer retains, from rows of `benchmarks/hybrid_curves.py`."""
-    from foveate.report.plots import hybrids as hybrid_plots
+    from foveate.report.plots import hybrids as plots
 
-    hybrid_plots.retention(hybrid_plots.read(files), out)
-    _say(out, [])
+    plots.retention(plots.read(files), out)
+    _say(out)
 
 
 @app.command()
@@ -134,33 +130,24 @@ def calibration(
 def attention_map(
     model: Annotated[Path, typer.Option(help="Folder of a Hugging Face model.", show_default=False)],
     out: Out,
-    text: Annotated[Path | None, typer.Option(help="File of paragraphs; one of our own if left out.")] = None,
-    topics: Annotated[str | None, typer.Option(help="Topic of each paragraph of the file, as in a,b,a,c.")] = None,
-    layer: Annotated[int | None, typer.Option(help="Layer, from 0; that with the strongest head if left out.")] = None,
-    head: Annotated[int | None, typer.Option(help="Query head, from 0; the strongest if left out.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
-    """Attention of one head over interwoven topics: by default the one that joins segments of a topic most."""
+    """Attention of one head over interwoven topics: the one that joins segments of a topic most."""
     from transformers.utils import logging
 
     from foveate.inputs import loading, model_folder
-    from foveate.inputs.reading import read_text
     from foveate.report.plots import attention_map as maps
     from foveate.report.plots import figure
     from foveate.results import circumstances
-    from foveate.results.errors import UserError
 
     logging.disable_progress_bar()
-    if (text is None) != (topics is None):
-        raise UserError("--text and --topics go together: a file of paragraphs, and the topic of each of them")
     figure.check(out)
-    names = maps.TOPICS if topics is None else tuple(topic.strip() for topic in topics.split(","))
-    cut = maps.segments(loading.load_tokenizer(model), maps.TEXT if text is None else read_text(text), names)
+    cut = maps.segments(loading.load_tokenizer(model))
     model_folder.check_positions(len(cut.ids), model_folder.model_facts(model), "the text needs")
     place = loading.choose_device(device)
     form = loading.choose_dtype(dtype, model, place)
-    found = maps.look(loading.load_model(model, form, place), cut, layer, head)
+    found = maps.look(loading.load_model(model, form, place), cut)
     maps.draw(found, cut, f"{model.name} · {form} · {circumstances.device_name(place)}", out)
     _say(out, [f"layer {found.layer}, head {found.head}"])
 
@@ -171,7 +158,13 @@ def _rows(files: Sequence[Path], where: Sequence[str] | None) -> list[Mapping[st
     return chosen(read(files), where or [])
 
 
-def _say(out: Path, notes: Sequence[str]) -> None:
+def _of_bench(files: Sequence[Path], bench: str) -> list[Mapping[str, Any]]:
+    from foveate.report.rows import read_bench
+
+    return read_bench(files, bench)
+
+
+def _say(out: Path, notes: Sequence[str] = ()) -> None:
     from foveate.report.terminal import console
 
     for note in [*notes, f"wrote {out}"]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-Row = Mapping[str, Any]
+from foveate.report.rows import Row, grouped
+
 Cell = tuple
 """Names the items that rows have in common."""
 Line = tuple[str, tuple[tuple[str, str], ...]]
@@ -34,10 +35,7 @@ def cell(row: Row) -> Cell:
 
 def cells(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
     """Rows on the same items, in the order of their first row."""
-    found: dict[Cell, list[Row]] = {}
-    for row in rows:
-        found.setdefault(cell(row), []).append(row)
-    return found
+    return grouped(rows, cell)
 
 
 def with_dense(shown: Sequence[Row], rows: Sequence[Row]) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from foveate.report.rows import Row
 
@@ -26,9 +27,42 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, rule, *body])
 
 
-def columns(rows: Sequence[Row], cells: Mapping[str, Callable[[Row], str]]) -> str:
+def columns(rows: Sequence[Any], cells: Mapping[str, Callable[[Any], str]]) -> str:
     """A Markdown table with a line for each row; ``cells`` names the columns, and gives each column's cell of a row."""
     return markdown_table([tuple(cells), *(tuple(cell(row) for cell in cells.values()) for row in rows)])
+
+
+def titled(what: str, rows: Sequence[Row], table: str) -> str:
+    """A table of some rows, after a line that says what it is of and what the rows were made with."""
+    return f"{what} ({made_with(rows)}):\n\n{table}"
+
+
+def number(value: float, digits: int, sign: str = "") -> str:
+    """A number with so many decimals; with the sign ``+`` also positive ones have theirs, and so has zero."""
+    return f"{round(value, digits) + 0.0:{sign}.{digits}f}"
+
+
+def interval(
+    of: Mapping[str, float], digits: int = 1, sign: str = "", names: Sequence[str] = ("value", "low", "high")
+) -> str:
+    """A value with its interval, such as ``12.3 [10.0, 14.5]``."""
+    value, low, high = (number(of[name], digits, sign) for name in names)
+    return f"{value} [{low}, {high}]"
+
+
+def score(row: Row) -> str:
+    """The score of a row of `foveate compare` with its interval."""
+    return interval(row, names=("score", "low", "high"))
+
+
+def difference(row: Row) -> str:
+    """Its paired difference to dense with its interval, points."""
+    return interval(row, 1, "+", ("diff_to_dense", "diff_low", "diff_high"))
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share as such, or a dash."""
+    return NONE if share is None else f"{100 * share:.{digits}f} %"
 
 
 def _once(words: Iterable[str]) -> list[str]:

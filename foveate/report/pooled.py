@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from foveate.evaluation.metrics import Interval, bootstrap, mean, paired_bootstrap
-from foveate.report.rows import Row
+from foveate.report.rows import Row, grouped
 from foveate.results.errors import UserError
 
 _AVERAGE = mean("value")
@@ -37,13 +37,8 @@ def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     Raises:
         UserError: when a split has no row of dense or several comparisons, or a metric that is no mean over items.
     """
-    pools: dict[tuple, list[Row]] = {}
-    for row in rows:
-        length = row["task_settings"].get("length") or row["length"]
-        family = _NUMBER.sub("", row["split"])
-        pools.setdefault((row["model"], row["task"], family, length, row["dtype"]), []).append(row)
     kept, notes = [], []
-    for (model, task, family, length, _), pool in pools.items():
+    for (model, task, family, length, _), pool in grouped(rows, _pool).items():
         splits = list(dict.fromkeys(row["split"] for row in pool))
         if len(splits) == 1:
             kept += pool
@@ -64,6 +59,12 @@ def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
                 continue
             kept.append(_pooled(family, [found[split] for split in splits], [dense[split] for split in splits]))
     return kept, notes
+
+
+def _pool(row: Row) -> tuple[str, str, str, int, str]:
+    """What rows that are pooled have in common."""
+    length = row["task_settings"].get("length") or row["length"]
+    return row["model"], row["task"], _NUMBER.sub("", row["split"]), length, row["dtype"]
 
 
 def _pooled(family: str, rows: Sequence[Row], dense: Sequence[Row]) -> Row:

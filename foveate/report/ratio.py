@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from foveate.evaluation.metrics import Interval, Values, paired_bootstrap
-
-Row = Mapping[str, Any]
+from foveate.report.rows import Row
 
 
 def perplexity_ratio(row: Row, dense: Row) -> Interval:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foveate import methods
 from foveate.inputs.reading import read_jsonl
@@ -15,6 +15,7 @@ from foveate.results.resultfile import method_of
 from foveate.results.rows import ROW_FIELDS, check_row, each_once
 
 Row = Mapping[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 
 _NEEDED = (
     *("method", "spec", "settings", "model", "task", "task_settings", "split", "length", "n", "score", "low", "high"),
@@ -22,64 +23,62 @@ _NEEDED = (
 )
 
 
-def numbered(file: Path) -> list[tuple[int, Any]]:
-    """The rows of a file of any kind, with their lines.
-
-    Raises:
-        DataError: for a file without rows, or a row that is there twice.
-    """
-    found = list(each_once(file, read_jsonl(file)))
-    if not found:
-        raise DataError(f"{file}: no rows in this file")
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """The rows that have the same key, in the order of the first of them."""
+    found: dict[Key, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
     return found
 
 
-def read(files: Sequence[Path]) -> list[Row]:
-    """The rows of `foveate compare` in some files.
+def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Row]:
+    """The rows of some files, each of which passes a check.
+
+    Args:
+        check: is given a row, and its file and line; raises DataError that begins with these.
 
     Raises:
-        DataError: for a file without rows, a line that is no such row, or one that is there twice.
+        DataError: also for a file without rows, or a row that is there twice.
     """
     rows = []
     for file in files:
-        for number, row in numbered(file):
-            check_row(row, _NEEDED, f"{file}:{number}")
-            rows.append(spelled(row))
+        found = list(each_once(file, read_jsonl(file)))
+        if not found:
+            raise DataError(f"{file}: no rows in this file")
+        for number, row in found:
+            check(row, f"{file}:{number}")
+            rows.append(row)
     return rows
+
+
+def read(files: Sequence[Path]) -> list[Row]:
+    """The rows of `foveate compare` in some files. Raises DataError as :func:`checked` does."""
+    return [spelled(row) for row in checked(files, lambda row, where: check_row(row, _NEEDED, where))]
 
 
 def read_any(file: Path) -> list[Row]:
-    """The rows of a file, of `foveate compare` or of benches.
+    """The rows of a file, of `foveate compare` or of benches. Raises DataError as :func:`checked` does."""
 
-    Raises:
-        DataError: for a file without rows, a line that is no row, or one that is there twice.
-    """
-    rows = []
-    for number, row in numbered(file):
-        if isinstance(row, dict) and "bench" in row:
-            missing = [name for name in needed(row) if name not in row]
-            if missing or not isinstance(row["case"], dict):
-                name = (missing or ["case"])[0]
-                raise DataError(f"{file}:{number}: not a row of foveate bench ('{name}' is missing or no object)")
-        else:
-            check_row(row, ROW_FIELDS, f"{file}:{number}")
-        rows.append(row)
-    return rows
+    def check(row: Any, where: str) -> None:
+        if not isinstance(row, dict) or "bench" not in row:
+            check_row(row, ROW_FIELDS, where)
+            return
+        missing = [name for name in needed(row) if name not in row]
+        if missing or not isinstance(row["case"], dict):
+            name = (missing or ["case"])[0]
+            raise DataError(f"{where}: not a row of foveate bench ('{name}' is missing or no object)")
+
+    return checked([file], check)
 
 
 def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
-    """The rows of one `foveate bench` in some files.
+    """The rows of one `foveate bench` in some files. Raises DataError as :func:`checked` does."""
 
-    Raises:
-        DataError: for a file without rows, a line that is not this bench's, or one that is there twice.
-    """
-    rows = []
-    for file in files:
-        for number, row in numbered(file):
-            if not isinstance(row, dict) or bench_of(row) != bench or not row.keys() >= set(needed(row)):
-                raise DataError(f"{file}:{number}: not a row of foveate bench {bench}")
-            rows.append(row)
-    return rows
+    def check(row: Any, where: str) -> None:
+        if not isinstance(row, dict) or bench_of(row) != bench or not row.keys() >= set(needed(row)):
+            raise DataError(f"{where}: not a row of foveate bench {bench}")
+
+    return checked(files, check)
 
 
 def spelled(row: Row) -> Row:
@@ -101,43 +100,45 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     Raises:
         UserError: for a condition of another form, a name that no row has, or when no row is left.
     """
-    wanted: dict[str, list[str]] = {}
-    for condition in conditions:
-        name, equals, value = condition.partition("=")
-        if not equals:
-            raise UserError(f"--where {condition}: expected NAME=VALUE, such as task=niah or compressor=mean")
-        if all(_value(row, name) is None for row in rows):
-            names = {*rows[0], *(name for row in rows for name in (*row["task_settings"], *row["settings"]))}
-            raise unknown("name", name, sorted(names), "--where")
-        wanted.setdefault(name, []).append((_spelling(value) if name == "spec" else value).replace(" ", ""))
-    for name, values in reversed(wanted.items()):  # sorting is stable: the first name decides first
-        of_method = name in ("method", "spec") or all(name not in {**row, **row["task_settings"]} for row in rows)
-        to_compare = [of_method and row["method"] == "dense" for row in rows]
-        met = [row for row, exempt in zip(rows, to_compare) if exempt or _value(row, name) in values]
-        places = {value: place for place, value in enumerate(values)}
-        rows = sorted(met, key=lambda row: places.get(_value(row, name), 0)) if len(places) > 1 else met
-        if not rows:
-            raise UserError(f"--where {' or '.join(f'{name}={value}' for value in values)}: no row is left")
-    return list(rows)
+    return _meeting(rows, conditions, lambda row: (row, row["task_settings"], row["settings"]), "--where")
 
 
 def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     """The rows of a bench whose cases meet the conditions ``NAME=VALUE``; several on one name are as in :func:`chosen`.
 
     Raises:
-        UserError: for a name that no case has, or when no row is left.
+        UserError: for a condition of another form, a name that no case has, or when no row is left.
     """
+    return _meeting(rows, conditions, lambda row: (row["case"],), "condition")
+
+
+def _meeting(
+    rows: Sequence[Row], conditions: Sequence[str], fields: Callable[[Row], tuple[Row, ...]], where: str
+) -> list[Row]:
+    """See :func:`chosen`; ``fields`` gives what names are looked up in, the settings of a method third."""
+
+    def value(row: Row, name: str) -> str | None:
+        of = next((some for some in fields(row) if name in some), None)
+        return None if of is None else str(of[name]).replace(" ", "")
+
     wanted: dict[str, list[str]] = {}
     for condition in conditions:
-        name, _, value = condition.partition("=")
-        if all(name not in row["case"] for row in rows):
-            raise unknown("name", name, sorted({name for row in rows for name in row["case"]}), "condition")
-        wanted.setdefault(name, []).append(value)
-    for name, values in reversed(wanted.items()):
-        met = [row for row in rows if str(row["case"].get(name)) in values]
-        rows = sorted(met, key=lambda row: values.index(str(row["case"].get(name))))
+        name, equals, text = condition.partition("=")
+        if not equals:
+            raise UserError(f"{where} {condition}: expected NAME=VALUE, such as task=niah or compressor=mean")
+        names = {name for row in rows for some in fields(row) for name in some}
+        if name not in names:
+            raise unknown("name", name, sorted(names), where)
+        wanted.setdefault(name, []).append((_spelling(text) if name == "spec" else text).replace(" ", ""))
+    for name, values in reversed(wanted.items()):  # sorting is stable: the first name decides first
+        of_row = any(name in some for row in rows for some in fields(row)[:2])
+        beside = name in ("method", "spec") or not of_row  # dense is compared with, whatever the method
+        compared = [beside and row.get("method") == "dense" for row in rows]
+        met = [row for row, exempt in zip(rows, compared) if exempt or value(row, name) in values]
+        places = {text: place for place, text in enumerate(values)}
+        rows = sorted(met, key=lambda row: places.get(value(row, name), 0)) if len(places) > 1 else met
         if not rows:
-            raise UserError(f"condition {' or '.join(f'{name}={value}' for value in values)}: no row is left")
+            raise UserError(f"{where} {' or '.join(f'{name}={text}' for text in values)}: no row is left")
     return list(rows)
 
 
@@ -147,10 +148,3 @@ def _spelling(spec: str) -> str:
         with contextlib.suppress(KeyError, TypeError, ValueError):
             return spell()
     return spec
-
-
-def _value(row: Row, name: str) -> str | None:
-    for fields in (row, row["task_settings"], row["settings"]):
-        if name in fields:
-            return str(fields[name]).replace(" ", "")
-    return None

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foveate.report.lines import split_of
-from foveate.report.markdown import NONE
+from foveate.report.markdown import NONE, number, percent
 from foveate.report.rows import Row
 
 WIDTH = 100
@@ -35,9 +35,7 @@ def results(rows: Sequence[Row], answers: int = 0) -> RenderableType:
 
 def comparison(rows: Sequence[Row]) -> Table:
     """One line of figures per method, intervals below their values."""
-    table = Table(
-        title=_title(rows[0]), title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = _table(_title(rows[0]), "bold")
     table.add_column("method", overflow="fold")
     for name in ("score", "Δ to dense", "keys read", "KV/step", "resident", "prefill", "time/token"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -47,9 +45,9 @@ def comparison(rows: Sequence[Row]) -> Table:
         dense = row["method"] == "dense" or not compared
         table.add_row(
             _method(row),
-            _interval(row["score"], row["low"], row["high"], f".{digits}f"),
-            NONE if dense else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], f"+.{digits}f"),
-            NONE if row["keys_read_share"] is None else f"{100 * row['keys_read_share']:.1f} %",
+            _interval(row["score"], row["low"], row["high"], digits),
+            NONE if dense else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], digits, "+"),
+            percent(row["keys_read_share"]),
             size(row["kv_bytes_per_step"]),
             size(row["resident_bytes"]),
             time(row["prefill_ms"]),
@@ -58,9 +56,13 @@ def comparison(rows: Sequence[Row]) -> Table:
     return table
 
 
+def _table(title: str, style: str | None = None) -> Table:
+    return Table(title=title, title_style=style, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def answer_table(rows: Sequence[Row], limit: int) -> Table:
     """What each method said to the first `limit` items, under the gold answers."""
-    table = Table(title="Answers", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = _table("Answers", "bold")
     table.add_column("item", no_wrap=True)
     table.add_column("method", overflow="fold", max_width=36)
     table.add_column("answer", overflow="fold")
@@ -81,7 +83,7 @@ def reading(summary: Mapping[str, Any]) -> str:
     share = summary["keys_read_share"]
     parts = [f"{summary['decode_steps']} decode steps"]
     if share is not None and summary["decode_steps"]:
-        parts.append(f"{100 * share:.1f} % of the keys read ({size(summary['kv_bytes_per_step'])} a step)")
+        parts.append(f"{percent(share)} of the keys read ({size(summary['kv_bytes_per_step'])} a step)")
     parts.append(f"{size(summary['resident_bytes'])} resident")
     for counter in ("tokens_evicted", "pages_refined", "indices_reused"):
         if summary.get(counter):
@@ -158,12 +160,10 @@ def _method(row: Row, settings: bool = True) -> Text:
     return text
 
 
-def _interval(value: float, low: float, high: float, form: str) -> Text:
+def _interval(value: float, low: float, high: float, digits: int, sign: str = "") -> Text:
     """A value over its interval; a signed one is red if surely below zero, green if surely above."""
-    signed = form.startswith("+")
-    style = "bold red" if signed and high < 0 else "bold green" if signed and low > 0 else "bold"
-    shown = [f"{number:{form}}" for number in (value, low, high)]
-    value_text, low_text, high_text = (text.replace("-", "+") if float(text) == 0 else text for text in shown)
+    style = "bold red" if sign and high < 0 else "bold green" if sign and low > 0 else "bold"
+    value_text, low_text, high_text = (number(one, digits, sign) for one in (value, low, high))
     return Text.assemble((value_text, style), (f"\n[{low_text}, {high_text}]", _DIM))
 
 
@@ -226,12 +226,10 @@ def _speed_table(rows: Sequence[Row]) -> Table:
         if all(row["case"].get(key) == value for row in rows) and (len(rows) > 1 or key != first)
     }
     title = f"{rows[0]['bench']} · " + " · ".join(f"{key} {value}" for key, value in common.items())
-    table = Table(
-        title=f"{title}\n{rows[0]['device']}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = _table(f"{title}\n{rows[0]['device']}")
     own = list(dict.fromkeys(key for row in rows for key in row["case"] if key not in common))
     figures = [one for one in _FIGURES if any(row[one[0]] is not None for row in rows)]
-    texts = {key: [str(row["case"].get(key, "–")) for row in rows] for key in own}
+    texts = {key: [str(row["case"].get(key, NONE)) for row in rows] for key in own}
     for key in own:
         table.add_column(key, min_width=_longest_word([key, *texts[key]]), overflow="fold")
     table.add_column("time", justify="right", no_wrap=True)
@@ -239,13 +237,13 @@ def _speed_table(rows: Sequence[Row]) -> Table:
     table.add_column("over", min_width=_longest_word([row["baseline"] for row in rows]), overflow="fold")
     for _, name, _ in figures:
         table.add_column(name, justify="right", no_wrap=True)
-    for number, row in enumerate(rows):
+    for place, row in enumerate(rows):
         table.add_row(
-            *(texts[key][number] for key in own),
+            *(texts[key][place] for key in own),
             time(row["ms"]),
             f"{row['speedup']:.2f}×",
             row["baseline"],
-            *("–" if row[field] is None else cell(row[field]) for field, _, cell in figures),
+            *(NONE if row[field] is None else cell(row[field]) for field, _, cell in figures),
         )
     return table
 

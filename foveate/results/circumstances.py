@@ -70,17 +70,23 @@ class PeakMemory:
 
     def __init__(self, device: str):
         self._cuda = torch.device(device) if device.startswith("cuda") else None
+        self._before = 0
         self.kind = "torch.cuda.max_memory_allocated" if self._cuda else "process RSS high-water, weights included"
 
     def start(self) -> None:
         """Forgets what came before; where the system cannot forget, the peak is that of the whole process."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._cuda)
+            self._before = torch.cuda.memory_allocated(self._cuda)
             return
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         except OSError:
             self.kind = "process RSS high-water since the process began, weights included"
+
+    def added(self) -> int:
+        """Bytes above what was allocated at the start; on a CPU those of the whole process."""
+        return self.peak() - self._before
 
     def peak(self) -> int:
         """Bytes."""

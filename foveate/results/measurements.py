@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.results import outfile
+from foveate.results import circumstances, outfile
 from foveate.results.errors import UserError
 
 FIELDS = (
@@ -61,6 +61,40 @@ def bench_of(row: Mapping[str, Any]) -> str | None:
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that a row must have, by its bench."""
     return PAGE_SCORE_FIELDS if row.get("bench") == "page-scores" else FIELDS
+
+
+def speed_row(
+    bench: str,
+    case: Mapping[str, Any],
+    device: str,
+    ms: float,
+    baseline: tuple[str, float],
+    gb_per_s: float | None = None,
+    tflop_per_s: float | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """A row of a speed bench, measured here and now.
+
+    Args:
+        case: what was measured; a later row of the same case replaces this one in a file.
+        device: as torch calls it.
+        ms: milliseconds.
+        baseline: name and milliseconds of what the speed-up is over.
+        more: other fields, ``peak_bytes`` among them.
+    """
+    name, baseline_ms = baseline
+    return {
+        "bench": bench,
+        "case": dict(case),
+        "ms": ms,
+        "baseline": name,
+        "baseline_ms": baseline_ms,
+        "speedup": baseline_ms / ms,
+        "gb_per_s": gb_per_s,
+        "tflop_per_s": tflop_per_s,
+        **more,
+        **circumstances.of(device),
+    }
 
 
 def check_out(out: Path, bench: str) -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, dense_peers, layer_kinds
+from foveate.bench import breakdown, cold, decode, decode_layer, decode_model, dense_peers, layer_kinds, models
 from foveate.cli import app
 from foveate.methods import parse
 from foveate.methods.luka.pages import Pages
@@ -126,7 +126,7 @@ def test_dense_of_our_own_competes_for_the_baseline(monkeypatch, milliseconds, b
         return ops.attend(q, k, v, scaling=scaling).out
 
     monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
-    monkeypatch.setattr(decode, "_peer", lambda *args: decode._Found(milliseconds["library"], 1.0, False, None))
+    monkeypatch.setattr(decode, "_peer", lambda *args, **more: decode._Found(milliseconds["library"], 1.0, False, None))
     method = decode._method
 
     def measured(plan, kinds, caches, queries):
@@ -435,7 +435,7 @@ def test_what_the_steps_of_a_model_go_to(monkeypatch):
         events.append("start")
         return lambda: events.append("stop") or {"_attend_decode": 32.0, "gemv": 1e-3}
 
-    monkeypatch.setitem(decode_model.SHAPES, "tiny", LlamaConfig(**TINY))
+    monkeypatch.setitem(models.SHAPES, "tiny", LlamaConfig(**TINY))
     monkeypatch.setattr(decode_model.breakdown, "start", start)
     monkeypatch.setattr(decode_model.Plan, "watched", 4)
     monkeypatch.setattr(
@@ -467,7 +467,7 @@ def test_methods_take_turns(monkeypatch):
             self.ticks[-1] = (clocks.index(self) + 1) * len(self.ticks) / 1e3
             return found
 
-    monkeypatch.setitem(decode_model.SHAPES, "tiny", LlamaConfig(**TINY))
+    monkeypatch.setitem(models.SHAPES, "tiny", LlamaConfig(**TINY))
     monkeypatch.setattr(decode_model, "_Clock", lambda *args: clocks.append(Clock(*args)) or clocks[-1])
     monkeypatch.setattr(
         decode_model.foveate, "attach", lambda model, spec, **how: attached.append(spec) or attach(model, spec, **how)
@@ -485,7 +485,7 @@ def test_methods_take_turns(monkeypatch):
 
 
 def test_tokens_of_a_model(monkeypatch):
-    monkeypatch.setitem(decode_model.SHAPES, "tiny", LlamaConfig(**TINY))
+    monkeypatch.setitem(models.SHAPES, "tiny", LlamaConfig(**TINY))
     method = "kascade:anchors=2,decode_only=true,min_k=16"
     how = {"contexts": (60,), "batches": (2,), "steps": 3, "dtype": "float32", "device": "cpu"}
     found = decode_model.run(decode_model.Plan("tiny", (method,), **how), say=lambda _: None)
@@ -521,7 +521,7 @@ def test_tokens_of_a_model(monkeypatch):
         ({"steps": 0}, "steps must be at least 1, not 0"),
         ({"dense_below": "soon"}, "dense-below must be a number of tokens, at least 0, or auto, not soon"),
         ({"dense_below": -1}, "dense-below must be a number of tokens, at least 0, or auto, not -1"),
-        ({"contexts": ()}, "contexts must be at least 1, not none"),
+        ({"contexts": ()}, "context must be at least 1, not none"),
         ({"methods": ("h3o",)}, "did you mean 'h2o'"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),
         ({"liger": True}, "--liger needs (Liger's kernels: pip install liger-kernel|a CUDA device, not cpu)"),
@@ -541,7 +541,7 @@ def test_models_that_cannot_be_measured(changed, message):
         ({"heads": 9}, "heads must be a multiple of kv-heads, 2, not 9"),
         ({"contexts": (0,)}, "context must be at least 1, not 0"),
         ({"batches": ()}, "batch must be at least 1, not none"),
-        ({"dtype": "float8"}, "dtype must be one of float16, bfloat16, float32, not 'float8'"),
+        ({"dtype": "float8"}, "dtype must be one of bfloat16, float16, float32, not 'float8'"),
         ({"device": "tpu"}, "device must be cuda or cpu, not 'tpu'"),
         ({"level": "modle", "heads": 0}, "level must be one of kernel, layer, not 'modle'"),
         ({"level": "model"}, "level must be one of kernel, layer, not 'model'"),
@@ -622,11 +622,11 @@ def test_each_level_has_its_dtype(monkeypatch, level, dtype):
         ("--level modle --model nowhere --device tpu", "unknown level 'modle'. Did you mean 'model'?"),
         (
             "--level model --model nowhere --kv-heads 8",
-            "--kv-heads 8 does nothing at level model; of its own it has --mo",
+            "--kv-heads does nothing with --level model; of its own it has --mo",
         ),
-        ("--steps 64", "--steps 64 does nothing at level kernel; of its own it has --heads, --kv-heads, --head-dim"),
-        ("--level layer --model llama-3.1-8b", "--model llama-3.1-8b does nothing at level layer"),
-        ("--level model --heads 0", "--heads 0 does nothing at level model"),
+        ("--steps 64", "--steps does nothing with --level kernel; of its own it has --heads, --kv-heads, --head-dim"),
+        ("--level layer --model llama-3.1-8b", "--model does nothing with --level layer"),
+        ("--level model --heads 0", "--heads does nothing with --level model"),
     ],
 )
 def test_options_that_a_level_has_not(options, message):

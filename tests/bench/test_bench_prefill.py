@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import breakdown, decode_model, dense_peers, layer_kinds, prefill, prefill_model, prompt_choice
+from foveate.bench import breakdown, dense_peers, layer_kinds, models, prefill, prefill_model, prompt_choice
 from foveate.cli import app
 from foveate.methods import parse
 from foveate.report.tables import general as markdown
@@ -149,10 +149,14 @@ def test_a_reading_layer_reads_what_another_chose(monkeypatch):
 def test_libraries_attend_causally(monkeypatch):
     module = ModuleType("flash_attn_interface")
 
-    def flash_attn_func(q, k, v, softmax_scale, causal):
+    def flash_attn_func(q, k, v, softmax_scale, causal, window_size=(-1, -1)):
         assert causal
-        out = ops.attend_causal(*(x.transpose(1, 2) for x in (q, k, v)), scaling=softmax_scale).out
-        return out.transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if window_size == (-1, -1):
+            return ops.attend_causal(q, k, v, scaling=softmax_scale).out.transpose(1, 2)
+        assert window_size[1] == 0
+        lower = torch.arange(q.shape[2]) - window_size[0]
+        return ops.attend_window(q, k, v, scaling=softmax_scale, lower=lower).out.transpose(1, 2)
 
     q, k, v = torch.randn(1, 8, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
     expected = ops.attend_causal(q, k, v, scaling=0.3).out
@@ -162,6 +166,8 @@ def test_libraries_attend_causally(monkeypatch):
         known = dense_peers.causal("cuda", "float16")
         assert set(known) == {"sdpa-cudnn", "sdpa-flash", "flash-attention-3"}
         torch.testing.assert_close(known["flash-attention-3"](q, k, v, 0.3), expected)
+        windowed = ops.attend_window(q, k, v, scaling=0.3, lower=torch.arange(40) - 7 + 1).out
+        torch.testing.assert_close(known[dense_peers.FLASH_ATTENTION_3](q, k, v, 0.3, window=7), windowed)
     torch.testing.assert_close(dense_peers.causal("cpu", "float32")["sdpa"](q, k, v, 0.3), expected)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     said = []
@@ -209,7 +215,7 @@ def test_tables(found):
         ({"repeats": 0}, "repeats must be at least 1, not 0"),
         ({"contexts": ()}, "context must be at least 1, not none"),
         ({"contexts": (64, 0)}, "context must be at least 1, not 0"),
-        ({"dtype": "int8"}, "dtype must be one of float16, bfloat16, float32, not 'int8'"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),
         ({"device": "tpu"}, "device must be cuda or cpu, not 'tpu'"),
         ({"methods": ("h3o",)}, "did you mean 'h2o'"),
     ],
@@ -224,7 +230,7 @@ def test_plans_that_cannot_be(changed, message):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setitem(decode_model.SHAPES, "tiny", LlamaConfig(**TINY))
+    monkeypatch.setitem(models.SHAPES, "tiny", LlamaConfig(**TINY))
     how = {"contexts": (60,), "repeats": 2, "dtype": "float32", "device": "cpu"}
     return functools.partial(prefill_model.Plan, "tiny", **how)
 
@@ -280,9 +286,9 @@ def test_a_method_that_reads_a_prompt_in_one_piece_is_left_out_of_chunks(tiny):
     [
         ({"model": "lama-3.1-8b"}, "unknown model 'lama-3.1-8b'. Did you mean 'llama-3.1-8b'"),
         ({"repeats": 0}, "repeats must be at least 1, not 0"),
-        ({"chunks": (8, -1)}, "chunk must be a number of tokens, or 0 for all, not -1"),
+        ({"chunks": (8, -1)}, "chunk must be at least 0, not -1"),
         ({"contexts": (0,)}, "context must be at least 1, not 0"),
-        ({"dtype": "int8"}, "dtype must be one of float16, bfloat16, float32, not 'int8'"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),
         ({"methods": ("h3o",)}, "did you mean 'h2o'"),
     ],
 )
@@ -326,8 +332,8 @@ def test_each_level_has_its_dtype(monkeypatch, level, dtype):
     ("options", "message"),
     [
         ("--level layer", "unknown level 'layer'"),
-        ("--chunk 8", "--chunk [8] does nothing at level kernel; of its own it has --heads, --kv-heads"),
-        ("--level model --heads 8", "--heads 8 does nothing at level model; of its own it has --model, --chunk"),
+        ("--chunk 8", "--chunk does nothing with --level kernel; of its own it has --heads, --kv-heads"),
+        ("--level model --heads 8", "--heads does nothing with --level model; of its own it has --model, --chunk"),
     ],
 )
 def test_options_that_a_level_has_not(options, message):

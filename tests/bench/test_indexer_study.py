@@ -78,7 +78,7 @@ def test_the_command_writes_rows_and_tables(tmp_path):
     assert done.exit_code == 0, done.output
     assert "| ablation, 240 tokens |" in done.output
     assert "| A2: small tiles are skipped |" in done.output
-    assert [json.loads(line)["bench"] for line in out.read_text().splitlines()] == [study.BENCH] * 17
+    assert [json.loads(line)["bench"] for line in out.read_text().splitlines()] == [study.Plan.bench] * 17
 
 
 @pytest.mark.parametrize(

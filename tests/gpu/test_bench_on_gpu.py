@@ -5,7 +5,16 @@ import torch
 from transformers import LlamaConfig
 
 from foveate import ops
-from foveate.bench import cold, decode, decode_model, hybrid_memory, hybrid_training, hybrids, prefill, prefill_model
+from foveate.bench import (
+    cold,
+    decode,
+    hybrid_memory,
+    hybrid_training,
+    hybrids,
+    models,
+    prefill,
+    prefill_model,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +44,7 @@ def test_steps_of_all_methods_are_recorded(level, monkeypatch):
 
 def test_steps_of_hybrids_are_recorded_and_right(monkeypatch):
     monkeypatch.setattr(cold, "_SECONDS", 0.0)
-    rows = hybrids.run(hybrids.Plan(context=4096, batches=(2,)), say=lambda text: None)
+    rows = hybrids.run(hybrids.Plan(contexts=(4096,), batches=(2,)), say=lambda text: None)
     waits = {row["case"]["what"] for row in rows if not row["cuda_graph"]}
     assert waits <= {"lte, scores of a step"}
     errors = {row["case"]["what"]: row["error"] for row in rows if row["error"] is not None}
@@ -65,7 +74,7 @@ def test_training_steps_that_do_not_fit_take_fewer_tokens(monkeypatch):
 
 
 def test_prompts_of_all_methods():
-    plan = prefill.Plan((*prefill.METHODS, "luka:compressor=attention"), (4096,), repeats=1)
+    plan = prefill.Plan((*prefill.Plan.methods, "luka:compressor=attention"), (4096,), repeats=1)
     rows = {row["case"]["method"]: row for row in prefill.run(plan, say=lambda text: None)}
     assert {"sdpa-cudnn", "sdpa-flash"} <= set(rows)
     for name, row in rows.items():
@@ -86,7 +95,7 @@ def test_prompts_of_all_methods():
 def test_the_first_token_of_a_model(monkeypatch):
     config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 4}
     small = LlamaConfig(**config, num_key_value_heads=2, vocab_size=500, max_position_embeddings=8192)
-    monkeypatch.setitem(decode_model.SHAPES, "small", small)
+    monkeypatch.setitem(models.SHAPES, "small", small)
     plan = prefill_model.Plan("small", ("kascade",), (4096,), (0, 1024), repeats=1)
     rows = prefill_model.run(plan, say=lambda text: None)
     assert [(row["case"]["method"], row["case"]["chunk"]) for row in rows] == [

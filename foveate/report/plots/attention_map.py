@@ -1,7 +1,7 @@
 """Where one head looks in a text of interwoven topics: the observation that LuKA's clustered attention starts from.
 
-The text is cut into segments, each of a topic. The head shown is, by default the one that joins distant
-segments of one topic most (LuKA, figure 1).
+The text is cut into segments, each of a topic. The head shown is the one that joins distant segments
+of one topic most (LuKA, figure 1).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from foveate.inputs.prompting import leading_ids
 from foveate.integrations.transformers.probe import Seen, watched
 from foveate.report.plots.figure import drawing, title
-from foveate.results.errors import UserError
 
 TOPICS = ("tides", "bread", "tides", "question")
 TEXT = """\
@@ -39,7 +38,6 @@ once more as the sea falls.
 
 Which of your habits would you find hardest to give up?"""
 
-MOST_TOKENS = 4096
 _SINKS = 4  # first tokens, which many heads look at whatever the text says
 _DARKEST = 0.995  # quantile of the attention, those first tokens apart, at which the colours end
 _SAME, _OTHER = "#D55E00", "#444444"
@@ -80,39 +78,25 @@ class Map:
     share: Tensor
 
 
-def segments(tokenizer: Any, text: str, topics: Sequence[str]) -> Segments:
-    """A text of paragraphs, apart by empty lines, as segments with a topic each.
-
-    Raises:
-        UserError: when topics and paragraphs differ in number, no topic comes up again after another one, or the text
-            has more than `MOST_TOKENS` tokens.
-    """
+def segments(tokenizer: Any, text: str = TEXT, topics: Sequence[str] = TOPICS) -> Segments:
+    """A text of paragraphs, apart by empty lines, as segments with a topic each."""
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
-    if len(paragraphs) != len(topics):
-        raise UserError(f"the text has {len(paragraphs)} paragraphs, but there are {len(topics)} topics")
     first, ends = leading_ids(tokenizer), list(itertools.accumulate(len(paragraph) + 2 for paragraph in paragraphs))
     coded = tokenizer("\n\n".join(paragraphs), add_special_tokens=False, return_offsets_mapping=True)
     starts = torch.tensor([0] * len(first) + [start for start, _ in coded["offset_mapping"]])
     ids = (*first, *coded["input_ids"])
-    if len(ids) > MOST_TOKENS:
-        raise UserError(f"the text has {len(ids):,} tokens; a map is drawn of at most {MOST_TOKENS:,}")
-    made = Segments(ids, torch.searchsorted(torch.tensor(ends), starts, right=True), tuple(topics))
-    if not made.pairs(same=True) or not made.pairs(same=False):
-        raise UserError(f"topics {', '.join(topics)}: one has to come up again after another, as in a,b,a")
-    return made
+    return Segments(ids, torch.searchsorted(torch.tensor(ends), starts, right=True), tuple(topics))
 
 
 @torch.inference_mode()
-def look(model: Any, text: Segments, layer: int | None = None, head: int | None = None) -> Map:
-    """The attention of one head while a model reads a text; of all heads, only shares a segment are kept.
+def look(model: Any, text: Segments) -> Map:
+    """The attention of the head with the largest :func:`reach`; of all others, only shares a segment are kept.
 
     Args:
         model: a Transformers model in eval mode.
         text: what it reads.
-        layer, head: those to show, from 0; None: the ones with the largest :func:`reach`.
 
     Raises:
-        UserError: for a layer or head that the model does not have.
         ValueError: when its attention cannot be watched.
     """
     ids = torch.tensor([text.ids], device=model.device)
@@ -126,18 +110,12 @@ def look(model: Any, text: Segments, layer: int | None = None, head: int | None 
     with watched(model, note):
         model(ids, use_cache=False, logits_to_keep=1)
     shares = torch.stack([found[index] for index in sorted(found)]).cpu()  # [layers, heads, S, S]
-    for name, index, count in (("layer", layer, shares.shape[0]), ("head", head, shares.shape[1])):
-        if index is not None and not 0 <= index < count:
-            raise UserError(f"{name} must be 0 to {count - 1}, not {index}")
     reaches = reach(shares, member.sum(0).cpu(), text)
-    layers = range(shares.shape[0]) if layer is None else [layer]
-    heads = range(shares.shape[1]) if head is None else [head]
-    rivals = list(itertools.product(layers, heads))
-    layer, head = max(rivals, key=lambda pair: float(reaches[pair]))
+    layer, head = divmod(int(reaches.argmax()), reaches.shape[1])
     maps = []
     with watched(model, lambda seen: maps.append(seen.weights(head)) if seen.layer == layer else None):
         model(ids, use_cache=False, logits_to_keep=1)
-    return Map(layer, head, len(rivals), maps[0].cpu(), shares[layer, head])
+    return Map(layer, head, reaches.numel(), maps[0].cpu(), shares[layer, head])
 
 
 def reach(shares: Tensor, sizes: Tensor, text: Segments) -> Tensor:
@@ -186,9 +164,8 @@ def draw(found: Map, text: Segments, model: str, out: Path) -> None:
         axis.grid(False)
         axis.set_xlabel("key")
         axis.set_ylabel("query")
-        what = f"Attention of layer {found.layer}, head {found.head}"
-        if found.rivals > 1:
-            what += f": of {found.rivals} heads the one that joins distant segments of a topic most"
+        chosen = f"of {found.rivals} heads the one that joins distant segments of a topic most"
+        what = f"Attention of layer {found.layer}, head {found.head}: {chosen}"
         blocks = f"in each block the mean share of a query's attention, the first {_SINKS} tokens not counted"
         title(figure, what, f"{model} · {tokens} tokens\n{blocks}")
 

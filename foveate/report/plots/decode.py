@@ -8,8 +8,8 @@ from typing import Any
 
 from foveate.report.markdown import made_with
 from foveate.report.plots import figure
-from foveate.report.rows import Row
-from foveate.report.tables.decode import mean_parts
+from foveate.report.rows import Row, grouped
+from foveate.report.tables.decode import how, mean_parts
 from foveate.results.errors import UserError
 from foveate.results.measurements import PARTS, TRANSFORMERS
 
@@ -31,12 +31,10 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
 
     Args:
         rows: of `foveate bench decode`; those of other levels, or without a profile of their kernels, are left out.
-        out: PNG file.
         level: ``kernel``, the mean layer's kernels; ``model``, a step of a model, with the time that none runs.
 
     Raises:
-        UserError: for another level, when no row has a profile, for a file name that is no PNG's, or when matplotlib is
-            missing.
+        UserError: for another level, when no row has a profile, and as :func:`figure.check` does.
     """
     if level not in LEVELS:
         raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{level}'")
@@ -47,16 +45,14 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
             f"nothing to draw: no row of foveate bench decode --level {level} with a profile of its kernels"
         )
     unit, scale = LEVELS[level]
-    groups: dict[tuple[str, int, str], list[Row]] = {}
-    for row in profiled:
-        groups.setdefault(_group(row), []).append(row)
+    groups = grouped(profiled, _group)
     heights = [0.75 + 0.26 * len(_methods(rows)) for rows in groups.values()]
     with figure.drawing(out, 1.0 + sum(heights)) as page:
         axes = []
         for part, (group, rows) in zip(figure.stacked(page, heights), groups.items()):
             methods, contexts = _methods(rows), sorted({row["case"]["context"] for row in rows})
             own = part.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
-            part.suptitle(_group_title(group), x=0.01, ha="left", fontsize=8.5)
+            part.suptitle(group, x=0.01, ha="left", fontsize=8.5)
             for axis, context in zip(own, contexts):
                 of_context = [row for row in rows if row["case"]["context"] == context]
                 _bars(axis, methods, {row["case"]["method"]: of_row(row) for row in of_context}, scale)
@@ -97,17 +93,11 @@ def _lines(spec: str) -> str:
     return f"{name}{comma}\n{rest}" if len(spec) > 28 else spec
 
 
-def _group(row: Row) -> tuple[str, int, str]:
+def _group(row: Row) -> str:
     """The model, if there is one, sequences, and how it runs."""
     case = row["case"]
-    how = ", Liger's kernels" * bool(case.get("liger"))
-    how += f", dense below {case['dense_below']}" if case.get("dense_below") else ""
-    return f"{case['model']}, " if case.get("model") else "", case["batch"], how
-
-
-def _group_title(group: tuple[str, int, str]) -> str:
-    model, batch, how = group
-    return f"{model}{batch} sequence{'s' * (batch > 1)}{how}"
+    model = f"{case['model']}, " if case.get("model") else ""
+    return f"{model}{case['batch']} sequence{'s' * (case['batch'] > 1)}{how(case)}"
 
 
 def _of_step(row: Row) -> dict[str, float]:

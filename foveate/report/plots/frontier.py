@@ -70,7 +70,6 @@ _ASIDE = 0.004  # between intervals that would stand on each other
 def frontier(
     rows: Sequence[Row],
     out: Path,
-    to_dense: bool = False,
     along: Sequence[str] = (),
     recommended: str | None = None,
     margin: float | None = None,
@@ -84,7 +83,6 @@ def frontier(
     Args:
         rows: of `foveate compare`.
         out: PNG file.
-        to_dense: show the paired difference to dense instead of the score.
         along: settings beside the budgets that may differ along one line.
         recommended: spec of the point that gets a star.
         margin: points below dense at which to draw a line.
@@ -95,7 +93,7 @@ def frontier(
         What was left out, a line each.
 
     Raises:
-        UserError: for an unknown spec, setting or field, a file name that is no PNG's, or when matplotlib is missing.
+        UserError: for an unknown spec, setting or field, when nothing is to be drawn, and as :func:`figure.check` does.
     """
     if against not in _READ:
         raise unknown("field", against, _READ, "--against")
@@ -119,20 +117,17 @@ def frontier(
         raise UserError("nothing to draw: the rows are all of dense, or took no decode steps")
     rows, along = lines.with_dense(shown, rows), (*BUDGETS, *along)
     names, cells = lines.names(shown, along), lines.cells(rows)
-    fields = ("diff_to_dense", "diff_low", "diff_high") if to_dense else ("score", "low", "high")
 
     def scored(row: Row) -> Point:
-        return Point(read.scale * row[against], *(row[field] for field in fields))
+        return Point(read.scale * row[against], row["score"], row["low"], row["high"])
 
     methods = [method for method, _ in names]
     with figure.drawing(out, figure.height(len(cells), len(names), max(map(len, names.values())))) as page:
         axes = figure.panels(page, len(cells))
         for axis, cell in zip(axes, cells.values()):
             dense = next(filter(_dense, cell), None)
-            level, band = cell[0]["dense_score"], None if dense is None else (dense["low"], dense["high"])
-            if to_dense:
-                level, band = 0.0, None
-            figure.level(axis, level, band)
+            level = cell[0]["dense_score"]
+            figure.level(axis, level, None if dense is None else (dense["low"], dense["high"]))
             if margin is not None:
                 figure.margin(axis, level - margin, f"{margin:g} point{'s' * (margin != 1)} below dense")
             drawn = [row for row in cell if not _dense(row)]
@@ -144,10 +139,9 @@ def frontier(
                     figure.star(axis, scored(row), figure.look(row["method"]), recommended)
             _read_axis(axis, [scored(row).x for row in drawn], read)
             axis.set_title(lines.place(cell[0], rows))
-        figure.name_axes(axes, read.name, "score − dense, points" if to_dense else "score")
+        figure.name_axes(axes, read.name, "score")
         figure.legend(page, axes)
-        what = f"{'Difference to dense' if to_dense else 'Score'} against {read.words}"
-        figure.title(page, what, _facts(rows, shown, along, to_dense))
+        figure.title(page, f"Score against {read.words}", _facts(rows, shown, along, False))
     return notes
 
 
@@ -156,14 +150,9 @@ def perplexity(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[s
 
     Args:
         rows: of the task `perplexity`; drawn are those of methods that refine a share of their pages, and dense.
-        out: PNG file.
         to_dense: show the ratio to dense attention, paired on the same texts.
 
-    Returns:
-        What was left out, a line each.
-
-    Raises:
-        UserError: when no such row is there, for a file name that is no PNG's, or when matplotlib is missing.
+    Returns what was left out, and raises `UserError`, as :func:`frontier` does.
     """
     rows, notes = lines.once(_of_perplexity(rows))
     shown = _of_several_shares(rows)
@@ -199,16 +188,7 @@ def perplexity(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[s
 def modes(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[str]:
     """Perplexity of each method, one below the other, beside dense.
 
-    Args:
-        rows: of the task `perplexity`.
-        out: PNG file.
-        to_dense: show the ratio to dense attention, paired on the same texts.
-
-    Returns:
-        What was left out, a line each.
-
-    Raises:
-        UserError: when no such row is there, for a file name that is no PNG's, or when matplotlib is missing.
+    Arguments, what is returned and what is raised are those of :func:`perplexity`.
     """
     rows, notes = lines.once(_of_perplexity(rows))
     shown = [row for row in rows if not _dense(row)]

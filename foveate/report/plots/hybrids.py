@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from foveate.inputs.reading import read_jsonl
 from foveate.report.plots import figure
-from foveate.report.rows import Row
+from foveate.report.rows import Row, checked
 from foveate.results.errors import DataError, UserError
 
 
 def read(files: Sequence[Path]) -> list[Row]:
     """Rows of `benchmarks/hybrid_curves.py`. Raises `DataError` for others, or for files without any."""
-    rows = []
-    for file in files:
-        for number, row in read_jsonl(file):
-            if not isinstance(row, dict) or row.get("kind") != "hybrid-curves":
-                raise DataError(f"{file}:{number}: not a row of benchmarks/hybrid_curves.py")
-            rows.append(row)
-    if not rows:
-        raise DataError(f"{', '.join(map(str, files))}: no rows in these files")
-    return rows
+
+    def check(row: Any, where: str) -> None:
+        if not isinstance(row, dict) or row.get("kind") != "hybrid-curves":
+            raise DataError(f"{where}: not a row of benchmarks/hybrid_curves.py")
+
+    return checked(files, check)
 
 
 def losses(rows: Sequence[Row], out: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from foveate.report.plots import figure
 from foveate.report.plots.figure import Look, Point
 from foveate.report.published import streamindex as paper
-from foveate.report.rows import Row
+from foveate.report.rows import Row, grouped
 from foveate.results.errors import UserError
 
 _LOOKS = {
@@ -26,18 +26,11 @@ def lengths(rows: Sequence[Row], out: Path) -> None:
     """Time and peak memory against the length of the context: a line for each implementation, k, dtype and number of
     GPUs, and marks where the paper has a value.
 
-    Args:
-        rows: of `foveate bench indexer`.
-        out: PNG file.
-
-    Raises:
-        UserError: when no row is there, for a file name that is no PNG's, or when matplotlib is missing.
+    Raises `UserError` without rows of `foveate bench indexer`, and as :func:`figure.check` does.
     """
     if not rows:
         raise UserError("nothing to draw: no row of foveate bench indexer")
-    series: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        series.setdefault((row["impl"], _named(row)), []).append(row)
+    series = grouped(rows, lambda row: (row["impl"], _named(row)))
     impls = [impl for impl, _ in series]
     with figure.drawing(out, figure.height(2, len(series) + 3)) as page:
         time, memory = figure.panels(page, 2)
@@ -63,12 +56,7 @@ def tiles(rows: Sequence[Row], out: Path) -> None:
     """Time and peak memory of the chunked path against the keys of a tile, and of the fused one against the scores
     that it holds.
 
-    Args:
-        rows: of `foveate bench indexer-study`.
-        out: PNG file.
-
-    Raises:
-        UserError: when no such row is there, for a file name that is no PNG's, or when matplotlib is missing.
+    Raises `UserError` without rows of both from `foveate bench indexer-study`, and as :func:`figure.check` does.
     """
     of_keys, of_held = ([row for row in rows if row["case"]["study"] == name] for name in _STUDIES)
     if not (of_keys and of_held):
@@ -77,8 +65,7 @@ def tiles(rows: Sequence[Row], out: Path) -> None:
         axes, columns = figure.panels(page, 4), (("ms", "ms", _ms), ("peak_bytes", "peak, GB", _gb))
         for column, (field, name, value) in enumerate(columns):
             above, below = axes[column], axes[2 + column]
-            for variant, tokens in enumerate(dict.fromkeys(map(_tokens, of_keys))):
-                own = [row for row in of_keys if _tokens(row) == tokens]
+            for variant, (tokens, own) in enumerate(grouped(of_keys, _tokens).items()):
                 words = f"chunked, {tokens:,} tokens"
                 figure.line(above, _points(own, _tile, field), words, _LOOKS["chunked"], variant)
             published = [(tile, value(cost)) for tile, cost in paper.SETTINGS["key_chunk"].items()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from foveate.report import lines
-from foveate.report.markdown import made_with, markdown_table
-from foveate.report.rows import Row
+from foveate.report.markdown import NONE, difference, markdown_table, number, percent, titled
+from foveate.report.rows import Row, grouped
 
 _EXACTLY = 1e-9  # scores are means of floats
 _Comparisons = Sequence[Sequence[Row]]
@@ -39,11 +39,10 @@ def least_keys(rows: Sequence[Row], margin: float = 2.0) -> str:
 
 def _by_model(rows: Sequence[Row], what: str, table: Callable[[_Comparisons], list[tuple[str, ...]]]) -> str:
     parts = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
+    for model, own in grouped(rows, lambda row: row["model"]).items():
         form = ", ".join(dict.fromkeys(row["dtype"] for row in own))
         body = markdown_table(table(list(lines.cells(own).values())))
-        parts.append(f"{model}, {form}; {what} ({made_with(own)}):\n\n{body}")
+        parts.append(titled(f"{model}, {form}; {what}", own, body))
     return "\n\n".join(parts)
 
 
@@ -51,7 +50,7 @@ def _differences(comparisons: _Comparisons) -> list[tuple[str, ...]]:
     specs = dict.fromkeys(row["spec"] for comparison in comparisons for row in comparison)
     found = [{row["spec"]: _difference(row) for row in comparison} for comparison in comparisons]
     table = [("method", *(f"{lines.heading(rows[0])}, n = {rows[0]['n']}" for rows in comparisons))]
-    table += [(f"`{spec}`", *(cells.get(spec, "–") for cells in found)) for spec in specs]
+    table += [(f"`{spec}`", *(cells.get(spec, NONE) for cells in found)) for spec in specs]
     ceilings = [comparison[0]["ceiling"] for comparison in comparisons]
     if any(ceiling < 100 for ceiling in ceilings):
         table.append(("evidence ceiling", *(f"{ceiling:.1f}" for ceiling in ceilings)))
@@ -78,21 +77,14 @@ def _of(method: str, rows: Sequence[Row]) -> list[Row]:
 
 def _least(rows: Sequence[Row], margin: float) -> str:
     if not rows:
-        return "–"
+        return NONE
     near = [row for row in rows if row["diff_to_dense"] >= -margin - _EXACTLY]
     if not near:
         return f"none up to {100 * max(row['keys_read_share'] for row in rows):.1f} %"
     least = min(near, key=lambda row: row["keys_read_share"])
-    return f"{100 * least['keys_read_share']:.1f} % ({_signed(least['diff_to_dense'])})"
+    return f"{100 * least['keys_read_share']:.1f} % ({number(least['diff_to_dense'], 1, '+')})"
 
 
 def _difference(row: Row) -> str:
-    if row["method"] == "dense":
-        return f"{row['score']:.1f}"
-    value, low, high = (_signed(row[name]) for name in ("diff_to_dense", "diff_low", "diff_high"))
-    read = "–" if row["keys_read_share"] is None else f"{100 * row['keys_read_share']:.1f} %"
-    return f"{row['score']:.1f} / {value} [{low}, {high}] / {read}"
-
-
-def _signed(points: float) -> str:
-    return f"{round(points, 1) + 0.0:+.1f}"
+    score = number(row["score"], 1)
+    return score if row["method"] == "dense" else f"{score} / {difference(row)} / {percent(row['keys_read_share'])}"

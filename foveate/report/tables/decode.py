@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from foveate.methods import parse
-from foveate.report.markdown import NONE, columns, made_with, markdown_table
+from foveate.report.markdown import NONE, columns, made_with, markdown_table, percent, titled
 from foveate.report.published import kascade as paper
-from foveate.report.rows import Row
+from foveate.report.rows import Row, grouped
 from foveate.results.errors import UserError
 from foveate.results.measurements import PARTS
 
@@ -22,11 +22,9 @@ _FIRST_BY_PAGES = {"first": "pages, choosing"}
 
 def table(rows: Sequence[Row]) -> str:
     """One table for each level and shape, one line for each method and size."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["case"]["level"], _shape(row)), []).append(row)
+    groups = grouped(rows, lambda row: (row["case"]["level"], _shape(row)))
     return "\n\n".join(
-        f"{shape}, {level} ({made_with(group)}):\n\n{(_models if level == 'model' else _layers)(group)}"
+        titled(f"{shape}, {level}", group, (_models if level == "model" else _layers)(group))
         for (level, shape), group in groups.items()
     )
 
@@ -42,7 +40,7 @@ def speedups(rows: Sequence[Row]) -> str:
     for row in rows:
         case = row["case"]
         what = _LEVELS.get(case["level"]) or f"{case['model']}, whole steps"
-        place = (what, case["batch"], case["context"], _how(case))
+        place = (what, case["batch"], case["context"], how(case))
         found = cases.setdefault(place, {})
         if case["method"] in found:
             raise UserError(f"{case['method']}: two rows of {what}, {case['batch']} × {case['context']:,} tokens")
@@ -52,26 +50,24 @@ def speedups(rows: Sequence[Row]) -> str:
     places = sorted(cases, key=lambda place: (order.index(place[0]) if place[0] in order else len(order), *place))
     lines = [("times as fast as dense attention", *(f"`{method}`" for method in methods))]
     for place in places:
-        what, batch, context, how = place
+        what, batch, context, runs = place
         found = [cases[place].get(method, NONE) for method in methods]
-        lines.append((f"{what}, {batch} × {context:,} tokens{how}", *found))
+        lines.append((f"{what}, {batch} × {context:,} tokens{runs}", *found))
     return f"{made_with(rows)}:\n\n{markdown_table(lines)}"
 
 
 def models(rows: Sequence[Row]) -> str:
     """What a whole model does, in short: keys read, tokens a second, prompt and memory; one table for each shape."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["case"]["level"] == "model":
-            place = f"{_shape(row)}, {row['case']['batch']} × {row['case']['context']:,} tokens"
-            groups.setdefault(place, []).append(row)
+
+    def place(row: Row) -> str:
+        return f"{_shape(row)}, {row['case']['batch']} × {row['case']['context']:,} tokens"
 
     def stats(row: Row) -> Row:
         return row.get("stats") or {}  # Transformers' own path has none
 
     cells: dict[str, Callable[[Row], str]] = {
         "method": _method,
-        "keys read": lambda row: f"{100 * stats(row)['keys_read_share']:.1f} %" if stats(row) else "",
+        "keys read": lambda row: percent(stats(row)["keys_read_share"]) if stats(row) else "",
         "ms a step": lambda row: _time(row, 2),
         "tokens/s": lambda row: f"{row['tokens_per_s']:,.1f}",
         "over dense": _speedup,
@@ -79,7 +75,8 @@ def models(rows: Sequence[Row]) -> str:
         "cache": lambda row: f"{stats(row)['resident_bytes'] / 1e9:.2f} GB" if stats(row) else "",
         "peak": _peak,
     }
-    return "\n\n".join(f"{shape} ({made_with(group)}):\n\n{columns(group, cells)}" for shape, group in groups.items())
+    groups = grouped((row for row in rows if row["case"]["level"] == "model"), place)
+    return "\n\n".join(titled(what, group, columns(group, cells)) for what, group in groups.items())
 
 
 def kascade(rows: Sequence[Row]) -> str:
@@ -100,24 +97,24 @@ def kascade(rows: Sequence[Row]) -> str:
             flash[case["context"]]["ms"] / row["ms"],
         )
         scored = "pages" if method.score_keys == "pages" else f"{method.score_keys} keys"
-        how = "" if exact else f", chosen by {scored} (recall {row['recall']:.3f})"
-        how += ", layer 0 by pages" if by_pages else ""
+        chosen = "" if exact else f", chosen by {scored} (recall {row['recall']:.3f})"
+        chosen += ", layer 0 by pages" if by_pages else ""
         times = (_pair(theirs and theirs[i], ours[i]) for i in range(len(ours)))
-        lines.append((f"{100 * case['share']:.0f} %{how}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
-    heading = f"ms, and times as fast; the paper / here ({made_with([row for row, _ in found])}):"
-    return f"{heading}\n\n{markdown_table(lines)}"
+        lines.append((f"{100 * case['share']:.0f} %{chosen}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
+    return titled("ms, and times as fast; the paper / here", [row for row, _ in found], markdown_table(lines))
 
 
 def kinds(rows: Sequence[Row]) -> str:
     """What the kernels of each kind of layers take, as the Kascade paper's figure 8 splits it; rows need a profile."""
-    lines = [("method", "tokens", "batch", "kind of layer", "layers", "ms", *PARTS)]
-    for row in rows:
-        case = row["case"]
-        for name, one in row["layers"].items():
-            parts = (f"{one['parts_ms'][part]:.3f}" for part in PARTS)
-            size = (f"{case['context']:,}", str(case["batch"]))
-            lines.append((f"`{case['method']}`", *size, name, str(one["layers"]), f"{one['ms']:.3f}", *parts))
-    return f"ms ({made_with(rows)}):\n\n{markdown_table(lines)}"
+    of_kinds = [{**row, "kind": name, **kind} for row in rows for name, kind in row["layers"].items()]
+    cells = {
+        **_PLACE,
+        "kind of layer": lambda one: one["kind"],
+        "layers": lambda one: str(one["layers"]),
+        "ms": lambda one: f"{one['ms']:.3f}",
+        **{part: lambda one, part=part: f"{one['parts_ms'][part]:.3f}" for part in PARTS},
+    }
+    return titled("ms", rows, columns(of_kinds, cells))
 
 
 def _pair(theirs: float | None, ours: float) -> str:
@@ -147,14 +144,14 @@ _PLACE: dict[str, Callable[[Row], str]] = {
 def _shape(row: Row) -> str:
     case = row["case"]
     if case["level"] == "model":
-        return f"{case['model']} ({case['weights']} weights), {case['dtype']}{_how(case)}"
+        return f"{case['model']} ({case['weights']} weights), {case['dtype']}{how(case)}"
     return f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
 
 
-def _how(case: Row) -> str:
+def how(case: Row) -> str:
     """How a model runs; empty for a layer."""
-    how = ", Liger's kernels" * bool(case.get("liger"))
-    return how + (f", dense below {case['dense_below']}" if case.get("dense_below") else "")
+    kernels = ", Liger's kernels" * bool(case.get("liger"))
+    return kernels + (f", dense below {case['dense_below']}" if case.get("dense_below") else "")
 
 
 def _layers(rows: Sequence[Row]) -> str:

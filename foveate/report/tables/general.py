@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from foveate.report.lines import split_of
-from foveate.report.markdown import NONE, columns, made_with, markdown_table
+from foveate.report.markdown import (
+    NONE,
+    columns,
+    difference,
+    interval,
+    made_with,
+    markdown_table,
+    percent,
+    score,
+    titled,
+)
 from foveate.report.ratio import perplexity_ratio
-from foveate.report.rows import Row
+from foveate.report.rows import Row, grouped
 from foveate.report.tables import page_scores
 
 
 def tables(rows: Sequence[Row]) -> str:
     """All rows, grouped by what they measure, each group under one line that says on what."""
-    groups: dict[tuple[str, Callable[[Sequence[Row]], str], str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((_what(row), _table(row), made_with([row], commits=False)), []).append(row)
-    return "\n\n".join(f"{what} ({made_with(group)}):\n\n{table(group)}" for (what, table, _), group in groups.items())
-
-
-def _share(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:.1f} %"
+    groups = grouped(rows, lambda row: (_what(row), _table(row), made_with([row], commits=False)))
+    return "\n\n".join(titled(what, group, table(group)) for (what, table, _), group in groups.items())
 
 
 def _table(row: Row) -> Callable[[Sequence[Row]], str]:
@@ -49,23 +53,21 @@ def _what(row: Row) -> str:
 def _comparison(rows: Sequence[Row]) -> str:
     compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
 
-    def difference(row: Row) -> str:
-        if row["method"] == "dense" or not compared:
-            return ""
-        return f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
+    def to_dense(row: Row) -> str:
+        return "" if row["method"] == "dense" or not compared else difference(row)
 
     cells: dict[str, Callable[[Row], str]] = {
         "method": lambda row: f"`{row['spec']}`",
-        "score [95 %]": _score,
-        "Δ to dense [95 %]": difference,
-        "keys read": lambda row: _share(row["keys_read_share"]),
+        "score [95 %]": score,
+        "Δ to dense [95 %]": to_dense,
+        "keys read": lambda row: percent(row["keys_read_share"]),
         "KV read a step": lambda row: (
             NONE if row["kv_bytes_per_step"] is None else f"{row['kv_bytes_per_step'] / 1e6:.1f} MB"
         ),
         "resident a sequence": lambda row: f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
     }
     if all("answer_tokens" in row["metrics"] for row in rows):
-        cells["answer, tokens [95 %]"] = lambda row: _interval(row["metrics"]["answer_tokens"], 0)
+        cells["answer, tokens [95 %]"] = lambda row: interval(row["metrics"]["answer_tokens"], 0)
     return columns(rows, cells)
 
 
@@ -75,15 +77,15 @@ def _perplexities(rows: Sequence[Row]) -> str:
     def ratio(row: Row) -> str:
         if dense is None or row is dense:
             return ""
-        return "{0.value:.3f} [{0.low:.3f}, {0.high:.3f}]".format(perplexity_ratio(row, dense))
+        return interval(vars(perplexity_ratio(row, dense)), 3)
 
     return columns(
         rows,
         {
             "method": lambda row: f"`{row['spec']}`",
-            "perplexity [95 %]": lambda row: _interval(row["metrics"]["perplexity"], 2),
+            "perplexity [95 %]": lambda row: interval(row["metrics"]["perplexity"], 2),
             "over dense [95 %, paired]": ratio,
-            "keys read": lambda row: _share(row["keys_read_share"]),
+            "keys read": lambda row: percent(row["keys_read_share"]),
         },
     )
 
@@ -93,20 +95,11 @@ def _fidelities(rows: Sequence[Row]) -> str:
         rows,
         {
             "method": lambda row: f"`{row['spec']}`",
-            "KL to dense, nats a token [95 %]": lambda row: _interval(row["metrics"]["kl"], 4),
-            "same choice, % [95 %]": _score,
-            "keys read": lambda row: _share(row["keys_read_share"]),
+            "KL to dense, nats a token [95 %]": lambda row: interval(row["metrics"]["kl"], 4),
+            "same choice, % [95 %]": score,
+            "keys read": lambda row: percent(row["keys_read_share"]),
         },
     )
-
-
-def _score(row: Row) -> str:
-    return f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]"
-
-
-def _interval(metric: Mapping[str, float], digits: int) -> str:
-    value, low, high = (f"{metric[name]:.{digits}f}" for name in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
 
 
 def _speeds(rows: Sequence[Row]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from foveate.evaluation import tasks
 from foveate.evaluation.metrics import Interval, Values, bootstrap
-from foveate.report.markdown import NONE, made_with, markdown_table
+from foveate.report.markdown import NONE, interval, markdown_table, titled
 from foveate.report.rows import Row
 from foveate.results.errors import UserError
 
@@ -67,7 +67,7 @@ def _group(title: str, rows: Sequence[Row]) -> str:
             whole = all(cell is not None for cell in cells)
             shown.append(f"{np.mean([cell[0].value for cell in cells]):.1f}" if whole else NONE)
         lines.append([line, ", ".join(numbers), *shown])
-    return f"{title}, scores [95 %] (range of the seeds) ({made_with(rows)}):\n\n{markdown_table(lines)}"
+    return titled(f"{title}, scores [95 %] (range of the seeds)", rows, markdown_table(lines))
 
 
 def _line(row: Row) -> tuple[str, str]:
@@ -126,4 +126,4 @@ def _score(rows: Sequence[Row], line: str) -> tuple[Interval, list[float]]:
 
 def _cell(score: Interval, seeds: Sequence[float]) -> str:
     beside = f" ({min(seeds):.1f}–{max(seeds):.1f})" if len(seeds) > 1 else ""
-    return f"{score.value:.1f} [{score.low:.1f}, {score.high:.1f}]{beside}"
+    return interval(vars(score)) + beside

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foveate.report.markdown import NONE, columns, made_with, markdown_table
-from foveate.report.rows import Row
+from foveate.report.markdown import NONE, columns, markdown_table, percent, titled
+from foveate.report.rows import Row, grouped
 from foveate.report.terminal import size, time
 
 _HEADS = {"nsa": "dense of nsa's heads"}
@@ -21,10 +21,7 @@ def speed(rows: Sequence[Row]) -> str:
 
     Decode and prompts are tables of their own. Of several windows or dense libraries the fastest counts.
     """
-    phases: dict[str, list[Row]] = {}
-    for row in rows:
-        phases.setdefault(row["case"]["phase"], []).append(row)
-    return "\n\n".join(map(_attention, phases.values()))
+    return "\n\n".join(map(_attention, grouped(rows, lambda row: row["case"]["phase"]).values()))
 
 
 def _attention(rows: Sequence[Row]) -> str:
@@ -57,7 +54,7 @@ def _attention(rows: Sequence[Row]) -> str:
     heads = f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']} (nsa {case['nsa_kv_heads']})"
     sizes = f"window {case['window']}, buffer {case['buffer']}, swa of {case['sliding']:,}"
     title = f"{case['phase']}, {case['context']:,} tokens, {heads}, {sizes}, {case['dtype']}"
-    return f"{title} ({made_with(rows)}):\n\n{markdown_table(lines)}"
+    return titled(title, rows, markdown_table(lines))
 
 
 def _is(name: str, kind: str) -> bool:
@@ -90,7 +87,7 @@ def memory(rows: Sequence[Row]) -> str:
         lines.append((f"{context:,}", *cells))
     case = rows[0]["case"]
     title = f"{case['size']}, random weights, one sequence in chunks of {case['chunk']:,} tokens, {case['dtype']}"
-    return f"{title} ({made_with(rows)}):\n\n{markdown_table(lines)}"
+    return titled(title, rows, markdown_table(lines))
 
 
 def _times(row: Row) -> tuple[float, float]:
@@ -111,12 +108,12 @@ def training(rows: Sequence[Row]) -> str:
         "over the baseline": lambda row: (
             NONE if row["baseline"] == row["case"]["preset"] else f"{row['speedup']:.2f}× `{row['baseline']}`"
         ),
-        "of the peak": lambda row: NONE if row["peak_share"] is None else f"{100 * row['peak_share']:.1f} %",
+        "of the peak": lambda row: percent(row["peak_share"]),
         "memory": lambda row: size(row["peak_bytes"]),
     }
     case = rows[0]["case"]
     title = f"rows of {case['length']:,} tokens, {case['dtype']}{', compiled' if case['compile'] else ''}"
-    return f"{title} ({made_with(rows)}):\n\n{columns(rows, cells)}"
+    return titled(title, rows, columns(rows, cells))
 
 
 def _model(row: Row) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foveate.report.markdown import NONE, columns, made_with, markdown_table
+from foveate.report.markdown import NONE, columns, made_with, markdown_table, percent
 from foveate.report.published import streamindex as paper
 from foveate.report.rows import Row
 
@@ -50,8 +50,7 @@ def lengths(rows: Sequence[Row]) -> str:
         line += [cost(found[name]["ms"], found[name]["peak_bytes"]) if name in found else NONE for name in names]
         line.append(f"{ours['tflop_per_s']:,.0f} ({100 * ours['of_matmul']:.0f} %)")
         line.append(NONE if ours["gb_per_s"] is None else f"{ours['gb_per_s']:,.0f}")
-        share = of_scoring(ours)
-        line.append(NONE if share is None else f"{100 * share:.0f} %")
+        line.append(percent(of_scoring(ours), 0))
         if chunked:
             line.append(f"{chunked[tokens].ms / ours['ms']:.1f}×" if tokens in chunked else NONE)
         line.append(f"{min(row['recall_min'] for row in found.values()):.4f}")
@@ -75,23 +74,22 @@ def gpus(rows: Sequence[Row]) -> str:
 
 def settings(rows: Sequence[Row]) -> str:
     """A line for each value of each setting; the paper's where it has the same at this length."""
-    lines = [("setting", "value", "tokens", "ours", "recall, mean and least", "paper (chunked)")]
-    for row in rows:
+
+    def theirs(row: Row) -> str:
         case = row["case"]
-        if case["study"] not in _SETTINGS:
-            continue
-        theirs = paper.SETTINGS.get(case["study"], {}) if case["tokens"] == paper.SETTINGS_TOKENS else {}
-        lines.append(
-            (
-                _SETTINGS[case["study"]],
-                f"{case['value']:,}",
-                f"{case['tokens']:,}",
-                cost(row["ms"], row["peak_bytes"]),
-                f"{row['recall_mean']:.4f} and {row['recall_min']:.4f}",
-                published(theirs.get(case["value"])),
-            )
-        )
-    return f"{_study_heading(rows)}\n\n{markdown_table(lines)}"
+        values = paper.SETTINGS.get(case["study"], {}) if case["tokens"] == paper.SETTINGS_TOKENS else {}
+        return published(values.get(case["value"]))
+
+    cells: dict[str, Callable[[Row], str]] = {
+        "setting": lambda row: _SETTINGS[row["case"]["study"]],
+        "value": lambda row: f"{row['case']['value']:,}",
+        "tokens": lambda row: f"{row['case']['tokens']:,}",
+        "ours": lambda row: cost(row["ms"], row["peak_bytes"]),
+        "recall, mean and least": lambda row: f"{row['recall_mean']:.4f} and {row['recall_min']:.4f}",
+        "paper (chunked)": theirs,
+    }
+    of_settings = [row for row in rows if row["case"]["study"] in _SETTINGS]
+    return f"{_study_heading(rows)}\n\n{columns(of_settings, cells)}"
 
 
 def ablations(rows: Sequence[Row]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from foveate.report.markdown import NONE, made_with, markdown_table
+from foveate.report.markdown import NONE, columns, markdown_table, percent, titled
 from foveate.report.rows import Row
 from foveate.report.tables.general import tables
 from foveate.report.terminal import size, time
@@ -32,7 +32,7 @@ def lengths(rows: Sequence[Row]) -> str:
         lines.append((f"`{method}`", *cells, size(last["peak_bytes"])))
     case = rows[0]["case"]
     what = f"a layer of {case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
-    return f"{what}: mean time, over the fastest dense attention ({made_with(rows)}):\n\n{markdown_table(lines)}"
+    return titled(f"{what}: mean time, over the fastest dense attention", rows, markdown_table(lines))
 
 
 def layers(rows: Sequence[Row]) -> str:
@@ -43,37 +43,29 @@ def layers(rows: Sequence[Row]) -> str:
     *Recall* and *mass* are of approximate choices: the share of the exact choice that they have, and the attention that
     they keep relative to what it keeps.
     """
-    head = (
-        "method",
-        "tokens",
-        "layers",
-        "of",
-        "ms",
-        *(f"{part}, ms" for part in PARTS),
-        "learning, ms",
-        "prompt's end, ms",
-    )
-    lines = [(*head, "surcharge", "memory above inputs and output", "recall", "mass")]
-    for row in rows:
-        case, above = row["case"], row["peak_kind"] == "above inputs and output"
-        for name, kind in row["layers"].items():
-            parts = kind["parts_ms"] or {}
-            lines.append(
-                (
-                    f"`{case['method']}`",
-                    f"{case['context']:,}",
-                    str(kind["layers"]),
-                    name,
-                    f"{kind['ms']:.2f}",
-                    *(f"{parts[part]:.2f}" if part in parts else "–" for part in PARTS),
-                    f"{kind['learn_ms']:.2f}",
-                    f"{kind['end_ms']:.2f}",
-                    f"{100 * kind['surcharge']:.0f} %",
-                    f"{kind['peak_bytes'] / 1e9:.2f} GB" if above else "–",
-                    *(
-                        f"{100 * kind['choice'][name]:.1f} %" if "choice" in kind else "–"
-                        for name in ("recall", "mass")
-                    ),
-                )
-            )
-    return markdown_table(lines)
+    of_kinds = [{**row, "kind": name, **kind} for row in rows for name, kind in row["layers"].items()]
+
+    def part(name: str) -> Callable[[Row], str]:
+        return lambda one: f"{one['parts_ms'][name]:.2f}" if one["parts_ms"] else NONE
+
+    def choice(name: str) -> Callable[[Row], str]:
+        return lambda one: percent(one["choice"][name] if "choice" in one else None)
+
+    def memory(one: Row) -> str:
+        return f"{one['peak_bytes'] / 1e9:.2f} GB" if one["peak_kind"] == "above inputs and output" else NONE
+
+    cells = {
+        "method": lambda one: f"`{one['case']['method']}`",
+        "tokens": lambda one: f"{one['case']['context']:,}",
+        "layers": lambda one: str(one["layers"]),
+        "of": lambda one: one["kind"],
+        "ms": lambda one: f"{one['ms']:.2f}",
+        **{f"{name}, ms": part(name) for name in PARTS},
+        "learning, ms": lambda one: f"{one['learn_ms']:.2f}",
+        "prompt's end, ms": lambda one: f"{one['end_ms']:.2f}",
+        "surcharge": lambda one: percent(one["surcharge"], 0),
+        "memory above inputs and output": memory,
+        "recall": choice("recall"),
+        "mass": choice("mass"),
+    }
+    return columns(of_kinds, cells)

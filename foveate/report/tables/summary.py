@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from foveate.report import pooled
 from foveate.report.lines import heading
-from foveate.report.markdown import markdown_table
-from foveate.report.rows import Row
+from foveate.report.markdown import NONE, interval, markdown_table
+from foveate.report.rows import Row, grouped
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -20,8 +20,7 @@ def summary(rows: Sequence[Row]) -> str:
     """
     if not all(map(pooled.averages, rows)):
         raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
-    models = dict.fromkeys(row["model"] for row in rows)
-    return "\n\n".join(_table([row for row in rows if row["model"] == model]) for model in models)
+    return "\n\n".join(map(_table, grouped(rows, lambda row: row["model"]).values()))
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -38,16 +37,15 @@ def _table(rows: Sequence[Row]) -> str:
     for spec, found in by_spec.items():
         if any(cell not in found for cell in cells):
             continue
-        ours = [found[cell] for cell in cells]
+        ours, theirs = ([of[cell] for cell in cells] for of in (found, dense))
         shares = [100 * (row["keys_read_share"] or 0.0) for row in ours]  # no decode step: nothing was read
         read = f"{min(shares):.1f}–{max(shares):.1f} %" if len(cells) > 1 else f"{shares[0]:.1f} %"
-        difference = pooled.difference(ours, [dense[cell] for cell in cells])
         lines.append(
             (
                 f"`{spec}`",
-                read if ours[0]["method"] != "own" else "–",  # nobody counts what a model reads as it is
+                read if ours[0]["method"] != "own" else NONE,  # nobody counts what a model reads as it is
                 *(f"{row['score']:.1f}" for row in ours),
-                "" if spec == "dense" else f"{difference.value:+.1f} [{difference.low:+.1f}, {difference.high:+.1f}]",
+                "" if spec == "dense" else interval(vars(pooled.difference(ours, theirs)), 1, "+"),
             )
         )
     ceilings = [dense[cell]["ceiling"] for cell in cells]

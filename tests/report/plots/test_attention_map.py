@@ -5,7 +5,6 @@ from matplotlib.image import imread
 
 from foveate.inputs.loading import load_model
 from foveate.report.plots import attention_map as maps
-from foveate.results.errors import UserError
 
 TEXT = "Tides rise\nand fall.\n\nBread is baked.\n\n\n\nThe sea rose again.\n\nWhat now?\n"
 
@@ -41,20 +40,6 @@ def test_pairs_of_segments():
     assert text.pairs(same=False) == [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (4, 0), (4, 2), (4, 3)]
 
 
-@pytest.mark.parametrize(
-    ("text", "topics", "message"),
-    [
-        (TEXT, ("a", "b", "a"), "the text has 4 paragraphs, but there are 3 topics"),
-        (TEXT, ("a", "b", "c", "d"), "topics a, b, c, d: one has to come up again"),
-        ("One.\n\nTwo.", ("a", "a"), "has to come up again after another"),
-        ("A" + " word" * 9000 + "\n\nb\n\nc", ("a", "b", "a"), "a map is drawn of at most 4,096"),
-    ],
-)
-def test_texts_that_do_not_do(tokenizer, text, topics, message):
-    with pytest.raises(UserError, match=message):
-        maps.segments(tokenizer, text, topics)
-
-
 def test_reach_wants_the_topic_and_not_a_token_that_all_look_at(tokenizer):
     text = maps.segments(tokenizer, TEXT, maps.TOPICS)
     shares = torch.zeros(2, 2, 4, 4)
@@ -84,15 +69,6 @@ def test_the_head_found_has_the_largest_reach_and_its_own_weights(model, tokeniz
     assert found.rivals == 8
     torch.testing.assert_close(found.weights, attentions[found.layer, found.head], atol=1e-5, rtol=1e-4)
     assert found.share[2, 0] == pytest.approx(float(same[found.layer, found.head]) * len(rows[0]), rel=1e-4)
-    one = maps.look(model, text, layer=1, head=2)
-    assert (one.layer, one.head, one.rivals) == (1, 2, 1)
-    assert maps.look(model, text, layer=0).rivals == 4
-
-
-@pytest.mark.parametrize(("layer", "head", "message"), [(2, 0, "layer must be 0 to 1"), (0, -1, "head must be 0 to 3")])
-def test_layers_and_heads_that_are_not_there(model, tokenizer, layer, head, message):
-    with pytest.raises(UserError, match=message):
-        maps.look(model, maps.segments(tokenizer, TEXT, maps.TOPICS), layer, head)
 
 
 def test_the_picture_is_the_same_each_time(model, tokenizer, tmp_path):
