@@ -30,7 +30,31 @@ COSTS = {
     "prior": 1.0,
     "oracle": 1.0,
 }
-"""What is read of a page's summary, in keys with their values: both means 1, the spread 0.5, bounds 1."""
+"""What is read of a page's summary, in keys with their values: both means 1, the spread 0.5, bounds 1.
+
+Records in place of the mean key are in :data:`RECORDS`.
+"""
+
+
+class Record(NamedTuple):
+    """A score by low-rank summaries, which are read in place of the mean keys."""
+
+    rank: int
+    weighted: bool = True
+    """Whether channels are weighted by the prompt's last queries."""
+    weighs: bool = True
+    """Whether a summary weighs what its record says, and not what its mean key says."""
+
+
+RECORDS = {
+    "low_rank1": Record(1),
+    "low_rank2": Record(2),
+    "low_rank2+prior": Record(2),
+    "low_rank4": Record(4),
+    "low_rank2_unweighted": Record(2, weighted=False),
+    "low_rank2_order": Record(2, weighs=False),
+}
+"""The mean key in eight bits, and directions in four (:class:`foveate.ops.PageRecord`)."""
 SINKS, TAIL, WINDOW = LuKA.sinks, LuKA.tail, LuKA.window
 LIMIT = 0.1
 """The most attention that unrefined pages may hold where pages are refined by certified bounds."""
@@ -40,6 +64,11 @@ _LOST = 0.5
 _ROUNDS = 4  # of two-means
 
 Measures = dict[str, float]
+
+
+def fits(record: Record, size: int) -> bool:
+    """Whether pages of this size can have such a record."""
+    return record.rank <= size <= ops.PageRecord.largest_page
 
 
 class Case(NamedTuple):
@@ -68,9 +97,22 @@ class Pages:
         k: ``[1, Hkv, N * size, D]``; summaries are held in its dtype, as a cache holds them.
         v: ``[1, Hkv, N * size, Dv]``, fp32.
         recent: fp32 ``[1, Hkv, N * size]``: attention that each token got from the prompt's last queries, their mean.
+        channels: fp32 ``[1, Hkv, D]``: what those queries make of the channels of keys.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, recent: Tensor, size: int):
+    def __init__(self, k: Tensor, v: Tensor, recent: Tensor, channels: Tensor, size: int):
+        forms = {name: ops.PageRecord(k.shape[3], size, one.rank) for name, one in RECORDS.items() if fits(one, size)}
+        self.forms, self.channels = forms, channels
+        self.records = {
+            name: ops.compress_pages(k, form, channels if RECORDS[name].weighted else None)
+            for name, form in forms.items()
+            if "+" not in name
+        }
+        per_token = v.shape[3] + k.shape[3]
+        self.costs = COSTS | {
+            name: v.shape[3] / per_token + form.bytes / (k.element_size() * per_token) for name, form in forms.items()
+        }
+        """As :data:`COSTS`, with those of the records, whose values are as wide as the cache's."""
         self.k, self.v, self.size, self.number = k, v, size, k.shape[2] // size
         keys, values, recent = (x.unflatten(2, (-1, size)) for x in (k, v, recent))
         self.whole = ops.summarise(ops.Nodes(keys, values, low=keys, high=keys), spread=True)
@@ -93,7 +135,12 @@ class Pages:
         upper = ops.largest_logit(rows, self.whole.low, self.whole.high, scaling) + log_size
         weights = [ops.key_logits(rows, part.k, scaling) + log[:, :, None] for log, part in self.parts]
         values = torch.cat([part.v for _, part in self.parts], 2)
-        return {
+        found = {}
+        for name, records in self.records.items():
+            channels = self.channels if RECORDS[name].weighted else None
+            rank = ops.page_lse(rows, records, self.forms[name], scaling, weights=channels)
+            found[name] = Estimate(rank, rank if RECORDS[name].weighs else plain, v)
+        return found | {
             "summary": Estimate(plain, plain, v),
             "recent": Estimate(weighted, weighted, self.weighted.v),
             "recent_box": Estimate(weighted_box, weighted, self.weighted.v),
@@ -149,7 +196,7 @@ class Query:
         """Every score at every budget that pays for the raw tokens and the summaries, and by certified bounds."""
         pages, raw = self.pages, self.raw.v.shape[2]
         size, keys = pages.size, raw + pages.number * pages.size
-        for name, cost in COSTS.items():
+        for name, cost in pages.costs.items():
             score, _, prior = name.partition("+")
             estimate = estimates["summary" if score == "prior" else score]
             order = self.order(estimate.rank, PRIOR if prior else float(score == "prior"))
@@ -194,11 +241,12 @@ def measure(
         sizes, budgets: tokens of a page; keys that are read, as a share of those that the query sees.
     """
     v, offset = seen.v.float(), max(0, prompt - WINDOW)
+    channels = ops.channel_weights(seen.q[:, :, offset:prompt], seen.k.shape[1])
     recent = ops.query_mass(seen.q[:, :, offset:prompt], seen.k[:, :, :prompt], scaling=seen.scaling, offset=offset)
     recent = recent.unflatten(1, (seen.k.shape[1], -1)).mean(2) / (prompt - offset)
     for size in sizes:
         stop = SINKS + (prompt - TAIL - SINKS) // size * size
-        pages = Pages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], recent[:, :, SINKS:stop], size)
+        pages = Pages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], recent[:, :, SINKS:stop], channels, size)
         for position in queries:
             rows = ops.fold_group(seen.q[:, :, position : position + 1], seen.k.shape[1])
             raw = (torch.cat([x[:, :, :SINKS], x[:, :, stop : position + 1]], 2) for x in (seen.k, v))
