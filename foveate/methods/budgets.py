@@ -38,6 +38,10 @@ class PageCounts:
         """Pages, the one that is being filled included."""
         return -(-length // self.size)
 
+    def newest(self, length: Number) -> Number:
+        """The page that holds the last token."""
+        return self.pages(length) - 1
+
     def full(self, length: Number) -> Number:
         """Full pages."""
         return length // self.size

@@ -223,6 +223,11 @@ class Kascade(TopKByMass):
         return self.reads_pages or super().needs_prompt_end
 
     @property
+    def counters(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Where layer 0 reads pages also the share of the attention that they hold by their summaries, 0 to 1."""
+        return (*super().counters, "mass_read") if self.reads_pages else super().counters
+
+    @property
     def role(self) -> str:
         if not self.reads_pages:
             return super().role
@@ -275,6 +280,8 @@ class Kascade(TopKByMass):
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.scores_summaries:
             _PAGES.write_newest(cache)
+        if self.reads_pages:
+            cache.count("mass_read", 1.0)
         self._scored_keys(cache)
         return super().decode_dense(cache, q, scaling)
 
@@ -303,10 +310,14 @@ class Kascade(TopKByMass):
         """
         _PAGES.write_newest(cache)
         mass = _PAGES.mass(cache, q, scaling, pooling=self.pooling, pool=self.pool)
-        ends = cache.each_row(_PAGES.pages)
-        scores = ops.with_always_read(mass, 0, ends - 1, ends)
+        scores = ops.with_always_read(mass, 0, cache.each_row(_PAGES.newest), cache.each_row(_PAGES.pages))
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
-        return ops.topk_rows(scores, counts, most, dtype=torch.int32)
+        pages = ops.topk_rows(scores, counts, most, dtype=torch.int32)
+        if self.reads_pages:
+            if self.pooling == "sqrt":  # its scores are not shares of the attention
+                mass = _PAGES.mass(cache, q, scaling, pool=self.pool)
+            cache.count("mass_read", ops.mass_of_pages(mass, pages))
+        return pages
 
     def scored_pages(self, length: Number) -> Number:
         """Pages of a row of this length whose keys are scored, or read in layer 0: enough for ``top_k`` keys."""

@@ -248,7 +248,7 @@ def test_padded_rows_get_their_own_layers_choices(method):
         for b, own in enumerate(at):
             assert_close(out[:, b], alone[b].feed(own)[:, 0])
     for number, layer in enumerate(stack.layers):  # what is counted of a batch is the sum over its rows
-        for name in ("decode_rows", "keys_read", "keys_available", "indices_reused"):
+        for name in ("decode_rows", "keys_read", "keys_available", *layer.method.counters):
             rows_alone = (one.layers[number].counters[name] for one in alone)
             assert float(layer.counters[name]) == pytest.approx(sum(map(float, rows_alone)))
 
@@ -625,18 +625,22 @@ def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record
 
 
 def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
-    """What ``score_keys=pages`` reads for the query at position i, and the keys that it scores, by KV head."""
+    """What ``score_keys=pages`` reads for the query at position i and the keys that it scores, by KV head; and the
+    share of the attention to full pages that the pages of these hold by their summaries, the mean over the heads."""
     size, third, length = kascade.PAGE_SIZE, kascade.ONE_PAGE_IN, i + 1
     form, number, full = ops.PageRecord(DIM, size), math.ceil(length / size), length // size
     power = 0.5 if pooling == "sqrt" else 1.0
-    mass, sets = torch.zeros(KV_HEADS, number, dtype=torch.float64), []
+    mass = torch.zeros(2, KV_HEADS, number, dtype=torch.float64)  # as pages are scored by it, and itself
     for own, weight in enumerate(channel_weights):
         pages = (k[None, own : own + 1, page * size : (page + 1) * size] * weight for page in range(full))
         held = [factors(ops.compress_pages(keys, form), form).keys()[0, 0, 0].double() for keys in pages]
         for h in range(own * GROUP, (own + 1) * GROUP):
             logs = [(keys @ (q[h, i] / weight).double() * SCALING).logsumexp(0) for keys in held]
-            mass[own, :full] += torch.stack(logs).softmax(0) ** power
+            share = torch.stack(logs).softmax(0)
+            mass[:, own, :full] += torch.stack([share**power, share / HEADS])
+    mass, shares = mass
     mass = mass.sum(0, keepdim=True).expand(KV_HEADS, -1) if pool == "layer" else mass
+    sets, held = [], 0.0
     scores = torch.zeros(KV_HEADS, length, dtype=torch.float64)
     for own in range(KV_HEADS):
         others = best(
@@ -644,10 +648,11 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
         )
         slots = [slot for slot in range(length) if slot // size in others | {number - 1}]
         sets.append(set(slots))
+        held += float(shares[own, sorted(others | {number - 1})].sum())
         for h in range(own * GROUP, (own + 1) * GROUP):
             scores[own, slots] += (logits(q, k, i)[h, slots]).softmax(0) ** power
     scores = scores.sum(0, keepdim=True).expand(KV_HEADS, -1) if pool == "layer" else scores
-    return [best(row, count) for row in scores], sets
+    return [best(row, count) for row in scores], sets, held
 
 
 @pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
@@ -667,7 +672,7 @@ def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k)
     how = {"pool": "kv_head", "pooling": "post_softmax"} | settings
     for i in range(prompt, total):
         out, count = stack.feed(part(tokens, i, i + 1)), max(int(top_k * (i + 1)), 5) if top_k == 0.1 else top_k
-        chosen, scored = best_keys_of_best_pages(q, k, i, weighted, count, **how)
+        chosen, scored, _ = best_keys_of_best_pages(q, k, i, weighted, count, **how)
         exact = by_mass(q, k, [i], i + 1, lambda length, count=count: count, **how)
         different += chosen != exact
         for layer, (own_q, own_k, own_v) in enumerate((x[0] for x in layer) for layer in tokens):
@@ -698,20 +703,23 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
     assert_close(close_to_dense[:, -1], read(q, k, v, prompt - 1, everything))
     weighted = ops.channel_weights(q[None, :, prompt - 16 : prompt], KV_HEADS)[0]
     how = {"pool": "kv_head", "pooling": "post_softmax"} | {x: settings[x] for x in settings if "pool" in x}
-    counted, missed = 0.0, 0
+    counted, mass, missed = 0.0, 0.0, 0
     share = ops.PageRecord(DIM, kascade.PAGE_SIZE).bytes / (kascade.PAGE_SIZE * 2 * DIM * 4)
     readers = anchors == [0, 2]
     for i in range(prompt, total):
         out, count = stack.feed(part(tokens, i, i + 1)), max(int(top_k * (i + 1)), 5) if top_k == 0.1 else top_k
-        chosen, pages = best_keys_of_best_pages(q, k, i, weighted, count, **how)
+        chosen, pages, held = best_keys_of_best_pages(q, k, i, weighted, count, **how)
         assert_close(out[0, 0, :, 0], read(q, k, v, i, pages))
         if readers:
             assert_close(out[1, 0, :, 0], read(*(x[0] for x in tokens[1]), i, chosen))
         counted += sum(map(len, pages)) / KV_HEADS * (1.5 if readers else 1.0) + share * (i + 1)
+        mass += held
         missed += i + 1 - len(pages[0])
     counters = stack.layers[0].counters
     assert float(counters.keys_read) == pytest.approx(counted)
+    assert float(counters["mass_read"]) == pytest.approx(mass, rel=1e-5)
     assert missed > 60 * (total - prompt)
+    assert not any("mass_read" in layer.counters.own for layer in stack.layers[1:])
     assert stack.layers[0].method.role == ("pages, choosing" if readers else "pages")
 
 
