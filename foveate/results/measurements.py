@@ -131,7 +131,7 @@ def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
         if missing:
             raise ValueError(f"row lacks {', '.join(missing)}")
     there = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-    cases = [row["case"] for row in rows]
+    cases = [json.loads(json.dumps(row["case"])) for row in rows]  # as the file has them: tuples are lists there
     lines = [line for line in there if json.loads(line)["case"] not in cases]
     lines += [json.dumps(row, ensure_ascii=False) for row in rows]
     outfile.write(out, "".join(line + "\n" for line in lines).encode())

@@ -8,8 +8,8 @@ from foveate.results.errors import UserError
 from tests.helpers import full_disk
 
 
-def row(case, **more):
-    return {**dict.fromkeys(measurements.FIELDS, 1.0), "bench": "decode", "case": {"method": case}, **more}
+def row(method, **more):
+    return {**dict.fromkeys(measurements.FIELDS, 1.0), "bench": "decode", "case": {"method": method}, **more}
 
 
 def test_rows_replace_those_of_the_same_cases(tmp_path):
@@ -22,6 +22,13 @@ def test_rows_replace_those_of_the_same_cases(tmp_path):
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert found == [row("dense"), row("h2o", ms=2.0), row("luka")]
     assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_case_with_a_tuple_is_that_of_the_file_with_a_list(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    for ms in (1.0, 2.0):
+        measurements.write(out, [row("dense", case={"ratios": (4, 128)}, ms=ms)])
+    assert [json.loads(line)["ms"] for line in out.read_text(encoding="utf-8").splitlines()] == [2.0]
 
 
 def test_rows_under_the_former_name_of_a_bench_are_its_rows(tmp_path):
