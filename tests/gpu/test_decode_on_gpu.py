@@ -46,10 +46,12 @@ def kernels_only(monkeypatch):
         "keys_at_places",
         "keys_of_pages",
         "largest_logit",
+        "mass_of_pages",
         "pooled_mass",
         "pooled_mass_of_pages",
         "put_token",
         "topk_rows",
+        "with_always_read",
     }
     assert needed <= set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
@@ -311,6 +313,24 @@ def test_keys_at_places_within_pages(number, stored):
     assert torch.equal(ops.keys_at_places(places, shared, 16), of_pages.keys_at_places(places, shared, 16))
 
 
+@pytest.mark.parametrize("number", [1, 130, 5000])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_pages_that_are_always_read_and_the_mass_that_pages_hold(number, heads):
+    """Of rows of several lengths; the last has no full page, and what its mass says of others is not read."""
+    mass = uniform(3, 2, 8192)[:, :heads, :number]
+    mass[-1] = -torch.inf
+    newest = torch.tensor([number - 1, number // 2, 0], device="cuda")
+    with poisoned_memory("cuda"):
+        found = ops.with_always_read(mass, 2, newest, newest + 1)
+    assert torch.equal(found, of_pages.with_always_read(mass, 2, newest, newest + 1))
+    pages = uniform(3, heads, number, seed=1).argsort(-1)[..., : -(-number // 3)].to(torch.int32)
+    pages[..., ::5] = -1
+    with poisoned_memory("cuda"):
+        found, again = (ops.mass_of_pages(mass, pages) for _ in range(2))
+    assert torch.equal(found, again)
+    torch.testing.assert_close(found, of_pages.mass_of_pages(mass, pages), rtol=1e-5, atol=1e-6)
+
+
 @every_pair(DIMS)
 def test_pooled_mass_of_any_head_dim(dim, value_dim):
     q, k, _ = problem(2, 8, 2, 3000, dim, value_dim, torch.bfloat16)
@@ -529,8 +549,8 @@ def test_methods_run_on_the_kernels(monkeypatch):
         (bounds_kernel, ("largest_logit",)),
         (boxes_kernel, ("bound_newest",)),
         (low_rank_kernel, ("compress_pages", "compress_newest")),
-        (page_lse_kernel, ("page_lse",)),
-        (pages_kernel, ("keys_at_places", "keys_of_pages")),
+        (page_lse_kernel, ("pooled_mass_of_records",)),
+        (pages_kernel, ("keys_at_places", "keys_of_pages", "mass_of_pages", "with_always_read")),
         (pooled_kernel, ("pooled_mass", "pooled_mass_of_pages")),
         (rows_kernel, ("topk_rows",)),
         (slots_kernel, ("give_up", "put_token")),

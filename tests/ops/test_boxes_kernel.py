@@ -52,3 +52,43 @@ def test_counting_compiles_for_ampere_and_hopper(capability):
         num_warps=4,
     )
     assert compiled.spilled == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_mass_of_pages_compiles_for_ampere_and_hopper(capability):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.pages_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._mass_of_pages,
+        {
+            "mass_ptr": "*fp32:16",
+            "page_ptr": "*i32:16",
+            "found_ptr": "*fp32:16",
+            **{f"{x}_stride_{axis}": "i32" for x in ("mass", "page") for axis in "bh"},
+            **dict.fromkeys(("mass_stride_n", "page_stride_p"), 1),
+            **dict.fromkeys(("heads", "number"), "i32"),
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_pages_that_are_always_read_compile_for_ampere_and_hopper(capability):
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("foveate.ops.select.pages_kernel")
+    compiled = compile_for(
+        capability,
+        kernel._with_always_read,
+        {
+            **dict.fromkeys(("score_ptr", "found_ptr"), "*fp32:16"),
+            **dict.fromkeys(("newest_ptr", "end_ptr"), "*i64:16"),
+            **{f"score_stride_{axis}": "i32" for axis in "bh"},
+            "score_stride_p": 1,
+            **dict.fromkeys(("newest_stride", "end_stride", "heads", "number", "first"), "i32"),
+            "BLOCK": kernel._PLACES,
+        },
+        num_warps=4,
+    )
+    assert compiled.spilled == 0
