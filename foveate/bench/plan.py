@@ -1,4 +1,4 @@
-"""What a bench is asked to measure: options that are declared once, for code and for the command line."""
+"""What a bench measures: its options, declared once for code and for the command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32")
 Row = dict[str, Any]
 Say = Callable[[str], None]
-"""Is told of progress, line by line."""
+"""Receives progress, line by line."""
 Keep = Callable[[list[Row]], None]
-"""Is given rows as soon as they are complete."""
+"""Receives rows as soon as they are complete."""
 
 _OPTION = "option"
 Own = TypeVar("Own", bound="Plan")
@@ -33,7 +33,7 @@ class Option(NamedTuple):
     least: float | None = None
     choices: Sequence[str] = ()
     only: Sequence[str] = ()
-    """Of the choices of a command that share the plan those that use the field; none: all of them."""
+    """The choices of the command that use the field, where several share the plan; empty: all of them."""
     parser: Callable[[str], Any] | None = None
 
 
@@ -53,10 +53,10 @@ def option(
         default: its value if it is not given; ``...`` for an option that has to be.
         help: what it is, for the help of the command.
         flag: its name there; by default that of the field.
-        least: the least value that is allowed, of each entry where the field has several; then one has to be there.
+        least: the least value that is allowed. A field with several values must have one, and each is checked.
         choices: the values that are allowed.
         only: see :class:`Option`.
-        parser: what makes a value of a text, where the type of the field does not say that.
+        parser: converts the text of the option, where the type of the field does not say how.
     """
     about = Option(flag, help, least, choices, only, parser)
     given = {} if default is ... else {"default": default}
@@ -90,7 +90,7 @@ class Plan:
 
     @classmethod
     def of(cls: type[Own], given: Mapping[str, Any], **more: Any) -> Own:
-        """The plan of some options by their flags; those that are None or of other plans do not count.
+        """The plan that options give, by their flags; those that are None or of other plans are ignored.
 
         Args:
             more: fields of the plan.

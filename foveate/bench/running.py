@@ -25,7 +25,7 @@ Out = Annotated[
         help="File for the rows (JSON Lines), those of other cases stay in it.", show_default=False, callback=announce
     ),
 ]
-_OFTEN = " May be given often."
+_REPEATED = " May be repeated."
 
 
 class Choice(NamedTuple):
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
     plans: Mapping[str, type[Plan]]
 
     def check(self, given: Given) -> None:
-        """Raise UserError for a choice that there is not, or an option that does nothing with the one that is made."""
+        """Raise UserError for an unknown choice, or an option that has no effect with the choices made."""
         chosen = given[self.flag] if isinstance(given[self.flag], list) else [given[self.flag]]
         for name in chosen:
             if name not in self.plans:
@@ -141,7 +141,7 @@ def _parameter(owners: Mapping[str, _Offer], plans: int) -> inspect.Parameter:
     if type(None) in parts or about.parser:  # the parser says what it makes of a text
         kind, parts = parts[0], typing.get_args(parts[0])
     if several := typing.get_origin(kind) is Sequence:
-        kind, words = list[parts[0]], words + _OFTEN
+        kind, words = list[parts[0]], words + _REPEATED
     flag = f"--{about.flag}"
     if kind is bool and shown:
         flag = f"{flag}/--no-{about.flag}"

@@ -99,7 +99,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False, callback=announce)],
     method: Annotated[
         list[str] | None,
-        typer.Option(help="A method, or own: the model as it is; may be given often.", show_default=False),
+        typer.Option(help="A method, or own: the model as it is; may be repeated.", show_default=False),
     ] = None,
     split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,

@@ -27,7 +27,7 @@ def train(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE over the file, such as optim.lr=0.001; may be given often."),
+        typer.Option("--set", help="NAME=VALUE over the file, such as optim.lr=0.001; may be repeated."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
     minutes: Annotated[
@@ -78,15 +78,15 @@ def prepare(
     shard_tokens: Annotated[int, typer.Option(help="Tokens of a shard file.")] = 25_000_000,
     leave_out: Annotated[
         list[Path] | None,
-        typer.Option(help="Titles to leave out: a SQuAD file, or one a line; may be given often.", show_default=False),
+        typer.Option(help="Titles to leave out: a SQuAD file, or one a line; may be repeated.", show_default=False),
     ] = None,
     questions: Annotated[
         list[Path] | None,
-        typer.Option(help="A train set for the cloze source; may be given often.", show_default=False),
+        typer.Option(help="A train set for the cloze source; may be repeated.", show_default=False),
     ] = None,
     held_out_words: Annotated[
         list[Path] | None,
-        typer.Option(help="Words (one a line) that no key has; may be given often.", show_default=False),
+        typer.Option(help="Words (one a line) that no key has; may be repeated.", show_default=False),
     ] = None,
 ) -> None:
     """Tokenise a folder of text, once: memory-mapped shards, all that a run reads."""

@@ -19,7 +19,7 @@ Out = Annotated[Path, typer.Option(help="PNG file to write.", show_default=False
 Where = Annotated[
     list[str] | None,
     typer.Option(
-        help="Only rows with NAME=VALUE: a field, or a setting of task or method; may be given often; of one NAME, any."
+        help="Only rows with NAME=VALUE: a field, or a setting of task or method; may be repeated; of one NAME, any."
     ),
 ]
 ToDense = Annotated[bool, typer.Option("--to-dense", help="Show the ratio to dense, paired on the same texts.")]

@@ -25,6 +25,17 @@ def test_useful_work_is_that_of_keys_that_may_be_read(tokens, ratio):
     assert indexer.pairs(tokens, ratio) == sum((t + 1) // ratio for t in range(tokens))
 
 
+def test_hits_among_equal_scores_and_keys_that_are_not_there():
+    """Rows: the first of equal keys; another of them; one below them; one more than there are; a query without keys."""
+    inf = float("-inf")
+    scores = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]] * 3 + [[2.0, inf, inf, inf, inf], [inf] * 5])
+    found = torch.tensor([[1, 0, -1], [0, 2, 3], [0, 4, 1], [0, 3, -1], [-1, -1, -1]])
+    strict, fair, whole = (numbers.tolist() for numbers in indexer.hits(found, scores, 3))
+    assert strict == [2, 2, 2, 1, 0]
+    assert fair == [2, 3, 2, 1, 0]
+    assert whole == [3, 3, 3, 2, 0]
+
+
 def test_a_row_for_each_implementation_and_length():
     said = []
     rows = indexer.run(indexer.Plan(tokens=(64, 200), **SMALL), said.append)

@@ -56,7 +56,7 @@ def test_each_phase_of_hybrids_gets_its_options(monkeypatch):
 
 def test_the_help_names_defaults_and_the_choices_that_have_an_option():
     text = " ".join(CliRunner().invoke(app, ["bench", "decode", "--help"], env={"COLUMNS": "300"}).output.split())
-    assert "Tokens so far. May be given often. [default: (8192, 32768, 131072; with model 32768)]" in text
+    assert "Tokens so far. May be repeated. [default: (8192, 32768, 131072; with model 32768)]" in text
     assert "Query heads (kernel, layer). [default: (32)]" in text
     assert "--seed <int> Seed of the inputs. [default: 0]" in text
     text = " ".join(CliRunner().invoke(app, ["bench", "hybrids", "--help"], env={"COLUMNS": "300"}).output.split())

@@ -221,3 +221,31 @@ def test_what_is_refused():
         low_rank_kernel.page_lse(rows, odd, form, 1.0)
     assert low_rank_kernel.page_lse(rows, records[:, :, :0], form, 1.0).shape == (1, 2, 3, 0)
     assert summaries_kernel.compress_pages(keys[:, :, :0], form).shape == (1, 2, 0, form.bytes)
+
+
+def test_what_is_refused_of_given_pages_and_of_pooling():
+    form, q = PageRecord(8, 4), draw(2, 6, 1, 8)
+    records, rows = summaries.compress_pages(draw(2, 2, 8, 8), form), q.view(2, 2, 3, 8)
+    pages = torch.zeros(2, 2, 1, dtype=torch.int32)
+    for module in (low_rank, low_rank_kernel):
+        for wrong, branch in ((pages[:1], 1), (pages.expand(-1, 2, -1)[:, :, 0], 1), (pages, 0)):
+            with pytest.raises(ValueError, match="do not fit records"):
+                module.page_lse(rows, records, form, 1.0, pages=wrong, branch=branch)
+        with pytest.raises(ValueError, match="do not fit records"):
+            module.page_lse(rows, records, form, 1.0, pages=pages.repeat(1, 2, 1))
+        for wrong in ({"pooling": "pre_softmax"}, {"pool": "head"}):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                module.pooled_mass_of_records(q, records, form, scaling=1.0, **wrong)
+        assert module.pooled_mass_of_records(q, records[:, :, :0], form, scaling=1.0, pool="layer").shape == (2, 1, 0)
+
+
+def test_pooled_masses_of_weighted_channels_and_capped_logits():
+    form, weights = PageRecord(16, 8), powers(2, 2, 16)
+    keys, q = draw(2, 2, 21 * 8, 16), draw(2, 6, 1, 16, seed=1)
+    records = summaries.compress_pages(keys, form, weights)
+    how = {"scaling": 1.0, "weights": weights, "softcap": 2.0, "lengths": torch.tensor([21, 0])}
+    found, expected = (module.pooled_mass_of_records(q, records, form, **how) for module in (low_rank_kernel, low_rank))
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
+    for left_out in ("weights", "softcap"):
+        other = low_rank.pooled_mass_of_records(q, records, form, **how | {left_out: None})
+        assert (other - expected)[0].abs().max() > 1e-3

@@ -108,7 +108,16 @@ def pooled_mass_of_pages(
 def pool_logits(
     logits: Tensor, mask: Tensor | None, pooling: str, pool: str, sink_logits: Tensor | None = None
 ) -> Tensor:
-    """Logits ``[B, Hkv, G, N]``, -inf of no key, as :func:`pooled_mass` pools them; mask: bool ``[B, Hkv, N]``."""
+    """Pool logits, of keys or pages, as :func:`pooled_mass` does.
+
+    Args:
+        logits: fp32 ``[B, Hkv, G, N]``; -inf where no key is.
+        mask: bool ``[B, Hkv, N]``: True where a key is; None: everywhere.
+        pooling, pool, sink_logits: see :func:`pooled_mass`; they are not checked.
+
+    Returns:
+        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer; -inf where no key is (in any head).
+    """
     mass = logits if pooling == "max_logit" else logits.softmax(-1)
     if sink_logits is not None and pooling != "max_logit":
         sinks = sink_logits.float().view(1, logits.shape[1], -1, 1)

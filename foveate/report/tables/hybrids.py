@@ -19,9 +19,11 @@ _PARTS = ("lte, scores of a step", "lte, selection of tokens")
 def speed(rows: Sequence[Row]) -> str:
     """A line for each kind of attention: time, time over a sliding window's, and factor over dense attention.
 
-    Decode and prompts are tables of their own. Of several windows or dense libraries the fastest counts.
+    Decode and prompts are tables of their own, for each context. Of several windows or dense libraries the fastest
+    counts.
     """
-    return "\n\n".join(map(_attention, grouped(rows, lambda row: row["case"]["phase"]).values()))
+    groups = grouped(rows, lambda row: (row["case"]["phase"], row["case"]["context"]))
+    return "\n\n".join(map(_attention, groups.values()))
 
 
 def _attention(rows: Sequence[Row]) -> str:

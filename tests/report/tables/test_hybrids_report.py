@@ -6,8 +6,8 @@ SHAPE = {"heads": 32, "kv_heads": 8, "nsa_kv_heads": 2, "head_dim": 64, "window"
 MADE = {"device": "H100", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc"}
 
 
-def row(what, ms, phase="decode", batch=32):
-    case = {"what": what, "phase": phase, "batch": batch, "context": 32768, **SHAPE, "dtype": "bfloat16"}
+def row(what, ms, phase="decode", batch=32, context=32768):
+    case = {"what": what, "phase": phase, "batch": batch, "context": context, **SHAPE, "dtype": "bfloat16"}
     return {"case": case, "ms": ms, "gb_per_s": None, "tflop_per_s": None, "error": None, **MADE}
 
 
@@ -42,6 +42,13 @@ def test_batches_are_columns_and_phases_are_tables():
     decode, prefill = hybrids.speed(rows).split("prefill, ")
     assert cells(decode)["swa"][:5] == ["1.00 ms", "1.00×", "2.00×", "–", "2.00 ms"]
     assert cells(prefill)["swa"] == ["1.00 ms", "1.00×", "1.00×", "–", "–"]
+
+
+def test_contexts_are_tables():
+    rows = [row(what, ms, context=size) for size, ms in ((4096, 1.0), (32768, 3.0)) for what in ("swa", "dense, a")]
+    short, long = hybrids.speed(rows).split("decode, 32,768 tokens")
+    assert short.startswith("decode, 4,096 tokens")
+    assert [cells(table)["dense, a"][0] for table in (short, long)] == ["1.00 ms", "3.00 ms"]
 
 
 def test_a_preset_that_lacks_a_context_has_empty_cells():
