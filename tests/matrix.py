@@ -65,6 +65,7 @@ VARIANTS = [
             "fp8_decode_only": {"anchors": [1], "score_keys": "fp8", "decode_only": True, "top_k": 0.2, "min_k": 6},
             "pages": {"anchors": [1], "score_keys": "pages", "pooling": "sqrt"},
             "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
+            "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4, "rank": 1},
             "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3, "exact_anchors": False},
             "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
             "score_queries": {"anchors": [1], "score_queries": 0.5, "exact_anchors": False},

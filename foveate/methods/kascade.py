@@ -22,8 +22,6 @@ from foveate.methods.base import Method, Observation, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
-PAGE_SIZE = 16
-"""Tokens of a page under score_keys=pages."""
 ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
 AUTO = "auto"
@@ -45,10 +43,10 @@ class Kascade(TopKByMass):
     are read are the exact ones, and those of prompts and of layer 0 are scored exactly. The copy's range is that of all
     keys at a prompt's end; each prompt renews it, and the tokens decoded behind it keep to it.
 
-    With ``score_keys=pages`` anchors keep low-rank summaries of pages of 16 keys and choose in two steps, which is
-    approximate as well: the third of the pages that hold most of the attention by their summaries, the newest page
-    among them, and then keys by their exact attention within these pages. With ``first_layer=pages`` layer 0 does the
-    same for its readers, and its own decoded tokens attend to all keys of that third instead of to all keys.
+    With ``score_keys=pages`` anchors keep low-rank summaries of pages (``page_size``, ``rank``) and choose in two
+    steps, which is approximate as well: the third of the pages that hold most of the attention by their summaries, the
+    newest page among them, and then keys by their exact attention within these pages. With ``first_layer=pages`` layer
+    0 does the same for its readers, and its own decoded tokens attend to all keys of that third instead of to all keys.
     """
 
     name: ClassVar[str] = "kascade"
@@ -81,6 +79,8 @@ class Kascade(TopKByMass):
         "best third of the pages (pages)",
         later=True,
     )
+    page_size: int = setting(16, "under score_keys=pages, tokens of a page", later=True)
+    rank: int = setting(2, "under score_keys=pages, directions of a page's summary, 1 to 4", later=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,6 +96,7 @@ class Kascade(TopKByMass):
         self._check_choice("first_layer", "dense", "pages")
         summarised = self.first_layer == "dense" or self.score_keys == "pages"
         self._check("first_layer", summarised, "dense without score_keys=pages")
+        self._check_summaries()
         self._check("remap", isinstance(self.remap, bool), "true or false")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`, or auto")
         if self.calibration == AUTO:
@@ -116,6 +117,16 @@ class Kascade(TopKByMass):
             )
             self._check("heads", maps, "lists of KV heads by layer")
             object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
+
+    def _check_summaries(self) -> None:
+        self._check_count("page_size", 2)
+        self._check_count("rank", 1)
+        largest = {"page_size": ops.PageRecord.largest_page, "rank": min(ops.PageRecord.largest_rank, self.page_size)}
+        for name, most in largest.items():
+            self._check(name, getattr(self, name) <= most, f"at most {most}")
+            default = type(self).__dataclass_fields__[name].default
+            summarised = self.score_keys == "pages" or getattr(self, name) == default
+            self._check(name, summarised, f"{default} without score_keys=pages")
 
     def _read_calibration(self) -> None:
         """Anchors and heads from the file; a method that has both already is as the file was when they were read."""
@@ -198,6 +209,11 @@ class Kascade(TopKByMass):
         """Whether this layer keeps a copy of its keys in fp8, by which it chooses."""
         return self.score_keys == "fp8" and self.place.chooses and not self.place.dense
 
+    @functools.cached_property
+    def summaries(self) -> LowRankPages:
+        """What is kept of pages under ``score_keys=pages``."""
+        return LowRankPages(self.page_size, self.rank)
+
     @property
     def scores_summaries(self) -> bool:
         """Whether this layer keeps summaries of pages, by which it chooses whose keys it scores or reads."""
@@ -235,7 +251,7 @@ class Kascade(TopKByMass):
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         if self.scores_summaries:
-            return _PAGES.channels(geometry)
+            return self.summaries.channels(geometry)
         if not self.scores_a_copy:
             return {}
         by_channel = {"shape": (geometry.num_kv_heads, geometry.head_dim), "per": 0, "recomputed": True}
@@ -247,15 +263,15 @@ class Kascade(TopKByMass):
 
     @property
     def observation(self) -> Observation | None:
-        return _PAGES.observation if self.scores_summaries else None
+        return self.summaries.observation if self.scores_summaries else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         if self.scores_summaries:
-            _PAGES.observe(cache, q)
+            self.summaries.observe(cache, q)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
         if self.scores_summaries:
-            _PAGES.prompt_end(cache)
+            self.summaries.prompt_end(cache)
         if self.scores_a_copy and cache.used:
             kept = ops.fp8_range(cache.keys)
             for name, found in zip(("key_centres", "key_scales"), kept):
@@ -275,11 +291,11 @@ class Kascade(TopKByMass):
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
         how = {"sink_logits": cache.sink_logits, **self._where(cache, scaling)}
-        return ops.attend_pages(q, *cache.memory, pages, PAGE_SIZE, **how).out
+        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.scores_summaries:
-            _PAGES.write_newest(cache)
+            self.summaries.write_newest(cache)
         if self.reads_pages:
             cache.count("mass_read", 1.0)
         self._scored_keys(cache)
@@ -294,9 +310,9 @@ class Kascade(TopKByMass):
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""
         how = {"pooling": self.pooling, "pool": self.pool, "sink_logits": cache.sink_logits}
-        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, PAGE_SIZE, **how, **self._where(cache, scaling))
+        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, self.page_size, **how, **self._where(cache, scaling))
         places = self._chosen(cache, mass)[:, : pages.shape[1]]
-        return ops.keys_at_places(places, pages, PAGE_SIZE).expand(-1, cache.geometry.num_kv_heads, -1)
+        return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _where(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
         how = {"lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
@@ -308,25 +324,26 @@ class Kascade(TopKByMass):
         Returns:
             int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer.
         """
-        _PAGES.write_newest(cache)
-        mass = _PAGES.mass(cache, q, scaling, pooling=self.pooling, pool=self.pool)
-        scores = ops.with_always_read(mass, 0, cache.each_row(_PAGES.newest), cache.each_row(_PAGES.pages))
+        self.summaries.write_newest(cache)
+        mass = self.summaries.mass(cache, q, scaling, pooling=self.pooling, pool=self.pool)
+        newest, ends = (cache.each_row(rule) for rule in (self.summaries.newest, self.summaries.pages))
+        scores = ops.with_always_read(mass, 0, newest, ends)
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
         pages = ops.topk_rows(scores, counts, most, dtype=torch.int32)
         if self.reads_pages:
             if self.pooling == "sqrt":  # its scores are not shares of the attention
-                mass = _PAGES.mass(cache, q, scaling, pool=self.pool)
+                mass = self.summaries.mass(cache, q, scaling, pool=self.pool)
             cache.count("mass_read", ops.mass_of_pages(mass, pages))
         return pages
 
     def scored_pages(self, length: Number) -> Number:
         """Pages of a row of this length whose keys are scored, or read in layer 0: enough for ``top_k`` keys."""
-        pages, least = _PAGES.pages(length), (self.count(length) + PAGE_SIZE - 2) // PAGE_SIZE + 1
+        pages, least = self.summaries.pages(length), (self.count(length) + self.page_size - 2) // self.page_size + 1
         return clamp(-(-pages // ONE_PAGE_IN), least, pages)
 
     def page_keys(self, length: Number) -> Number:
         """Keys of these pages, of which the newest may be open."""
-        return PAGE_SIZE * (self.scored_pages(length) - _PAGES.pages(length)) + length
+        return self.page_size * (self.scored_pages(length) - self.summaries.pages(length)) + length
 
     def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
         if not self.scores_a_copy:
@@ -343,10 +360,7 @@ class Kascade(TopKByMass):
         if not self.scores_summaries:
             return super().scored(tokens, geometry, dtype)
         keys = self.page_keys(tokens) if self.scores_keys_of_pages else 0
-        return tokens * _PAGES.share(geometry, dtype) + geometry.key_share * keys
-
-
-_PAGES = LowRankPages(PAGE_SIZE)
+        return tokens * self.summaries.share(geometry, dtype) + geometry.key_share * keys
 
 
 @dataclass(frozen=True)

@@ -397,6 +397,12 @@ def test_evenly_spaced_anchors_and_depths():
         ),
         ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
         ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
+        ("kascade", {"page_size": 8}, "page_size must be 16 without score_keys=pages, not 8"),
+        ("kascade", {"rank": 1, "score_keys": "fp8"}, "rank must be 2 without score_keys=pages, not 1"),
+        ("kascade", {"page_size": 1, "score_keys": "pages"}, "page_size must be an integer of at least 2, not 1"),
+        ("kascade", {"page_size": 65, "score_keys": "pages"}, "page_size must be at most 64, not 65"),
+        ("kascade", {"rank": 5, "score_keys": "pages"}, "rank must be at most 4, not 5"),
+        ("kascade", {"rank": 3, "page_size": 2, "score_keys": "pages"}, "rank must be at most 2, not 3"),
         (
             "kascade",
             {"first_layer": "pages", "score_keys": "fp8"},
@@ -496,12 +502,14 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
         ("exact_anchors", True, False),
         ("score_keys", "fp8", "exact"),
         ("first_layer", "pages", "dense"),
+        ("page_size", 8, 16),
+        ("rank", 1, 2),
         ("dense_last", 9, 0),
         ("tile_pooling", "max", "mean"),
     ],
 )
 def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):
-    beside = {"score_keys": "pages"} if name == "first_layer" else {}
+    beside = {"score_keys": "pages"} if name in ("first_layer", "page_size", "rank") else {}
     old, method = (methods.make("kascade", **{name: x}, **beside) for x in (before, value))
     assert name not in old.settings()
     assert method.settings()[name] == value
@@ -624,11 +632,11 @@ def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record
     assert recall < 1, "scores are approximate"
 
 
-def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
+def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page_size=16, rank=2):
     """What ``score_keys=pages`` reads for the query at position i and the keys that it scores, by KV head; and the
     share of the attention to full pages that the pages of these hold by their summaries, the mean over the heads."""
-    size, third, length = kascade.PAGE_SIZE, kascade.ONE_PAGE_IN, i + 1
-    form, number, full = ops.PageRecord(DIM, size), math.ceil(length / size), length // size
+    size, third, length = page_size, kascade.ONE_PAGE_IN, i + 1
+    form, number, full = ops.PageRecord(DIM, size, rank), math.ceil(length / size), length // size
     power = 0.5 if pooling == "sqrt" else 1.0
     mass = torch.zeros(2, KV_HEADS, number, dtype=torch.float64)  # as pages are scored by it, and itself
     for own, weight in enumerate(channel_weights):
@@ -657,7 +665,16 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling):
 
 @pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
 @pytest.mark.parametrize(
-    "settings", [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}], ids=str
+    "settings",
+    [
+        {},
+        {"pooling": "sqrt"},
+        {"pool": "layer"},
+        {"pool": "layer", "pooling": "sqrt"},
+        {"page_size": 8},
+        {"page_size": 5, "rank": 1},
+    ],
+    ids=str,
 )
 def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k):
     """Layer 0 is dense, and chooses by exact scores."""
@@ -669,16 +686,17 @@ def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k)
     q, k, _ = (x[0] for x in tokens[1])
     weighted = ops.channel_weights(q[None, :, prompt - 16 : prompt], KV_HEADS)[0]
     read_and_scored, different = [0.0, 0.0], 0
-    how = {"pool": "kv_head", "pooling": "post_softmax"} | settings
+    how = {"pool": "kv_head", "pooling": "post_softmax"} | {x: settings[x] for x in settings if "pool" in x}
+    summaries = {x: settings[x] for x in settings if "pool" not in x}
     for i in range(prompt, total):
         out, count = stack.feed(part(tokens, i, i + 1)), max(int(top_k * (i + 1)), 5) if top_k == 0.1 else top_k
-        chosen, scored, _ = best_keys_of_best_pages(q, k, i, weighted, count, **how)
+        chosen, scored, _ = best_keys_of_best_pages(q, k, i, weighted, count, **how, **summaries)
         exact = by_mass(q, k, [i], i + 1, lambda length, count=count: count, **how)
         different += chosen != exact
         for layer, (own_q, own_k, own_v) in enumerate((x[0] for x in layer) for layer in tokens):
             if layer:
                 assert_close(out[layer, 0, :, 0], read(own_q, own_k, own_v, i, chosen))
-        share = ops.PageRecord(DIM, kascade.PAGE_SIZE).bytes / (kascade.PAGE_SIZE * 2 * DIM * 4)
+        share = ops.PageRecord(DIM, method.page_size, method.rank).bytes / (method.page_size * 2 * DIM * 4)
         read_and_scored[0] += count
         read_and_scored[1] += sum(map(len, scored)) / KV_HEADS / 2 + share * (i + 1)
     assert [float(layer.counters.keys_read) for layer in stack.layers[1:]] == pytest.approx(
@@ -689,7 +707,9 @@ def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k)
 
 @pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
 @pytest.mark.parametrize(
-    "settings", [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}], ids=str
+    "settings",
+    [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}, {"page_size": 8, "rank": 1}],
+    ids=str,
 )
 @pytest.mark.parametrize("anchors", [[0, 2], [1], [0, 1]], ids=str)
 def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, top_k):
@@ -702,9 +722,10 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
     (q, k, v), everything = (x[0] for x in tokens[0]), [set(range(prompt))] * KV_HEADS
     assert_close(close_to_dense[:, -1], read(q, k, v, prompt - 1, everything))
     weighted = ops.channel_weights(q[None, :, prompt - 16 : prompt], KV_HEADS)[0]
-    how = {"pool": "kv_head", "pooling": "post_softmax"} | {x: settings[x] for x in settings if "pool" in x}
+    own = ("pool", "pooling", "page_size", "rank")
+    how = {"pool": "kv_head", "pooling": "post_softmax"} | {x: settings[x] for x in settings if x in own}
     counted, mass, missed = 0.0, 0.0, 0
-    share = ops.PageRecord(DIM, kascade.PAGE_SIZE).bytes / (kascade.PAGE_SIZE * 2 * DIM * 4)
+    share = ops.PageRecord(DIM, method.page_size, method.rank).bytes / (method.page_size * 2 * DIM * 4)
     readers = anchors == [0, 2]
     for i in range(prompt, total):
         out, count = stack.feed(part(tokens, i, i + 1)), max(int(top_k * (i + 1)), 5) if top_k == 0.1 else top_k
@@ -726,7 +747,7 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
 def test_layer_0_reads_no_keys_of_other_pages():
     """They, and their values, may hold anything, in rows of any length; so may a row without a full page."""
     method = methods.make("kascade", anchors=[0], score_keys="pages", first_layer="pages", top_k=9, decode_only=True)
-    layers, size = [method.for_layer(layer, 2) for layer in range(2)], kascade.PAGE_SIZE
+    layers, size = [method.for_layer(layer, 2) for layer in range(2)], method.page_size
     lengths, generator = [160, 157, 9], torch.Generator().manual_seed(0)
     k, v = (torch.randn(3, KV_HEADS, 160, DIM, generator=generator) for _ in "kv")
     given = SlotCache.of(k, v, HEADS)
@@ -758,7 +779,7 @@ def test_layer_0_reads_no_keys_of_other_pages():
 def test_keys_of_other_pages_are_not_scored():
     """They may hold anything; the newest page is scored, open or just filled."""
     method = methods.make("kascade", anchors=[1], score_keys="pages", top_k=9, decode_only=True)
-    anchor, size = method.for_layer(1, 2), kascade.PAGE_SIZE
+    anchor, size = method.for_layer(1, 2), method.page_size
     lengths, k = [160, 157, 9], torch.randn(3, KV_HEADS, 160, DIM, generator=torch.manual_seed(0))
     cache = SlotCache.of(k, k, HEADS).branch(anchor.channels(SlotCache.of(k, k, HEADS).geometry), False, Counters(), {})
     cache.rows["observed"] = [0, 0, 0]
