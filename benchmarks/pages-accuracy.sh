@@ -31,13 +31,14 @@ anchors=divergence
 kascade="kascade:calibration=\"$anchors.json\",pool=layer,pooling=sqrt,decode_only=true,top_k=0.125"
 eighth=(
   oracle_topk:top_k=0.125,decode_only=true
-  pages:top_k=0.125 pages:top_k=0.125,page_size=8 pages:top_k=0.125,rank=4 pages:top_k=0.125,page_size=32,rank=4
+  pages:top_k=0.125 pages:top_k=0.125,page_size=16 pages:top_k=0.125,page_size=16,rank=4
+  pages:top_k=0.125,page_size=32,rank=4
   quest:top_k=0.125
   luka luka:score=lowrank
   "$kascade" "$kascade,score_keys=pages" "$kascade,score_keys=pages,first_layer=pages"
 )
-shapes=(pages:top_k=0.125 pages:top_k=0.125,weighted=false)
-for page in "page_size=8,rank=1" "page_size=8,rank=2" "rank=1" "rank=4" "page_size=32,rank=2" "page_size=32,rank=4"; do
+shapes=(pages:top_k=0.125 pages:top_k=0.125,rank=1 pages:top_k=0.125,page_size=16,weighted=false)
+for page in page_size=16 page_size=16,rank=1 page_size=16,rank=4 page_size=32 page_size=32,rank=4; do
   shapes+=("pages:top_k=0.125,$page")
 done
 frontier=()

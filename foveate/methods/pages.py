@@ -22,11 +22,12 @@ from foveate.state import Channel, Geometry, SlotCache
 class Pages(SelectPages):
     """The heads of a group read the pages that hold most of their attention, by a low-rank summary of each page.
 
-    A summary is the page's mean key in eight bits and ``rank`` directions in four (:class:`foveate.ops.PageRecord`),
-    3.5 % of a page of 16 keys with their values (head dim 128, bf16). It is made when the page is full. A page's score
-    is its share of the attention to all full pages, by the log-sum-exp of the logits that its summary gives its keys,
-    averaged over the heads that choose together. Sinks and the newest tokens are always read, in whole pages, and count
-    towards ``top_k``. The prefill is dense. With ``score=bound`` the same is done by Quest's boxes, which are larger.
+    A summary is the page's mean key in eight bits and ``rank`` directions in four (:class:`foveate.ops.PageRecord`), 7
+    percent of a page of 8 keys with their values, or 3.5 of one of 16 (head dim 128, bf16). It is made when the page is full.
+    A page's score is its share of the attention to all full pages, by the log-sum-exp of the logits that its summary
+    gives its keys, averaged over the heads that choose together. Sinks and the newest tokens are always read, in whole
+    pages, and count towards ``top_k``. The prefill is dense. With ``score=bound`` the same is done by Quest's boxes,
+    which are larger.
 
     Published methods of this kind differ: LOCKS (locks-kv) stores summaries of 5 to 16 % of the KV, and its later
     versions estimate a page's mass from its mean and the variance along a few directions, without the keys' own
@@ -38,6 +39,7 @@ class Pages(SelectPages):
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "window": 3, "sinks": 2}
 
+    page_size: int = setting(8, "tokens of a page")
     score: str = setting(
         "lowrank", "mass of a page: by a low-rank summary of its keys (lowrank), or as if all had Quest's bound (bound)"
     )

@@ -209,7 +209,7 @@ def test_first_layers_are_dense_if_asked_for_and_keep_no_summaries():
         ({"page_size": 1}, "page_size must be 2 to 64 with score=lowrank, not 1"),
         ({"page_size": 65}, "page_size must be 2 to 64 with score=lowrank, not 65"),
         ({"rank": 0}, "rank must be an integer of at least 1"),
-        ({"rank": 5}, "rank must be at most 4 with pages of 16"),
+        ({"rank": 5}, "rank must be at most 4 with pages of 8"),
         ({"rank": 3, "page_size": 2}, "rank must be at most 2 with pages of 2"),
         ({"window": 0}, "window must be an integer of at least 1"),
         ({"sinks": -1}, "sinks must be an integer of at least 0"),

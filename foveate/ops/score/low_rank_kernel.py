@@ -42,7 +42,8 @@ def tile_for(dtype: torch.dtype, form: PageRecord, group: int) -> Tile:
     columns = min(most, max(8, triton.next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
         return Tile(columns, 16, num_warps=4, num_stages=1)
-    return Tile(columns, 64 if form.head_dim * columns <= 1024 else 32, num_warps=4, num_stages=3)
+    wide = columns == 8 or form.head_dim * columns <= 1024
+    return Tile(columns, 64 if wide else 32, num_warps=4, num_stages=3)
 
 
 def packed_for(form: PageRecord, group: int, tile: Tile) -> int:
