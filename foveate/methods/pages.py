@@ -22,12 +22,12 @@ from foveate.state import Channel, Geometry, SlotCache
 class Pages(SelectPages):
     """The heads of a group read the pages that hold most of their attention, by a low-rank summary of each page.
 
-    A summary is the page's mean key in eight bits and ``rank`` directions in four (:class:`foveate.ops.PageRecord`), 7
-    percent of a page of 8 keys with their values, or 3.5 of one of 16 (head dim 128, bf16). It is made when the page is full.
-    A page's score is its share of the attention to all full pages, by the log-sum-exp of the logits that its summary
-    gives its keys, averaged over the heads that choose together. Sinks and the newest tokens are always read, in whole
-    pages, and count towards ``top_k``. The prefill is dense. With ``score=bound`` the same is done by Quest's boxes,
-    which are larger.
+    A summary is the page's mean key in eight bits and ``rank`` directions in four (:class:`foveate.ops.PageRecord`): of
+    a page of 8 keys 7 % of their bytes and their values', of one of 16 3.5 % (head dim 128, bf16). It is made when the
+    page is full. A page's score is its share of the attention to all full pages, by the log-sum-exp of the logits that
+    its summary gives its keys, averaged over the heads that choose together. Sinks and the newest tokens are always
+    read, in whole pages, and count towards ``top_k``. The prefill is dense. With ``score=bound`` the same is done by
+    Quest's boxes, which are larger.
 
     Published methods of this kind differ: LOCKS (locks-kv) stores summaries of 5 to 16 % of the KV, and its later
     versions estimate a page's mass from its mean and the variance along a few directions, without the keys' own

@@ -42,7 +42,7 @@ def tile_for(dtype: torch.dtype, form: PageRecord, group: int) -> Tile:
     columns = min(most, max(8, triton.next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
         return Tile(columns, 16, num_warps=4, num_stages=1)
-    wide = columns == 8 or form.head_dim * columns <= 1024
+    wide = form.head_dim * columns <= (1536 if columns == 8 else 1024)  # whose rows and queries fit into registers
     return Tile(columns, 64 if wide else 32, num_warps=4, num_stages=3)
 
 
