@@ -22,6 +22,8 @@ from foveate.methods.base import Method, Observation, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
+_PAGE_SIZE, _RANK = 16, 2
+"""Tokens of a page, and directions of its summary, under score_keys=pages."""
 ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
 AUTO = "auto"
@@ -79,8 +81,8 @@ class Kascade(TopKByMass):
         "best third of the pages (pages)",
         later=True,
     )
-    page_size: int = setting(16, "under score_keys=pages, tokens of a page", later=True)
-    rank: int = setting(2, "under score_keys=pages, directions of a page's summary, 1 to 4", later=True)
+    page_size: int = setting(_PAGE_SIZE, "under score_keys=pages, tokens of a page", later=True)
+    rank: int = setting(_RANK, "under score_keys=pages, directions of a page's summary, 1 to 4", later=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -121,10 +123,9 @@ class Kascade(TopKByMass):
     def _check_summaries(self) -> None:
         self._check_count("page_size", 2)
         self._check_count("rank", 1)
-        largest = {"page_size": ops.PageRecord.largest_page, "rank": min(ops.PageRecord.largest_rank, self.page_size)}
-        for name, most in largest.items():
+        rank = min(ops.PageRecord.largest_rank, self.page_size)
+        for name, most, default in (("page_size", ops.PageRecord.largest_page, _PAGE_SIZE), ("rank", rank, _RANK)):
             self._check(name, getattr(self, name) <= most, f"at most {most}")
-            default = type(self).__dataclass_fields__[name].default
             summarised = self.score_keys == "pages" or getattr(self, name) == default
             self._check(name, summarised, f"{default} without score_keys=pages")
 

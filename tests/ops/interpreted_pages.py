@@ -290,6 +290,8 @@ def test_the_mass_that_pages_hold(number, layout):
     assert found[1].tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="do not fit mass"):
         pages_kernel.mass_of_pages(mass[:, :1], pages)
+    with pytest.raises(ValueError, match="do not fit mass"):
+        pages_kernel.mass_of_pages(mass[..., :0], pages)
 
 
 @pytest.mark.parametrize("first", [0, 1, 5])

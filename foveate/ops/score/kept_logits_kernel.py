@@ -11,7 +11,7 @@ from foveate.ops.gpu.softmax import LOG2E, LOWEST
 
 _LN2 = tl.constexpr(0.6931471805599453)
 _STEPS = 2048.0
-"""A 16-bit logit is its distance from its block's largest, in steps; so many make a factor of two of what is pooled."""
+"""A 16-bit logit is its distance from the largest of its block, in steps. So many steps halve what is pooled."""
 _NOTHING = tl.constexpr(65535)
 """That many steps and more are nothing; of logits pooled as such, the floor of their block."""
 

@@ -334,8 +334,8 @@ def _page_lse(
     all_top = tl.full([BLOCK_N, HEADS], LOWEST, tl.float32)
     all_weight = tl.zeros([BLOCK_N, HEADS], tl.float32)
     begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
-    behind = tl.minimum(end, tl.maximum(begin, tl.cdiv(there, BLOCK_N)))
-    for block in tl.range(begin, behind):
+    stop = tl.minimum(end, tl.maximum(begin, tl.cdiv(there, BLOCK_N)))
+    for block in tl.range(begin, stop):
         place = block * BLOCK_N + places
         stored = place < there
         slot = place
@@ -407,7 +407,7 @@ def _page_lse(
         else:
             lse /= LOG2E
         tl.store(out_ptr + block * BLOCK_N, lse, mask=written & (place < padded)[:, None])
-    for block in tl.range(behind, end):
+    for block in tl.range(stop, end):
         place = block * BLOCK_N + places
         none = tl.full([BLOCK_N, HEADS], float("-inf"), tl.float32)
         tl.store(out_ptr + block * BLOCK_N, none, mask=written & (place < padded)[:, None])

@@ -64,7 +64,7 @@ def with_always_read(scores: Tensor, first: int, newest: Tensor, ends: Tensor) -
 def mass_of_pages(mass: Tensor, pages: Tensor) -> Tensor:
     """See :func:`foveate.ops.select.pages.mass_of_pages`. One launch."""
     batch, heads, number = pages.shape
-    if mass.shape[:2] != (batch, heads):
+    if mass.shape[:2] != (batch, heads) or not mass.shape[2]:
         raise ValueError(f"pages {tuple(pages.shape)} do not fit mass {tuple(mass.shape)}")
     found = torch.empty(batch, heads, dtype=torch.float32, device=mass.device)
     if found.numel():
