@@ -13,23 +13,19 @@ batch() { # TOKENS LENGTH
 methods() { printf -- '--method\n%s\n' "$@"; }
 
 # Table 1 of the paper: its three modes by its text, by its code (exact mass, entropy bias) and corrected; ours with its
-# three pages, as recommended, and spending by difficulty.
+# three pages, as recommended, with pages ranked by their spread, and spending by difficulty.
 table1=(
   dense h2o lined_as_published
   luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head
-  luka:page_size=16,top_k=3 luka luka:refine=top_p,top_p=0.9,max_refined=0.4
+  luka:page_size=16,top_k=3 luka luka:score=spread luka:refine=top_p,top_p=0.9,max_refined=0.4
   mixed:clustered=luka_paper mixed
 )
 
 # From a fortieth to a quarter of the keys, every family at about the same shares of a long context.
 frontier=(
   dense
-  luka luka:top_k=0.08,expand=0.25 luka:top_k=0.06,expand=0.2 luka:top_k=0.04,expand=0.15 luka:top_k=0.02,expand=0.1
-  luka:refine=top_p,top_p=0.9,max_refined=0.4 luka:refine=top_p,top_p=0.8,max_refined=0.4
-  luka:refine=top_p,top_p=0.6,max_refined=0.4
-  luka:page_size=[16,64],top_k=0.02,expand=0.1 luka:page_size=[16,128],top_k=0.01,expand=0.06
-  luka:page_size=16,top_k=0.12 luka:page_size=16,top_k=0.06 luka:page_size=16,top_k=0.02
-  luka:page_size=[8,32,128],top_k=0.12,expand=0.35 luka:page_size=[8,32,128],top_k=0.04,expand=0.2
+  luka luka:top_k=0.06,expand=0.2 luka:top_k=0.02,expand=0.1 luka:page_size=[16,64],top_k=0.02,expand=0.1
+  luka:page_size=16,top_k=0.12 luka:score=spread luka:top_k=0.02,expand=0.1,score=spread
 )
 for share in 0.025 0.05 0.1 0.25; do
   frontier+=("h2o:top_k=$share,window=64" "snapkv:top_k=$share" "tova:top_k=$share" "streaming:window=$share")

@@ -79,7 +79,7 @@ CELLS = (
     Cell("kascade-accuracy.jsonl", "ruler", "niah_single_3", "lessismore", 8192),
     Cell("luka-niah.jsonl", "niah", "single", "tova:top_k=0.1", 8192),
     Cell("luka-niah.jsonl", "niah", "single", "streaming:window=0.25", 8192),
-    Cell("luka-wikisalad.jsonl", "wikisalad_long", "test", "luka", 4096),
+    Cell("luka-wikisalad.jsonl", "wikisalad_long", "test", "luka:score=spread", 4096),
     Cell("luka-wikisalad.jsonl", "wikisalad_long", "test", "h2o:top_k=0.25,window=64", 4096),
     Cell("luka-wikisalad.jsonl", "wikisalad_long", "test", "snapkv:top_k=0.1", 4096),
     Cell("luka-wikisalad.jsonl", "wikisalad", "very_hard", "luka_paper", limit=10),

@@ -117,17 +117,17 @@ VARIANTS = [
         )
         for name, settings in {
             "every_token": {"page_size": 8, "sinks": 0, "tail": 5, "compress_every": 1, "top_k": 0.4},
-            "preserve": {"mass": "preserve", "top_k": 3, "compress_every": 5},
+            "preserve": {"score": "spread", "mass": "preserve", "top_k": 3, "compress_every": 5},
             "threshold": {"tail": 3, "refine": "threshold", "epsilon": 0.07, "bias": "log", "score": "summary"},
             "threshold_preserve": {"refine": "threshold", "epsilon": 0.07, "mass": "preserve"},
-            "threshold_layer": {"refine": "threshold", "epsilon": 0.15, "pool": "layer"},
+            "threshold_layer": {"score": "spread", "refine": "threshold", "epsilon": 0.15, "pool": "layer"},
             "attention": {"compressor": "attention", "temperature": 1.0, "bias": "entropy", "score": "summary"},
             "random": {"compressor": "random", "bias": "none", "top_k": 3},
-            "zero": {"zero_values": True, "pool": "layer", "top_k": 2},
+            "zero": {"score": "spread", "zero_values": True, "pool": "layer", "top_k": 2},
             "none_refined": {"top_k": 0},
-            "top_p": {"refine": "top_p", "top_p": 0.5},
+            "top_p": {"score": "spread", "refine": "top_p", "top_p": 0.5},
             "top_p_capped": {"refine": "top_p", "top_p": 0.95, "max_refined": 3},
-            "recent": {"compressor": "recent", "top_k": 2},
+            "recent": {"score": "spread", "compressor": "recent", "top_k": 2},
             "spread": {"score": "spread", "bias": "spread", "prior": 0.0, "top_k": 2},
             "prior_layer": {
                 "prior": 0.8,
@@ -138,14 +138,25 @@ VARIANTS = [
                 "top_k": 2,
             },
             "bound": {"score": "bound", "bias": "log", "top_k": 1},
-            "lowrank": {"score": "lowrank", "top_k": 2, "prior": 0.0},
-            "lowrank_levels": {"score": "lowrank", "page_size": [4, 8], "top_k": 2, "expand": 2, "bias": "spread"},
-            "two_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2},
+            "lowrank": {"top_k": 2, "prior": 0.0},
+            "lowrank_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2, "bias": "spread"},
+            "two_levels": {"score": "spread", "page_size": [4, 8], "top_k": 2, "expand": 2},
             "two_levels_preserve": {"page_size": [4, 12], "top_k": 2, "expand": 1, "mass": "preserve"},
-            "three_levels": {"page_size": [3, 6, 12], "top_k": 1, "expand": 1, "compressor": "attention"},
+            "three_levels": {
+                "score": "spread",
+                "page_size": [3, 6, 12],
+                "top_k": 1,
+                "expand": 1,
+                "compressor": "attention",
+            },
             "levels_top_p": {"page_size": [3, 6], "refine": "top_p", "top_p": 0.3},
-            "gaussian": {"segmenter": "gaussian", "page_size": 8, "page_deviation": 3.0, "top_k": 1},
-            "gaussian_levels": {"segmenter": "gaussian", "page_size": [8, 16], "compressor": "attention", "top_k": 1},
+            **{
+                name: {"score": "spread", "segmenter": "gaussian", "top_k": 1} | settings
+                for name, settings in {
+                    "gaussian": {"page_size": 8, "page_deviation": 3.0},
+                    "gaussian_levels": {"page_size": [8, 16], "compressor": "attention"},
+                }.items()
+            },
         }.items()
     ),
 ]

@@ -26,8 +26,8 @@ from foveate.integrations.transformers.probe import Seen, watched
 from foveate.results import circumstances
 from foveate.results.errors import UserError
 
-SHIPPED = "spread+prior"
-"""The score that LuKA ships with, with which the others are compared."""
+BASELINE = "spread+prior"
+"""The score with which the others are compared: that of LuKA without low-rank summaries."""
 MEASURES = ("missed_mass", "lost_heads", "output_error", "refined_share", "read_share")
 
 
@@ -146,7 +146,7 @@ def _rows(plan: Plan, task: Task, items: list[Item], found: list[dict[Case, Meas
                 },
                 "n": len(found),
                 **measures,
-                "baseline": SHIPPED,
+                "baseline": BASELINE,
                 "summary_cost": values["summary_cost"][0],
                 "sinks": SINKS,
                 "tail": TAIL,

@@ -159,7 +159,7 @@ def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
     monkeypatch.setattr(decode_layer, "one_by_one", one_by_one)
     for spec, expected in (
         ("dense", ["replayed", "one by one"]),
-        ("luka:page_size=8,tail=16,segmenter=gaussian", ["one by one"]),
+        ("luka:page_size=8,tail=16,segmenter=gaussian,score=spread", ["one by one"]),
     ):
         plan, queries = decode.Plan((spec,), (200,), **SMALL), torch.randn(2, 8, 64, 16)
         (kind,) = layer_kinds.kinds(parse(spec), 12)

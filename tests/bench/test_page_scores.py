@@ -274,8 +274,8 @@ def test_table_marks_what_differs_on_every_item():
     ]
 
 
-def test_shipped_is_what_luka_has_by_default():
-    default = methods.LuKA()
-    settings = SETTINGS[page_scores.SHIPPED.removesuffix("+prior")] | {"prior": PRIOR}
-    assert {name: getattr(default, name) for name in settings} == settings
-    assert (default.sinks, default.tail, default.window) == (SINKS, TAIL, WINDOW)
+def test_the_baseline_is_luka_without_low_rank_summaries():
+    luka = methods.LuKA(score="spread")
+    settings = SETTINGS[page_scores.BASELINE.removesuffix("+prior")] | {"prior": PRIOR}
+    assert {name: getattr(luka, name) for name in settings} == settings
+    assert (luka.sinks, luka.tail, luka.window) == (SINKS, TAIL, WINDOW)

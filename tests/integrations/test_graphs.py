@@ -69,7 +69,7 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
 
 def test_steps_whose_maintenance_cannot_be_captured_run_alone():
     """Every fifth: those that new pages of unequal sizes follow."""
-    spec = "luka:segmenter=gaussian,page_size=4,sinks=2,tail=9,top_k=3,compress_every=5"
+    spec = "luka:score=spread,segmenter=gaussian,page_size=4,sinks=2,tail=9,top_k=3,compress_every=5"
     plain, model = attached(spec, cuda_graph=False), attached(spec)
     batch = {"input_ids": tokens(60, 2), "do_sample": False, "max_new_tokens": 61, "min_new_tokens": 61}
     assert torch.equal(model.generate(**batch), plain.generate(**batch))

@@ -73,9 +73,9 @@ class LuKA(Method):
     max_refined: int | float = setting(1.0, "most nodes of a level refined under refine=top_p: a number, or a share")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
-        "spread",
-        "mass of a page: as seen from its summary, with the spread or a box of its keys, by Quest's bound, or by a "
-        "low-rank summary of its keys (lowrank)",
+        "lowrank",
+        "mass of a page: by a low-rank summary of its keys (lowrank), or as seen from its summary, with the spread or "
+        "a box of its keys, or by Quest's bound",
     )
     prior: float = setting(0.5, "share of recent attention in the mass by which pages are chosen, below 1")
     window: int = setting(16, "queries over which recent attention is averaged")
@@ -101,10 +101,11 @@ class LuKA(Method):
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("score", "summary", "spread", "box", "bound", "lowrank")
         if self.score == "lowrank":
-            self._check("segmenter", self.segmenter == "fixed", "fixed with score=lowrank")
+            rule = "with score=lowrank (score=spread takes others)"
+            self._check("segmenter", self.segmenter == "fixed", f"fixed {rule}")
             most = ops.PageRecord.largest_page
             fits = all(2 <= size <= most for size in self.sizes)
-            self._check("page_size", fits, f"2 to {most} on every level with score=lowrank")
+            self._check("page_size", fits, f"2 to {most} on every level {rule}")
         self._check_choice("mass", "exact", "preserve")
         self._check_choice("bias", "none", "log", "entropy", "spread")
         for name in ("page_deviation", "temperature"):

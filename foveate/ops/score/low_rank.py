@@ -55,7 +55,9 @@ def page_lse(
         held = factors(records[:, :, first : first + step], form)
         middle = matmul_fp32(rows, held.mean.mT)
         along = matmul_fp32(rows, held.directions.flatten(2, 3).mT).unflatten(-1, (-1, form.rank))
-        logits = middle[..., None] + (along[..., None] * held.coefficients[:, :, None]).sum(-2)
+        logits = middle[..., None]
+        for direction in range(form.rank):
+            logits = torch.addcmul(logits, along[..., direction, None], held.coefficients[:, :, None, :, direction])
         found[..., first : first + step] = capped(logits.mul_(scaling), softcap).logsumexp(-1)
     if lengths is not None:
         stored = first_keys(lengths, number)
