@@ -33,9 +33,9 @@ shares+=(luka:refine=threshold,epsilon=0.002 luka:refine=threshold,epsilon=0.005
 
 # One change each to the default, with 12 % of the pages refined.
 base=luka:top_k=0.12 rules=(luka:top_k=0.12)
-for change in prior={0.0,0.3,0.7} window={1,4,64,256} score={summary,box,bound} prior=0.0,score={summary,box} \
-  compressor={recent,random,attention} compressor=recent,score={summary,box} compressor=attention,temperature=1 \
-  bias={none,entropy,spread} zero_values=true mass=preserve tail={32,256} sinks={0,16} pool=layer \
+for change in prior={0.0,0.3,0.7} window={1,4,64,256} score=summary prior=0.0,score=summary \
+  compressor={recent,random,attention} compressor=recent,score=summary compressor=attention,temperature=1 \
+  bias={none,entropy} zero_values=true mass=preserve tail={32,256} sinks={0,16} pool=layer \
   segmenter=gaussian,page_deviation=2.0; do
   rules+=("$base,$change")
 done
@@ -44,7 +44,7 @@ rules+=("per_layer:layers={\"0-1\": \"luka:top_k=0.04,expand=0.2\", \"rest\": \"
 
 # The paper's three pages of 16.
 three=(luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head)
-for score in summary spread box; do
+for score in summary spread; do
   for prior in 0.0 0.3 0.5; do
     for compressor in mean recent; do
       three+=("luka:page_size=16,top_k=3,compressor=$compressor,score=$score,prior=$prior")

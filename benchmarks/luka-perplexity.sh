@@ -36,9 +36,9 @@ done
 # The bias: in the paper's method, and in ours with three pages a step and with an eighth of them (for which the default,
 # bias=log, is among the rows above).
 biases=()
-for bias in none log entropy spread; do biases+=("luka_paper:tail=16,temperature=1,bias=$bias"); done
-for bias in none log entropy spread; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=3"); done
-for bias in none entropy spread; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=0.125"); done
+for bias in none log entropy; do biases+=("luka_paper:tail=16,temperature=1,bias=$bias"); done
+for bias in none log entropy; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=3"); done
+for bias in none entropy; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=0.125"); done
 compare biases 512 "${biases[@]}"
 
 # Figure 5: the modes.

@@ -128,7 +128,7 @@ VARIANTS = [
             "top_p": {"score": "spread", "refine": "top_p", "top_p": 0.5},
             "top_p_capped": {"refine": "top_p", "top_p": 0.95, "max_refined": 3},
             "recent": {"score": "spread", "compressor": "recent", "top_k": 2},
-            "spread": {"score": "spread", "bias": "spread", "prior": 0.0, "top_k": 2},
+            "spread": {"score": "spread", "prior": 0.0, "top_k": 2},
             "prior_layer": {
                 "prior": 0.8,
                 "window": 5,
@@ -137,9 +137,8 @@ VARIANTS = [
                 "page_size": [4, 8],
                 "top_k": 2,
             },
-            "bound": {"score": "bound", "bias": "log", "top_k": 1},
             "lowrank": {"top_k": 2, "prior": 0.0},
-            "lowrank_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2, "bias": "spread"},
+            "lowrank_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2, "bias": "entropy"},
             "two_levels": {"score": "spread", "page_size": [4, 8], "top_k": 2, "expand": 2},
             "two_levels_preserve": {"page_size": [4, 12], "top_k": 2, "expand": 1, "mass": "preserve"},
             "three_levels": {

@@ -112,11 +112,10 @@ class Problem:
 
         levels = []
         for of in self.tree.levels:
-            spread = how.score in ("spread", "box") or how.bias == "spread"
             nodes = of.nodes._replace(
                 k=field(of.nodes.k),
                 v=field(of.nodes.v),
-                spread=field(of.nodes.spread, spread),
+                spread=field(of.nodes.spread, how.score == "spread"),
                 entropy=field(of.nodes.entropy, how.bias == "entropy"),
             )
             of = of._replace(nodes=nodes, tokens=field(of.tokens), recent=field(of.recent, how.prior > 0))

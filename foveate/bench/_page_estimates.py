@@ -115,7 +115,8 @@ class Pages:
         """As :data:`COSTS`, with those of the records, whose values are as wide as the cache's."""
         self.k, self.v, self.size, self.number = k, v, size, k.shape[2] // size
         keys, values, recent = (x.unflatten(2, (-1, size)) for x in (k, v, recent))
-        self.whole = ops.summarise(ops.Nodes(keys, values, low=keys, high=keys), spread=True)
+        self.whole = ops.summarise(ops.Nodes(keys, values), spread=True)
+        self.low, self.high = keys.amin(3), keys.amax(3)
         self.recent, weights = recent.sum(-1), ops.root_weights(recent)
         self.weighted = ops.summarise(ops.Nodes(keys, values), weights, spread=True)
         first = two_means(keys.float())
@@ -128,11 +129,11 @@ class Pages:
         log_size, v = math.log(self.size), self.whole.v
         plain = ops.key_logits(rows, self.whole.k, scaling) + log_size
         weighted = ops.key_logits(rows, self.weighted.k, scaling) + log_size
-        weighted_box = weighted + ops.logit_reach(rows, self.weighted.spread, scaling)
+        weighted_box = weighted + logit_reach(rows, self.weighted.spread, scaling)
         deviation = ops.logit_deviation(rows, self.whole.spread, scaling)
         spread = plain + ops.free_energy(deviation, log_size)
-        box = plain + ops.logit_reach(rows, self.whole.spread, scaling)
-        upper = ops.largest_logit(rows, self.whole.low, self.whole.high, scaling) + log_size
+        box = plain + logit_reach(rows, self.whole.spread, scaling)
+        upper = ops.largest_logit(rows, self.low, self.high, scaling) + log_size
         weights = [ops.key_logits(rows, part.k, scaling) + log[:, :, None] for log, part in self.parts]
         values = torch.cat([part.v for _, part in self.parts], 2)
         found = {}
@@ -208,6 +209,22 @@ class Query:
         for name, upper, lower in (("bound", estimates["bound"].rank, plain), ("oracle", self.true, self.true)):
             order, counts, _ = ops.by_bound(upper, lower, self.others, LIMIT)
             yield Case(size, None, name), self.miss(order, counts, estimates[name], COSTS[name])
+
+
+def logit_reach(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
+    """How far the logits of a page reach above their mean when every dimension is off by its deviation.
+
+    ``sum_d |q_d| sigma_d``: where :func:`foveate.ops.logit_deviation` takes the dimensions as independent, this is for
+    a key that answers the query in many of them at once.
+
+    Args:
+        rows: ``[B, Hkv, G, D]``.
+        spread: ``[B, Hkv, N, D]``: variance of the keys.
+
+    Returns:
+        fp32 ``[B, Hkv, G, N]``.
+    """
+    return ops.key_logits(rows.abs(), spread.sqrt(), scaling)
 
 
 def two_means(keys: Tensor, rounds: int = _ROUNDS) -> Tensor:

@@ -2,17 +2,30 @@
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
 from evaluation import tiny
-from helpers import tiny_model
+from helpers import LAYOUTS, in_buffer, tiny_model
 from matrix import SCALING, Driver, Tokens, dense
 from typer.testing import CliRunner
 
 from foveate import methods, ops
 from foveate.bench import page_scores
-from foveate.bench._page_estimates import COSTS, LIMIT, PRIOR, RECORDS, SINKS, TAIL, WINDOW, measure, two_means
+from foveate.bench._page_estimates import (
+    COSTS,
+    LIMIT,
+    PRIOR,
+    RECORDS,
+    SINKS,
+    TAIL,
+    WINDOW,
+    Pages,
+    logit_reach,
+    measure,
+    two_means,
+)
 from foveate.cli import app
 from foveate.evaluation.tasks import Item
 from foveate.integrations.transformers.probe import Seen
@@ -26,10 +39,7 @@ QUERIES = [PROMPT, PROMPT + 2]
 SETTINGS = {
     "summary": {"compressor": "mean", "score": "summary", "bias": "log"},
     "recent": {"compressor": "recent", "score": "summary", "bias": "log"},
-    "recent_box": {"compressor": "recent", "score": "box", "bias": "log"},
     "spread": {"compressor": "mean", "score": "spread", "bias": "log"},
-    "box": {"compressor": "mean", "score": "box", "bias": "log"},
-    "bound": {"compressor": "mean", "score": "bound", "bias": "log"},
 }
 
 
@@ -122,6 +132,50 @@ def assert_like_luka(values, method, score):
     assert values["read_share"] * (PROMPT + 1) == pytest.approx(float(counters.keys_read))
     assert values["refined_share"] * page_count(method.page_size) == pytest.approx(float(counters["pages_refined"]))
     assert COSTS[score] == method.reads_per_summary
+
+
+def written_out(score, keys, recent, row):
+    """How a score ranks and weights a page for one query, in fp64: the best corner of its box, and its mean."""
+    shares = recent.double().sqrt() if score == "recent_box" else torch.ones(len(keys), dtype=torch.float64)
+    mean = (shares / shares.sum()) @ keys
+    low, high = keys.amin(0), keys.amax(0)
+    if score != "bound":
+        deviation = ((shares / shares.sum()) @ (keys - mean).square()).sqrt()
+        low, high = mean - deviation, mean + deviation
+    corner = torch.where(row > 0, high, low)
+    return [float(row @ vector) * SCALING + math.log(len(keys)) for vector in (corner, mean)]
+
+
+@pytest.mark.parametrize(("score", "vectors"), [("box", 1), ("recent_box", 1), ("bound", 2)])
+@pytest.mark.parametrize("size", SIZES)
+def test_boxes_of_pages_written_out(size, score, vectors):
+    """``vectors``: what a page keeps beside its key and its value."""
+    number, heads = page_count(size), TOKENS.k.shape[1]
+    k, v = (x[:, :, : number * size] for x in (TOKENS.k, TOKENS.v))
+    recent = torch.rand(k.shape[:3], generator=torch.Generator().manual_seed(1))
+    rows = ops.fold_group(TOKENS.q[:, :, PROMPT : PROMPT + 1], heads)
+    pages = Pages(k, v, recent, ops.channel_weights(TOKENS.q[:, :, :PROMPT], heads), size)
+    estimate = pages.estimates(rows, SCALING, torch.zeros(1, heads, rows.shape[2], number))[score]
+    keys, recent = k.double().unflatten(2, (number, size)), recent.unflatten(2, (number, size))
+    for head, member, page in itertools.product(*map(range, (heads, rows.shape[2], number))):
+        wanted = written_out(score, keys[0, head, page], recent[0, head, page], rows[0, head, member].double())
+        found = [x[0, head, member, page].item() for x in (estimate.rank, estimate.weight)]
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    assert COSTS[score] == 1 + vectors / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reach_is_to_the_corner_of_a_box_of_one_deviation(layout, dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 3, 7, 80, generator=generator).to(dtype)
+    spread = torch.randn(2, 3, 5, 80, generator=generator).square().to(dtype)
+    reach = logit_reach(rows, in_buffer(spread, layout), SCALING)
+    assert reach.dtype == torch.float32
+    sides = rows.double().sign()[:, :, :, None] * spread.double().sqrt()[:, :, None]  # from the middle to that corner
+    wanted = torch.einsum("bhgd,bhgnd->bhgn", rows.double(), sides) * SCALING
+    torch.testing.assert_close(reach.double(), wanted, rtol=2e-5 if dtype == torch.float32 else 2e-2, atol=1e-4)
+    assert (reach >= ops.logit_deviation(rows, spread, SCALING) * (1 - 2e-2) - 1e-4).all()
 
 
 def test_two_means_parts_what_is_apart():

@@ -152,13 +152,13 @@ def test_a_long_prompt_has_no_matrix(much_memory):
     ("mass", ["exact", "preserve"]),
     (
         ("score", "bias"),
-        [("summary", "none"), ("spread", "log"), ("box", "log"), ("spread", "spread"), ("lowrank", "log")],
+        [("summary", "none"), ("spread", "log"), ("spread", "entropy"), ("lowrank", "log")],
     ),
     ("few", [True, False]),
 )
 def test_summaries(dtype, heads, kv_heads, dim, softcap, mass, score, bias, few):
     """Pages refined may differ where their masses hardly do."""
-    how = ops.Refinement(mass=mass, score=score, bias=bias, weight_spread=0.6)
+    how = ops.Refinement(mass=mass, score=score, bias=bias)
     sizes, pages, allowed = ((16,), (301, 77), (3 if few else 40,)) if dim != 80 else ((4, 16), (320, 80), (5, 4))
     more = {"device": "cuda", "dtype": dtype, "tail": 130, "loudness": 3.0, "seed": 2}
     some = Problem(pages, sizes, allowed, heads, kv_heads, dim, **more)

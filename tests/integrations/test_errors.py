@@ -162,7 +162,7 @@ def test_budgets_out_of_range(model, method, name, value):
         ("luka", "epsilon", 0, "between 0 and 1"),
         ("luka", "epsilon", 1.0, "between 0 and 1"),
         ("luka", "mass", "keep", "one of exact, preserve"),
-        ("luka", "bias", "log2", "one of none, log, entropy, spread"),
+        ("luka", "bias", "log2", "one of none, log, entropy"),
         ("mixed", "ends", 0.0, "a share in (0, 0.5]"),
         ("mixed", "ends", 0.6, "a share in (0, 0.5]"),
         ("mixed", "ends", 1, "a share in (0, 0.5]"),

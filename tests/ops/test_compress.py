@@ -28,7 +28,7 @@ def groups_of(x, size, layout="own"):
 
 
 def draw_children(size, layout="own", dtype=torch.float32, levels=False, seed=0):
-    """N groups of S children: tokens, or (``levels``) summaries with spreads, bounds and entropies of their own."""
+    """N groups of S children: tokens, or (``levels``) summaries with spreads and entropies of their own."""
     batch, heads, groups, width, dim, value_dim = size
     generator = torch.Generator().manual_seed(seed)
 
@@ -37,10 +37,10 @@ def draw_children(size, layout="own", dtype=torch.float32, levels=False, seed=0)
 
     k, v = groups_of(draw(dim), width, layout), groups_of(draw(value_dim), width, layout)
     if not levels:
-        return ops.Nodes(k, v, None, k, k, torch.zeros(k.shape[:4]))
-    spread, low, high = (groups_of(draw(dim).abs(), width, layout) for _ in range(3))
+        return ops.Nodes(k, v, None, torch.zeros(k.shape[:4]))
+    spread = groups_of(draw(dim).abs(), width, layout)
     entropy = torch.rand(batch, heads, groups, width, generator=generator) * 3
-    return ops.Nodes(k, v, spread, k - low, k + high, entropy)
+    return ops.Nodes(k, v, spread, entropy)
 
 
 def draw_used(batch, groups, width, seed=0):
@@ -59,7 +59,7 @@ def draw_weights(size, used=None, seed=0):
 def summarised_by_hand(children, weights, used):
     """Fields ``[B, H, N, ...]`` in fp64, one group and one child at a time."""
     shape = children.k.shape[:3]
-    fields = {"k": children.k, "v": children.v, "spread": children.k, "low": children.k, "high": children.k}
+    fields = {"k": children.k, "v": children.v, "spread": children.k}
     found = {name: torch.zeros(*shape, x.shape[4], dtype=torch.float64) for name, x in fields.items()}
     found["entropy"] = torch.zeros(shape, dtype=torch.float64)
     for at in itertools.product(*map(range, shape)):
@@ -73,7 +73,6 @@ def summarised_by_hand(children, weights, used):
             found["spread"][at] += share[s] * (apart + own)
             entropy = 0.0 if share[s] == 0 else -share[s] * math.log(share[s])
             found["entropy"][at] += entropy + share[s] * float(children.entropy[(*at, s)])
-        found["low"][at], found["high"][at] = children.low[at][there].amin(0), children.high[at][there].amax(0)
     return ops.Nodes(**found)
 
 
@@ -110,7 +109,7 @@ def test_pages_are_summarised_in_blocks(monkeypatch, weighted, ragged):
     batch, heads, number, width, dim = 2, 3, 17, 4, 8
     random = torch.Generator().manual_seed(3)
     keys = torch.randn(batch, heads, number, width, dim, generator=random)
-    children = ops.Nodes(keys, keys + 1, None, keys, keys, torch.zeros(keys.shape[:4]))
+    children = ops.Nodes(keys, keys + 1, None, torch.zeros(keys.shape[:4]))
     used = torch.rand(1, 1, number, width, generator=random) > 0.3 if ragged else None
     if ragged:
         used[..., 0] = True
@@ -127,15 +126,14 @@ def test_pages_are_summarised_in_blocks(monkeypatch, weighted, ragged):
 def test_what_is_not_asked_for_is_none():
     k = torch.randn(1, 2, 3, 4, 5)
     plain = ops.summarise(ops.Nodes(k, k))
-    assert plain[2:] == (None, None, None, None)
+    assert plain[2:] == (None, None)
     assert ops.summarise(ops.Nodes(k, k), spread=True).entropy is None
-    assert ops.summarise(ops.Nodes(k, k, None, k, k)).entropy is None
 
 
 @given(st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=3), st.integers(0, 9))
 @settings(max_examples=20)
 def test_means_over_levels_are_those_of_all_tokens_beneath(branches, seed):
-    """Mean, total variance, box and entropy do not depend on how equal groups were put together."""
+    """Mean, total variance and entropy do not depend on how equal groups were put together."""
     size = (2, 2, 3, math.prod(branches), 5, 6)
     tokens = draw_children(size, seed=seed)
     nodes = ops.Nodes(*(None if x is None else x.flatten(2, 3) for x in tokens))
@@ -143,9 +141,7 @@ def test_means_over_levels_are_those_of_all_tokens_beneath(branches, seed):
         children = ops.Nodes(*(None if x is None else x.unflatten(2, (-1, branch)) for x in nodes))
         nodes = ops.summarise(children, spread=True)
     k, v = tokens.k.double(), tokens.v.double()
-    wanted = ops.Nodes(
-        k.mean(3), v.mean(3), k.var(3, correction=0), k.amin(3), k.amax(3), torch.full(size[:3], math.log(size[3]))
-    )
+    wanted = ops.Nodes(k.mean(3), v.mean(3), k.var(3, correction=0), torch.full(size[:3], math.log(size[3])))
     assert_nodes_close(nodes, wanted)
 
 
@@ -169,13 +165,11 @@ def test_summaries_keep_the_dtypes_and_accumulate_in_fp32(dtype, weighted):
     k = torch.full((1, 1, 1, 4096, 5), 1.0, dtype=dtype)
     k[:, :, :, ::2] = 1.0 + torch.finfo(dtype).eps  # summed in half precision, thousands of them would stall
     weights = torch.full((1, 1, 1, 4096), 1 / 4096) if weighted else None
-    nodes = ops.summarise(ops.Nodes(k, k, k, k, k, torch.ones(k.shape[:4])), weights, spread=True)
-    assert [x.dtype for x in nodes] == [dtype] * 5 + [torch.float32]
+    nodes = ops.summarise(ops.Nodes(k, k, k, torch.ones(k.shape[:4])), weights, spread=True)
+    assert [x.dtype for x in nodes] == [dtype] * 3 + [torch.float32]
     for summary in (nodes.k, nodes.v, nodes.spread):
         assert_close(summary, k.double().mean(3), dtype)
     assert nodes.entropy.item() == pytest.approx(1 + math.log(4096))
-    assert torch.equal(nodes.low, k.amin(3))
-    assert torch.equal(nodes.high, k.amax(3))
 
 
 def test_spread_of_keys_far_apart_stays_finite_in_half_precision():

@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from foveate import methods
+from foveate.report.rows import spelled
 from foveate.results import resultfile
 from foveate.results.errors import DataError, UserError
 from foveate.results.rows import ROW_FIELDS
@@ -130,6 +132,32 @@ def test_rows_replace_the_partial_file(out):
     assert list(out.parent.iterdir()) == [out]
     out.write_text(out.read_text().rstrip("\n"))  # an editor's doing; no row is lost
     assert len(resultfile.read_rows(out, RUN)) == 2
+
+
+@pytest.mark.parametrize("name", ["luka", "luka_paper"])
+@pytest.mark.parametrize(
+    ("setting", "gone", "allowed"),
+    [
+        ("score", "box", "summary, spread, lowrank"),
+        ("score", "bound", "summary, spread, lowrank"),
+        ("bias", "spread", "none, log, entropy"),
+    ],
+)
+def test_rows_with_a_value_that_is_gone_are_read_as_they_stand(out, name, setting, gone, allowed):
+    out.parent.mkdir()
+    method = methods.make(name)
+    settings = json.loads(json.dumps(method.settings() | {setting: gone}))
+    mixed = methods.make("mixed", clustered=method).settings() | {"clustered": {"method": name, **settings}}
+    rows = [
+        row(method=name, spec=f"{name}:{setting}={gone}", settings=settings),
+        row(method="mixed", spec=f"mixed:clustered={name}", settings=json.loads(json.dumps(mixed))),
+    ]
+    resultfile.write_rows(out, rows)
+    assert resultfile.read_rows(out, RUN) == rows
+    assert [spelled(one) for one in rows] == rows
+    assert [resultfile.method_of(one) for one in rows] == [None, None]
+    with pytest.raises(ValueError, match=f"{name}: {setting} must be one of {allowed}, not {gone!r}"):
+        methods.recorded(name, **settings)
 
 
 def test_rows_that_cannot_be_written_leave_the_old_ones(out):

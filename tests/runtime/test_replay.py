@@ -93,7 +93,7 @@ def test_rows_in_another_order_have_other_blocks(method):
         {"compress_every": 2, "tail": 1, "sinks": 0},
         {"compress_every": 3, "tail": 1, "sinks": 5, "page_size": [8, 32]},
         {"compress_every": 13, "page_size": [2, 4, 12], "compressor": "attention", "bias": "entropy"},
-        {"compress_every": 5, "prior": 0.5, "compressor": "recent", "zero_values": True, "score": "box"},
+        {"compress_every": 5, "prior": 0.5, "compressor": "recent", "zero_values": True, "score": "spread"},
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from foveate.state.device_rows import DeviceRows
 def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
     """The tree of summaries that a cache holds: views of its channels, and the numbers of each row."""
     paging = pages.paging
-    names = ["k", "v", *["spread"] * paging.spread, *["low", "high"] * paging.bounds, *["entropy"] * paging.entropy]
+    names = ["k", "v", *["spread"] * paging.spread, *["entropy"] * paging.entropy]
 
     def field(name: str, level: int) -> Tensor:
         return cache.channel(pages.channel(name, level))

@@ -69,8 +69,6 @@ class Pages:
             fields = {"k": vector, "v": Channel((geometry.value_dim,), per=per, dtype=None, recomputed=True)}
             if paging.spread:
                 fields["spread"] = vector
-            if paging.bounds:
-                fields |= {"low": vector, "high": vector}
             if paging.entropy:
                 fields["entropy"] = number
             if paging.records:
@@ -193,9 +191,8 @@ class Pages:
 
     def _raw(self, keys: Tensor, values: Tensor) -> ops.Nodes:
         """Tokens as the children of pages, with the fields that :func:`foveate.ops.summarise` needs."""
-        bounds = (keys, keys) if self.paging.bounds else (None, None)
         entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.paging.entropy else None
-        return ops.Nodes(keys, values, None, *bounds, entropy)
+        return ops.Nodes(keys, values, entropy=entropy)
 
     def _pages_under(self, level: int) -> int:
         """Pages under a node of a level."""

@@ -32,8 +32,6 @@ class Paging:
     window: int
     spread: bool
     """Whether nodes keep the variance of the keys under them."""
-    bounds: bool
-    """Whether nodes keep the elementwise minimum and maximum of the keys under them."""
     records: bool
     """Whether nodes keep low-rank summaries of the keys under them."""
     entropy: bool

@@ -29,9 +29,11 @@ class LuKAPaper(LuKA):
     expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
     pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
-        "summary", "mass of a page as seen from its summary, with the spread or a box of its keys, or Quest's bound"
+        "summary",
+        "mass of a page: as seen from its summary, with the spread of its keys, or by a low-rank summary of its keys "
+        "(lowrank)",
     )
     prior: float = setting(0.0, "share of recent attention in the mass by which pages are chosen, below 1")
     window: int = setting(64, "queries over which recent attention is averaged")
     mass: str = setting("preserve", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
-    bias: str = setting("none", "added to a summary's logit: none, log (of its tokens), entropy or spread")
+    bias: str = setting("none", "added to a summary's logit: none, log (of its tokens) or entropy")

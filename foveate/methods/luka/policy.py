@@ -24,11 +24,6 @@ from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
-WEIGHT_SPREAD = 0.6
-"""Share of the logits' standard deviation that enters a summary's own weight under bias=spread. Keys with large logits
-add most of a page's mass, but the summary's value, the page's mean, is not theirs: giving the summary all of the
-estimated mass makes outputs worse (docs/luka.md)."""
-
 
 @dataclass(frozen=True)
 class LuKA(Method):
@@ -74,13 +69,13 @@ class LuKA(Method):
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
         "lowrank",
-        "mass of a page: by a low-rank summary of its keys (lowrank), or as seen from its summary, with the spread or "
-        "a box of its keys, or by Quest's bound",
+        "mass of a page: by a low-rank summary of its keys (lowrank), or as seen from its summary key, with the spread "
+        "of its keys or without (summary)",
     )
     prior: float = setting(0.5, "share of recent attention in the mass by which pages are chosen, below 1")
     window: int = setting(16, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
-    bias: str = setting("log", "added to a summary's logit: none, log (of its tokens), entropy or spread")
+    bias: str = setting("log", "added to a summary's logit: none, log (of its tokens) or entropy")
     seed: int = setting(0, "of random compression and random page lengths")
 
     def __post_init__(self):
@@ -99,7 +94,7 @@ class LuKA(Method):
         self._check_choice("compressor", "mean", "recent", "attention", "random")
         self._check_choice("refine", "top_k", "threshold", "top_p")
         self._check_choice("pool", "kv_head", "layer")
-        self._check_choice("score", "summary", "spread", "box", "bound", "lowrank")
+        self._check_choice("score", "summary", "spread", "lowrank")
         if self.score == "lowrank":
             rule = "with score=lowrank (score=spread takes others)"
             self._check("segmenter", self.segmenter == "fixed", f"fixed {rule}")
@@ -107,7 +102,7 @@ class LuKA(Method):
             fits = all(2 <= size <= most for size in self.sizes)
             self._check("page_size", fits, f"2 to {most} on every level {rule}")
         self._check_choice("mass", "exact", "preserve")
-        self._check_choice("bias", "none", "log", "entropy", "spread")
+        self._check_choice("bias", "none", "log", "entropy")
         for name in ("page_deviation", "temperature"):
             value = getattr(self, name)
             self._check(name, _is_number(value) and value > 0 and math.isfinite(value), "a number above 0")
@@ -152,7 +147,6 @@ class LuKA(Method):
                 seed=self.seed,
                 window=self.window,
                 spread=self.uses_spread,
-                bounds=self.uses_bounds,
                 records=self.uses_records,
                 entropy=self.bias == "entropy",
                 mass=self.weighs_mass,
@@ -178,12 +172,7 @@ class LuKA(Method):
     @property
     def uses_spread(self) -> bool:
         """Whether summaries keep the variance of the keys under them."""
-        return self.score in ("spread", "box") or self.bias == "spread"
-
-    @property
-    def uses_bounds(self) -> bool:
-        """Whether summaries keep the elementwise minimum and maximum of the keys under them."""
-        return self.score == "bound"
+        return self.score == "spread"
 
     @property
     def uses_records(self) -> bool:
@@ -193,7 +182,7 @@ class LuKA(Method):
     @property
     def reads_per_summary(self) -> float:
         """Bytes of a summary without low-rank records, over those of a token's key and value (D = Dv)."""
-        return 1.0 + 0.5 * self.uses_spread + 1.0 * self.uses_bounds
+        return 1.0 + 0.5 * self.uses_spread
 
     def reads_of(self, level: int, geometry: Geometry, dtype: torch.dtype) -> float:
         """The same with the low-rank records of a level."""
@@ -245,7 +234,7 @@ class LuKA(Method):
         depend on the recent attention, which dense steps do not update."""
         if self.compressor == "recent":
             return None
-        few = len(self.sizes) == 1 and self.refine == "top_k" and self.score not in ("bound", "lowrank")
+        few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "lowrank"
         few = few and isinstance(self.top_k, int) and self.top_k <= 8
         return SPARSE_FROM_TOKENS if few else 65536
 
@@ -307,7 +296,6 @@ class LuKA(Method):
             self.bias,
             self.mass,
             self.prior,
-            WEIGHT_SPREAD,
         )
 
 

@@ -22,10 +22,6 @@ class Nodes(NamedTuple):
     """``[B, Hkv, N, Dv]``."""
     spread: Tensor | None = None
     """``[B, Hkv, N, D]``: variance of the keys beneath around ``k``; None for raw tokens (there is none)."""
-    low: Tensor | None = None
-    """``[B, Hkv, N, D]``: smallest of the keys beneath, in each dimension."""
-    high: Tensor | None = None
-    """``[B, Hkv, N, D]``: largest."""
     entropy: Tensor | None = None
     """fp32 ``[B, Hkv, N]``, nats: of the weights with which the tokens beneath enter the summary."""
 
@@ -36,8 +32,8 @@ def summarise(
     """One node for each group of children (LuKA, section 3.2, "Summary Compression Functions"; recursively, any level).
 
     Args:
-        children: fields ``[B, Hkv, N, S, ...]``, S children a group. ``low`` and ``high``, ``entropy`` are summarised
-            where they are given (for raw tokens: the keys themselves, zeros).
+        children: fields ``[B, Hkv, N, S, ...]``, S children a group. ``entropy`` is summarised where it is given (for
+            raw tokens: zeros).
         weights: fp32 ``[B, Hkv, N, S]`` that sum to 1 over the used children of a group, or None for the mean.
         used: bool ``[B, Hkv or 1, N, S]``, where groups are of different sizes; None when every child is there.
         spread: whether to return the variance of the keys beneath around the summary's key.
@@ -87,15 +83,7 @@ def _summarise(children: Nodes, weights: Tensor | None, used: Tensor | None, spr
         size = children.k.shape[3]
         own = math.log(size) if weights is None else torch.special.entr(weights).sum(-1)
         entropy = own + average(children.entropy.unsqueeze(-1)).squeeze(-1)
-
-    def extreme(x: Tensor | None, reduce, neutral: float) -> Tensor | None:
-        if x is None:
-            return None
-        return reduce(x if used is None else x.masked_fill(~used[..., None], neutral), 3)
-
-    low = extreme(children.low, torch.amin, float("inf"))
-    high = extreme(children.high, torch.amax, float("-inf"))
-    return Nodes(k.to(children.k.dtype), v.to(children.v.dtype), variance, low, high, entropy)
+    return Nodes(k.to(children.k.dtype), v.to(children.v.dtype), variance, entropy)
 
 
 def importance_weights(mass: Tensor, temperature: float, used: Tensor | None = None) -> Tensor:

@@ -9,7 +9,6 @@ from foveate.ops.score.nodes import (
     free_energy,
     key_logits,
     logit_deviation,
-    logit_reach,
 )
 from foveate.ops.score.pooled import pool_logits
 from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
@@ -36,7 +35,6 @@ __all__ = [
     "key_logits",
     "largest_logit",
     "logit_deviation",
-    "logit_reach",
     "page_lse",
     "pool_logits",
     "pooled_mass",

@@ -30,22 +30,6 @@ def logit_deviation(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
     return matmul_fp32(squared, spread.transpose(-1, -2)).clamp_(min=0.0).sqrt_()
 
 
-def logit_reach(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
-    """How far the logits beneath each node reach above their mean when every dimension is off by its deviation.
-
-    ``sum_d |q_d| sigma_d``: where :func:`logit_deviation` takes the dimensions as independent, this is for a key that
-    answers the query in many of them at once.
-
-    Args:
-        rows: ``[B, Hkv, G, D]``.
-        spread: ``[B, Hkv, N, D]``: variance of the keys.
-
-    Returns:
-        fp32 ``[B, Hkv, G, N]``.
-    """
-    return matmul_fp32(rows.abs(), spread.sqrt().transpose(-1, -2)).mul_(scaling)
-
-
 def free_energy(deviation: Tensor, log_size: Tensor | float) -> Tensor:
     """By how much ``log mean exp`` of n random logits exceeds their mean: that of the random energy model.
 

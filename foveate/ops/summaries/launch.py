@@ -164,7 +164,6 @@ class SummariesLaunch:
         how = self.how
         return self._dims | {
             "scaling": self.scaling,
-            "weight_spread": how.weight_spread,
             "raw_splits": self.raw_splits,
             "sinks": self.tree.sinks,
             "PRESERVE": how.mass == "preserve",

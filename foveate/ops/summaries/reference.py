@@ -11,7 +11,7 @@ from torch import Tensor
 from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.gather import gather_fields, gather_pages, page_slots
 from foveate.ops.score import page_lse
-from foveate.ops.score.nodes import free_energy, key_logits, largest_logit, logit_deviation, logit_reach
+from foveate.ops.score.nodes import free_energy, key_logits, logit_deviation
 from foveate.ops.select.mass import by_mass, first_of
 from foveate.ops.select.reference import topk, topk_rows
 from foveate.ops.summaries.cover import Part, attend_cover, refine
@@ -40,8 +40,8 @@ def attend_summaries(
     either with the parent's mass shared among them (equations 2 and 3) or with their own logits. The output is the
     softmax over the resulting cover (equation 4).
 
-    Under a ``softcap`` a summary's logit is capped as a key's is, before the bias is added. Estimates by ``spread`` and
-    ``box`` then take, as the deviation, the distance between the capped logits at the mean and one deviation above it.
+    Under a ``softcap`` a summary's logit is capped as a key's is, before the bias is added. Estimates by ``spread``
+    then take, as the deviation, the distance between the capped logits at the mean and one deviation above it.
 
     Args:
         q: ``[B, Hq, 1, D]``.
@@ -239,26 +239,19 @@ class _Reader:
         log_size = math.log(of.size) if of.tokens is None else fields["log_size"][:, :, None]
         plain = key_logits(self.queries, fields["k"], self.scaling)
         dot = plain if self.softcap is None else capped(plain.clone(), self.softcap)
-        spread = None
-        if "spread" in (how.bias, how.score):
-            spread = self._above(plain, dot, logit_deviation(self.queries, fields["spread"], self.scaling))
         bias = {
             "none": lambda: None,
             "log": lambda: log_size,
             "entropy": lambda: fields["entropy"][:, :, None],
-            "spread": lambda: free_energy(spread * how.weight_spread, log_size).add_(log_size),
         }[how.bias]()
-        logits, rank = dot if bias is None else dot + bias, None
-        if how.score == "spread":
-            rank = free_energy(spread, log_size).add_(logits if how.bias == "log" else dot + log_size)
-        elif how.score == "box":
-            reach = logit_reach(self.queries, fields["spread"], self.scaling)
-            rank = self._above(plain, dot, reach).add_(log_size).add_(dot)
-        elif how.score == "bound":
-            upper = largest_logit(self.queries, fields["low"], fields["high"], self.scaling)
-            rank = capped(upper, self.softcap) + log_size
-        elif how.score == "lowrank":
-            rank = page_lse(self.queries, fields["records"], of.record, self.scaling, softcap=self.softcap)
+        logits = dot if bias is None else dot + bias
+        rank = {
+            "summary": lambda: None,
+            "spread": lambda: self._free_energy(fields["spread"], log_size, plain, dot).add_(
+                logits if how.bias == "log" else dot + log_size
+            ),
+            "lowrank": lambda: page_lse(self.queries, fields["records"], of.record, self.scaling, softcap=self.softcap),
+        }[how.score]()
         if hidden is not None:
             for estimate in (logits, rank):
                 if estimate is not None:
@@ -266,9 +259,12 @@ class _Reader:
         index = None if isinstance(index, slice) else index
         return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank)
 
-    def _above(self, plain: Tensor, dot: Tensor, distance: Tensor) -> Tensor:
-        """``distance`` above the summary's logit, measured after capping: ``cap(plain + distance) - dot``."""
-        return distance if self.softcap is None else capped(distance.add_(plain), self.softcap).sub_(dot)
+    def _free_energy(self, spread: Tensor, log_size: Tensor | float, plain: Tensor, dot: Tensor) -> Tensor:
+        """:func:`free_energy` of nodes with this variance of keys, whose logits are ``plain``, and ``dot`` capped."""
+        deviation = logit_deviation(self.queries, spread, self.scaling)
+        if self.softcap is not None:
+            deviation = capped(deviation.add_(plain), self.softcap).sub_(dot)
+        return free_energy(deviation, log_size)
 
     # Which nodes are refined
 

@@ -106,7 +106,6 @@ def score_nodes(
     scaling,
     log_size,
     reads,
-    weight_spread,
     BRANCH: tl.constexpr,
     ATTENDS: tl.constexpr,
     PRESERVE: tl.constexpr,
@@ -142,7 +141,7 @@ def score_nodes(
     nodes follow: for each head, its largest rank; for each head, the sum of ``2 ** (rank - largest)``; the largest,
     over the nodes, of the sum over the heads of the node's share of a head's sum; and the largest ``recent`` attention.
 
-    ``SCORE`` 3: nodes are ranked by ``estimate [B, Hq, estimate_places]``, log-sum-exps to the base e.
+    ``SCORE`` 2: nodes are ranked by ``estimate [B, Hq, estimate_places]``, log-sum-exps to the base e.
 
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]`` counts the keys read.
 
@@ -154,7 +153,7 @@ def score_nodes(
     RAW: tl.constexpr = BRANCH == 0
     RANK_LSE: tl.constexpr = rank_lse_ptr is not None
     BOUNDS: tl.constexpr = bound_ptr is not None
-    SPREAD: tl.constexpr = BIAS == 3 or SCORE == 1 or SCORE == 2
+    SPREAD: tl.constexpr = SCORE == 1
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
@@ -272,7 +271,6 @@ def score_nodes(
             if SPREAD:
                 spread_tile = (node * spread_stride_n)[:, None] + dims[None, :] * spread_stride_d
                 spread = tl.load(spread_ptr + spread_tile, mask=node_mask, other=0.0)
-            if BIAS == 3 or SCORE == 1:
                 variance = tl.dot(squared, tl.trans(spread), input_precision="ieee")
                 deviation = tl.sqrt(tl.maximum(variance, 0.0))
                 if SOFTCAP > 0:
@@ -283,19 +281,11 @@ def score_nodes(
             elif BIAS == 2:
                 entropy = tl.load(entropy_ptr + node * entropy_stride_n, mask=there, other=0.0)
                 logits = dot + entropy[None, :]
-            elif BIAS == 3:
-                logits = dot + (free_energy(deviation * weight_spread, size) + size)
             logits = tl.where(there[None, :], logits * LOG2E, float("-inf"))
             ranks = logits
-            if SCORE == 1:
+            if SPREAD:
                 ranks = tl.where(there[None, :], (dot + size + free_energy(deviation, size)) * LOG2E, float("-inf"))
             elif SCORE == 2:
-                root = tl.sqrt(spread.to(tl.float32)).to(q.dtype)
-                reach = tl.dot(tl.abs(q), tl.trans(root), input_precision="ieee") * scaling
-                if SOFTCAP > 0:
-                    reach = capped(plain + reach, SOFTCAP, NATURAL=True) - dot
-                ranks = tl.where(there[None, :], (dot + size + reach) * LOG2E, float("-inf"))
-            elif SCORE == 3:
                 of_nodes = estimate_ptr + q_heads[:, None] * estimate_places + place[None, :]
                 estimate = tl.load(of_nodes, mask=exist[:, None] & there[None, :], other=float("-inf"))
                 ranks = estimate * LOG2E

@@ -12,8 +12,8 @@ from foveate.ops.summaries.types import Refinement, Sums
 _LARGEST = 256
 """The largest head dim of keys and values."""
 RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
-SCORES = {"summary": 0, "spread": 1, "box": 2, "lowrank": 3}
-BIASES = {"none": 0, "log": 1, "entropy": 2, "spread": 3}
+SCORES = {"summary": 0, "spread": 1, "lowrank": 2}
+BIASES = {"none": 0, "log": 1, "entropy": 2}
 
 
 def check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, sums: Sums | None) -> None:

@@ -35,7 +35,7 @@ class Level(NamedTuple):
         """Bytes read of a node, over those of a token's key and value (D = Dv for all but records)."""
         k, v = self.nodes.k, self.nodes.v
         own = 0.0 if self.record is None else self.record.bytes / ((k.shape[3] + v.shape[3]) * k.element_size())
-        return 1.0 + 0.5 * (self.nodes.spread is not None) + 1.0 * (self.nodes.low is not None) + own
+        return 1.0 + 0.5 * (self.nodes.spread is not None) + own
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,18 +25,16 @@ class Refinement:
     largest mass in any query head."""
     score: str = "summary"
     """Estimate of a node's mass, from: its log-weight (``summary``); the variance of the keys under it, with dimensions
-    taken as independent (``spread``) or all off by one deviation at once (``box``); Quest's upper ``bound``; or a
-    low-rank summary of these keys (``lowrank``, see :func:`foveate.ops.page_lse`)."""
+    taken as independent (``spread``); or a low-rank summary of these keys (``lowrank``, see
+    :func:`foveate.ops.page_lse`)."""
     bias: str = "log"
     """Added to a summary's logit: ``none``; ``log``: of the number of tokens under it; ``entropy``: of their weights in
-    the summary; ``spread``: an estimate of the log-sum-exp of their logits less the summary's logit."""
+    the summary."""
     mass: str = "exact"
     """``exact``: children enter the softmax with their own logits; ``preserve``: they share their parent's mass (LuKA,
     equation 3)."""
     prior: float = 0.0
     """Weight of the recent attention (:attr:`Level.recent`) in the mass by which nodes are chosen, 0 to 1."""
-    weight_spread: float = 1.0
-    """Factor of the logits' standard deviation in the bias, under ``bias="spread"``."""
 
 
 class VisitedLevel(NamedTuple):

@@ -20,8 +20,6 @@ import torch
 from foveate import ops
 from foveate.ops.compress.low_rank import factors
 
-SHARE_OF_DEVIATION = 0.6
-
 
 @dataclasses.dataclass(eq=False)
 class Node:
@@ -37,8 +35,6 @@ class Node:
     children: list[Node] = dataclasses.field(default_factory=list)
     parent: Node | None = None
     spread: np.ndarray | None = None
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
 
     @property
     def log_size(self) -> float:
@@ -167,8 +163,6 @@ class Sequence:
             np.zeros_like(value) if self.method.zero_values else value,
             children,
             spread=weights @ (keys - key) ** 2,
-            low=keys.min(0),
-            high=keys.max(0),
         )
         for child in children:
             child.parent = node
@@ -216,12 +210,7 @@ class Sequence:
         for node, row in zip(nodes, logits):
             if node.level < 0 or self.method.bias == "none":
                 continue
-            if self.method.bias == "entropy":
-                row += node.entropy
-            else:
-                row += node.log_size
-            if self.method.bias == "spread":
-                row += free_energy(self.deviation(head, token, node) * SHARE_OF_DEVIATION, node.log_size)
+            row += node.entropy if self.method.bias == "entropy" else node.log_size
         return logits
 
     def ranks(self, head: int, token: int, nodes: list[Node], weights: dict[Node, np.ndarray]) -> list[np.ndarray]:
@@ -230,24 +219,12 @@ class Sequence:
         for node in nodes:
             if node.level < 0 or self.method.score == "summary":
                 found.append(weights[node])
-            elif self.method.score == "bound":
-                found.append(self.upper(head, token, node))
             elif self.method.score == "lowrank":
                 found.append(np.logaddexp.reduce(self.cap(self.dots(head, token, self.as_held(head, node))), 0))
-            elif self.method.score == "box":
-                rows = self.q[head * self.group : (head + 1) * self.group, token] * self.scaling
-                reach = np.abs(rows) @ np.sqrt(node.spread)
-                found.append(self.cap(self.dots(head, token, node.key[None])[0] + reach) + node.log_size)
             else:
                 plain = self.capped_dot(head, token, node) + node.log_size
                 found.append(plain + free_energy(self.deviation(head, token, node), node.log_size))
         return found
-
-    def upper(self, head: int, token: int, node: Node) -> np.ndarray:
-        """Upper bound of the log partition sum beneath: the best corner of the box, as often as there are tokens."""
-        rows = self.q[head * self.group : (head + 1) * self.group, token]
-        best = np.maximum(rows * node.low, rows * node.high).sum(1) * self.scaling
-        return self.cap(best) + node.log_size
 
     def as_held(self, head: int, node: Node) -> np.ndarray:
         """The keys beneath a node as its low-rank summary has them."""
@@ -259,14 +236,13 @@ class Sequence:
         return self.held[name]
 
     def reads_of(self, node: Node) -> float:
-        """Of a key and its value in fp32: the summary's own, half for the spread, the two corners, the bytes of a
-        low-rank summary; only what is looked at."""
-        spread = self.method.score in ("spread", "box") or self.method.bias == "spread"
+        """Of a key and its value in fp32: the summary's own, half for the spread, the bytes of a low-rank summary; only
+        what is looked at."""
         record = 0.0
         if self.method.score == "lowrank":
             dim, value_dim = self.k.shape[2], self.v.shape[2]
             record = ops.PageRecord(dim, len(node.tokens)).bytes / (4 * (dim + value_dim))
-        return 1 + spread / 2 + (self.method.score == "bound") + record
+        return 1 + (self.method.score == "spread") / 2 + record
 
     # Refinement
 

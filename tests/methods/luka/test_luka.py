@@ -121,11 +121,11 @@ CHOICES = {
     "top_p": [0.3, 0.6, 0.9],
     "max_refined": [1.0, 0.4, 1, 2],
     "pool": ["kv_head", "layer"],
-    "score": ["summary", "spread", "box", "box", "bound"],
+    "score": ["summary", "spread", "spread"],
     "prior": [0.0, 0.0, 0.5, 0.8],
     "window": [1, 5, 64],
     "mass": ["exact", "preserve"],
-    "bias": ["none", "log", "entropy", "spread"],
+    "bias": ["none", "log", "entropy"],
     "seed": [0, 7, 2**35],
 }
 
@@ -302,9 +302,9 @@ BAD = [
             "compressor": "mean, recent, attention, random",
             "refine": "top_k, threshold, top_p",
             "pool": "kv_head, layer",
-            "score": "summary, spread, box, bound, lowrank",
+            "score": "summary, spread, lowrank",
             "mass": "exact, preserve",
-            "bias": "none, log, entropy, spread",
+            "bias": "none, log, entropy",
         }.items()
         for value in ("", "Mean", None, 1, ["fixed"])
     ),

@@ -102,7 +102,7 @@ def test_budgets(mass, allowed):
         [
             ((2, 8), (32, 12), "spread"),
             ((4, 8, 32), (40, 24, 0), "summary"),
-            ((3, 12), (40, 8), "box"),
+            ((3, 12), (40, 8), "spread"),
             ((2, 8), (32, 12), "lowrank"),
             ((4, 8, 32), (40, 24, 0), "lowrank"),
         ],
@@ -118,27 +118,27 @@ def test_levels(dtype, mass, sizes, pages, score, splits):
     check(Problem(pages, sizes, (0.3, *[0.5] * (len(sizes) - 1)), dtype=dtype, same=True), how)
 
 
-@pytest.mark.parametrize("bias", ["none", "log", "entropy", "spread"])
-@pytest.mark.parametrize("score", ["summary", "spread", "box", "lowrank"])
+@pytest.mark.parametrize("bias", ["none", "log", "entropy"])
+@pytest.mark.parametrize("score", ["summary", "spread", "lowrank"])
 def test_weights_and_scores(bias, score):
-    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score, weight_spread=0.6))
-    check(Problem(varied=True), ops.Refinement(bias=bias, score=score, weight_spread=0.6))
+    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score))
+    check(Problem(varied=True), ops.Refinement(bias=bias, score=score))
 
 
 @every_pair(
     FEW,
-    ("bias", ["none", "log", "entropy", "spread"]),
-    ("score", ["summary", "spread", "box", "lowrank"]),
+    ("bias", ["none", "log", "entropy"]),
+    ("score", ["summary", "spread", "lowrank"]),
     ("softcap", [1.5, 5.0, 50.0]),
     indirect=["few"],
 )
 def test_capped_logits(bias, score, softcap, few):
     """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
-    how = ops.Refinement(bias=bias, score=score, weight_spread=0.6)
+    how = ops.Refinement(bias=bias, score=score)
     found = check(Problem(varied=True), how, softcap=softcap)
     without = check(Problem(varied=True), how)
     assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
-    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3, weight_spread=0.6)
+    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap=softcap)
 
 
@@ -171,7 +171,7 @@ def test_head_dims(dim, value_dim):
     check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
 
 
-@every_pair(("score", ["summary", "spread", "box", "lowrank"]), ("prior", [0.0, 0.3]), MASS)
+@every_pair(("score", ["summary", "spread", "lowrank"]), ("prior", [0.0, 0.3]), MASS)
 def test_bounds_of_blocks(mass, score, prior, monkeypatch):
     """Of the top level, and of nodes that are listed."""
     replace, bounded = launch.SummariesLaunch._replace, []

@@ -35,7 +35,7 @@ def _compiled(kernel, vectors, options, **given):
         elif axis:
             arguments[name] = "i32"
         else:
-            numbers = ("scaling", "log_size", "reads", "weight_spread", "prior", "limit")
+            numbers = ("scaling", "log_size", "reads", "prior", "limit")
             arguments[name] = "fp32" if name in numbers else "i32"
     return compile_for(90, kernel, arguments, **options)
 
@@ -98,7 +98,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, attends, softcap):
         ATTENDS=attends,
         PRESERVE=children,
         BIAS=1,
-        SCORE={"plain": 0, "estimate": 3}.get(how, 1),
+        SCORE={"plain": 0, "estimate": 2}.get(how, 1),
         SIGNALS=attends,
         LARGEST=torch.finfo(TYPES[dtype]).max,
         SOFTCAP=softcap,
