@@ -11,13 +11,13 @@ dense_prompt=kascade:decode_only=true few=luka:page_size=16,top_k=3,score=spread
 by_pages=$dense_prompt,score_keys=pages
 step() { foveate bench decode "$@" --out "$out"; }
 step --batch 1 --batch 32 --method "$dense_prompt" --method "$by_pages" --method "$by_pages,first_layer=pages" \
-  --method "$by_pages,page_size=8" --method "$by_pages,first_layer=pages,page_size=8" --method "$paper" \
+  --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" --method "$paper" \
   --method "$few" --method luka --method luka:score=spread --method luka:page_size=16 \
   --method pages --method pages:page_size=16 --method pages:page_size=32 \
   --method quest --method omnikv --method lessismore
 step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --method "$dense_prompt,top_k=0.3" \
   --method "$dense_prompt,score_keys=fp8" --method "$by_pages" --method "$by_pages,first_layer=pages" \
-  --method "$by_pages,page_size=8" --method "$by_pages,first_layer=pages,page_size=8" \
+  --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" \
   --method pages --method pages:page_size=16
 step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \
   --method quest --method omnikv --method lessismore --method h2o --method streaming --method snapkv --method tova

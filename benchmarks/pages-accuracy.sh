@@ -36,7 +36,7 @@ eighth=(
   quest:top_k=0.125
   luka luka:score=spread
   "$kascade" "$kascade,score_keys=pages" "$kascade,score_keys=pages,first_layer=pages"
-  "$kascade,score_keys=pages,page_size=8" "$kascade,score_keys=pages,first_layer=pages,page_size=8"
+  "$kascade,score_keys=pages,page_size=16" "$kascade,score_keys=pages,first_layer=pages,page_size=16"
 )
 shapes=(pages:top_k=0.125 pages:top_k=0.125,rank=1 pages:top_k=0.125,page_size=16,weighted=false)
 for page in page_size=16 page_size=16,rank=1 page_size=16,rank=4 page_size=32 page_size=32,rank=4; do

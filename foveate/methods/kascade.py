@@ -22,7 +22,7 @@ from foveate.methods.base import Method, Observation, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
-_PAGE_SIZE, _RANK = 16, 2
+_PAGE_SIZE, _RANK = 8, 2
 """Tokens of a page, and directions of its summary, under score_keys=pages."""
 ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
@@ -229,6 +229,11 @@ class Kascade(TopKByMass):
     def scores_approximately(self) -> bool:
         """Whether this layer may choose other keys than exact scores would."""
         return self.scores_a_copy or (self.scores_summaries and self.place.chooses)
+
+    @property
+    def exact(self) -> Method:
+        """This method with keys scored exactly."""
+        return self.changed(score_keys="exact", first_layer="dense", page_size=_PAGE_SIZE, rank=_RANK)
 
     @property
     def scores_keys_of_pages(self) -> bool:

@@ -28,6 +28,7 @@ METHODS = ("dense", "kascade:min_k=16,decode_only=true", "luka:page_size=16,top_
 COPIED = "kascade:min_k=16,decode_only=true,score_keys=fp8"
 PAGED = "kascade:min_k=16,decode_only=true,score_keys=pages"
 FIRST = f"{PAGED},first_layer=pages"
+OTHER_PAGES = f"{PAGED},page_size=16"
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -44,7 +45,9 @@ def found():
         patch.setattr(cold, "_SECONDS", 0.0)
         return {
             row["case"]["method"]: row
-            for row in decode.run(decode.Plan((*METHODS, COPIED, PAGED, FIRST), (400,), **SMALL), say=lambda _: None)
+            for row in decode.run(
+                decode.Plan((*METHODS, COPIED, PAGED, FIRST, OTHER_PAGES), (400,), **SMALL), say=lambda _: None
+            )
         }
 
 
@@ -70,12 +73,16 @@ def test_bytes_are_those_that_a_kind_reads(found):
     assert kinds["reading"]["bytes"] == 2 * 40 * a_key
     assert kinds["choosing"]["bytes"] == 2 * (40 + 400 / 2) * a_key
     assert found[COPIED]["layers"]["choosing"]["bytes"] == 2 * (40 + 400 / 8) * a_key
-    records = 25 * ops.PageRecord(16, 16).bytes * 2  # of two KV heads; and the keys of 9 pages
-    assert found[PAGED]["layers"]["choosing"]["bytes"] == 2 * ((40 + 9 * 16 / 2) * a_key + records)
+    for name, size, best in ((PAGED, 8, 17), (OTHER_PAGES, 16, 9)):  # records of two KV heads, keys of the best pages
+        records = (
+            400 // size * ops.PageRecord(16, size).bytes * 2
+        )
+        assert found[name]["layers"]["choosing"]["bytes"] == 2 * ((40 + best * size / 2) * a_key + records)
+    records = 50 * ops.PageRecord(16, 8).bytes * 2
     assert found[PAGED]["layers"]["dense, choosing"]["bytes"] == everything
     assert found[FIRST]["layers"]["choosing"] | {"ms": 0.0} == found[PAGED]["layers"]["choosing"] | {"ms": 0.0}
     # keys are scored, and then read with their values
-    assert found[FIRST]["layers"]["pages, choosing"]["bytes"] == 2 * (9 * 16 * (0.5 + 1) * a_key + records)
+    assert found[FIRST]["layers"]["pages, choosing"]["bytes"] == 2 * (17 * 8 * (0.5 + 1) * a_key + records)
     assert found[FIRST]["layers"]["pages, choosing"]["layers"] == 1
     assert found["dense"]["floor_ms"] == pytest.approx(everything / found["dense"]["memory_gb_per_s"] / 1e6)
     assert found["luka:page_size=16,top_k=2"]["layers"]["luka"]["bytes"] <= everything / 2
@@ -91,9 +98,9 @@ def test_rows_are_beside_the_fastest_dense_and_complete(found):
     assert found["omnikv"]["case"]["share"] == 0.1
     assert found["sdpa"]["case"]["share"] is None
     assert 0.85 < found[COPIED]["recall"] < 1
-    for name in (PAGED, FIRST):
+    for name in (PAGED, FIRST, OTHER_PAGES):
         assert 0.5 < found[name]["recall"] < 1, "keys are drawn, and none of them stands out"
-    assert {row["recall"] for name, row in found.items() if name not in (COPIED, PAGED, FIRST)} == {None}
+    assert {row["recall"] for name, row in found.items() if name not in (COPIED, PAGED, FIRST, OTHER_PAGES)} == {None}
 
 
 def _quick(*methods, context=100, say=lambda _: None, **changed):

@@ -77,7 +77,7 @@ def test_snapkv_keeps_what_it_generates():
         assert layer.tokens_evicted == 61 - 20
 
 
-@pytest.mark.parametrize(("cost", "more"), [(1, ",score=summary"), (1.5, "")])
+@pytest.mark.parametrize(("cost", "more"), [(1, ",score=summary"), (1.5, ",score=spread")])
 def test_luka(cost, more):
     """2 sinks, and pages of 4 until 9 or more tokens are left, made when the prompt ends and at every third token.
 
