@@ -18,7 +18,6 @@ from foveate.ops.summaries.estimate import low_rank_ranks
 from foveate.ops.summaries.masses_kernel import note, pooled
 from foveate.ops.summaries.plan import (
     FEW_HEADS,
-    Stage,
     Work,
     merge_at_once,
     merge_last,
@@ -58,8 +57,8 @@ def attend_summaries(
 
     A tree of one level with few refined pages takes two launches. ``score_nodes`` scores all summaries and attends to
     them, to sinks and to the tail; it writes parts of the output and bounds on the masses in each block of summaries.
-    ``replace_refined`` may start while that runs. Each of its programs owns some dims of the output: it merges the
-    parts, selects the pages to refine, subtracts their summaries and attends to their keys.
+    Each program of ``replace_refined`` owns some dims of the output: it merges the parts, selects the pages to refine,
+    subtracts their summaries and attends to their keys.
 
     ``select_nodes`` runs between them where many pages are refined, where there are very many pages, or where the whole
     layer makes one selection. If many pages are refined, ``attend_nodes`` replaces ``replace_refined``: it reads the
@@ -225,15 +224,10 @@ class SummariesLaunch:
             reads=level.reads,
             BRANCH=visit.branch,
             ATTENDS=stage.replaces,
-            SIGNALS=self._started_early(stage),
             **self._scores,
             **scoring_options(self.tile, q.dtype, of_node, self.capability),
         )
         return rank, rank_lse, bounds
-
-    def _started_early(self, stage: Stage) -> bool:
-        """Whether the launch after ``score_nodes`` may start while it runs (programmatic dependent launch)."""
-        return stage.few and self.capability >= 9
 
     def _selected_by(self, visit: Visit) -> dict[str, Any]:
         """Arguments of the kernels that select."""
@@ -321,7 +315,7 @@ class SummariesLaunch:
         recent, recent_strides = self._recent(level)
         blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
         block_s = padded(triton.cdiv(self.value_dim, stage.attending))
-        waits, ranked = self._started_early(stage), stage.few and self.how.score != "summary"
+        ranked = stage.few and self.how.score != "summary"
         choosing = {"FEW": 0, "GROUP": 1, "BLOCKS": 1, "BLOCKS_AT_ONCE": 1, "SPLITS": 1, "OTHERS": 1}
         if stage.few:
             choosing |= {"FEW": max(1, stage.k), "GROUP": self.group, "BLOCKS": blocks, "BLOCKS_AT_ONCE": stage.at_once}
@@ -358,11 +352,10 @@ class SummariesLaunch:
             stage.padded,
             ROOM=max(2, triton.next_power_of_2(stage.k)),
             AT_ONCE=merge_at_once(self.tile, block_s),
-            WAITS=waits,
             **choosing | sizes,
             **self._pages_read(),
             **self._selected_by(visit),
-            **replacing_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0, waits),
+            **replacing_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0),
         )
 
     def _parts(self, visit: Visit) -> tuple[Tensor | None, ...]:

@@ -60,16 +60,14 @@ def scoring_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: in
     return tile.options | {"num_stages": max(2, min(tile.num_stages, blocks))}
 
 
-def replacing_options(tile: Tile, bounds: int, waits: bool) -> dict[str, int | None]:
+def replacing_options(tile: Tile, bounds: int) -> dict[str, int | None]:
     """Compile options of ``replace_refined``.
 
     Args:
         bounds: bounds of masses by which it selects, blocks times heads; 0: it does not select.
-        waits: whether it starts while the launch before still runs (programmatic dependent launch).
     """
     many = tile.num_stages == 1 or tile.block_m >= 16 or bounds > 4096  # registers per thread; one stage means fp32
-    early = {"launch_pdl": True} if waits else {}
-    return {"num_warps": max(tile.num_warps, 8 if many else 4), "num_stages": 1} | early
+    return {"num_warps": max(tile.num_warps, 8 if many else 4), "num_stages": 1}
 
 
 def merge_at_once(tile: Tile, dims: int) -> int:

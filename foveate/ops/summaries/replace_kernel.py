@@ -6,7 +6,6 @@ slice of the output dims.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from foveate.ops.gpu.softmax import LOWEST, online, store_part
 from foveate.ops.summaries.pages_kernel import count_refined, listed, refined_tokens
@@ -114,7 +113,6 @@ def replace_refined(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
     CHUNKS: tl.constexpr,
-    WAITS: tl.constexpr,
 ):
     """Write ``out`` and ``lse``: attention to all entries, with refined nodes replaced by the keys of their pages.
 
@@ -131,8 +129,6 @@ def replace_refined(
     with ``KEEPS``, each a share of ``gone``. All programs of a row write the same ``lse``.
 
     ``KEEPS``: log-weights of refined pages are stored in ``token [B, Hq, places]``, see :func:`refined_tokens`.
-
-    ``WAITS``: the launch may start while :func:`score_nodes` runs, and waits for it before it reads its results.
     """
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
@@ -166,8 +162,6 @@ def replace_refined(
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
-    if WAITS:
-        gdc_wait()
     top, weight, out = merge_parts(
         part_out_ptr, part_lse_ptr, q_heads, exist, num_q_heads, 0, number, none, top, weight, out, AT_ONCE, VALUE_DIM
     )

@@ -8,7 +8,6 @@ between query heads in an array of places.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from foveate.ops.gpu.softcap import capped
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sums, online, store_part
@@ -119,7 +118,6 @@ def score_nodes(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SIGNALS: tl.constexpr,
 ):
     """Write ``weight [B, Hq, places]``, the log-weights of the visited nodes of a level; ``rank [B, Hq, rank_places]``
     if the rule ranks them by another estimate (``SCORE`` > 0); and the log-sum-exp of each program's ranks, ``rank_lse
@@ -147,8 +145,6 @@ def score_nodes(
 
     ``SOFTCAP``: the cap of logits, 0 for none. A summary's logit is capped before the bias is added; so is the logit
     one deviation above it.
-
-    ``SIGNALS``: lets the next launch start early (programmatic dependent launch); it waits for the results itself.
     """
     RAW: tl.constexpr = BRANCH == 0
     RANK_LSE: tl.constexpr = rank_lse_ptr is not None
@@ -164,8 +160,6 @@ def score_nodes(
     entropy_stride_b, entropy_stride_h, entropy_stride_n = entropy_strides
     count_stride_b, count_stride_h = count_strides
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
-    if SIGNALS:
-        gdc_launch_dependents()
     row, head_tile, split = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
