@@ -74,9 +74,7 @@ def test_bytes_are_those_that_a_kind_reads(found):
     assert kinds["choosing"]["bytes"] == 2 * (40 + 400 / 2) * a_key
     assert found[COPIED]["layers"]["choosing"]["bytes"] == 2 * (40 + 400 / 8) * a_key
     for name, size, best in ((PAGED, 8, 17), (OTHER_PAGES, 16, 9)):  # records of two KV heads, keys of the best pages
-        records = (
-            400 // size * ops.PageRecord(16, size).bytes * 2
-        )
+        records = 400 // size * ops.PageRecord(16, size).bytes * 2
         assert found[name]["layers"]["choosing"]["bytes"] == 2 * ((40 + best * size / 2) * a_key + records)
     records = 50 * ops.PageRecord(16, 8).bytes * 2
     assert found[PAGED]["layers"]["dense, choosing"]["bytes"] == everything

@@ -1,5 +1,7 @@
 """How attention over summaries is cut into programs, without running any."""
 
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -73,3 +75,19 @@ def test_the_program_that_is_ready_last_does_not_merge_for_long(batch, tokens):
     assert parts <= 2 * at_once
     assert at_once < 2 * parts  # places of no part are merged, too
     assert at_once * mine.tile.block_m * mine.value_dim <= 128 * 32 * mine.tile.num_warps
+
+
+@pytest.mark.parametrize(
+    ("path", "course"),
+    [
+        ("none", (True, True, 16)),
+        ("bounds", (True, True, 128)),
+        ("selects in each program", (True, False, 16)),
+        ("replaces", (False, False, 16)),
+    ],
+)
+def test_paths_that_a_benchmark_switches_off_are_not_taken(path, course):
+    benchmark = runpy.run_path(str(Path(__file__).resolve().parents[3] / "benchmarks" / "luka_paths.py"))
+    with benchmark["without"](path):
+        (stage,) = work(1).stages(tree(8192, [3]), ops.Refinement())
+    assert (stage.replaces, stage.few, stage.at_once) == course
