@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class Prepared:
     @property
     def missing(self) -> list[Any]:
         """The methods without a finished row."""
-        done = {_key(row["method"], row["settings"]) for row in self.rows}
+        done = {_row_key(row) for row in self.rows}
         return [method for method in self.plan.methods if _method_key(method) not in done]
 
     @property
@@ -199,7 +199,7 @@ def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> 
             progress(record["spec"], len(record["values"]))
         of_methods = [[records[_method_key(method), group[0].id] for group in groups] for method in missing]
         rows = _rows(prepared, of_methods)
-        finished = {_key(row["method"], row["settings"]) for row in rows}
+        finished = {_row_key(row) for row in rows}
         resultfile.write_rows(plan.out, rows, keep_partial=any(key not in finished for key, _ in records))
     return rows
 
@@ -383,6 +383,12 @@ def _row(
             ],
         }
     )
+
+
+def _row_key(row: Mapping[str, Any]) -> str:
+    """The key of the row's method as it is now, where settings have come or gone since without effect."""
+    method = resultfile.method_of(row)
+    return _key(row["method"], row["settings"]) if method is None else _method_key(method)
 
 
 def _method_key(method: Any) -> str:

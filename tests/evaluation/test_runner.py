@@ -231,6 +231,19 @@ def test_rows_outlive_the_defaults_by_which_their_specs_were_written(plan):
     assert prepared.rows == whole
 
 
+def test_rows_outlive_settings_that_had_no_effect(plan):
+    """A row of luka as of a time when it had a setting more: finished where that was idle, another method where not."""
+    whole = runner.run(runner.prepare(plan))
+    old = [dict(row) for row in whole]
+    (luka,) = (row for row in old if row["method"] == "luka")
+    luka["settings"] = luka["settings"] | {"first": 0}
+    resultfile.write_rows(plan.out, old)
+    assert runner.prepare(plan).missing == []
+    luka["settings"] |= {"first": 1}
+    resultfile.write_rows(plan.out, old)
+    assert [method.name for method in runner.prepare(plan).missing] == ["luka"]
+
+
 def test_a_method_can_join_a_finished_run(plan, monkeypatch):
     first = runner.run(runner.prepare(dataclasses.replace(plan, methods=plan.methods[:2])))
     prepared = runner.prepare(plan)
