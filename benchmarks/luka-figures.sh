@@ -16,10 +16,12 @@ if [ -f "$rows" ]; then
 fi
 rows=("$results/luka-niah.jsonl" "$results/luka-wikisalad.jsonl")
 if [ -f "${rows[0]}" ] && [ -f "${rows[1]}" ]; then
-  families=(--where task=niah --where task=wikisalad_long) # one and three levels are in a table
+  families=(--where task=niah --where task=wikisalad_long)
   for length in 4096 8192 16384 30720; do families+=(--where "length=$length"); done
-  for spec in "${frontier[@]}"; do
-    [[ $spec == luka:page_size=16,* || $spec == *,32,128]* ]] || families+=(--where "spec=$spec")
+  for spec in "${frontier[@]}"; do # some cells have rows of score=spread alone
+    [[ $spec == luka:page_size=16,* ]] && continue
+    families+=(--where "spec=$spec")
+    [[ $spec == luka:* && $spec != *score=* ]] && families+=(--where "spec=$spec,score=spread")
   done
   for model in $(grep -oh '"model": "[^"]*"' "${rows[@]}" | cut -d'"' -f4 | sort -u); do
     foveate plot frontier "${rows[@]}" --where "model=$model" "${families[@]}" --along page_size --recommended luka \

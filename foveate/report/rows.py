@@ -82,12 +82,16 @@ def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
 
 
 def spelled(row: Row) -> Row:
-    """A row whose methods, those within its settings too, are written as specs by the defaults of now."""
+    """A row whose methods, those within its settings too, are written as specs by the defaults of now.
+
+    Settings that its method has no more are left out.
+    """
     method = method_of(row)
     if method is None:
         return row
-    short = {name: getattr(method, name) for name, value in row["settings"].items() if isinstance(value, dict)}
-    return {**row, "spec": method.spec, "settings": {**row["settings"], **short}}
+    known = {name: value for name, value in row["settings"].items() if name not in method.retired}
+    short = {name: getattr(method, name) for name, value in known.items() if isinstance(value, dict)}
+    return {**row, "spec": method.spec, "settings": known | short}
 
 
 def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:

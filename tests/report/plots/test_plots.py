@@ -401,6 +401,14 @@ class TestFiles:
             if name in found["settings"]
         )
 
+    def test_settings_that_a_method_has_no_more_are_left_out(self, tmp_path):
+        method, file = methods.parse("luka"), tmp_path / "a.jsonl"
+        old, now = written("luka"), json.loads(json.dumps(method.settings()))
+        file.write_text(json.dumps({**old, "settings": now | method.retired, "item_values": SCORES}) + "\n")
+        (found,) = read([file])
+        assert method.retired
+        assert found["settings"] == now
+
     def test_methods_with_other_settings_by_now_keep_their_specs(self, tmp_path):
         file, old = tmp_path / "a.jsonl", {**written("luka"), "spec": "by other defaults", "item_values": SCORES}
         for changed in ({**old["settings"], "gone": 1}, {"tail": 64}, {**old["settings"], "tail": -1}):
