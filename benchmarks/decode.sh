@@ -20,12 +20,15 @@ step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --me
   --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" \
   --method pages --method pages:page_size=16
 step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \
-  --method quest --method omnikv --method lessismore --method h2o --method streaming --method snapkv --method tova
+  --method luka:score=spread --method pages --method quest --method omnikv --method lessismore --method h2o \
+  --method streaming --method snapkv --method tova
 for liger in "" --liger; do
   step --level model --context 131000 --rounds 3 --method "$dense_prompt" --method kascade --method "$paper" --method "$few" \
-    --method luka --method h2o --method streaming $liger
+    --method luka --method luka:score=spread --method h2o --method streaming $liger
 done
-step --level model --context 8192 --context 16384 --context 32768 --method "$dense_prompt" --method "$few" --method luka
+step --level model --context 8192 --context 16384 --context 32768 --method "$dense_prompt" --method "$few" \
+  --method luka --method luka:score=spread
 step --level model --context 2048 --context 32768 --rounds 3 --dense-below auto --method "$dense_prompt" --method "$few" \
-  --method luka --method quest --method omnikv --method lessismore --method h2o --method tova --method snapkv --method streaming
+  --method luka --method luka:score=spread --method quest --method omnikv --method lessismore --method h2o --method tova \
+  --method snapkv --method streaming
 step --level model --model "$model" --context 30000 --batch 16 --method "$dense_prompt" --method "$few" --method luka

@@ -24,9 +24,10 @@ compare() { # NAME TOKENS METHOD...
 # Figures 4 and 6: compressors by the share of pages refined, with the summaries' values and without. Masses are exact,
 # as in the published code: only so does refining every page come to dense attention, as the figures say. Beside them
 # equation 3 (mass=preserve), means with the first tokens kept raw (is it the attention sink that means lose?), and ours.
+luka=luka:page_size=16,score=spread # pages of 16, ranked by the spread of their keys
 for share in 0 0.05 0.125 0.25 0.5 0.75 1.0; do
   paper=luka_paper:tail=16,temperature=1,top_k=$share
-  rows=("$paper" "$paper,mass=exact,compressor=mean,sinks=4" "luka:page_size=16,tail=16,top_k=$share")
+  rows=("$paper" "$paper,mass=exact,compressor=mean,sinks=4" "$luka,tail=16,top_k=$share")
   for compressor in mean attention random; do
     rows+=("$paper,mass=exact,compressor=$compressor" "$paper,mass=exact,compressor=$compressor,zero_values=true")
   done
@@ -37,13 +38,13 @@ done
 # bias=log, is among the rows above).
 biases=()
 for bias in none log entropy; do biases+=("luka_paper:tail=16,temperature=1,bias=$bias"); done
-for bias in none log entropy; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=3"); done
-for bias in none entropy; do biases+=("luka:page_size=16,tail=16,bias=$bias,top_k=0.125"); done
+for bias in none log entropy; do biases+=("$luka,tail=16,bias=$bias,top_k=3"); done
+for bias in none entropy; do biases+=("$luka,tail=16,bias=$bias,top_k=0.125"); done
 compare biases 512 "${biases[@]}"
 
 # Figure 5: the modes.
-compare modes 1024 h2o lined_as_published luka_paper luka luka:page_size=16 \
-  mixed:clustered=luka_paper mixed
+compare modes 1024 h2o lined_as_published luka_paper luka:score=spread "$luka" \
+  mixed:clustered=luka_paper 'mixed:clustered="luka:score=spread"'
 
 # dense attention on the same 512 tokens is in every cell: its row is kept once
 shopt -s nullglob

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Choosing pages by low-rank summaries: what `pages`, `luka:score=lowrank` and Kascade's anchors with `score_keys=pages` keep of
+# Choosing pages by low-rank summaries: what `pages`, `luka` and Kascade's anchors with `score_keys=pages` keep of
 # dense attention's score, beside Quest, boxes and the oracle, at an eighth of the keys; and `pages` at 2 to 25 %.
 #   benchmarks/pages-accuracy.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
 # MODEL: a Hugging Face folder whose calibrations benchmarks/results has; DATA: a folder with ruler/, books/, multihop/ and

@@ -33,7 +33,7 @@ class CpuDecode(Plan):
     methods: Sequence[str] = option(
         (
             *("dense", "streaming:window=1024", "h2o", "quest", "omnikv", "kascade:decode_only=true"),
-            *("luka:page_size=16,top_k=3,score=spread", "luka:page_size=16,top_k=0.12", "luka"),
+            *("luka:page_size=16,top_k=3,score=spread", "luka:page_size=16,top_k=0.12", "luka", "luka:score=spread"),
         ),
         "A method; dense is always among them.",
         flag="method",

@@ -153,8 +153,10 @@ class Kascade(TopKByMass):
         return self._spell(values | {"anchors": _ANCHORS, "heads": None})
 
     def settings(self) -> dict[str, Any]:
-        """As of any method; with `decode_only` without `exact_anchors`, which changes nothing there."""
-        return {key: x for key, x in super().settings().items() if not (self.decode_only and key == "exact_anchors")}
+        """As of any method; with `decode_only` without `exact_anchors`, which changes nothing there, and with the shape
+        of summaries where there are any."""
+        found = {key: x for key, x in super().settings().items() if not (self.decode_only and key == "exact_anchors")}
+        return found | ({"page_size": self.page_size, "rank": self.rank} if self.score_keys == "pages" else {})
 
     def changed(self, **settings: Any) -> Method:
         own = {"anchors": _ANCHORS, "heads": None} if self._of_file else {}

@@ -23,7 +23,7 @@ METHODS = (
     "quest",
     "omnikv",
     "lessismore",
-    "luka:page_size=16,top_k=3",
+    "luka:page_size=16,top_k=3,score=spread",
     "luka",
     "h2o",
     "tova",

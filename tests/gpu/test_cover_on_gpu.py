@@ -241,7 +241,7 @@ def test_running_sums(pages, sizes, allowed, rule):
 
 @pytest.mark.parametrize("few", [8, -1])
 def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
-    """However programs are scheduled: the last one of a row to be ready merges, or they start while others run."""
+    """However programs are scheduled: the last one of a row to be ready merges."""
     monkeypatch.setattr(plan, "_FEW", few)
     some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
     tree = some.looked_at(how, False)
@@ -254,12 +254,15 @@ def test_methods_run_on_the_kernels(monkeypatch):
     monkeypatch.setattr(launch, "attend_summaries", lambda *a, **k: ran.append(1) or real(*a, **k))
     tokens = Tokens.random(2, 700)
     cuda = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
-    for spec in (
+    specs = (
         "luka",
         "luka_paper:tail=16",
         "luka:page_size=16,top_k=3,prior=0.0,score=summary",
+        "luka:page_size=16,top_k=3,score=spread",
+        "luka:score=spread",
         "luka:refine=top_p",
-    ):
+    )
+    for spec in specs:
         outs = []
         for kernels in (True, False):
             monkeypatch.setenv("FOVEATE_KERNELS", "1" if kernels else "0")
@@ -267,4 +270,4 @@ def test_methods_run_on_the_kernels(monkeypatch):
             driver.feed(cuda[:690])
             outs.append(driver.feed_steps(cuda[690:]))
         torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
-    assert len(ran) == 4 * 10
+    assert len(ran) == len(specs) * 10

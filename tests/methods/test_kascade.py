@@ -38,6 +38,19 @@ def row(method):
     return json.loads(json.dumps({"method": method.name, "settings": method.settings()}))
 
 
+def test_rows_tell_the_shape_of_summaries_where_there_are_any():
+    """So that they are read as they were measured when the defaults change."""
+    assert not {"page_size", "rank"} & methods.make("kascade").settings().keys()
+    made = methods.make("kascade", score_keys="pages")
+    assert {"page_size": 8, "rank": 2}.items() <= made.settings().items()
+    assert methods.recorded("kascade", **made.settings()) == made
+
+
+def test_exact_is_the_method_without_a_choice_by_summaries():
+    made = methods.make("kascade", score_keys="pages", first_layer="pages", page_size=16, rank=1, top_k=9)
+    assert made.exact == methods.make("kascade", top_k=9)
+
+
 class TestTheFile:
     def test_has_anchors_and_heads(self, method):
         places = [method.for_layer(layer, 3).place for layer in range(3)]

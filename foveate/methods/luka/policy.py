@@ -230,8 +230,8 @@ class LuKA(Method):
 
     @property
     def sparse_from_tokens(self) -> int | None:  # type: ignore[override]
-        """More tokens where many pages are refined, which takes more launches than refining few; None where summaries
-        depend on the recent attention, which dense steps do not update."""
+        """More tokens where many pages are refined or low-rank summaries scored, which takes more launches; None where
+        summaries depend on the recent attention, which dense steps do not update."""
         if self.compressor == "recent":
             return None
         few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "lowrank"

@@ -55,10 +55,11 @@ def attend_summaries(
 ) -> Covered:
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
-    A tree of one level with few refined pages takes two launches. ``score_nodes`` scores all summaries and attends to
-    them, to sinks and to the tail; it writes parts of the output and bounds on the masses in each block of summaries.
-    Each program of ``replace_refined`` owns some dims of the output: it merges the parts, selects the pages to refine,
-    subtracts their summaries and attends to their keys.
+    A tree of one level with few refined pages takes two launches, and one before them where low-rank summaries rank
+    its nodes. ``score_nodes`` scores all summaries and attends to them, to sinks and to the tail; it writes parts of
+    the output and bounds on the masses in each block of summaries. Each program of ``replace_refined`` owns some dims
+    of the output: it merges the parts, selects the pages to refine, subtracts their summaries and attends to their
+    keys.
 
     ``select_nodes`` runs between them where many pages are refined, where there are very many pages, or where the whole
     layer makes one selection. If many pages are refined, ``attend_nodes`` replaces ``replace_refined``: it reads the
