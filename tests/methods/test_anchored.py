@@ -397,7 +397,7 @@ def test_evenly_spaced_anchors_and_depths():
         ),
         ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
         ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
-        ("kascade", {"page_size": 8}, "page_size must be 16 without score_keys=pages, not 8"),
+        ("kascade", {"page_size": 16}, "page_size must be 8 without score_keys=pages, not 16"),
         ("kascade", {"rank": 1, "score_keys": "fp8"}, "rank must be 2 without score_keys=pages, not 1"),
         ("kascade", {"page_size": 1, "score_keys": "pages"}, "page_size must be an integer of at least 2, not 1"),
         ("kascade", {"page_size": 65, "score_keys": "pages"}, "page_size must be at most 64, not 65"),
@@ -502,14 +502,12 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
         ("exact_anchors", True, False),
         ("score_keys", "fp8", "exact"),
         ("first_layer", "pages", "dense"),
-        ("page_size", 8, 16),
-        ("rank", 1, 2),
         ("dense_last", 9, 0),
         ("tile_pooling", "max", "mean"),
     ],
 )
 def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):
-    beside = {"score_keys": "pages"} if name in ("first_layer", "page_size", "rank") else {}
+    beside = {"score_keys": "pages"} if name == "first_layer" else {}
     old, method = (methods.make("kascade", **{name: x}, **beside) for x in (before, value))
     assert name not in old.settings()
     assert method.settings()[name] == value
@@ -615,7 +613,7 @@ def outliers(k):
 def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record_property):
     """A tenth of 2,000 keys, of which none stands out: the hardest to tell apart."""
     method = methods.make("kascade", anchors=[0, 1], score_keys="fp8", top_k=0.1, min_k=1, **settings)
-    exact, method = (one.for_layer(1, 2) for one in (method.changed(score_keys="exact"), method))
+    exact, method = (one.for_layer(1, 2) for one in (method.exact, method))
     generator = torch.manual_seed(0)
     q = torch.randn(4, HEADS, 1, DIM, generator=generator).to(dtype)
     k = keys(torch.randn(4, KV_HEADS, 2000, DIM, generator=generator)).to(dtype)
@@ -632,7 +630,7 @@ def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record
     assert recall < 1, "scores are approximate"
 
 
-def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page_size=16, rank=2):
+def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page_size=8, rank=2):
     """What ``score_keys=pages`` reads for the query at position i and the keys that it scores, by KV head; and the
     share of the attention to full pages that the pages of these hold by their summaries, the mean over the heads."""
     size, third, length = page_size, kascade.ONE_PAGE_IN, i + 1
@@ -671,7 +669,7 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page
         {"pooling": "sqrt"},
         {"pool": "layer"},
         {"pool": "layer", "pooling": "sqrt"},
-        {"page_size": 8},
+        {"page_size": 16},
         {"page_size": 5, "rank": 1},
     ],
     ids=str,
@@ -708,7 +706,7 @@ def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k)
 @pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}, {"page_size": 8, "rank": 1}],
+    [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}, {"page_size": 16, "rank": 1}],
     ids=str,
 )
 @pytest.mark.parametrize("anchors", [[0, 2], [1], [0, 1]], ids=str)
@@ -746,7 +744,8 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
 
 def test_layer_0_reads_no_keys_of_other_pages():
     """They, and their values, may hold anything, in rows of any length; so may a row without a full page."""
-    method = methods.make("kascade", anchors=[0], score_keys="pages", first_layer="pages", top_k=9, decode_only=True)
+    summaries = {"score_keys": "pages", "first_layer": "pages", "page_size": 16}
+    method = methods.make("kascade", anchors=[0], top_k=9, decode_only=True, **summaries)
     layers, size = [method.for_layer(layer, 2) for layer in range(2)], method.page_size
     lengths, generator = [160, 157, 9], torch.Generator().manual_seed(0)
     k, v = (torch.randn(3, KV_HEADS, 160, DIM, generator=generator) for _ in "kv")
@@ -778,7 +777,7 @@ def test_layer_0_reads_no_keys_of_other_pages():
 
 def test_keys_of_other_pages_are_not_scored():
     """They may hold anything; the newest page is scored, open or just filled."""
-    method = methods.make("kascade", anchors=[1], score_keys="pages", top_k=9, decode_only=True)
+    method = methods.make("kascade", anchors=[1], score_keys="pages", page_size=16, top_k=9, decode_only=True)
     anchor, size = method.for_layer(1, 2), method.page_size
     lengths, k = [160, 157, 9], torch.randn(3, KV_HEADS, 160, DIM, generator=torch.manual_seed(0))
     cache = SlotCache.of(k, k, HEADS).branch(anchor.channels(SlotCache.of(k, k, HEADS).geometry), False, Counters(), {})
@@ -801,10 +800,13 @@ def test_keys_of_other_pages_are_not_scored():
     assert wanted[2].sort(-1).values.tolist() == [list(range(9))] * KV_HEADS
 
 
-def test_scores_by_pages_find_what_exact_scores_choose():
-    """Keys that stand out in a few pages, as a model's do, are all found; of the others most."""
-    method = methods.make("kascade", anchors=[0, 1], score_keys="pages", top_k=0.05, min_k=1, decode_only=True)
-    exact, method = (one.for_layer(1, 2) for one in (method.changed(score_keys="exact"), method))
+@pytest.mark.parametrize(("page_size", "missed", "recall"), [(16, 0, 0.85), (8, 1, 0.9)])
+def test_scores_by_pages_find_what_exact_scores_choose(page_size, missed, recall):
+    """Keys that stand out in a few pages, as a model's do, are found, all or all but one; of the others most, of
+    smaller pages more."""
+    summaries = {"score_keys": "pages", "page_size": page_size}
+    method = methods.make("kascade", anchors=[0, 1], top_k=0.05, min_k=1, decode_only=True, **summaries)
+    exact, method = (one.for_layer(1, 2) for one in (method.exact, method))
     generator = torch.manual_seed(0)
     q = torch.randn(4, HEADS, 1, DIM, generator=generator)
     k = torch.randn(4, KV_HEADS, 2000, DIM, generator=generator)
@@ -819,8 +821,8 @@ def test_scores_by_pages_find_what_exact_scores_choose():
     both = chosen & torch.zeros_like(chosen).scatter_(2, found, True)
     assert found.shape == wanted.shape
     assert chosen[:, :, 300:360].sum() > 300
-    assert torch.equal(both[:, :, 300:360], chosen[:, :, 300:360])
-    assert 0.8 < float(both.sum() / chosen.sum()) < 1
+    assert int((chosen & ~both)[:, :, 300:360].sum()) <= missed
+    assert recall < float(both.sum() / chosen.sum()) < 1
 
 
 def test_scores_of_a_prompt_are_there_of_a_few_tiles_at_a_time(monkeypatch):
