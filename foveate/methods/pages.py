@@ -29,9 +29,10 @@ class Pages(SelectPages):
     read, in whole pages, and count towards ``top_k``. The prefill is dense. With ``score=bound`` the same is done by
     Quest's boxes, which are larger.
 
-    Published methods of this kind differ: LOCKS (locks-kv) stores summaries of 5 to 16 % of the KV, and its later
-    versions estimate a page's mass from its mean and the variance along a few directions, without the keys' own
-    coefficients. Budgets, always-read pages, weighted channels and pooling are this method's own.
+    LOCKS (locks-kv 0.1.4) estimates a page's mass in the same way, from larger summaries: of 16 keys, eight directions
+    in four bits with coefficients in eight, 9 to 10 % of the KV. It sums the heads' masses, each over its largest, and
+    reads one page of sinks and one of new tokens beside its budget. Budgets, always-read pages, weighted channels and
+    pooling are this method's own.
     """
 
     name: ClassVar[str] = "pages"
