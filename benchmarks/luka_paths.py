@@ -3,19 +3,18 @@
     python benchmarks/luka_paths.py --out benchmarks/results/luka-paths.jsonl
 
 Three pages of 16 tokens are refined, the setting in which all of these paths are taken. The rows are those of `foveate
-bench decode`; `path` in their case names what is switched off. Needs a GPU.
+bench decode`; `path` in their case names what is switched off. Rows of other paths stay in the file. Needs a GPU.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 from foveate.bench import decode
 from foveate.ops.summaries import plan
-from foveate.results import outfile
+from foveate.results import measurements, outfile
 from foveate.results.errors import UserError
 
 METHODS = ("luka:page_size=16,top_k=3,score=spread", "luka:page_size=16,top_k=3,score=summary,prior=0.0")
@@ -28,19 +27,6 @@ OFF = {
 """The paths: what of :mod:`foveate.ops.summaries.plan` switches each of them off."""
 
 
-@contextmanager
-def without(path: str) -> Iterator[None]:
-    """Switches a path off."""
-    before = {name: getattr(plan, name) for name in OFF[path]}
-    try:
-        for name, value in OFF[path].items():
-            setattr(plan, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(plan, name, value)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -49,14 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     given = parser.parse_args(arguments)
     outfile.check(given.out)
-    rows = []
-    for path in OFF:
+    for path, off in OFF.items():
         print(f"off: {path}", flush=True)
-        with without(path):
+        with mock.patch.dict(vars(plan), off):
             found = decode.run(decode.Plan(METHODS, given.context, given.batch, device=given.device))
-        rows += [row | {"case": row["case"] | {"path": path}} for row in found if row["case"]["method"] in METHODS]
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        rows = [row | {"case": row["case"] | {"path": path}} for row in found if row["case"]["method"] in METHODS]
+        measurements.write(given.out, rows)
 
 
 if __name__ == "__main__":

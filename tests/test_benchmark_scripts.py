@@ -35,7 +35,7 @@ def test_methods_of_scripts_are_accepted(script, tmp_path):
     found = {"PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}", "ASKED": str(asked)}
     out = tmp_path / ("rows.jsonl" if script.name == "decode.sh" else "runs")
     given = [str(model), str(out)] if script.name == "decode.sh" else [str(model), str(data), str(out)]
-    subprocess.run(["bash", str(script), *given], cwd=tmp_path, env=found, capture_output=True, check=False)
+    subprocess.run(["bash", str(script), *given], cwd=tmp_path, env=found, capture_output=True, check=True)
     words = asked.read_text(encoding="utf-8").splitlines()
     specs = {method for word, method in itertools.pairwise(words) if word == "--method"}
     assert specs

@@ -27,7 +27,7 @@ class SelectPages(Method):
     """
 
     stateful: ClassVar[bool] = False
-    sparse_from_tokens: ClassVar[int] = 2 * SPARSE_FROM_TOKENS
+    sparse_from_tokens: ClassVar[int] = 2 * SPARSE_FROM_TOKENS  # choosing takes more small launches
     replay: ClassVar[Replay] = Replay()
     dense: ClassVar[bool] = False
     """Whether this layer reads all keys; set by :meth:`for_layer`."""
