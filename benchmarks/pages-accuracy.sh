@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Choosing pages by low-rank summaries: what `pages`, `luka` and Kascade's anchors with `score_keys=pages` keep of
-# dense attention's score, beside Quest, boxes and the oracle, at an eighth of the keys; and `pages` at 2 to 25 %.
+# dense attention's score, beside LOCKS, Quest and the oracle, at an eighth of the keys; and `pages` at 2 to 25 %.
 #   benchmarks/pages-accuracy.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
 # MODEL: a Hugging Face folder whose calibrations benchmarks/results has; DATA: a folder with ruler/, books/, multihop/ and
 # wikisalad/ (docs/data.md); TOKENS: of a batch, 1.2 million on 80 GB for half a billion parameters; ITEMS: of each RULER
@@ -32,19 +32,20 @@ kascade="kascade:calibration=\"$anchors.json\",pool=layer,pooling=sqrt,decode_on
 eighth=(
   oracle_topk:top_k=0.125,decode_only=true
   pages:top_k=0.125 pages:top_k=0.125,page_size=16 pages:top_k=0.125,page_size=16,rank=4
-  pages:top_k=0.125,page_size=32,rank=4
-  quest:top_k=0.125
-  luka luka:score=spread
+  pages:top_k=0.125,page_size=32,rank=4 pages:top_k=0.125,rank=4
+  locks:top_k=0.125 quest:top_k=0.125
+  luka luka:score=spread luka:page_size=16
   "$kascade" "$kascade,score_keys=pages" "$kascade,score_keys=pages,first_layer=pages"
   "$kascade,score_keys=pages,page_size=16" "$kascade,score_keys=pages,first_layer=pages,page_size=16"
 )
-shapes=(pages:top_k=0.125 pages:top_k=0.125,rank=1 pages:top_k=0.125,page_size=16,weighted=false)
+shapes=(pages:top_k=0.125 pages:top_k=0.125,rank=1 pages:top_k=0.125,rank=4 locks:top_k=0.125)
+shapes+=(pages:top_k=0.125,page_size=16,weighted=false)
 for page in page_size=16 page_size=16,rank=1 page_size=16,rank=4 page_size=32 page_size=32,rank=4; do
   shapes+=("pages:top_k=0.125,$page")
 done
 frontier=()
 for share in 0.02 0.05 0.25; do
-  frontier+=("oracle_topk:top_k=$share,decode_only=true" "pages:top_k=$share" "quest:top_k=$share")
+  frontier+=("oracle_topk:top_k=$share,decode_only=true" "pages:top_k=$share" "locks:top_k=$share" "quest:top_k=$share")
 done
 
 compare settings-musique 4096 --task musique --split train --limit 60 -- "${shapes[@]}"

@@ -483,7 +483,7 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
             exist = refined * branch + exist - nodes(driver, level + 1) * branch
         changing = summaries[level].sum(1).float().mean().item()
         summarised, refined = summarised + exist * method.reads_of(level, *about), exist - changing
-    if method.name == "pages":  # which has no summaries in the place of values: pages of which some key is read
+    if method.name in ("pages", "locks"):  # whose summaries are in no value's place: pages of which some key is read
         slots = torch.cat([raw, own[:, None]], 1)
         size = method.page_size
         paged = torch.nn.functional.pad(slots, (0, -slots.shape[1] % size)).unflatten(1, (-1, size)).any(-1)
@@ -577,7 +577,7 @@ def test_small_budget_reads_less_than_dense(method):
     else:
         assert float(counters.keys_read) < 0.8 * available
         assert (counters.tokens_evicted > 0) == method.evicts
-        looks = method.name == "pages" or (method.name.startswith("luka") and method.top_k != 0)
+        looks = method.name in ("pages", "locks") or (method.name.startswith("luka") and method.top_k != 0)
         assert (float(counters.own.get("pages_refined", 0)) > 0) == looks
         estimates = method.name == "pages" or method.role.startswith("pages")
         assert (float(counters.own.get("mass_read", 0)) > 0) == estimates

@@ -3,11 +3,12 @@
 Keys and values are drawn, and no model is there: of a method with 32 layers each kind of them is timed once, and
 their mean, each as often as it occurs, is the method's time. Of the prompt the last queries alone are shown to
 methods that learn from them. Level `kernel` looks at one token again and again, and times what that adds to a CUDA
-graph where one can be recorded, so that it is the kernels that are timed; level `layer` decodes token after token as
-a model's layer does whose steps are replayed, with the key and value stored, what is evicted, and what is done now and
-then, such as making pages; where steps are not recorded, with the time that the host takes. On a GPU no step finds its
-keys in the cache. What a layer reads is counted by the layer; steps that are replayed add it to the totals of all
-layers at once, at their end, which is timed at level `model` alone.
+graph where one can be recorded, so that it is the kernels that are timed. It is a token that fills no page: summaries
+of full pages, which one step in a page's tokens makes, are upkeep, as LuKA's pages are. Level `layer` decodes token
+after token as a model's layer does whose steps are replayed, with the key and value stored, what is evicted, and what
+is done now and then, such as making pages; where steps are not recorded, with the time that the host takes. On a GPU
+no step finds its keys in the cache. What a layer reads is counted by the layer; steps that are replayed add it to the
+totals of all layers at once, at their end, which is timed at level `model` alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from foveate.results.errors import UserError
 from foveate.results.measurements import speed_row
 from foveate.runtime import capture
 from foveate.runtime.layer import finish_prompt
-from foveate.state import Counters, Geometry, SlotCache
+from foveate.state import Channel, Counters, Geometry, SlotCache
 from foveate.state.counters import Tally
 
 LEVELS = ("kernel", "layer")
@@ -103,7 +104,8 @@ def _of_size(
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
     choosing = any(kind.chooser is not None for those in of_methods.values() for kind in those)
     # who chooses is timed at level layer alone, where it stores tokens of its own
-    caches = [_drawn(plan, batch, context, generator) for _ in range(2 if choosing and plan.level == "layer" else 1)]
+    tokens = context - (plan.level == "kernel")  # the one that would fill a page is missing, see `_upkeep`
+    caches = [_drawn(plan, batch, tokens, generator) for _ in range(2 if choosing and plan.level == "layer" else 1)]
     shape = (batch, plan.heads, _OBSERVED, plan.head_dim)
     queries = torch.randn(shape, generator=generator, device=plan.device).to(caches[0].dtype)
     measure = functools.partial(_peer, plan, cache=caches[0], q=queries[:, :, -1:])
@@ -130,6 +132,7 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
     layers, graphs, recall = {}, [], None
     for kind in those:
         layer, chooser = _layers(plan, kind, caches, queries)
+        approximate = getattr(kind.policy, "scores_approximately", False)
         if plan.level == "kernel":  # counted before it is recorded
             if chooser is not None:
                 chooser.look()
@@ -137,18 +140,17 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
             read = _bytes_read(layer)
             layer.cache.tally = Tally()
             timed = cold.repeated(layer.look, plan.device)
-            more = {
-                "parts_ms": breakdown.parts(layer.look, plan.device),
-                "upkeep_ms": _upkeep(plan, kind.policy, layer),
-            }
+            parts = breakdown.parts(layer.look, plan.device)
+            recall = _recall(plan, kind.policy, layer.cache, queries[:, :, -1:]) if approximate else recall
+            upkeep = _upkeep(plan, kind.policy, layer) + _summaries(plan, kind.policy, layer, timed.ms)
+            more = {"parts_ms": parts, "upkeep_ms": upkeep}
             layer.cache.tally = None
         else:
             timed, read = _tokens(plan, kind, caches, queries, layer, chooser)
+            recall = _recall(plan, kind.policy, layer.cache, queries[:, :, -1:]) if approximate else recall
             more = {}
         graphs.append(timed.graph)
         layers[kind.name] = {"layers": kind.number, "ms": timed.ms, "bytes": read, **more}
-        if getattr(kind.policy, "scores_approximately", False):
-            recall = _recall(plan, kind.policy, layer.cache, queries[:, :, -1:])
     ms, read = (sum(one["layers"] * one[what] for one in layers.values()) / plan.layers for what in ("ms", "bytes"))
     return _Found(ms, read, all(graphs), layers, recall)
 
@@ -221,6 +223,20 @@ def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
         rare = (layer.cache.decoded + 1) % period == 0
         found[rare].append(breakdown.total(functools.partial(layer.token, k, v)))
     return max(0.0, statistics.median(found[True]) - statistics.median(found[False])) / period
+
+
+def _summaries(plan: Plan, policy: Method, layer: Layer, open_ms: float) -> float:
+    """Milliseconds a step, on average, of summarising pages within the step whose token fills them.
+
+    Args:
+        open_ms: what a step takes whose token fills no page. The next token does, where pages divide the context.
+    """
+    kept = policy.channels(layer.cache.geometry).values()
+    size = max((one.per for one in kept if isinstance(one, Channel) and one.recomputed), default=0)
+    if _period(policy) or size < 2 or (layer.cache.used + 1) % size:
+        return 0.0
+    layer.cache.write_step(*decode_layer.newest(layer.cache))
+    return max(0.0, cold.repeated(layer.look, plan.device).ms - open_ms) / size
 
 
 def _between_steps(policy: Method, cache: SlotCache) -> float:

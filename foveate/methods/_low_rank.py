@@ -27,16 +27,18 @@ class LowRankPages(PageCounts):
     Args:
         size: keys of a page.
         rank: directions of a record.
+        coefficient_bits: of a key's coefficients, 4 or 8.
         weighted: whether the channels of keys are weighted by a prompt's last queries before they are rounded. Each
             prompt renews the weights, and with them the records of all pages.
     """
 
     rank: int = 2
     weighted: bool = True
+    coefficient_bits: int = 4
 
     def form(self, geometry: Geometry) -> ops.PageRecord:
         """How a page's summary is stored."""
-        return ops.PageRecord(geometry.head_dim, self.size, self.rank)
+        return ops.PageRecord(geometry.head_dim, self.size, self.rank, self.coefficient_bits)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         """The state that is kept, see :meth:`Method.channels`."""
@@ -92,14 +94,23 @@ class LowRankPages(PageCounts):
         ops.compress_newest(cache.memory[0], cache.channel("records"), lengths, form, **how)
 
     def mass(
-        self, cache: SlotCache, q: Tensor, scaling: float, *, pooling: str = "post_softmax", pool: str = "kv_head"
+        self,
+        cache: SlotCache,
+        q: Tensor,
+        scaling: float,
+        *,
+        pooling: str = "post_softmax",
+        pool: str = "kv_head",
+        counts: Tensor | None = None,
     ) -> Tensor:
         """Share of the attention to full pages that each of them holds, see :func:`foveate.ops.pooled_mass_of_records`.
 
-        fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full. Learned sinks take no share.
+        fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or not among a row's first ``counts [B]``. Learned
+        sinks take no share.
         """
         records = cache.channel("records")[:, :, : cache.most(self.pages)]
-        how = {"weights": self._weights(cache), "lengths": cache.each_row(self.full), "softcap": cache.softcap}
+        counts = cache.each_row(self.full) if counts is None else counts
+        how = {"weights": self._weights(cache), "lengths": counts, "softcap": cache.softcap}
         how |= {"scaling": scaling, "pooling": pooling, "pool": pool}
         return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
 

@@ -82,7 +82,7 @@ class Kascade(TopKByMass):
         later=True,
     )
     page_size: int = setting(_PAGE_SIZE, "under score_keys=pages, tokens of a page", later=True)
-    rank: int = setting(_RANK, "under score_keys=pages, directions of a page's summary, 1 to 4", later=True)
+    rank: int = setting(_RANK, "under score_keys=pages, directions of a page's summary, 1 to 8", later=True)
 
     def __post_init__(self):
         super().__post_init__()

@@ -46,7 +46,7 @@ def found():
         return {
             row["case"]["method"]: row
             for row in decode.run(
-                decode.Plan((*METHODS, COPIED, PAGED, FIRST, OTHER_PAGES), (400,), **SMALL), say=lambda _: None
+                decode.Plan((*METHODS, COPIED, PAGED, FIRST, OTHER_PAGES), (401,), **SMALL), say=lambda _: None
             )
         }
 
@@ -339,6 +339,24 @@ def test_one_kind_below_its_floor_is_not_hidden_by_the_others():
     assert not any(row["below_floor"] for row in decode._rows(plan, 2, 100, found, 2.1, said.append))
 
 
+def test_summarising_a_page_is_the_upkeep_of_a_token_of_it(monkeypatch):
+    """Timed is a token that fills no page, 9 ms; the next one fills pages of 8 and takes 13. Quest has no such tokens
+    where a context ends within a page, and dense layers nowhere."""
+
+    def repeated(step, device):
+        step()
+        return cold.Timed(13.0 if step.__self__.cache.used % 8 == 0 else 9.0, False)
+
+    monkeypatch.setattr(cold, "repeated", repeated)
+    for context, method, upkeep in ((400, "pages", 0.5), (403, "pages", 0.0), (408, "quest:dense_layers=0", 0.0)):
+        plan = decode.Plan((method,), (context,), **SMALL | {"layers": 1, "batches": (2,)})
+        rows = {row["case"]["method"]: row for row in decode.run(plan, say=lambda _: None)}
+        (kind,) = rows[method]["layers"].values()
+        assert (kind["ms"], kind["upkeep_ms"]) == (9.0, upkeep)
+        (dense,) = rows["dense"]["layers"].values()
+        assert dense["upkeep_ms"] == 0
+
+
 def test_what_is_done_every_so_often_has_its_share(monkeypatch):
     """Steps that make pages take 9 ms and others 1: of 16 steps one, so that a step takes half a millisecond more."""
     pages, real = [], SlotCache.write_step
@@ -379,7 +397,7 @@ def test_kernels_are_told_apart_by_what_they_are_for(found):
         "b": {"layers": 3, "parts_ms": dict.fromkeys(parts, 1.0), **own},
     }
     row = found["quest"] | {"layers": kinds}
-    assert "| `quest` | 400 | 2 | 1.000 | 1.250 | 2.500 | 2.000 | 0.500 |" in report.table([row, found["dense"]])
+    assert "| `quest` | 401 | 2 | 1.000 | 1.250 | 2.500 | 2.000 | 0.500 |" in report.table([row, found["dense"]])
     assert "upkeep" not in report.table([found["dense"]])
 
 

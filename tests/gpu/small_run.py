@@ -33,6 +33,7 @@ SPECS = (
     "quest:top_k=64,dense_layers=0",
     "quest:top_k=64,dense_layers=0,pool=kv_head",
     "pages:top_k=64",
+    "locks:top_k=64",
     "pages:top_k=64,pool=layer,weighted=false,rank=1",
     "h2o:top_k=64",
     "tova:top_k=64",
@@ -52,13 +53,14 @@ SPECS = (
 CAPPED = [
     spec
     for spec in SPECS
-    if spec.startswith(("h2o", "streaming", "quest", "pages", "luka:", "kascade")) and "fp8" not in spec
+    if spec.startswith(("h2o", "streaming", "quest", "pages", "locks", "luka:", "kascade")) and "fp8" not in spec
 ]
 
 IN_BLOCKS = [
     spec
     for spec in SPECS
-    if spec.startswith(("dense", "quest", "pages", "oracle_topk", "kascade:anchors=[0]")) or "score_keys=pages" in spec
+    if spec.startswith(("dense", "quest", "pages", "locks", "oracle_topk", "kascade:anchors=[0]"))
+    or "score_keys=pages" in spec
 ]
 
 

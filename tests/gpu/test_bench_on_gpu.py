@@ -21,6 +21,8 @@ pytestmark = pytest.mark.gpu
 METHODS = (
     "kascade:decode_only=true",
     "quest",
+    "pages",
+    "locks",
     "omnikv",
     "lessismore",
     "luka:page_size=16,top_k=3,score=spread",

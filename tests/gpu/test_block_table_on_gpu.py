@@ -32,6 +32,7 @@ SPECS = [
     "kascade:top_k=64,anchors=[1],score_keys=pages,decode_only=true",
     "kascade:top_k=64,anchors=[0],score_keys=pages,first_layer=pages,decode_only=true",
     "pages:top_k=64",
+    "locks:top_k=64",
 ]
 SCALING = {"scaling": 0.1}
 

@@ -568,6 +568,7 @@ def test_methods_run_on_the_kernels(monkeypatch):
         quest,
         f"{quest},pool=kv_head",
         "pages:top_k=64",
+        "locks:top_k=64",
         "kascade:top_k=64,score_keys=pages,decode_only=true",
         "h2o:top_k=64",
     ]

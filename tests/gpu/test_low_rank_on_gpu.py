@@ -14,7 +14,10 @@ from tests.kernels import poisoned_memory
 pytestmark = pytest.mark.gpu
 
 DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
-SIZES = (("dim", "size", "rank"), [(128, 16, 2), (64, 16, 2), (80, 7, 1), (128, 32, 4), (256, 64, 3), (64, 8, 4)])
+SIZES = (
+    "sizes",
+    [(128, 16), (64, 16), (80, 7, 1), (128, 32, 4), (256, 64, 3), (64, 8, 4), (128, 16, 8, 8), (80, 7, 3, 8)],
+)
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 2e-3, torch.float32: 1e-4}
 
 
@@ -41,8 +44,9 @@ def check_records(found, expected, keys, form, weights):
 
 
 @every_pair(DTYPES, SIZES, ("layout", ["slots", "tokens_first", "padded_rows"]), ("pages", [1, 40, 777]))
-def test_pages(dtype, dim, size, rank, layout, pages):
-    form, weights = ops.PageRecord(dim, size, rank), ops.channel_weights(draw(2, 6, 16, dim), 3)
+def test_pages(dtype, sizes, layout, pages):
+    dim, size = sizes[:2]
+    form, weights = ops.PageRecord(*sizes), ops.channel_weights(draw(2, 6, 16, dim), 3)
     keys = in_buffer(draw(2, 3, pages * size, dim, dtype=dtype), layout)
     with poisoned_memory("cuda"):
         found, again = (ops.compress_pages(keys, form, weights) for _ in range(2))
@@ -51,9 +55,10 @@ def test_pages(dtype, dim, size, rank, layout, pages):
 
 
 @every_pair(DTYPES, SIZES)
-def test_the_page_that_the_newest_key_fills(dtype, dim, size, rank):
+def test_the_page_that_the_newest_key_fills(dtype, sizes):
     """Of rows whose newest page is open nothing is written; a step is captured and replayed."""
-    form, weights = ops.PageRecord(dim, size, rank), ops.channel_weights(draw(3, 6, 16, dim), 3)
+    dim, size = sizes[:2]
+    form, weights = ops.PageRecord(*sizes), ops.channel_weights(draw(3, 6, 16, dim), 3)
     keys, lengths = draw(3, 3, 4 * size, dim, dtype=dtype), torch.tensor([3 * size, size, 2 * size - 1], device="cuda")
     for row, length in enumerate(lengths.tolist()):
         keys[row, :, length:] = torch.nan
@@ -82,8 +87,9 @@ def test_the_page_that_the_newest_key_fills(dtype, dim, size, rank):
     ("softcap", [None, 30.0]),
     ("bounded", [True, False]),
 )
-def test_masses(dtype, dim, size, rank, heads, kv_heads, batch, pages, softcap, bounded):
-    form, q = ops.PageRecord(dim, size, rank), draw(batch, heads, 1, dim, dtype=dtype)
+def test_masses(dtype, sizes, heads, kv_heads, batch, pages, softcap, bounded):
+    dim, size = sizes[:2]
+    form, q = ops.PageRecord(*sizes), draw(batch, heads, 1, dim, dtype=dtype)
     weights = ops.channel_weights(draw(batch, heads, 16, dim, seed=1), kv_heads)
     records = ops.compress_pages(draw(batch, kv_heads, pages * size, dim, dtype=dtype), form, weights)
     lengths = torch.linspace(pages, 0, batch * kv_heads, device="cuda").int().view(batch, kv_heads) if bounded else None
@@ -96,7 +102,7 @@ def test_masses(dtype, dim, size, rank, heads, kv_heads, batch, pages, softcap, 
     assert torch.equal(found, again)
     assert torch.equal(found.isneginf(), expected.isneginf())
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    for pooling, pool in (("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head")):
+    for pooling, pool in (("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head"), ("of_largest", "layer")):
         how |= {"pooling": pooling, "pool": pool, "scaling": dim**-0.5}
         with poisoned_memory("cuda"):
             found, again = (ops.pooled_mass_of_records(q, records, form, **how) for _ in range(2))

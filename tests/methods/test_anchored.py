@@ -401,7 +401,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"rank": 1, "score_keys": "fp8"}, "rank must be 2 without score_keys=pages, not 1"),
         ("kascade", {"page_size": 1, "score_keys": "pages"}, "page_size must be an integer of at least 2, not 1"),
         ("kascade", {"page_size": 65, "score_keys": "pages"}, "page_size must be at most 64, not 65"),
-        ("kascade", {"rank": 5, "score_keys": "pages"}, "rank must be at most 4, not 5"),
+        ("kascade", {"rank": 9, "score_keys": "pages"}, "rank must be at most 8, not 9"),
         ("kascade", {"rank": 3, "page_size": 2, "score_keys": "pages"}, "rank must be at most 2, not 3"),
         (
             "kascade",

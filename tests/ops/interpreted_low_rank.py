@@ -15,6 +15,7 @@ from tests.problems import in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 FORMS = [PageRecord(64, 16), PageRecord(80, 7, 1), PageRecord(128, 8, 4), PageRecord(5, 3), PageRecord(16, 64, 3)]
+FORMS += [PageRecord(64, 16, 8, 8), PageRecord(24, 7, 2, 8)]
 HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=str)
 
@@ -97,6 +98,7 @@ LENGTHS = {
 
 
 POOLS = [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "layer"), ("max_logit", "kv_head")]
+POOLS += [("of_largest", "kv_head"), ("of_largest", "layer")]
 
 
 def check(rows, records, form, **more):
@@ -173,7 +175,7 @@ def test_capped_logits(softcap):
 
 
 @pytest.mark.parametrize("reach", [60, 110, 150, 240, 420, 600, 3000])
-@pytest.mark.parametrize("form", [PageRecord(16, 8, 1), PageRecord(16, 8, 2)], ids=str)
+@pytest.mark.parametrize("form", [PageRecord(16, 8, 1), PageRecord(16, 8, 2), PageRecord(16, 8, 2, 8)], ids=str)
 def test_logits_far_apart(form, reach):
     """Sums begin at the largest logit where keys are too far from the mean for exponentials about its logit.
 
@@ -186,7 +188,7 @@ def test_logits_far_apart(form, reach):
     for group in (4, 40):
         rows = draw(1, 1, group, 16, seed=1)
         along = torch.einsum("bhgd,bhprd->bhgpr", rows, directions) * 0.3 / math.log(2)
-        check(rows * (reach / (8 * along.abs().sum(-1).max())), records, form)
+        check(rows * (reach / (2 ** (form.coefficient_bits - 1) * along.abs().sum(-1).max())), records, form)
 
 
 def test_what_is_refused():

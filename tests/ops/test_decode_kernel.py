@@ -241,7 +241,9 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=Fal
     )
 
 
-@every_pair(CAPABILITIES, ("coded", [True, False]), ("how", ["SUM", "MAX", "LOGIT"]), ("page_size", [0, 3, 16]))
+@every_pair(
+    CAPABILITIES, ("coded", [True, False]), ("how", ["SUM", "MAX", "LOGIT", "LARGEST"]), ("page_size", [0, 3, 16])
+)
 def test_pooling_compiles_for_ampere_and_hopper(capability, coded, how, page_size):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.kept_logits_kernel")
@@ -264,7 +266,7 @@ def test_pooling_compiles_for_ampere_and_hopper(capability, coded, how, page_siz
             "MASKED": not page_size,
             "BOUNDED": True,
             "PAGE_SIZE": page_size,
-            **{one: one == how for one in ("SUM", "MAX", "LOGIT")},
+            **{one: one == how for one in ("SUM", "MAX", "LOGIT", "LARGEST")},
             "KEYS": kernel._POOLED,
             "BLOCK_N": 128,
             "SPLITS": 128,

@@ -10,6 +10,7 @@ from foveate.ops.compress.low_rank import factors
 from tests.problems import LargestTensor, in_buffer
 
 FORMS = [ops.PageRecord(64, 16), ops.PageRecord(80, 7, 1), ops.PageRecord(128, 32, 4), ops.PageRecord(5, 3)]
+FORMS += [ops.PageRecord(64, 16, 8, 8), ops.PageRecord(80, 7, 3, 8)]
 EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
@@ -24,12 +25,21 @@ def logits(rows, keys, form, scaling):
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [((128, 16), 288), ((64, 16), 160), ((128, 32), 304), ((128, 64, 4), 544), ((128, 16, 1), 224), ((5, 3), 32)],
+    [
+        ((128, 16), 288),
+        ((64, 16), 160),
+        ((128, 32), 304),
+        ((128, 64, 4), 544),
+        ((128, 16, 1), 224),
+        ((5, 3), 32),
+        ((128, 16, 8, 8), 816),
+    ],
 )
 def test_bytes_of_a_record(sizes, expected):
     form = ops.PageRecord(*sizes)
     assert form.bytes == expected
-    numbers = 8 * form.head_dim + 4 * form.rank * (form.head_dim + form.page_size) + 32 * (form.rank + 1)
+    numbers = 8 * form.head_dim + 4 * form.rank * form.head_dim + 32 * (form.rank + 1)
+    numbers += form.coefficient_bits * form.rank * form.page_size
     assert 0 <= expected - numbers / 8 < 16 + 12 + form.rank
 
 
@@ -39,7 +49,8 @@ def test_bytes_of_a_record(sizes, expected):
         ((0, 16), "head_dim must be at least 1, not 0"),
         ((64, 1), "page_size must be 2 to 64, not 1"),
         ((64, 65), "page_size must be 2 to 64, not 65"),
-        ((64, 16, 5), "rank must be 1 to 4, not 5"),
+        ((64, 16, 9), "rank must be 1 to 8, not 9"),
+        ((64, 16, 2, 6), "coefficient_bits must be 4 or 8, not 6"),
         ((64, 3, 4), "rank must be 1 to 3, not 4"),
     ],
 )
@@ -61,13 +72,18 @@ def test_parts_lie_where_they_are_said_to(form):
         (form.coefficients, form.page_size, found.coefficients, torch.ones(form.rank)),
     ):
         half = (number + 1) // 2
+        if first == form.coefficients and form.coefficient_bits == 8:
+            stored = torch.tensor(list(data[first : first + form.rank * number])).view(form.rank, number)
+            assert torch.equal(factor, stored - 128.0)
+            continue
         for row in range(form.rank):
             for j in range(number):
                 byte = data[first + row * half + j % half]
                 code = byte >> 4 if j >= half else byte & 15
                 assert factor[row, j] == (code - 8) * scaled[row]
     assert set(data[4 * (form.rank + 1) : form.mean]) <= {0}
-    assert set(data[form.coefficients + form.rank * ((form.page_size + 1) // 2) :]) <= {0}
+    assert set(data[form.end :]) <= {0}
+    assert form.end == form.coefficients + form.rank * ((form.page_size * form.coefficient_bits + 7) // 8)
 
 
 @EACH_FORM
@@ -78,6 +94,26 @@ def test_little_more_is_left_of_the_keys_than_the_best_of_that_rank_leaves(form)
     singular = torch.linalg.svdvals(centred)
     whole, best = centred.square().sum(), singular[..., form.rank :].square().sum()
     assert (found - keys).square().sum() - best < 0.1 * (whole - best) + 0.002 * whole
+
+
+def rounded(x, limit, dim):
+    """To integers times the largest of a dimension."""
+    scale = x.abs().amax(dim, keepdim=True) / limit
+    return (x / scale).round() * scale
+
+
+def test_no_more_is_left_of_the_keys_than_of_locks_summaries():
+    """locks-kv 0.1.4: eight eigenvectors of the Gram matrix, each rounded apart, in as many bytes."""
+    form = ops.PageRecord(128, 16, 8, 8)
+    keys = draw(1, 4, 32, 16, 24) @ draw(1, 4, 32, 24, 128, seed=1) * draw(1, 4, 32, 1, 128, seed=2).exp()
+    found = factors(ops.compress_pages(keys.flatten(2, 3), form), form).keys()
+    mean = keys.mean(3, keepdim=True)
+    size, vectors = torch.linalg.eigh((keys - mean) @ (keys - mean).mT)
+    size, vectors = size[..., -8:].sqrt(), vectors[..., -8:]
+    axes = (keys - mean).mT @ vectors / size[..., None, :]
+    locks = rounded(mean, 127, -1) + rounded(vectors * size[..., None, :], 127, -1) @ rounded(axes, 7, -2).mT
+    assert form.bytes <= 5 * 128 + 10 * 16 + 18
+    assert (found - keys).square().sum() < (locks - keys).square().sum()
 
 
 def test_keys_of_that_rank_are_kept():
@@ -147,6 +183,25 @@ def test_masses_are_those_of_the_approximated_keys(form, softcap, weighted):
     there = (torch.arange(9) < lengths[..., None])[:, :, None].expand_as(found)
     torch.testing.assert_close(found[there], expected[there], rtol=1e-4, atol=1e-5)
     assert found[~there].isneginf().all()
+
+
+@pytest.mark.parametrize("pool", ["kv_head", "layer"])
+def test_masses_over_the_largest_of_each_head(pool):
+    """Head by head; of a row of the layer that one KV head has not, nothing; and what is not there counts nowhere."""
+    form, q, lengths = FORMS[0], draw(2, 6, 1, 64, seed=1), torch.tensor([[9, 7], [5, 0]])
+    records = ops.compress_pages(draw(2, 2, 9 * 16, 64), form)
+    records[torch.arange(9) >= lengths[..., None]] = 255
+    how = {"scaling": 0.3, "pooling": "of_largest", "lengths": lengths, "pool": pool}
+    found = ops.pooled_mass_of_records(q, records, form, **how)
+    lse = ops.page_lse(q.view(2, 2, 3, 64), records, form, 0.3, lengths=lengths)
+    for row in range(2):
+        heads = [(lse[row, own, member, : int(lengths[row, own])], own) for own in range(2) for member in range(3)]
+        for group in range(2) if pool == "kv_head" else [None]:
+            mine = [(of_head - of_head.max()).exp() for of_head, own in heads if group in (None, own) and len(of_head)]
+            there = min(int(lengths[row, own]) for own in range(2) if group in (None, own))
+            expected = sum(mass[:there] for mass in mine) / (6 if group is None else 3)
+            torch.testing.assert_close(found[row, group or 0, :there], expected if there else found.new_empty(0))
+            assert found[row, group or 0, there:].isneginf().all()
 
 
 def test_masses_are_close_to_the_pages_own():

@@ -20,12 +20,22 @@ def of_form(form):
         "MEAN": form.mean,
         "DIRECTIONS": form.directions,
         "COEFFICIENTS": form.coefficients,
+        "BITS": form.coefficient_bits,
     }
 
 
 @every_pair(
     ("capability", [90, 80]),
-    (("dtype", "sizes"), [("bf16", (128, 16)), ("bf16", (64, 16, 4)), ("fp16", (80, 7)), ("fp32", (256, 64, 4))]),
+    (
+        ("dtype", "sizes"),
+        [
+            ("bf16", (128, 16)),
+            ("bf16", (64, 16, 4)),
+            ("fp16", (80, 7)),
+            ("fp32", (256, 64, 4)),
+            ("bf16", (128, 16, 8, 8)),
+        ],
+    ),
     (("newest", "block_size"), [(True, 0), (True, 1), (True, 16), (True, 24), (False, 0)]),
     ("weighted", [True, False]),
 )
@@ -70,16 +80,21 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
         ("dtype", "sizes", "heads"),
         [
             *(("bf16", (128, 16), 4), ("bf16", (64, 16), 7), ("fp16", (80, 7, 1), 1), ("bf16", (128, 32), 4)),
-            *(("bf16", (256, 32, 3), 4), ("fp16", (192, 64, 4), 32), ("fp32", (128, 16), 8)),
+            *(
+                ("bf16", (256, 32, 3), 4),
+                ("fp16", (192, 64, 4), 32),
+                ("fp32", (128, 16), 8),
+                ("bf16", (128, 16, 8, 8), 4),
+            ),
         ],
     ),
     ("weighted", [True, False]),
     ("bounded", [True, False]),
-    (("branch", "totals"), [(0, True), (0, False), (8, False)]),
+    (("branch", "totals", "largest"), [(0, True, False), (0, True, True), (0, False, False), (8, False, False)]),
     ("softcap", [0.0, 30.0]),
 )
 def test_masses_compile_for_ampere_and_hopper(
-    capability, dtype, sizes, heads, weighted, bounded, branch, totals, softcap
+    capability, dtype, sizes, heads, weighted, bounded, branch, totals, largest, softcap
 ):
     pytest.importorskip("triton")
     kernel, form = importlib.import_module("foveate.ops.score.low_rank_kernel"), PageRecord(*sizes)
@@ -108,6 +123,7 @@ def test_masses_compile_for_ampere_and_hopper(
             "BOUNDED": bounded,
             "BRANCH": branch,
             "TOTALS": totals,
+            "LARGEST": largest,
             "SOFTCAP": softcap,
             **kernel.constants(form),
             "PACKED": kernel.packed_for(form, heads, tile),

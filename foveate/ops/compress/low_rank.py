@@ -1,4 +1,4 @@
-"""Low-rank summaries of pages: the mean key in eight bits and a few directions in four, in one record of bytes."""
+"""Low-rank summaries of pages: the mean key in eight bits and some directions in four, in one record of bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foveate.ops.block_table import BlockTable
 ITERATIONS = 4
 """Power iterations by which a direction is found."""
 MEAN_LIMIT, LIMIT = 127, 7
-"""The largest integers of the mean and of the factors; the least are their negatives."""
+"""The largest integers of eight bits, such as the mean's, and of four; the least are their negatives."""
 TINY = torch.finfo(torch.float32).tiny
 """The least scale, and the least square that is divided by."""
 _WEAKEST = 1 / 64
@@ -32,27 +32,29 @@ class PageRecord:
     - fp32 scales, padded to 16 bytes: of the mean, then of each direction's product with its coefficients;
     - the mean, int8 ``[D]``;
     - the directions, int4 ``[rank, D]``;
-    - the coefficients, int4 ``[rank, page_size]``;
+    - the coefficients ``[rank, page_size]``, int4 or int8;
     - zeros up to a multiple of 16 bytes.
 
     A row of n four-bit numbers takes ``ceil(n / 2)`` bytes. Byte j holds number j, plus 8, in its low half and number
-    ``j + ceil(n / 2)``, plus 8, in its high half.
+    ``j + ceil(n / 2)``, plus 8, in its high half. A coefficient of eight bits is stored plus 128.
 
     Args:
         head_dim: D.
         page_size: keys of a page, 2 to 64.
-        rank: directions, 1 to 4.
+        rank: directions, 1 to 8.
+        coefficient_bits: 4 or 8.
 
     Raises:
         ValueError: for sizes outside these bounds.
     """
 
     largest_page: ClassVar[int] = 64
-    largest_rank: ClassVar[int] = 4
+    largest_rank: ClassVar[int] = 8
 
     head_dim: int
     page_size: int
     rank: int = 2
+    coefficient_bits: int = 4
 
     def __post_init__(self):
         bounds = {
@@ -65,6 +67,8 @@ class PageRecord:
             if value < least or (most is not None and value > most):
                 allowed = f"at least {least}" if most is None else f"{least} to {most}"
                 raise ValueError(f"{name} must be {allowed}, not {value}")
+        if self.coefficient_bits not in (4, 8):
+            raise ValueError(f"coefficient_bits must be 4 or 8, not {self.coefficient_bits}")
 
     @property
     def mean(self) -> int:
@@ -82,9 +86,24 @@ class PageRecord:
         return self.directions + self.rank * -(-self.head_dim // 2)
 
     @property
+    def row_of_coefficients(self) -> int:
+        """Bytes of the coefficients of one direction."""
+        return -(-self.page_size * self.coefficient_bits // 8)
+
+    @property
+    def end(self) -> int:
+        """The byte after the coefficients, from which zeros fill the record."""
+        return self.coefficients + self.rank * self.row_of_coefficients
+
+    @property
+    def coefficient_limit(self) -> int:
+        """The largest coefficient; the least is its negative."""
+        return LIMIT if self.coefficient_bits == 4 else MEAN_LIMIT
+
+    @property
     def bytes(self) -> int:
         """Bytes of a record."""
-        return _aligned(self.coefficients + self.rank * -(-self.page_size // 2))
+        return _aligned(self.end)
 
     def check(
         self,
@@ -229,13 +248,9 @@ def factors(records: Tensor, form: PageRecord) -> Factors:
     scales = records[..., : 4 * (form.rank + 1)].contiguous().view(torch.float32)
     mean = records[..., form.mean : form.directions].view(torch.int8) * scales[..., :1]
     directions = records[..., form.directions : form.coefficients].unflatten(-1, (form.rank, -1))
-    end = form.coefficients + form.rank * -(-form.page_size // 2)
-    coefficients = records[..., form.coefficients : end].unflatten(-1, (form.rank, -1))
-    return Factors(
-        mean,
-        _unpacked(directions, form.head_dim) * scales[..., 1:, None],
-        _unpacked(coefficients, form.page_size),
-    )
+    codes = records[..., form.coefficients : form.end].unflatten(-1, (form.rank, -1))
+    coefficients = _unpacked(codes, form.page_size) if form.coefficient_bits == 4 else codes.float() - 128
+    return Factors(mean, _unpacked(directions, form.head_dim) * scales[..., 1:, None], coefficients)
 
 
 def _record(keys: Tensor, form: PageRecord) -> Tensor:
@@ -245,16 +260,18 @@ def _record(keys: Tensor, form: PageRecord) -> Tensor:
     for _ in range(form.rank):
         direction, _ = _rounded(_principal(left), LIMIT)
         fitted = (left @ direction[..., None])[..., 0] / direction.square().sum(-1, keepdim=True).clamp_min(TINY)
-        fitted, scale = _rounded(fitted, LIMIT)
+        fitted, scale = _rounded(fitted, form.coefficient_limit)
         left = left - (fitted * scale)[..., None] * direction[..., None, :]
         scales.append(scale)
         directions.append(direction)
         coefficients.append(fitted)
+    coefficients = torch.stack(coefficients, -2)
+    codes = _packed(coefficients) if form.coefficient_bits == 4 else (coefficients + 128).to(torch.uint8)
     parts = [
         _padded(torch.cat(scales, -1).view(torch.uint8), form.mean),
         mean.to(torch.int8).view(torch.uint8),
         _packed(torch.stack(directions, -2)).flatten(-2),
-        _packed(torch.stack(coefficients, -2)).flatten(-2),
+        codes.flatten(-2),
     ]
     return _padded(torch.cat(parts, -1), form.bytes)
 

@@ -22,7 +22,7 @@ _WARP = 2048
 def warps(form: PageRecord) -> int:
     """Warps of a program."""
     numbers = triton.next_power_of_2(form.head_dim) * triton.next_power_of_2(form.page_size)
-    return max(1, min(8, numbers // _WARP))
+    return max(1, min(8, (1 + (form.rank > 4)) * numbers // _WARP))
 
 
 def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None) -> Tensor:
@@ -87,6 +87,7 @@ def _launch(
         MEAN=form.mean,
         DIRECTIONS=form.directions,
         COEFFICIENTS=form.coefficients,
+        BITS=form.coefficient_bits,
         ITERATIONS=low_rank.ITERATIONS,
         MEAN_LIMIT=low_rank.MEAN_LIMIT,
         LIMIT=low_rank.LIMIT,
@@ -142,6 +143,7 @@ def _compress(
     MEAN: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
+    BITS: tl.constexpr,
     ITERATIONS: tl.constexpr,
     MEAN_LIMIT: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -153,6 +155,7 @@ def _compress(
 
     ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots, and ``table`` has the blocks of each row.
     """
+    ROW: tl.constexpr = (SIZE * BITS + 7) // 8
     page, row = tl.program_id(0), tl.program_id(1)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     if NEWEST:
@@ -189,15 +192,19 @@ def _compress(
             direction = tl.sum(scaled * along[:, None], 0)
         direction, _unused = _rounded(direction, LIMIT, TINY)
         fitted = tl.sum(left * direction[None, :], 1) / tl.maximum(tl.sum(direction * direction, 0), TINY)
-        fitted, scale = _rounded(fitted, LIMIT, TINY)
+        fitted, scale = _rounded(fitted, LIMIT if BITS == 4 else MEAN_LIMIT, TINY)
         left -= (fitted * scale)[:, None] * direction[None, :]
         tl.store(scale_ptr + 1 + number, scale)
         _pack(record_ptr + DIRECTIONS + number * ((DIM + 1) // 2), direction, DIM, BLOCK_D)
-        _pack(record_ptr + COEFFICIENTS + number * ((SIZE + 1) // 2), fitted, SIZE, BLOCK_S)
+        if BITS == 4:
+            _pack(record_ptr + COEFFICIENTS + number * ROW, fitted, SIZE, BLOCK_S)
+        else:
+            codes = (fitted.to(tl.int32) + 128).to(tl.uint8)
+            tl.store(record_ptr + COEFFICIENTS + number * ROW + places, codes, mask=places < SIZE)
 
     # what lies between the parts
     for at in tl.static_range(4 * (RANK + 1), MEAN):
         tl.store(record_ptr + at, tl.zeros([], tl.uint8))
-    END: tl.constexpr = COEFFICIENTS + RANK * ((SIZE + 1) // 2)
+    END: tl.constexpr = COEFFICIENTS + RANK * ROW
     for at in tl.static_range(END, (END + 15) // 16 * 16):
         tl.store(record_ptr + at, tl.zeros([], tl.uint8))

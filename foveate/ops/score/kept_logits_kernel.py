@@ -30,7 +30,7 @@ class Kept(NamedTuple):
     tops: Tensor
     """fp32 ``[B, Hq, blocks]``: the largest of each block; of fp32 logits ``[B, Hq, 0]``."""
     lses: Tensor
-    """fp32 ``[B, Hq, splits]``: the log-sum-exp of each part."""
+    """fp32 ``[B, Hq, splits]``: the log-sum-exp of each part, or the largest logit, see :func:`pooled`."""
     block: int
     """Keys of a block."""
 
@@ -75,7 +75,8 @@ def pooled(
 ) -> Tensor:
     """Attention from logits that were kept, pooled; ``lengths [B, Hkv]``.
 
-    Of keys that are not there it is -inf. ``pooling=sum``: the sum over the heads, which is 0 of these.
+    Of keys that are not there it is -inf. ``pooling=sum``: the sum over the heads, which is 0 of these;
+    ``of_largest``: the mean of each head's exponentials over its largest, which the parts have in place of their sums.
 
     Args:
         chosen: a mask of the keys, int8 ``[B, Hkv, N]``; or pages ``[B, Hkv, P]``, which all heads of a set share.
@@ -110,6 +111,7 @@ def pooled(
             MAX=pooling == "max",
             LOGIT=pooling == "max_logit",
             SUM=pooling == "sum",
+            LARGEST=pooling == "of_largest",
             KEYS=_POOLED,
             BLOCK_N=kept.block,
             SPLITS=triton.next_power_of_2(splits),
@@ -164,6 +166,7 @@ def _pool_logits(
     MAX: tl.constexpr,
     LOGIT: tl.constexpr,
     SUM: tl.constexpr,
+    LARGEST: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -172,7 +175,7 @@ def _pool_logits(
 
     ``chosen`` holds what is not 0 at keys that are there (``MASKED``), or (``PAGE_SIZE`` not 0) pages of so many keys,
     the same for all members; keys of pages count below ``keys``, and below ``length`` (``BOUNDED``). ``LOGIT``: the
-    largest logit, to the base e, whatever the log-sum-exps.
+    largest logit, to the base e, whatever the log-sum-exps. ``LARGEST``: these are the largest logits of each part.
     """
     row = tl.program_id(1).to(tl.int64)
     batch, first = row // sets, row % sets * members
@@ -192,7 +195,7 @@ def _pool_logits(
         head = batch * sets * members + first + member
         lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
         top = tl.maximum(tl.max(lse, 0), LOWEST)
-        lse = tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), LOWEST)
+        lse = top if LARGEST else tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), LOWEST)
         logit = tl.load(logit_ptr + head * padded + place, mask=place < padded, other=0)
         if CODED:
             largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)

@@ -85,7 +85,8 @@ def pooled_mass_of_records(
     Args:
         q: ``[B, Hq, 1, D]``.
         records, form, scaling, weights, lengths, softcap: see :func:`page_lse`.
-        pooling, pool: see :func:`~foveate.ops.pooled_mass`.
+        pooling, pool: see :func:`~foveate.ops.pooled_mass`; or (``of_largest``) the mean of each head's masses over
+            its largest, as LOCKS sums them.
 
     Returns:
         fp32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; -inf where no page is (in any head).
@@ -93,7 +94,7 @@ def pooled_mass_of_records(
     Raises:
         ValueError: for a pooling or a pool that there is not, or as :func:`page_lse`.
     """
-    check(pooling, pool)
+    check(pooling, pool, "of_largest")
     rows, how = fold_group(q, records.shape[1]), {"weights": weights, "lengths": lengths, "softcap": softcap}
     lse = page_lse(rows, records, form, scaling, **how)
     mask = None if lengths is None else first_keys(lengths, records.shape[2])

@@ -42,8 +42,9 @@ def tile_for(dtype: torch.dtype, form: PageRecord, group: int) -> Tile:
     columns = min(most, max(8, triton.next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
         return Tile(columns, 16, num_warps=4, num_stages=1)
-    wide = form.head_dim * columns <= (1536 if columns == 8 else 1024)  # whose rows and queries fit into registers
-    return Tile(columns, 64 if wide else 32, num_warps=4, num_stages=3)
+    fits = form.head_dim * columns <= (1536 if columns == 8 else 1024)  # rows and queries into registers
+    fits = fits and form.head_dim * form.rank <= 512  # records of three stages into shared memory
+    return Tile(columns, 64 if fits else 32, num_warps=4, num_stages=3)
 
 
 def packed_for(form: PageRecord, group: int, tile: Tile) -> int:
@@ -52,8 +53,9 @@ def packed_for(form: PageRecord, group: int, tile: Tile) -> int:
 
 
 def _unit(form: PageRecord) -> int:
-    """Coefficients that are loaded at once."""
-    return 8 if form.coefficients % 4 == 0 and form.page_size % 8 == 0 else 2
+    """Coefficients that are loaded at once: those of a word, or of a byte."""
+    words = form.coefficients % 4 == 0 and form.row_of_coefficients % 4 == 0 and form.page_size % 4 == 0
+    return (32 if words else 8) // form.coefficient_bits
 
 
 def constants(form: PageRecord) -> dict[str, int]:
@@ -61,7 +63,7 @@ def constants(form: PageRecord) -> dict[str, int]:
     lanes = 4 if form.head_dim % 8 == 0 else 1
     whole, half = (max(16, triton.next_power_of_2(triton.cdiv(form.head_dim, n * lanes))) for n in (1, 2))
     parts = {"MEAN": form.mean, "DIRECTIONS": form.directions, "COEFFICIENTS": form.coefficients}
-    sizes = {"DIM": form.head_dim, "SIZE": form.page_size, "RANK": form.rank}
+    sizes = {"DIM": form.head_dim, "SIZE": form.page_size, "RANK": form.rank, "BITS": form.coefficient_bits}
     return parts | sizes | {"UNIT": _unit(form), "LANES": lanes, "BLOCK_D": whole, "BLOCK_H": half}
 
 
@@ -82,7 +84,7 @@ def page_lse(
     The heads of a group share a program, so that a record is read once; pages that are not there are not read. Integers
     are multiplied as such, in the queries' dtype, and summed in fp32. Repeats are equal bit for bit.
     """
-    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, pages, branch, totals=False)
+    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, pages, branch)
     return kept.logits.unflatten(1, rows.shape[1:3])[..., : _number_of(records, pages, branch)]
 
 
@@ -99,10 +101,10 @@ def pooled_mass_of_records(
     pool: str = "kv_head",
 ) -> Tensor:
     """See :func:`foveate.ops.score.low_rank.pooled_mass_of_records`: :func:`page_lse`, and a pass that pools it."""
-    check(pooling, pool)
+    check(pooling, pool, "of_largest")
     num_kv_heads, number = records.shape[1:3]
     rows = fold_group(q, num_kv_heads)
-    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, None, 1, totals=True)
+    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, None, 1, pooling)
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     return pooled(kept, num_kv_heads, number, None, lengths, pooling, pool)
 
@@ -121,9 +123,9 @@ def _kept(
     softcap: float | None,
     pages: Tensor | None,
     branch: int,
-    totals: bool,
+    pooling: str | None = None,
 ) -> Kept:
-    """The log-sum-exp of each page; ``totals``: to the base 2, and those of the parts of each head."""
+    """The log-sum-exp of each page; ``pooling``: to the base 2, and of the parts of each head what it divides by."""
     form.check(records, rows, weights)
     check_pages(records, pages, branch)
     batch, num_kv_heads, group, dim = rows.shape
@@ -142,7 +144,7 @@ def _kept(
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     pages = None if pages is None else pages.expand(-1, num_kv_heads, -1)
     padded, like = triton.cdiv(number, 16) * 16, {"dtype": torch.float32, "device": rows.device}
-    of_parts = torch.empty(batch, num_kv_heads * group, splits if totals else 0, **like)
+    of_parts = torch.empty(batch, num_kv_heads * group, splits if pooling else 0, **like)
     kept = Kept(torch.empty(batch, num_kv_heads * group, padded, **like), of_parts[..., :0], of_parts, tile.block_n)
     if kept.logits.numel():
         _page_lse[batch * num_kv_heads * parts, splits](
@@ -167,7 +169,8 @@ def _kept(
             WEIGHTED=weights is not None,
             BOUNDED=lengths is not None,
             BRANCH=0 if pages is None else branch,
-            TOTALS=totals,
+            TOTALS=pooling is not None,
+            LARGEST=pooling == "of_largest",
             SOFTCAP=constant(softcap),
             **constants(form),
             PACKED=packed,
@@ -214,31 +217,34 @@ def _coefficients(
     stored,
     unit,
     UNIT: tl.constexpr,
-    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    ROW: tl.constexpr,
     lane,
     PACKED: tl.constexpr,
 ):
-    """For a unit of each page's coefficients, ``UNIT`` of them: words of eight, or bytes of two; one list per page."""
+    """For a unit of each page's coefficients, ``UNIT`` of them in a word or a byte; one list per page."""
     found = ()
     for direction in tl.static_range(len(along)):
-        codes = words(coefficient_ptr + direction * HALF, unit, stored, 4 if UNIT == 8 else 1)[:, None]
-        found += (codes >> (4 * lane)[None, :] if PACKED > 1 else codes,)
+        codes = words(coefficient_ptr + direction * ROW, unit, stored, UNIT * BITS // 8)[:, None]
+        found += (codes >> (BITS * lane)[None, :] if PACKED > 1 else codes,)
     return found
 
 
 @triton.jit
-def _logits(start, along, codes, step: tl.constexpr, PACKED: tl.constexpr):
+def _logits(start, along, codes, step: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr):
     """Logits ``[N, M]`` of one key of each page and column, to the base 2.
 
-    A coefficient c from -8 to 7 is the mantissa of ``1 + (c + 8) / 16``: ``along`` is 16 times the logits of a
-    coefficient of 1, and ``start`` the logit of the mean less 24 times these.
+    A coefficient c of four bits, from -8 to 7, is the mantissa of ``1 + (c + 8) / 16``: ``along`` is 16 times the
+    logits of a coefficient of 1, and ``start`` the logit of the mean less 1.5 times these. Of eight bits it is that of
+    ``1 + (c + 128) / 256``, and ``along`` 256 times the logits.
     """
-    LEFT: tl.constexpr = 19 - 4 * step * PACKED
+    LEFT: tl.constexpr = 23 - BITS - BITS * step * PACKED
+    MASK: tl.constexpr = (2**BITS - 1) << (23 - BITS)
     logits = start
     for direction in tl.static_range(len(along)):
         code = codes[direction]
         code = code << LEFT if LEFT >= 0 else code >> -LEFT
-        coefficient = ((code & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
+        coefficient = ((code & MASK) | 0x3F800000).to(tl.float32, bitcast=True)
         logits += coefficient * along[direction]
     return logits
 
@@ -275,10 +281,12 @@ def _page_lse(
     BOUNDED: tl.constexpr,
     BRANCH: tl.constexpr,
     TOTALS: tl.constexpr,
+    LARGEST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
     RANK: tl.constexpr,
+    BITS: tl.constexpr,
     MEAN: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
@@ -291,7 +299,8 @@ def _page_lse(
     BLOCK_N: tl.constexpr,
 ):
     """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
-    pages; both contiguous, and then to the base 2. ``length`` (``BOUNDED``): how many of the first pages are there.
+    pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length`` (``BOUNDED``): how
+    many of the first pages are there.
     ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1 for none.
 
     Each column of the products is a head, or one of ``PACKED`` columns of it, which share the keys of a page.
@@ -299,7 +308,8 @@ def _page_lse(
     with the other half.
     """
     HALF: tl.constexpr = (DIM + 1) // 2
-    HALF_KEYS: tl.constexpr = (SIZE + 1) // 2
+    ROW: tl.constexpr = (SIZE * BITS + 7) // 8
+    ODD: tl.constexpr = BITS == 4 and SIZE % 2 == 1
     HEADS: tl.constexpr = BLOCK_M // PACKED
     UNITS: tl.constexpr = (SIZE + UNIT - 1) // UNIT
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -364,7 +374,7 @@ def _page_lse(
                 product = tl.dot(signed(shifted & 15, 4, dtype), low[byte], product, input_precision="ieee")
                 upper = signed((shifted >> 4) & 15, 4, dtype)
                 product = tl.dot(upper, high[byte], product, input_precision="ieee")
-            factor = tl.load(scale_ptr + 1 + direction, mask=stored, other=0.0) * (16.0 * scale)
+            factor = tl.load(scale_ptr + 1 + direction, mask=stored, other=0.0) * (2.0**BITS * scale)
             product *= factor[:, None]
             along += (product,)
             start -= 1.5 * product
@@ -375,10 +385,10 @@ def _page_lse(
         if tl.max(reach) > _FAR:
             top = tl.full([BLOCK_N, BLOCK_M], LOWEST, tl.float32)
             for unit in tl.range(UNITS, loop_unroll_factor=UNROLLED):
-                codes = _coefficients(along, ptr + COEFFICIENTS, stored, unit, UNIT, HALF_KEYS, lane, PACKED)
+                codes = _coefficients(along, ptr + COEFFICIENTS, stored, unit, UNIT, BITS, ROW, lane, PACKED)
                 for step in tl.static_range(UNIT // PACKED):
-                    logits = capped(_logits(start, along, codes, step, PACKED), SOFTCAP)
-                    if SIZE % 2 == 1:
+                    logits = capped(_logits(start, along, codes, step, BITS, PACKED), SOFTCAP)
+                    if ODD:
                         logits = tl.where(_absent(unit, step * PACKED + lane, SIZE), float("-inf"), logits)
                     top = tl.maximum(top, logits)
             if PACKED > 1:
@@ -388,12 +398,12 @@ def _page_lse(
         if SOFTCAP == 0:
             start -= top
         for unit in tl.range(UNITS, loop_unroll_factor=UNROLLED):
-            codes = _coefficients(along, ptr + COEFFICIENTS, stored, unit, UNIT, HALF_KEYS, lane, PACKED)
+            codes = _coefficients(along, ptr + COEFFICIENTS, stored, unit, UNIT, BITS, ROW, lane, PACKED)
             for step in tl.static_range(UNIT // PACKED):
-                logits = _logits(start, along, codes, step, PACKED)
+                logits = _logits(start, along, codes, step, BITS, PACKED)
                 if SOFTCAP > 0:
                     logits = capped(logits, SOFTCAP) - top
-                if SIZE % 2 == 1:
+                if ODD:
                     logits = tl.where(_absent(unit, step * PACKED + lane, SIZE), float("-inf"), logits)
                 weight += tl.exp2(logits)
         if PACKED > 1:
@@ -402,7 +412,8 @@ def _page_lse(
         lse = tl.where(stored[:, None], top + tl.log2(weight), float("-inf"))
         if TOTALS:
             higher = tl.maximum(all_top, lse)
-            all_weight = all_weight * tl.exp2(all_top - higher) + tl.exp2(lse - higher)
+            if not LARGEST:
+                all_weight = all_weight * tl.exp2(all_top - higher) + tl.exp2(lse - higher)
             all_top = higher
         else:
             lse /= LOG2E
@@ -412,9 +423,10 @@ def _page_lse(
         none = tl.full([BLOCK_N, HEADS], float("-inf"), tl.float32)
         tl.store(out_ptr + block * BLOCK_N, none, mask=written & (place < padded)[:, None])
     if TOTALS:
-        largest = tl.max(all_top, 0)
-        weight = tl.sum(all_weight * tl.exp2(all_top - largest[None, :]), 0)
-        total = tl.where(weight == 0, float("-inf"), largest + tl.log2(weight))
+        total = tl.max(all_top, 0)
+        if not LARGEST:
+            weight = tl.sum(all_weight * tl.exp2(all_top - total[None, :]), 0)
+            total = tl.where(weight == 0, float("-inf"), total + tl.log2(weight))
         tl.store(total_ptr + of_head * tl.num_programs(1) + split, total, mask=tl.reshape(written, [HEADS]))
 
 

@@ -113,13 +113,16 @@ def pool_logits(
     Args:
         logits: fp32 ``[B, Hkv, G, N]``; -inf where no key is.
         mask: bool ``[B, Hkv, N]``: True where a key is; None: everywhere.
-        pooling, pool, sink_logits: see :func:`pooled_mass`; they are not checked.
+        pooling, pool, sink_logits: see :func:`pooled_mass` and :func:`~foveate.ops.pooled_mass_of_records`; they are
+            not checked. Sinks do not change ``of_largest``.
 
     Returns:
         fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer; -inf where no key is (in any head).
     """
-    mass = logits if pooling == "max_logit" else logits.softmax(-1)
-    if sink_logits is not None and pooling != "max_logit":
+    if pooling == "of_largest":
+        logits = logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+    mass = logits.exp() if pooling == "of_largest" else logits if pooling == "max_logit" else logits.softmax(-1)
+    if sink_logits is not None and pooling not in ("max_logit", "of_largest"):
         sinks = sink_logits.float().view(1, logits.shape[1], -1, 1)
         mass = mass * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()
     mass = mass.sqrt_() if pooling == "sqrt" else mass
@@ -140,10 +143,11 @@ def _logits(rows: Tensor, k: Tensor, key_scales: Tensor | None, scaling: float, 
     return torch.cat([key_logits(rows, block.to(rows.dtype), scaling, softcap) for block in blocks], -1)
 
 
-def check(pooling: str, pool: str) -> None:
-    """Raise unless these are known."""
-    if pooling not in ("post_softmax", "sqrt", "max", "max_logit"):
-        raise ValueError(f"pooling must be post_softmax, sqrt, max or max_logit, not {pooling!r}")
+def check(pooling: str, pool: str, *more: str) -> None:
+    """Raise unless these are known; ``more``: other ways of pooling."""
+    known = ("post_softmax", "sqrt", *more, "max", "max_logit")
+    if pooling not in known:
+        raise ValueError(f"pooling must be {', '.join(known[:-1])} or {known[-1]}, not {pooling!r}")
     if pool not in ("kv_head", "layer"):
         raise ValueError(f"pool must be kv_head or layer, not {pool!r}")
 
