@@ -92,6 +92,13 @@ VARIANTS = [
             "bound": {"score": "bound", "top_k": 20},
         }.items()
     ),
+    *(
+        (f"locks/{name}", methods.make("locks", **({"page_size": 4, "rank": 4, "top_k": 16} | settings)))
+        for name, settings in {
+            "share": {"top_k": 0.25, "min_k": 9, "page_size": 3, "rank": 1, "sink_pages": 0},
+            "always": {"sink_pages": 2, "window_pages": 2, "top_k": 20},
+        }.items()
+    ),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
     ("lined_as_published/layer", methods.make("lined_as_published", top_k=0.15, window=8, pool="layer")),
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
@@ -310,7 +317,7 @@ def test_context_shorter_than_the_budget_is_dense(method):
 def test_capped_logits_are_those_of_other_keys(method):
     """Where all queries and all keys lie along one axis, keys can be moved to where their logits are capped."""
     means = method.name.startswith("luka") or getattr(method, "rest", "none") != "none"
-    if means or method.name == "pages" or getattr(method, "score_keys", "exact") != "exact":
+    if means or method.name in ("pages", "locks") or getattr(method, "score_keys", "exact") != "exact":
         return  # the mean of moved keys, or what stands for them in few bits, is another
     if getattr(method, "artefact", None) is not None and method.name == "lte":
         return  # learned scores read the keys themselves, not their logits
@@ -525,6 +532,10 @@ PROMISED = {
     "uniform": lambda method, prompt, length: range(length - method.window, length),
     "lte": lambda method, prompt, length: {*range(method.sinks), *range(length - method.window, length)},
     "pages": lambda method, prompt, length: {*range(method.sinks), *range(length + 1 - method.window, length)},
+    "locks": lambda method, prompt, length: {
+        *range(method.sink_pages * method.page_size),
+        *range((length // method.page_size + 1 - method.window_pages) * method.page_size, length),
+    },
     "snapkv": lambda method, prompt, length: range(prompt - method.window, length),
     "streaming": seen_by_streaming,
     "lined_as_published": lambda method, prompt, length: range(length + 1 - method.window, length),
