@@ -43,6 +43,7 @@ shapes+=(pages:top_k=0.125,page_size=16,weighted=false)
 for page in page_size=16 page_size=16,rank=1 page_size=16,rank=4 page_size=32 page_size=32,rank=4; do
   shapes+=("pages:top_k=0.125,$page")
 done
+finer=(pages:top_k=0.125,page_size=4,rank=1 pages:top_k=0.125,page_size=4 pages:top_k=0.1875)
 frontier=()
 for share in 0.02 0.05 0.25; do
   frontier+=("oracle_topk:top_k=$share,decode_only=true" "pages:top_k=$share" "locks:top_k=$share" "quest:top_k=$share")
@@ -54,6 +55,7 @@ for length in 4096 8192 16384; do
   for split in niah_multikey_1 niah_multikey_2 niah_multikey_3; do
     more=()
     [ "$length" = 8192 ] && more=("${frontier[@]}")
+    [ "$split" = niah_multikey_3 ] && more+=("${finer[@]}")
     compare "$split-$length" "$length" --task ruler --split "$split" --length "$length" --limit "$items" -- \
       "${eighth[@]}" "${more[@]}"
   done

@@ -28,7 +28,9 @@ def test_no_method_that_gives_up_tokens_reads_everything():
     few = methods.make("luka", page_size=16, top_k=3, score="spread")
     kascade, pages, quest, luka = (methods.make(name) for name in ("kascade", "pages", "quest", "luka"))
     assert few.sparse_from_tokens == kascade.sparse_from_tokens < pages.sparse_from_tokens == quest.sparse_from_tokens
-    assert pages.sparse_from_tokens < luka.sparse_from_tokens == few.changed(score="lowrank").sparse_from_tokens
+    assert few.changed(score="lowrank").sparse_from_tokens == luka.changed(page_size=16).sparse_from_tokens
+    assert pages.sparse_from_tokens == luka.changed(page_size=16).sparse_from_tokens < luka.sparse_from_tokens
+    assert luka.sparse_from_tokens == few.changed(refine="top_p").sparse_from_tokens
 
 
 @each_that_can

@@ -230,13 +230,14 @@ class LuKA(Method):
 
     @property
     def sparse_from_tokens(self) -> int | None:  # type: ignore[override]
-        """More tokens where many pages are refined or low-rank summaries scored, which takes more launches; None where
-        summaries depend on the recent attention, which dense steps do not update."""
+        """More tokens on several levels, and where many pages are refined or low-rank summaries scored: that takes more
+        launches. None where summaries depend on the recent attention, which dense steps do not update."""
         if self.compressor == "recent":
             return None
-        few = len(self.sizes) == 1 and self.refine == "top_k" and self.score != "lowrank"
-        few = few and isinstance(self.top_k, int) and self.top_k <= 8
-        return SPARSE_FROM_TOKENS if few else 65536
+        if len(self.sizes) > 1 or self.refine != "top_k":
+            return 4 * SPARSE_FROM_TOKENS
+        few = self.score != "lowrank" and isinstance(self.top_k, int) and self.top_k <= 8
+        return SPARSE_FROM_TOKENS if few else 2 * SPARSE_FROM_TOKENS
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
