@@ -12,6 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.integrations.transformers.probe import Seen
 from foveate.methods import LuKA
+from foveate.ops.compress.low_rank import factors
 
 COSTS = {
     "summary": 1.0,
@@ -44,6 +45,7 @@ class Record(NamedTuple):
     """Whether channels are weighted by the prompt's last queries."""
     weighs: bool = True
     """Whether a summary weighs what its record says, and not what its mean key says."""
+    coefficient_bits: int = 4
 
 
 RECORDS = {
@@ -51,10 +53,13 @@ RECORDS = {
     "low_rank2": Record(2),
     "low_rank2+prior": Record(2),
     "low_rank4": Record(4),
+    "low_rank8": Record(8, weighted=False, coefficient_bits=8),
     "low_rank2_unweighted": Record(2, weighted=False),
     "low_rank2_order": Record(2, weighs=False),
 }
-"""The mean key in eight bits, and directions in four (:class:`foveate.ops.PageRecord`)."""
+"""The mean key in eight bits, and directions in four (:class:`foveate.ops.PageRecord`); the last but two is LOCKS's."""
+CERTIFYING = "low_rank2"
+"""The record that also bounds the attention of pages: by the longest rest of a key that it leaves out."""
 SINKS, TAIL, WINDOW = LuKA.sinks, LuKA.tail, LuKA.window
 LIMIT = 0.1
 """The most attention that unrefined pages may hold where pages are refined by certified bounds."""
@@ -101,7 +106,11 @@ class Pages:
     """
 
     def __init__(self, k: Tensor, v: Tensor, recent: Tensor, channels: Tensor, size: int):
-        forms = {name: ops.PageRecord(k.shape[3], size, one.rank) for name, one in RECORDS.items() if fits(one, size)}
+        forms = {
+            name: ops.PageRecord(k.shape[3], size, one.rank, one.coefficient_bits)
+            for name, one in RECORDS.items()
+            if fits(one, size)
+        }
         self.forms, self.channels = forms, channels
         self.records = {
             name: ops.compress_pages(k, form, channels if RECORDS[name].weighted else None)
@@ -115,6 +124,10 @@ class Pages:
         """As :data:`COSTS`, with those of the records, whose values are as wide as the cache's."""
         self.k, self.v, self.size, self.number = k, v, size, k.shape[2] // size
         keys, values, recent = (x.unflatten(2, (-1, size)) for x in (k, v, recent))
+        if CERTIFYING in forms:
+            left = keys.float() * channels[:, :, None, None]
+            left -= factors(self.records[CERTIFYING], forms[CERTIFYING]).keys()
+            self.left = left.norm(dim=-1).amax(-1)
         self.whole = ops.summarise(ops.Nodes(keys, values), spread=True)
         self.low, self.high = keys.amin(3), keys.amax(3)
         self.recent, weights = recent.sum(-1), ops.root_weights(recent)
@@ -123,6 +136,13 @@ class Pages:
         self.parts = [
             (used.sum(-1).log(), ops.summarise(ops.Nodes(keys, values), used=used)) for used in (first, ~first)
         ]
+
+    def reach(self, rows: Tensor, scaling: float) -> Tensor:
+        """How far at most a logit is from that of :data:`CERTIFYING`, by what its record leaves of the page's keys.
+
+        fp32 ``[1, Hkv, G, N]``, of ``rows [1, Hkv, G, D]``.
+        """
+        return scaling * (rows.float() / self.channels[:, :, None]).norm(dim=-1, keepdim=True) * self.left[:, :, None]
 
     def estimates(self, rows: Tensor, scaling: float, true: Tensor) -> dict[str, Estimate]:
         """Every score for one query, ``rows [1, Hkv, G, D]``; ``true``: log partition sums of the pages."""
@@ -157,7 +177,8 @@ class Query:
     """One query over pages and raw tokens: what it would see, and what it misses."""
 
     def __init__(self, pages: Pages, rows: Tensor, scaling: float, raw_k: Tensor, raw_v: Tensor):
-        self.pages, self.raw = pages, ops.Part(ops.key_logits(rows, raw_k, scaling), raw_v)
+        self.pages, self.rows, self.scaling = pages, rows, scaling
+        self.raw = ops.Part(ops.key_logits(rows, raw_k, scaling), raw_v)
         self.logits = ops.key_logits(rows, pages.k, scaling).unflatten(-1, (-1, pages.size))
         self.others, self.true = self.raw.logits.logsumexp(-1, keepdim=True), self.logits.logsumexp(-1)
         self.mass = self.share(self.true)
@@ -206,9 +227,13 @@ class Query:
                 if count >= 0:
                     yield Case(size, budget, name), self.miss(order, count, estimate, cost)
         plain = estimates["summary"].rank  # by Jensen's inequality a lower bound
-        for name, upper, lower in (("bound", estimates["bound"].rank, plain), ("oracle", self.true, self.true)):
+        certain = {"bound": (estimates["bound"].rank, plain), "oracle": (self.true, self.true)}
+        if CERTIFYING in estimates:
+            recorded, reach = estimates[CERTIFYING].rank, pages.reach(self.rows, self.scaling)
+            certain[CERTIFYING] = (recorded + reach, recorded - reach)
+        for name, (upper, lower) in certain.items():
             order, counts, _ = ops.by_bound(upper, lower, self.others, LIMIT)
-            yield Case(size, None, name), self.miss(order, counts, estimates[name], COSTS[name])
+            yield Case(size, None, name), self.miss(order, counts, estimates[name], pages.costs[name])
 
 
 def logit_reach(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:

@@ -309,7 +309,7 @@ class PageScores(Plan):
     model: Path = option(..., _MODEL_FOLDER)
     data: Path = option(..., "Folder with the tasks' data.")
     tasks: Sequence[str] = option(..., "Such as niah:split=multi,length=4096.", flag="task")
-    page_sizes: Sequence[int] = option((16, 32), "Tokens of a page.", flag="page-size", least=2)
+    page_sizes: Sequence[int] = option((8, 16, 32), "Tokens of a page.", flag="page-size", least=2)
     budgets: Sequence[float] = option((0.06, 0.1, 0.15, 0.2, 0.25), "Share of the keys read.", flag="budget")
     limit: int = option(6, "Items (wikisalad: examples of several questions) of each task.", least=1)
     tokens: int = option(3, "Answer tokens looked at in each item.", least=1)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from foveate import methods, ops
 from foveate.bench import page_scores
 from foveate.bench._page_estimates import (
+    CERTIFYING,
     COSTS,
     LIMIT,
     PRIOR,
@@ -57,7 +58,8 @@ def cost_of(score, size):
     if score in COSTS:
         return COSTS[score]
     dim, value_dim = TOKENS.k.shape[3], TOKENS.v.shape[3]
-    record = ops.PageRecord(dim, size, RECORDS[score].rank).bytes / TOKENS.k.element_size()
+    form = ops.PageRecord(dim, size, RECORDS[score].rank, RECORDS[score].coefficient_bits)
+    record = form.bytes / TOKENS.k.element_size()
     return (record + value_dim) / (dim + value_dim)
 
 
@@ -108,14 +110,15 @@ def test_errors_and_reads_are_those_of_luka(score, size, prior):
     assert_like_luka(values[0], methods.make("luka", page_size=size, top_k=count, **settings), case.score)
 
 
+@pytest.mark.parametrize("score", ["bound", CERTIFYING])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_certified_bound_holds(size):
+def test_the_certified_bound_holds(size, score):
     blocks = TOKENS.k[:, :, SINKS:].unfold(2, 32, 32).mean(-1).repeat_interleave(32, 2)
     k = TOKENS.k.clone()  # pages of keys that are much alike: elsewhere the bound refines all of them
     k[:, :, SINKS : SINKS + blocks.shape[2]] = 8 * blocks + 0.05 * k[:, :, SINKS : SINKS + blocks.shape[2]]
     tokens = Tokens(TOKENS.q, k, TOKENS.v)
     found = measured((0.6,), [PROMPT], (size,), tokens)
-    (values,), (best,) = (found[size, None, score] for score in ("bound", "oracle"))
+    (values,), (best,) = (found[size, None, name] for name in (score, "oracle"))
     assert best["missed_mass"] <= LIMIT
     assert values["missed_mass"] <= LIMIT
     assert 0 < best["refined_share"] <= values["refined_share"] < 1
