@@ -13,14 +13,14 @@ step() { foveate bench decode "$@" --out "$out"; }
 step --batch 1 --batch 32 --method "$dense_prompt" --method "$by_pages" --method "$by_pages,first_layer=pages" \
   --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" --method "$paper" \
   --method "$few" --method luka --method luka:score=spread --method luka:page_size=16 \
-  --method pages --method pages:page_size=16 --method pages:page_size=32 \
+  --method pages --method pages:page_size=16 --method pages:page_size=32 --method locks:top_k=0.1 \
   --method quest --method omnikv --method lessismore
 step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --method "$dense_prompt,top_k=0.3" \
   --method "$dense_prompt,score_keys=fp8" --method "$by_pages" --method "$by_pages,first_layer=pages" \
   --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" \
-  --method pages --method pages:page_size=16
+  --method pages --method pages:page_size=16 --method locks:top_k=0.1
 step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \
-  --method luka:score=spread --method pages --method quest --method omnikv --method lessismore --method h2o \
+  --method luka:score=spread --method luka:page_size=16 --method pages --method quest --method omnikv --method lessismore --method h2o \
   --method streaming --method snapkv --method tova
 for liger in "" --liger; do
   step --level model --context 131000 --rounds 3 --method "$dense_prompt" --method kascade --method "$paper" --method "$few" \

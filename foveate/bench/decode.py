@@ -50,6 +50,8 @@ class Plan(options.Decode):
             raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{self.level}'")
         super().check()
         self.check_multiple("heads", "kv_heads")
+        if self.level == "kernel" and min(self.contexts) < 2:
+            raise UserError(f"contexts must be at least 2 at level kernel, not {min(self.contexts)}")
         for spec in self.methods:
             method = parsed(spec)
             if method.evicts and self.level == "kernel":
@@ -104,7 +106,7 @@ def _of_size(
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
     choosing = any(kind.chooser is not None for those in of_methods.values() for kind in those)
     # who chooses is timed at level layer alone, where it stores tokens of its own
-    tokens = context - (plan.level == "kernel")  # the one that would fill a page is missing, see `_upkeep`
+    tokens = context - (plan.level == "kernel")  # the one that would fill a page is missing, see `_summarised_pages`
     caches = [_drawn(plan, batch, tokens, generator) for _ in range(2 if choosing and plan.level == "layer" else 1)]
     shape = (batch, plan.heads, _OBSERVED, plan.head_dim)
     queries = torch.randn(shape, generator=generator, device=plan.device).to(caches[0].dtype)
@@ -134,6 +136,9 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
         layer, chooser = _layers(plan, kind, caches, queries)
         approximate = getattr(kind.policy, "scores_approximately", False)
         if plan.level == "kernel":  # counted before it is recorded
+            pages = _summarised_pages(kind.policy, layer)
+            if pages and layer.cache.used % pages == 0:
+                layer.cache.write_step(*decode_layer.newest(layer.cache))
             if chooser is not None:
                 chooser.look()
             layer.look()
@@ -142,7 +147,7 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
             timed = cold.repeated(layer.look, plan.device)
             parts = breakdown.parts(layer.look, plan.device)
             recall = _recall(plan, kind.policy, layer.cache, queries[:, :, -1:]) if approximate else recall
-            upkeep = _upkeep(plan, kind.policy, layer) + _summaries(plan, kind.policy, layer, timed.ms)
+            upkeep = _upkeep(plan, kind.policy, layer) if not pages else _summaries(plan, layer, pages, timed.ms, parts)
             more = {"parts_ms": parts, "upkeep_ms": upkeep}
             layer.cache.tally = None
         else:
@@ -225,18 +230,28 @@ def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
     return max(0.0, statistics.median(found[True]) - statistics.median(found[False])) / period
 
 
-def _summaries(plan: Plan, policy: Method, layer: Layer, open_ms: float) -> float:
-    """Milliseconds a step, on average, of summarising pages within the step whose token fills them.
-
-    Args:
-        open_ms: what a step takes whose token fills no page. The next token does, where pages divide the context.
-    """
+def _summarised_pages(policy: Method, layer: Layer) -> int:
+    """Keys of the pages that the method summarises within steps; 0: it keeps no such summaries."""
     kept = policy.channels(layer.cache.geometry).values()
     size = max((one.per for one in kept if isinstance(one, Channel) and one.recomputed), default=0)
-    if _period(policy) or size < 2 or (layer.cache.used + 1) % size:
-        return 0.0
-    layer.cache.write_step(*decode_layer.newest(layer.cache))
-    return max(0.0, cold.repeated(layer.look, plan.device).ms - open_ms) / size
+    return 0 if size < 2 or _period(policy) else size
+
+
+def _summaries(plan: Plan, layer: Layer, size: int, open_ms: float, open_parts: Mapping[str, float] | None) -> float:
+    """Milliseconds a step, on average, of summarising a page within the step whose token fills it.
+
+    Of a GPU what the kernels that compress take longer, by a profile; elsewhere what the step takes longer.
+
+    Args:
+        size: keys of a page.
+        open_ms, open_parts: what a step takes whose token fills no page, and its parts.
+    """
+    while layer.cache.used % size:
+        layer.cache.write_step(*decode_layer.newest(layer.cache))
+    parts = breakdown.parts(layer.look, plan.device)
+    if parts is None or open_parts is None:
+        return max(0.0, cold.repeated(layer.look, plan.device).ms - open_ms) / size
+    return max(0.0, parts["other"] - open_parts["other"]) / size
 
 
 def _between_steps(policy: Method, cache: SlotCache) -> float:
@@ -308,7 +323,7 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
     dtype, geometry = getattr(torch, plan.dtype), Geometry(plan.heads, plan.kv_heads, plan.head_dim, plan.head_dim)
     cache = SlotCache(geometry, batch, dtype, torch.device(plan.device))
     longest = max(_period(parsed(spec)) for spec in ("dense", *plan.methods))
-    cache.reserve(context + decode_layer.room(longest))
+    cache.reserve(context + decode_layer.room(longest) + ops.PageRecord.largest_page)
     for first in range(0, context, _CHUNK):
         shape = (batch, plan.kv_heads, min(_CHUNK, context - first), plan.head_dim)
         k, v = (torch.randn(shape, generator=generator, device=plan.device).to(dtype) for _ in range(2))

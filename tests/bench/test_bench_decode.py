@@ -1,5 +1,6 @@
 """What a decode step's attention costs: which layers are timed, what they read, what is refused."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -23,6 +24,7 @@ from foveate.results import measurements, timing
 from foveate.results.errors import UserError
 from foveate.state import SlotCache
 
+KEYS = 411  # that a step reads densely: its token fills no page
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
 METHODS = ("dense", "kascade:min_k=16,decode_only=true", "luka:page_size=16,top_k=2", "quest", "omnikv")
 COPIED = "kascade:min_k=16,decode_only=true,score_keys=fp8"
@@ -46,7 +48,7 @@ def found():
         return {
             row["case"]["method"]: row
             for row in decode.run(
-                decode.Plan((*METHODS, COPIED, PAGED, FIRST, OTHER_PAGES), (401,), **SMALL), say=lambda _: None
+                decode.Plan((*METHODS, COPIED, PAGED, FIRST, OTHER_PAGES), (KEYS + 1,), **SMALL), say=lambda _: None
             )
         }
 
@@ -67,20 +69,21 @@ def test_every_layer_is_counted_in_the_kind_it_is_of(found):
 
 def test_bytes_are_those_that_a_kind_reads(found):
     a_key = 2 * 2 * 16 * 4  # of two KV heads, key and value
-    everything = 2 * 400 * a_key
+    everything, tenth = 2 * KEYS * a_key, KEYS // 10
     kinds = found[METHODS[1]]["layers"]
     assert kinds["dense, choosing"]["bytes"] == found["dense"]["layers"]["dense"]["bytes"] == everything
-    assert kinds["reading"]["bytes"] == 2 * 40 * a_key
-    assert kinds["choosing"]["bytes"] == 2 * (40 + 400 / 2) * a_key
-    assert found[COPIED]["layers"]["choosing"]["bytes"] == 2 * (40 + 400 / 8) * a_key
-    for name, size, best in ((PAGED, 8, 17), (OTHER_PAGES, 16, 9)):  # records of two KV heads, keys of the best pages
-        records = 400 // size * ops.PageRecord(16, size).bytes * 2
-        assert found[name]["layers"]["choosing"]["bytes"] == 2 * ((40 + best * size / 2) * a_key + records)
-    records = 50 * ops.PageRecord(16, 8).bytes * 2
+    assert kinds["reading"]["bytes"] == 2 * tenth * a_key
+    assert kinds["choosing"]["bytes"] == 2 * (tenth + KEYS / 2) * a_key
+    assert found[COPIED]["layers"]["choosing"]["bytes"] == 2 * (tenth + KEYS / 8) * a_key
+    best = 17 * 8 + 3  # keys of the best third of the pages, the open one among them, as many of either size
+    for name, size in ((PAGED, 8), (OTHER_PAGES, 16)):
+        records = KEYS / size * ops.PageRecord(16, size).bytes * 2
+        assert found[name]["layers"]["choosing"]["bytes"] == 2 * ((tenth + best / 2) * a_key + records)
+    records = KEYS / 8 * ops.PageRecord(16, 8).bytes * 2
     assert found[PAGED]["layers"]["dense, choosing"]["bytes"] == everything
     assert found[FIRST]["layers"]["choosing"] | {"ms": 0.0} == found[PAGED]["layers"]["choosing"] | {"ms": 0.0}
     # keys are scored, and then read with their values
-    assert found[FIRST]["layers"]["pages, choosing"]["bytes"] == 2 * (17 * 8 * (0.5 + 1) * a_key + records)
+    assert found[FIRST]["layers"]["pages, choosing"]["bytes"] == 2 * (best * (0.5 + 1) * a_key + records)
     assert found[FIRST]["layers"]["pages, choosing"]["layers"] == 1
     assert found["dense"]["floor_ms"] == pytest.approx(everything / found["dense"]["memory_gb_per_s"] / 1e6)
     assert found["luka:page_size=16,top_k=2"]["layers"]["luka"]["bytes"] <= everything / 2
@@ -339,16 +342,26 @@ def test_one_kind_below_its_floor_is_not_hidden_by_the_others():
     assert not any(row["below_floor"] for row in decode._rows(plan, 2, 100, found, 2.1, said.append))
 
 
+def test_a_context_of_one_token_has_no_newest_page_to_leave_open():
+    plan = decode.Plan(("pages",), (1,), **SMALL)
+    with pytest.raises(UserError, match="contexts must be at least 2 at level kernel, not 1"):
+        plan.check()
+    dataclasses.replace(plan, level="layer").check()
+
+
 def test_summarising_a_page_is_the_upkeep_of_a_token_of_it(monkeypatch):
-    """Timed is a token that fills no page, 9 ms; the next one fills pages of 8 and takes 13. Quest has no such tokens
-    where a context ends within a page, and dense layers nowhere."""
+    """Timed is a token that fills no page of 8, 9 ms, wherever the context ends; one that does takes 13. Dense layers
+    have no pages."""
 
     def repeated(step, device):
         step()
         return cold.Timed(13.0 if step.__self__.cache.used % 8 == 0 else 9.0, False)
 
     monkeypatch.setattr(cold, "repeated", repeated)
-    for context, method, upkeep in ((400, "pages", 0.5), (403, "pages", 0.0), (408, "quest:dense_layers=0", 0.0)):
+    for context, method, upkeep in (
+        *((context, "pages", 0.5) for context in (400, 401, 403)),
+        (408, "quest:dense_layers=0", 0.25),  # pages of 16
+    ):
         plan = decode.Plan((method,), (context,), **SMALL | {"layers": 1, "batches": (2,)})
         rows = {row["case"]["method"]: row for row in decode.run(plan, say=lambda _: None)}
         (kind,) = rows[method]["layers"].values()
@@ -397,7 +410,9 @@ def test_kernels_are_told_apart_by_what_they_are_for(found):
         "b": {"layers": 3, "parts_ms": dict.fromkeys(parts, 1.0), **own},
     }
     row = found["quest"] | {"layers": kinds}
-    assert "| `quest` | 401 | 2 | 1.000 | 1.250 | 2.500 | 2.000 | 0.500 |" in report.table([row, found["dense"]])
+    assert f"| `quest` | {KEYS + 1} | 2 | 1.000 | 1.250 | 2.500 | 2.000 | 0.500 |" in report.table(
+        [row, found["dense"]]
+    )
     assert "upkeep" not in report.table([found["dense"]])
 
 

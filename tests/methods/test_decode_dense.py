@@ -30,7 +30,8 @@ def test_no_method_that_gives_up_tokens_reads_everything():
     assert few.sparse_from_tokens == kascade.sparse_from_tokens < pages.sparse_from_tokens == quest.sparse_from_tokens
     assert few.changed(score="lowrank").sparse_from_tokens == luka.changed(page_size=16).sparse_from_tokens
     assert pages.sparse_from_tokens == luka.changed(page_size=16).sparse_from_tokens < luka.sparse_from_tokens
-    assert luka.sparse_from_tokens == few.changed(refine="top_p").sparse_from_tokens
+    for more in (few.changed(refine="top_p"), few.changed(top_k=9), few.changed(top_k=0.5)):
+        assert luka.sparse_from_tokens == more.sparse_from_tokens
 
 
 @each_that_can

@@ -24,6 +24,9 @@ from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
+_LITTLE = 0.12
+"""The largest share of refined pages of one level with which attention was measured to pay at 32,768 tokens."""
+
 
 @dataclass(frozen=True)
 class LuKA(Method):
@@ -234,10 +237,11 @@ class LuKA(Method):
         launches. None where summaries depend on the recent attention, which dense steps do not update."""
         if self.compressor == "recent":
             return None
-        if len(self.sizes) > 1 or self.refine != "top_k":
+        few = isinstance(self.top_k, int) and self.top_k <= 8
+        little = few or (isinstance(self.top_k, float) and self.top_k <= _LITTLE)
+        if len(self.sizes) > 1 or self.refine != "top_k" or not little:
             return 4 * SPARSE_FROM_TOKENS
-        few = self.score != "lowrank" and isinstance(self.top_k, int) and self.top_k <= 8
-        return SPARSE_FROM_TOKENS if few else 2 * SPARSE_FROM_TOKENS
+        return SPARSE_FROM_TOKENS if few and self.score != "lowrank" else 2 * SPARSE_FROM_TOKENS
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
