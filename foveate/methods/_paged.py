@@ -1,4 +1,4 @@
-"""Methods that choose whole pages for each decoded token: what Quest and ``pages`` share."""
+"""Methods that choose whole pages for each decoded token: what ``quest``, ``pages`` and ``locks`` share."""
 
 from __future__ import annotations
 

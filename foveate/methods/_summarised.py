@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ class SummarisedPages(SelectPages):
 
     Pages that are always read count towards ``top_k``.
     """
+
+    if TYPE_CHECKING:  # a setting of subclasses
+        rank: int
+
+    def _check_records(self, where: str = "") -> None:
+        """Raise unless low-rank summaries may have such pages and directions; ``where``: what the rule depends on."""
+        record = ops.PageRecord
+        fits = 2 <= self.page_size <= record.largest_page
+        self._check("page_size", fits, f"2 to {record.largest_page}{where}")
+        largest = min(record.largest_rank, self.page_size)
+        self._check("rank", self.rank <= largest, f"at most {largest} with pages of {self.page_size}")
 
     # Defined by subclasses
 

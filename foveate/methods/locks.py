@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from foveate import ops
 from foveate.methods._low_rank import LowRankPages
 from foveate.methods._summarised import SummarisedPages
 from foveate.methods.base import setting
@@ -46,15 +46,12 @@ class Locks(SummarisedPages):
 
     def __post_init__(self):
         super().__post_init__()
-        record = ops.PageRecord
-        self._check("page_size", 2 <= self.page_size <= record.largest_page, f"2 to {record.largest_page}")
         self._check_count("rank", 1)
-        largest = min(record.largest_rank, self.page_size)
-        self._check("rank", self.rank <= largest, f"at most {largest} with pages of {self.page_size}")
+        self._check_records()
         self._check_count("sink_pages")
         self._check_count("window_pages", 1)
 
-    @property
+    @functools.cached_property
     def summaries(self) -> LowRankPages:
         """What is kept of pages."""
         return LowRankPages(self.page_size, self.rank, weighted=False, coefficient_bits=_BITS)

@@ -53,14 +53,9 @@ class Pages(SummarisedPages):
     def __post_init__(self):
         super().__post_init__()
         self._check_choice("score", "lowrank", "bound")
-        record = ops.PageRecord
-        fits = self.score != "lowrank" or 2 <= self.page_size <= record.largest_page
-        self._check("page_size", fits, f"2 to {record.largest_page} with score=lowrank")
         self._check_count("rank", 1)
-        largest = min(record.largest_rank, self.page_size)
-        self._check(
-            "rank", self.score != "lowrank" or self.rank <= largest, f"at most {largest} with pages of {self.page_size}"
-        )
+        if self.score == "lowrank":
+            self._check_records(" with score=lowrank")
         self._check("weighted", isinstance(self.weighted, bool), "true or false")
         self._check_count("sinks")
         self._check_count("window", 1)

@@ -343,6 +343,22 @@ def test_one_kind_below_its_floor_is_not_hidden_by_the_others():
     assert not any(row["below_floor"] for row in decode._rows(plan, 2, 100, found, 2.1, said.append))
 
 
+@pytest.mark.parametrize(("full", "upkeep"), [(7.0, 0.625), (1.0, 0.0)])
+def test_a_profile_tells_what_compressing_takes(monkeypatch, full, upkeep):
+    """Of a page of 8 keys: 5 ms more of what is neither scored nor selected nor attended to; and never less than 0."""
+
+    def parts(step, device):
+        step()
+        fills = step.__self__.cache.used % 8 == 0
+        return {"score": 9.0 - fills, "select": 1.0, "attend": 3.0 + fills, "other": full if fills else 2.0}
+
+    monkeypatch.setattr(breakdown, "parts", parts)
+    plan = decode.Plan(("pages",), (400,), **SMALL | {"layers": 1, "batches": (2,)})
+    rows = {row["case"]["method"]: row for row in decode.run(plan, say=lambda _: None)}
+    (kind,) = rows["pages"]["layers"].values()
+    assert (kind["upkeep_ms"], kind["parts_ms"]["other"]) == (upkeep, 2.0)
+
+
 def test_a_context_of_one_token_has_no_newest_page_to_leave_open():
     plan = decode.Plan(("pages",), (1,), **SMALL)
     with pytest.raises(UserError, match="contexts must be at least 2 at level kernel, not 1"):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from evaluation import tiny
-from helpers import LAYOUTS, in_buffer, tiny_model
+from helpers import LAYOUTS, assert_close, in_buffer, tiny_model
 from matrix import SCALING, Driver, Tokens, dense
 from typer.testing import CliRunner
 
@@ -30,6 +30,7 @@ from foveate.bench._page_estimates import (
 from foveate.cli import app
 from foveate.evaluation.tasks import Item
 from foveate.integrations.transformers.probe import Seen
+from foveate.ops.compress.low_rank import factors
 from foveate.report.tables.general import tables
 from foveate.results.errors import UserError
 from foveate.results.measurements import needed
@@ -122,6 +123,32 @@ def test_the_certified_bound_holds(size, score):
     assert best["missed_mass"] <= LIMIT
     assert values["missed_mass"] <= LIMIT
     assert 0 < best["refined_share"] <= values["refined_share"] < 1
+
+
+def test_the_true_masses_are_within_the_bounds(monkeypatch):
+    """Of boxes and of records: above and below, of every page, head and query."""
+    calls, by_bound = [], ops.by_bound
+    monkeypatch.setattr(ops, "by_bound", lambda *args: calls.append(args[:2]) or by_bound(*args))
+    measured(())
+    for (upper, lower), (true, _), (more, less) in zip(calls[::3], calls[1::3], calls[2::3], strict=True):
+        for above, below in ((upper, lower), (more, less)):
+            assert (below <= true + 1e-4).all()
+            assert (true <= above + 1e-4).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_query_along_the_rest_of_a_key_reaches_the_bound(size):
+    keys = torch.randn(1, 2, 3 * size, 8, generator=torch.Generator().manual_seed(0))
+    channels = torch.tensor([0.5, 1.0, 2.0, 1.0]).repeat(1, 2, 2)
+    pages = Pages(keys, keys, torch.ones(1, 2, 3 * size), channels, size)
+    weighed = (keys * channels[:, :, None]).unflatten(2, (3, size))
+    rest = weighed - factors(pages.records[CERTIFYING], pages.forms[CERTIFYING]).keys()
+    longest = rest.square().sum(-1).argmax(-1)
+    for head, page in itertools.product(range(2), range(3)):
+        along = rest[0, head, page, longest[0, head, page]]
+        rows = torch.ones(1, 2, 1, 8).index_fill(1, torch.tensor(head), 0.0)
+        rows[0, head, 0] = along * channels[0, head]
+        assert_close(pages.reach(rows, 0.3)[0, head, 0, page], 0.3 * along.square().sum())
 
 
 def assert_like_luka(values, method, score):

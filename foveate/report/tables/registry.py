@@ -13,11 +13,13 @@ from foveate.report.rows import Row, chosen, of_cases, spelled
 from foveate.report.tables import calibrations, csa, decode, hybrid_tasks, hybrids, indexer, memory, prefill, recheck
 from foveate.report.tables.beside_dense import differences, least_keys
 from foveate.report.tables.general import tables
+from foveate.report.tables.paired import paired
 from foveate.report.tables.summary import summary
 
 KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "summary": summary,
     "differences": differences,
+    "paired": paired,
     "least-keys": least_keys,
     "indexer-parity": indexer.parity,
     "indexer-lengths": indexer.lengths,
