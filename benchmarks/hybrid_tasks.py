@@ -26,21 +26,34 @@ from foveate.results.errors import UserError
 CONFIG = Path(__file__).parent / "hybrids" / "27m.toml"
 LENGTHS = (1024, 2048, 4032)
 """Tokens of a prompt with a needle; the longest and its answer fit into the 4,096 tokens of the longest rows."""
+FAR = 400
+"""Least tokens from a needle to the end of its prompt in the columns beyond the window: more than any window of 27M."""
+RATIOS = (384, 768, 1536)
+"""Tokens of a prompt that are as many times the window as the paper's 1K, 2K and 4K are of its 1,024."""
 SIZES = ("27M", "60M")
 RETRIEVAL = ("ruler", "mqar", "recall", "perplexity")
 """Tasks with prompts longer than what the baselines keep."""
 
 
+def beyond(limit: int) -> list[tuple[str, int]]:
+    """Tasks whose answers are further away than any window reaches, and the number of their items."""
+    splits = (("niah_single_1", 16), ("niah_single_2", 16), ("niah_single_3", 64), ("niah_multikey_1", 16))
+    asked = [(split, tokens, length) for split, tokens in splits for length in LENGTHS]
+    found = [
+        (f"ruler:split={split},length={length},max_new_tokens={tokens},beyond={FAR}", limit)
+        for split, tokens, length in asked
+    ]
+    return [*found, *((f"mqar:length=2048,pairs={pairs}", max(1, limit // 4)) for pairs in (16, 64, 256))]
+
+
 def questions(limit: int) -> list[tuple[str, int]]:
-    """Tasks and the number of their items."""
-    found = []
-    for length in LENGTHS:
+    """All tasks and the number of their items."""
+    found = beyond(limit)
+    for length in (*RATIOS, *LENGTHS):
         for split, tokens in (("niah_single_1", 16), ("niah_single_2", 16), ("niah_single_3", 64)):
             found.append((f"ruler:split={split},length={length},max_new_tokens={tokens}", limit))
     for length in LENGTHS[1:]:
         found.append((f"ruler:split=niah_multikey_1,length={length},max_new_tokens=16", limit))
-    for pairs in (16, 64, 256):
-        found.append((f"mqar:length=2048,pairs={pairs}", max(1, limit // 4)))
     found += [(f"recall:split={split},max_length=2048", limit) for split in ("squad", "drop", "nq")]
     found.append(("lambada", 2 * limit))
     found += [(f"choice:split={split}", 2 * limit) for split in ("piqa", "arc_easy", "hellaswag", "winogrande")]
@@ -87,7 +100,7 @@ def answer(preset: str, size: str, seed: int, given: argparse.Namespace) -> None
     folder = given.out / "rows" / name
     folder.mkdir(parents=True, exist_ok=True)
     chosen, _ = runner.parse_methods(methods(preset, size))
-    for spec, limit in questions(given.limit):
+    for spec, limit in (beyond if given.beyond else questions)(given.limit):
         task = tasks.parse(spec)
         asked = chosen if task.name in RETRIEVAL else chosen[:1]
         out = folder / f"{spec.replace(':', '-').replace('=', '-').replace(',', '-')}.jsonl"
@@ -118,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--set", nargs="+", default=[], help="NAME=VALUE over the configuration")
     parser.add_argument("--label", help="a word in the models' names, for what --set changes")
+    parser.add_argument("--beyond", action="store_true", help="ask only what is beyond every window")
     parser.add_argument("--do", choices=("train", "answer", "both"), default="both")
     parser.add_argument("--gather", type=Path, help="file for the rows of all models")
     given = parser.parse_args(arguments)

@@ -34,6 +34,7 @@ class RetentionScores(nn.Module):
         dropout: share of the channels that training drops.
         dropout_at: "input" of every convolution, as the published code does; or "output" of every activation, as the
             paper has it.
+        cap: of the scores before the sigmoid, ``cap * tanh(x / cap)``, so that they cannot saturate; None: none. Ours.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RetentionScores(nn.Module):
         kind: str = "conv",
         dropout: float = 0.1,
         dropout_at: str = "input",
+        cap: float | None = None,
     ):
         super().__init__()
         if kind not in ("conv", "mlp"):
@@ -51,6 +53,9 @@ class RetentionScores(nn.Module):
             raise ValueError(f"dropout_at must be input or output, not {dropout_at!r}")
         if dim % 8:
             raise ValueError(f"a key and its value must have a multiple of 8 dimensions together, not {dim}")
+        if cap is not None and not cap > 0:
+            raise ValueError(f"cap must be above 0 or None, not {cap}")
+        self.cap = cap
         self.num_kv_heads, self.kind, self.dropout, self.dropout_at = num_kv_heads, kind, dropout, dropout_at
         self.kernel = 3 if kind == "conv" else 1
         widths = [dim, dim // 2, dim // 4, dim // 8] if kind == "conv" else [dim, dim // 2]
@@ -77,12 +82,16 @@ class RetentionScores(nn.Module):
     def forward(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
         """fp32 ``[B, Hkv, L]`` in (0, 1).
 
+        Inference takes scores without the cap (:meth:`of_cached`), which changes neither their order nor the side of
+        the threshold.
+
         Args:
             k: ``[B, Hkv, L, D]``, before rotation.
             v: ``[B, Hkv, L, Dv]``.
             real: bool ``[B, L]``: where there is a token; what is before the first one is zero in every layer.
         """
-        return self.logits(k, v, real).sigmoid()
+        logits = self.logits(k, v, real)
+        return (logits if self.cap is None else self.cap * (logits / self.cap).tanh()).sigmoid()
 
     def logits(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
         """Scores before the sigmoid, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`.
@@ -166,7 +175,14 @@ class LearnedEviction(SlidingWindowAttention):
         scores: settings of :class:`RetentionScores`.
         whole_prompt: retain the best tokens of the first prompt for all of its queries, as the published code does;
             the prompt must then come in one piece.
+        gradient: what a score's gradient is before the sigmoid's slope. "value": equation 6's, the value's share in the
+            loss, whose sum over the keys is not zero; so it moves all scores of a head together. "logit": that of a
+            bias on the key's logit, which sums to zero over the keys of each query. Ours.
     """
+
+    opened: Tensor | None = None
+    """Bool scalar on the device: while it is true, training retains every token, and scores give keys and values no
+    gradient. None: it never is. A tensor, so that compiled layers stay compiled when it changes."""
 
     def __init__(
         self,
@@ -180,8 +196,12 @@ class LearnedEviction(SlidingWindowAttention):
         rotary_base: float = 10000.0,
         scores: dict | None = None,
         whole_prompt: bool = False,
+        gradient: str = "value",
     ):
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, window, rotary_base)
+        if gradient not in ("value", "logit"):
+            raise ValueError(f"gradient must be value or logit, not {gradient!r}")
+        self.gradient = gradient
         self.buffer, self.sinks, self.whole_prompt = buffer, sinks, whole_prompt
         self.scores = RetentionScores(num_kv_heads, 2 * head_dim, **(scores or {}))
         seen = 2 * self.reach + 1
@@ -197,9 +217,16 @@ class LearnedEviction(SlidingWindowAttention):
     def _train(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        scores = self.scores(k, v, real)
+        opened = self.opened
+        scored = (k, v) if opened is None else (torch.where(opened, x.detach(), x) for x in (k, v))
+        scores = self.scores(*scored, real)
         retained = (scores > THRESHOLD).detach()
         retained[:, :, : self.sinks].fill_(True)
+        if opened is not None:
+            retained = retained | opened
+        dim = v.shape[3]
+        if self.gradient == "logit":  # a column of ones: each query's probabilities, which add up to one
+            v = F.pad(F.pad(v, (0, 1), value=1.0), (0, dim - 1))  # FlexAttention wants a power of two
         # A value's share in the loss is the gradient of its score (equation 6): the factor is 1, its gradient is not.
         v = v * (1 + scores - scores.detach())[..., None].to(v.dtype)
         length, group = k.shape[2], self.num_heads // self.num_kv_heads
@@ -209,7 +236,11 @@ class LearnedEviction(SlidingWindowAttention):
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return i <= last[b, h // group, j]
 
-        return attend_masked(rotate(q, angles), rotate(k, angles), v, sees, scaling=self.scaling), scores
+        out = attend_masked(rotate(q, angles), rotate(k, angles), v, sees, scaling=self.scaling)
+        if self.gradient == "logit":  # what a key's probability takes from the others, p_ij <o_i, do_i>
+            out, total = out[..., :dim], out[..., dim : dim + 1]
+            out = out - (total - total.detach()) * out.detach()
+        return out, scores
 
     def _scores(self, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         return self.scores(k, v, real)

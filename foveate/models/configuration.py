@@ -29,7 +29,8 @@ class HybridConfig(PreTrainedConfig):
         lte_window, lte_buffer, lte_sinks: of lte layers; the window is that before a query's own token.
         lte_scores: "conv" or "mlp".
         lte_dropout, lte_dropout_at: of the scores, see :class:`foveate.layers.RetentionScores`.
-        lte_whole_prompt: see :class:`foveate.layers.LearnedEviction`.
+        lte_cap: see :class:`foveate.layers.RetentionScores`.
+        lte_whole_prompt, lte_gradient: see :class:`foveate.layers.LearnedEviction`.
         nsa_heads, nsa_kv_heads, nsa_head_dim, nsa_block, nsa_blocks, nsa_window, nsa_compression: of nsa layers.
         rope_base: of the positions.
         max_position_embeddings: tokens of a sequence in training; longer ones are read, with a warning.
@@ -63,7 +64,9 @@ class HybridConfig(PreTrainedConfig):
         lte_scores: str = "conv",
         lte_dropout: float = 0.1,
         lte_dropout_at: str = "input",
+        lte_cap: float | None = None,
         lte_whole_prompt: bool = False,
+        lte_gradient: str = "value",
         nsa_heads: int = 32,
         nsa_kv_heads: int = 2,
         nsa_head_dim: int = 64,
@@ -99,7 +102,7 @@ class HybridConfig(PreTrainedConfig):
         self.sliding_window = sliding_window
         self.lte_window, self.lte_buffer, self.lte_sinks = lte_window, lte_buffer, lte_sinks
         self.lte_scores, self.lte_dropout, self.lte_dropout_at = lte_scores, lte_dropout, lte_dropout_at
-        self.lte_whole_prompt = lte_whole_prompt
+        self.lte_cap, self.lte_whole_prompt, self.lte_gradient = lte_cap, lte_whole_prompt, lte_gradient
         self.nsa_heads, self.nsa_kv_heads, self.nsa_head_dim = nsa_heads, nsa_kv_heads, nsa_head_dim
         self.nsa_block, self.nsa_blocks, self.nsa_window = nsa_block, nsa_blocks, nsa_window
         self.nsa_compression = nsa_compression

@@ -91,8 +91,10 @@ def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
         return GatedDeltaNet(config.hidden_size, *how, config.rms_norm_eps)
     if kind == "lte":
         scores = {"kind": config.lte_scores, "dropout": config.lte_dropout, "dropout_at": config.lte_dropout_at}
+        scores["cap"] = config.lte_cap
         sizes = (config.lte_window, config.lte_buffer, config.lte_sinks)
-        return LearnedEviction(config.hidden_size, *heads, *sizes, config.rope_base, scores, config.lte_whole_prompt)
+        how = (config.rope_base, scores, config.lte_whole_prompt, config.lte_gradient)
+        return LearnedEviction(config.hidden_size, *heads, *sizes, *how)
     if kind == "swa":
         return SlidingWindowAttention(config.hidden_size, *heads, config.sliding_window - 1, config.rope_base)
     if kind == "nsa":

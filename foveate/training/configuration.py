@@ -118,6 +118,7 @@ class OptimSettings:
     """AdamW with a linear warm-up and a cosine decay. Vectors and scalars (norms, biases, gates) do not decay."""
 
     lr: float = _setting(3e-4, "highest learning rate")
+    scores: float = _setting(1.0, "share of it by which retention scores learn; below 1 where heads fall silent")
     final: float = _setting(0.1, "share of it at the end")
     warmup: float = _setting(0.05, "share of the steps over which it rises")
     weight_decay: float = _setting(0.1, "of matrices")
@@ -127,6 +128,7 @@ class OptimSettings:
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optim.lr", "above 0", self.lr)
+        _require(0 < self.scores <= 1, "optim.scores", "in (0, 1]", self.scores)
         _require(0 <= self.final <= 1, "optim.final", "in [0, 1]", self.final)
         _require(0 <= self.warmup < 1, "optim.warmup", "in [0, 1)", self.warmup)
         _require(self.weight_decay >= 0, "optim.weight_decay", "at least 0", self.weight_decay)
@@ -157,9 +159,16 @@ class LogSettings:
 
     every: int = _setting(10, "steps between two readings of the loss; a device is waited for at no other step")
     held_out: int = _setting(131_072, "held-out tokens on which the loss is measured with every checkpoint; 0: none")
+    answers: int = _setting(
+        0, "steps between two measurements of the answers to rows of the mixture, near and far; a multiple of log.every"
+    )
+    far: int = _setting(400, "tokens between an answer and its source from which it counts as far: above every window")
 
     def __post_init__(self) -> None:
         _require(self.every >= 1, "log.every", "at least 1", self.every)
+        _require(self.far >= 1, "log.far", "at least 1", self.far)
+        right = self.answers >= 0 and self.answers % self.every == 0
+        _require(right, "log.answers", f"a multiple of log.every ({self.every}), or 0", self.answers)
         _require(self.held_out >= 0, "log.held_out", "at least 0", self.held_out)
 
 

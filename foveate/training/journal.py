@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ class Journal:
         self._events = _writer(out / EVENTS, step) if tensorboard else None
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Writes a row, which has a `step` and numbers."""
+        """Writes a row, which has a `step`, and numbers or mappings of such; lists are left out of the events."""
         with outfile.writing(self._path):
             self._file.write(json.dumps(dict(row)) + "\n")
             self._file.flush()
         if self._events:
-            for name, value in row.items():
+            for name, value in _scalars(row):
                 if name != "step":
                     self._events.add_scalar(name, value, row["step"])
 
@@ -61,6 +61,14 @@ def read(out: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and "step" in row:
             rows.append(row)
     return rows
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif not isinstance(value, list):
+            yield f"{prefix}{name}", value
 
 
 def has_tensorboard() -> bool:

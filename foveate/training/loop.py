@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foveate.results import circumstances, outfile
 from foveate.results.errors import UserError
-from foveate.training import checkpoints, finished, journal, network, prepare
+from foveate.training import checkpoints, finished, journal, network, prepare, probes
 from foveate.training.configuration import TrainingConfig
 from foveate.training.distributed import Parallel, Place, joined
 from foveate.training.mixture import IGNORED, Mixture, batches, held_out_batches, open_store
@@ -142,7 +142,7 @@ class _Run:
         if config.run.compile:
             made.compile()
         self.held = round(config.sparsity.hold * config.steps)
-        self.held_parameters = network.score_parameters(made) if self.held else []
+        self.opened = network.open_layers(made) if self.held else None
         self.optimizer = adamw(made, config.optim)
         self.feedback = None if config.sparsity.budget is None else SparsityFeedback(config.sparsity)
         self.forward_options: dict[str, Any] = {"use_cache": False}
@@ -151,8 +151,6 @@ class _Run:
                 raise UserError(
                     f"sparsity.budget is set, and {type(made).__name__} has no layer that evicts by learned scores"
                 )
-            if self.held and not self.held_parameters:
-                raise UserError(f"sparsity.hold is set, and {type(made).__name__} has no scores of foveate's layers")
             self.forward_options["output_retention"] = True
         self.held_out = self._held_out()
         self.step = 0
@@ -162,6 +160,7 @@ class _Run:
         self.speeds: list[float] = []
         self.writing: Future | None = None
         self.good: Path | None = None
+        self.probes = probes.Probes(self.mixture, config.batch.length, config.log.far) if config.log.answers else None
 
     # A run
 
@@ -205,6 +204,11 @@ class _Run:
                     log.add(row)
                 if self.progress:
                     self.progress(self.step, self.config.steps, row)
+                if self.probes and (last or self.step % self.config.log.answers == 0):
+                    answered = self.probes.measure(self.parallel.network, self.place.device, self._autocast)
+                    self.say(f"step {self.step:,} · {probes.line(answered)}")
+                    if log:
+                        log.add({"step": self.step, "answers": answered})
                 if saving:
                     self._save(log, writer)
                 begun, since = time.perf_counter(), self.step
@@ -220,9 +224,10 @@ class _Run:
         ]
         weights = self._weights(parts)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.config.steps, self.config.optim)
-        holding = self.step < self.held
-        feedback = None if holding else self.feedback
+            group["lr"] = group["share"] * learning_rate(self.step, self.config.steps, self.config.optim)
+        held = self.step < self.held
+        if self.opened is not None:
+            self.opened.fill_(held)
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
             torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's
@@ -231,21 +236,19 @@ class _Run:
                     made = self.parallel.model(**part, **self.forward_options)
                 loss = made.loss * weight
                 total = total + loss.detach()
-                if feedback:
-                    penalty = feedback.penalty(made.retention) / len(parts)
-                    feedback.observe(made.retention)
+                if self.feedback:
+                    self.feedback.observe(made.retention)
+                if self.feedback and not held:
+                    penalty = self.feedback.penalty(made.retention) / len(parts)
                     penalties = penalties + penalty.detach()
                     loss = loss + penalty
                 loss.backward()
-        if holding:  # what is not trained counts neither in the norm nor in AdamW's moments
-            for parameter in self.held_parameters:
-                parameter.grad = None
         clip = self.config.optim.clip
         norm = self.parallel.clip(clip) if clip else torch.zeros((), device=self.place.device)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if feedback:
-            feedback.step()
+        if self.feedback:
+            self.feedback.step(held)
         self.stats.append(torch.stack([total.float(), norm.float(), penalties]))
         self.step += 1
 
@@ -277,7 +280,9 @@ class _Run:
         }
         if self.feedback:
             row["penalty"] = statistics.fmean(penalties)
-            row |= {name: value.item() for name, value in self.feedback.summary().items()}
+            row |= self.feedback.summary()
+            if warning := self.feedback.warning():
+                self.say(f"step {self.step}: {warning}")
         return row
 
     def _diverged(self, step: int, what: str) -> None:

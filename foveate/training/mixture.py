@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from foveate.results.errors import UserError
-from foveate.training.sources import LOSSES, Draw, Source, Vocabulary
+from foveate.training.sources import LOSSES, Draw, Row, Source, Vocabulary
 from foveate.training.tokens import TokenStore
 
 ROUND = 1000
 """Rows in which the shares are exact, to a thousandth."""
 IGNORED = -100
-_TASKS = (_ORDER, _DEAL, _ROW) = range(3)  # tell random streams of one seed apart
+_TASKS = (_ORDER, _DEAL, _ROW, _FRESH) = range(4)  # tell random streams of one seed apart
 
 
 class Phase(NamedTuple):
@@ -80,6 +80,12 @@ class Mixture:
             raise RuntimeError(f"a row of source {source.kind} has {len(row.ids)} tokens, expected {length}")
         labels = np.where(np.isin(row.roles, LOSSES[source.loss]), row.ids, IGNORED)
         return row.ids, labels, source.kind
+
+    def fresh(self, source: Source, count: int, length: int) -> list[Row]:
+        """Rows of a source as at the end of training, which no step of any run has: the same for every seed."""
+        which = [_FRESH, *source.kind.encode()]
+        draws = (Draw(np.random.default_rng([*which, i, length]), length, i, (*which,), 1.0) for i in range(count))
+        return [source.row(self.store, self._vocabulary, draw) for draw in draws]
 
     def batch(self, shape: Shape, step: int, micro: int) -> dict[str, Tensor]:
         """A micro-batch of one rank: `input_ids` and `labels`, int64 `[B, T]`; labels that do not count are -100.

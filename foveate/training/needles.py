@@ -37,6 +37,7 @@ class Needles(Source):
     distractors: float = setting(0.15, "share of the rows whose haystack is needles with other keys")
     ruler: float = setting(0.05, "share of the rows in RULER's wording; 0.05 is one of twenty")
     shorter: float = setting(0.5, "share of the rows that are cut into two or four, each with its own needles")
+    grows: float = setting(0.0, "share of the training over which `shorter` falls from 1: first needles are near")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,6 +45,7 @@ class Needles(Source):
         self.require_shares("uuid_keys")
         self.require_shares("ruler")
         self.require_shares("shorter")
+        self.require_shares("grows")
         self.require_shares("noise", "distractors")
         if not self.values:
             raise UserError(f"mixture.needles.values must name at least one of {', '.join(KINDS)}")
@@ -60,7 +62,8 @@ class Needles(Source):
 
     def row(self, store: TokenStore, vocabulary: Vocabulary, draw: Draw) -> Row:
         rng, length = draw.rng, draw.length
-        parts = 2 ** int(rng.integers(1, 3)) if rng.random() < self.shorter else 1
+        near = max(0.0, 1 - draw.progress / self.grows) if self.grows else 0.0
+        parts = 2 ** int(rng.integers(1, 3)) if rng.random() < self.shorter + (1 - self.shorter) * near else 1
         if length < parts * _SHORTEST:
             parts = 1
         lengths = [length // parts] * (parts - 1)

@@ -112,10 +112,27 @@ def matmul_parameters(network: Any) -> int:
 
 def score_parameters(network: Any) -> list[torch.nn.Parameter]:
     """The parameters of the learned scores by which a hybrid's layers retain tokens."""
-    from foveate.layers.lte import RetentionScores  # here, as other models need no layers of the hybrids
+    return [parameter for layer in evicting_layers(network) for parameter in layer.scores.parameters()]
 
-    scores = (module for module in network.modules() if isinstance(module, RetentionScores))
-    return [parameter for module in scores for parameter in module.parameters()]
+
+def evicting_layers(network: Any) -> list[torch.nn.Module]:
+    """The layers of a hybrid that retain tokens by learned scores."""
+    from foveate.layers import LearnedEviction  # here, as other models need no layers of the hybrids
+
+    return [module for module in network.modules() if isinstance(module, LearnedEviction)]
+
+
+def open_layers(network: Any) -> torch.Tensor:
+    """A bool on the network's device: while it is true, layers that retain tokens by learned scores retain all.
+
+    Raises `UserError` for a network without such layers.
+    """
+    if not (layers := evicting_layers(network)):
+        raise UserError(f"sparsity.hold is set, and {type(network).__name__} has no scores of foveate's layers")
+    opened = torch.ones((), dtype=torch.bool, device=layers[0].scores.head.weight.device)
+    for layer in layers:
+        layer.opened = opened
+    return opened
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -8,21 +8,23 @@ import torch
 from torch import nn
 
 from foveate.training.configuration import OptimSettings
+from foveate.training.network import score_parameters
 
 
 def adamw(network: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU. What has fewer than two dimensions, or says `_no_weight_decay`, does not decay."""
-    decaying: tuple[list, list] = ([], [])
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            spared = parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False)
-            decaying[spared].append(parameter)
+    """AdamW, fused on a GPU. What has fewer than two dimensions does not decay.
+
+    Groups have a `share` of the learning rate: that of `settings.scores` for retention scores, else 1.
+    """
+    scores = set(score_parameters(network)) if settings.scores < 1 else set()
+    grouped: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
+        decay = settings.weight_decay if parameter.ndim > 1 else 0.0
+        grouped.setdefault((settings.scores if parameter in scores else 1.0, decay), []).append(parameter)
     groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in zip(decaying, (settings.weight_decay, 0.0))
-        if parameters
+        {"params": parameters, "weight_decay": decay, "share": share} for (share, decay), parameters in grouped.items()
     ]
-    fused = all(parameter.is_cuda for group in decaying for parameter in group)
+    fused = all(parameter.is_cuda for parameters in grouped.values() for parameter in parameters)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
 
 

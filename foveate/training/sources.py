@@ -71,6 +71,11 @@ class Vocabulary:
         self.breaks = _flags(breaks, max(pieces) + 1)
 
     @functools.cached_property
+    def digits(self) -> np.ndarray:
+        """Ids that stand for a digit."""
+        return np.array([index for digit in "0123456789" for index in self.encode(digit)[-1:]], np.int64)
+
+    @functools.cached_property
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
         """Two disjoint halves of the ids: keys and values of associative recall, the same as in evaluation."""
         return halved(self.plain)

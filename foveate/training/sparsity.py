@@ -29,6 +29,8 @@ from torch import Tensor
 from foveate.results.errors import UserError, unknown
 
 VARIANTS = ("code", "paper")
+MUTE = 100
+"""Steps without a retained token after which a run warns of a head."""
 SPARED = 6
 """Last tokens of a sequence that are not counted: LTE's scores read six tokens ahead, which these tokens lack."""
 
@@ -42,8 +44,8 @@ class SparsitySettings:
     """Constants of the feedback; the defaults are those of the paper's runs of 20,480 steps.
 
     λ needs about 40 updates from 1e-9 to 1e-2. Short runs want a shorter interval and larger factors: `interval` 8,
-    `up` 2. At large learning rates they also want `hold`: while attention cannot find anything far away yet, the loss
-    itself drives scores down, and a KV head that retains nothing learns nothing from distant tokens.
+    `up` 2. `hold` is the published code's warm-up: attention first learns to find what is far away, and the scores
+    learn from it what deserves to stay.
     """
 
     budget: int | None = _setting(None, "retained tokens a head may have, of a training sequence; none: no feedback")
@@ -54,7 +56,10 @@ class SparsitySettings:
     floor: float = _setting(0.95, "share of the budget below which λ falls")
     least: float = _setting(1e-9, "a smaller λ becomes 0, and a re-enabled one begins with it")
     most: float = _setting(1.0, "largest λ")
-    hold: float = _setting(0.0, "share of the run at first in which scores stay as drawn: nearly all are retained")
+    hold: float = _setting(
+        0.0,
+        "share of the run at first in which every token is retained and λ rests; scores learn without moving the model",
+    )
     ema: float | None = _setting(None, "weight a of the moving average; none: 2 / (1 + interval / 2)")
     variant: str = _setting("code", "code or paper: whose rules where they differ")
 
@@ -111,12 +116,20 @@ class SparsityFeedback:
         self._threshold = THRESHOLD
         self.settings = settings
         self.steps = 0
+        self.retained: Tensor | None = None
+        """What heads retain, to report: `average`, or a held step's counts."""
         self.weights: Tensor | None = None
         """λ, fp32 `[layers, heads]`; None before the first scores."""
         self.average: Tensor | None = None
         """Moving average of the counts, fp32 `[layers, heads]`; None before the first step."""
+        self.silent: Tensor | None = None
+        """Steps since each head last retained a token, int32 `[layers, heads]`; None before the first step."""
+        self.slope: Tensor | None = None
+        """The sigmoid's mean slope at the scores of the last step, at most 1/4, fp32 `[layers, heads]`."""
         self._counts: Tensor | None = None
+        self._slopes: Tensor | float = 0.0
         self._observed = 0
+        self._warned: set[tuple[int, ...]] = set()
 
     def penalty(self, retention: Sequence[Tensor]) -> Tensor:
         """The term to add to a micro-batch's loss, a scalar.
@@ -141,18 +154,29 @@ class SparsityFeedback:
         counted = scores[..., : scores.shape[-1] - SPARED]
         counts = (counted > self._threshold).sum(-1, dtype=torch.float32).mean(1)
         self._counts = counts if self._counts is None else self._counts + counts
+        self._slopes = self._slopes + (scores * (1 - scores)).mean((1, 3))
         self._observed += 1
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Ends a step of training: folds its counts into the average, and updates λ if it is the interval's last."""
+    def step(self, held: bool = False) -> None:
+        """Ends a step of training: folds its counts into the average, and updates λ if it is the interval's last.
+
+        A `held` step changes neither λ nor the average; what it counted is only reported.
+        """
         if self._counts is None:
             raise RuntimeError("step() without observe(): no scores were counted in this step")
         counts, self._counts = _over_ranks(self._counts / self._observed), None
+        self.slope, self._slopes = self._slopes / self._observed, 0.0
         self._observed = 0
+        silent = 1 if self.silent is None else self.silent + 1
+        self.silent = torch.where(counts > 0, 0, silent)
+        if held:
+            self.retained = counts
+            return
         a = self.settings.weight
         kept = a if self.settings.variant == "paper" else 1 - a
         self.average = counts if self.average is None else kept * self.average + (1 - kept) * counts
+        self.retained = self.average
         self.steps += 1
         if self.steps % self.settings.interval == 0:
             self._update()
@@ -169,19 +193,41 @@ class SparsityFeedback:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.steps = int(state["steps"])
         self.weights, self.average = state.get("weights"), state.get("average")
-        self._counts, self._observed = None, 0
+        self.retained = self.average
+        self._counts, self._slopes, self._observed = None, 0.0, 0
 
-    def summary(self) -> dict[str, Tensor]:
-        """Scalars to log, on the device: λ's mean and largest, the share of heads without, the counts."""
-        if self.weights is None or self.average is None:
+    def summary(self) -> dict[str, float | list[list[float]]]:
+        """What to log; waits for the device.
+
+        λ's mean and largest and the share of heads without; what each head retains (`retained`, `[layers][heads]`), its
+        mean and largest; and the numbers of heads that are silent (they retained nothing in the last step) and that are
+        saturated (at their scores the sigmoid is flatter than a twelfth of its steepest slope: they hardly learn).
+        """
+        if self.weights is None or self.retained is None or self.slope is None:
             return {}
         return {
-            "lambda_mean": self.weights.mean(),
-            "lambda_max": self.weights.amax(),
-            "lambda_zero": (self.weights == 0).float().mean(),
-            "retained_mean": self.average.mean(),
-            "retained_max": self.average.amax(),
+            "lambda_mean": self.weights.mean().item(),
+            "lambda_max": self.weights.amax().item(),
+            "lambda_zero": (self.weights == 0).float().mean().item(),
+            "retained_mean": self.retained.mean().item(),
+            "retained_max": self.retained.amax().item(),
+            "heads_silent": (self.silent > 0).sum().item(),
+            "heads_saturated": (self.slope < 0.25 / 12).sum().item(),
+            "retained": [[round(count, 1) for count in layer] for layer in self.retained.tolist()],
         }
+
+    def warning(self) -> str | None:
+        """Names heads that have retained nothing for `MUTE` steps, each once; waits for the device."""
+        mute = [] if self.silent is None else [(*at,) for at in (self.silent >= MUTE).nonzero().tolist()]
+        fallen = [at for at in mute if at not in self._warned]
+        self._warned.update(fallen)
+        if not fallen:
+            return None
+        heads = ", ".join(f"{layer}.{head}" for layer, head in fallen)
+        return (
+            f"of the LTE heads (layer.head, from 0), {heads} retained nothing for {MUTE} steps and see their window "
+            "alone; try a lower optim.scores, or sparsity.hold"
+        )
 
     def _update(self) -> None:
         s, average = self.settings, self.average

@@ -28,13 +28,14 @@ class Copies(Source):
     span: tuple[int, int] = setting((16, 64), "tokens of a span")
     cue: int = setting(4, "first tokens of a copy that are no answer")
     drawn: float = setting(0.25, "share of the spans that are random tokens, which no text tells")
+    digits: float = setting(0.0, "share of the spans that are random digits, which small models miscopy")
     fill: float = setting(0.3, "share of the row that copies take up, about")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_range("gap")
         self.require_range("span", 2)
-        self.require_shares("drawn")
+        self.require_shares("drawn", "digits")
         self.require_shares("fill")
         if not 1 <= self.cue < self.span[0]:
             raise UserError(
@@ -59,8 +60,10 @@ class Copies(Source):
             if not free[source : source + size].all():
                 position += 1
                 continue
-            if rng.random() < self.drawn:
-                ids[source : source + size] = rng.choice(vocabulary.plain, size)
+            if (place := rng.random()) < self.drawn + self.digits:
+                ids[source : source + size] = rng.choice(
+                    vocabulary.plain if place < self.drawn else vocabulary.digits, size
+                )
                 roles[source : source + size] = DRAWN
             ids[position : position + size] = ids[source : source + size]
             roles[position : position + self.cue] = DRAWN
@@ -78,23 +81,26 @@ class Copies(Source):
 class Recall(Source):
     """Multi-query associative recall (Arora et al. 2023): pairs of tokens, then all keys again, each to be answered.
 
-    A row has one to eight parts with pairs of their own, text between the pairs and the queries.
+    A row has 1, 2, 4 … up to `parts` parts with pairs of their own, text between the pairs and the queries.
     """
 
     kind: ClassVar[str] = "recall"
 
     pairs: tuple[int, int] = setting((8, 256), "fewest and most pairs of a part, drawn on a logarithmic scale")
     grows: float = setting(0.3, "share of the training over which the most grows from the fewest; 0: none")
+    parts: int = setting(8, "most parts of a row, each with pairs of its own; few parts ask from further away")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_range("pairs")
         self.require_shares("grows")
+        if self.parts < 1:
+            raise UserError(f"mixture.recall.parts must be at least 1, got {self.parts}")
 
     def row(self, store: TokenStore, vocabulary: Vocabulary, draw: Draw) -> Row:
         rng, length = draw.rng, draw.length
         grown = min(1.0, draw.progress / self.grows) if self.grows else 1.0
-        parts = 2 ** int(rng.integers(0, 4))
+        parts = 2 ** int(rng.integers(0, self.parts.bit_length()))
         while parts > 1 and length // parts < 8 * self.pairs[0]:
             parts //= 2
         ends = np.linspace(0, length, parts + 1).astype(int)

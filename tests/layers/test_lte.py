@@ -377,3 +377,73 @@ def test_settings_that_cannot_be(changes, message):
 def test_heads_that_do_not_divide():
     with pytest.raises(ValueError, match="num_heads must be a multiple"):
         LearnedEviction(WIDTH, 4, 3, 16, window=30, buffer=12)
+
+
+@pytest.mark.parametrize("gradient", ["value", "logit"])
+def test_the_gradient_of_scores(gradient):
+    """Of a factor of the values as equation 6 has it, or of a bias of the logits, which sums to zero over the keys."""
+    layer = eviction(scores={"dropout": 0.0}, gradient=gradient).double().train()
+    x, at = hidden(60)
+    x = x.double()
+    taken = []
+    layer.scores.register_forward_hook(lambda module, inputs, out: taken.append(out) or out.retain_grad())
+    wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    out, scores = layer(x, at)
+    (out * wanted).sum().backward()
+    q, k, v = (layer._heads(proj(x)).detach() for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    angles = layer.rotary.angles(at)
+    q, k = rotate(q, angles), rotate(k, angles)
+    kept = scores.detach() > 0.5
+    kept[:, :, : layer.sinks] = True
+    group = layer.num_heads // layer.num_kv_heads
+    k, v, kept = (t.repeat_interleave(group, 1) for t in (k, v, kept))
+    i, j = torch.arange(60)[:, None], torch.arange(60)
+    seen = (j <= i) & ((i - j <= layer.window) | kept[:, :, None])
+    bias = torch.zeros(scores.shape, dtype=torch.float64, requires_grad=True)
+    by_head = bias.repeat_interleave(group, 1)
+    logits = q @ k.mT * layer.scaling + (by_head[:, :, None] if gradient == "logit" else 0)
+    values = v * (1 + by_head[..., None]) if gradient == "value" else v
+    expected = logits.masked_fill(~seen, float("-inf")).softmax(-1) @ values
+    expected = layer.o_proj(expected.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, expected)
+    (expected * wanted).sum().backward()
+    torch.testing.assert_close(taken[0].grad.double(), bias.grad, atol=1e-5, rtol=1e-4)
+    if gradient == "logit":
+        assert taken[0].grad.sum(-1).abs().max() < 1e-5 < taken[0].grad.abs().max()
+
+
+def test_a_cap_bounds_scores_in_training_and_leaves_their_order():
+    free, capped = RetentionScores(2, 16, dropout=0.0), RetentionScores(2, 16, dropout=0.0, cap=4.0)
+    capped.load_state_dict(free.state_dict())
+    k, v = (50 * torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    scores, bounded = free(k, v), capped(k, v)
+    logits = free.logits(k, v)
+    torch.testing.assert_close(bounded, (4 * (logits / 4).tanh()).sigmoid())
+    assert scores.min() < torch.tensor(-4.0).sigmoid() <= bounded.min()
+    assert torch.equal(bounded > 0.5, scores > 0.5)
+    with pytest.raises(ValueError, match="cap must be above 0 or None, not 0"):
+        RetentionScores(2, 16, cap=0.0)
+    with pytest.raises(ValueError, match="gradient must be value or logit, not 'sum'"):
+        eviction(gradient="sum")
+
+
+@pytest.mark.parametrize("gradient", ["value", "logit"])
+def test_while_opened_all_is_retained_and_scores_move_nothing_but_themselves(gradient):
+    """The same compiled layer serves before and after; keys and values learn what full attention teaches."""
+    layer = eviction(scores={"dropout": 0.0}, gradient=gradient).train()
+    layer.opened = torch.ones((), dtype=torch.bool)
+    x, at = hidden(90)
+    wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    (layer(x, at)[0] * wanted).sum().backward()
+    moved = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    assert moved["scores.head.weight"].abs().max() > 0
+    layer.zero_grad()
+    q, k, v = (layer._heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotate(t, layer.rotary.angles(at)) for t in (q, k))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
+    (layer.o_proj(whole.transpose(1, 2).flatten(2)) * wanted).sum().backward()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        torch.testing.assert_close(moved[f"{name}.weight"], layer.get_submodule(name).weight.grad, atol=1e-4, rtol=1e-4)
+    layer.opened.fill_(False)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, at)[0], written_out(layer, x, at, cap=False), atol=1e-5, rtol=1e-4)

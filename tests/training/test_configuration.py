@@ -39,7 +39,7 @@ def _toml(key, value):
     ("change", "message"),
     [
         ("step=3", r"the configuration: unknown setting 'step'. Did you mean 'steps'\?"),
-        ("optim.learning_rate=1", "optim: unknown setting 'learning_rate'. .*Allowed: lr, final"),
+        ("optim.learning_rate=1", "optim: unknown setting 'learning_rate'. .*Allowed: lr, scores, final"),
         ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
         ("optim.lr=0", "optim.lr must be above 0, got 0"),
         ("optim.betas=[0.9]", r"optim.betas: expected 2 values, got \[0.9\]"),

@@ -293,8 +293,8 @@ def test_the_feedback_is_logged_and_acts(make, evicting_folder, tmp_path):
     assert rows[0]["penalty"] > 0
 
 
-def test_held_scores_stay_as_drawn_and_learn_afterwards(make, tmp_path):
-    """Also over a kill and a resume within the hold; λ rests as long."""
+def test_a_hold_retains_everything_and_lambda_rests(make, tmp_path):
+    """Also over a kill and a resume within the hold. The scores learn, and λ acts afterwards."""
     changes = {"model": TINY, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
     config = make({**changes, "sparsity.hold": 0.75})
     train(config, tmp_path / "run", say=quiet)
@@ -307,16 +307,39 @@ def test_held_scores_stay_as_drawn_and_learn_afterwards(make, tmp_path):
         train(config, tmp_path / "parts", say=quiet, progress=kill)
     train(config, tmp_path / "parts", resume=True, say=quiet)
     assert same(weights(tmp_path / "run"), weights(tmp_path / "parts"))
-    halfway, last = (load_file(folder / checkpoints.MODEL) for folder in checkpoints.folders(tmp_path / "run"))
+    halfway = load_file(checkpoints.folders(tmp_path / "run")[0] / checkpoints.MODEL)
     store = TokenStore(config.data.folder)
     drawn = network.build(config.model, store.vocab_size, store.end, 128, config.seed).state_dict()
-    of_scores = [name for name in drawn if ".scores." in name]
+    of_scores = [name for name in drawn if ".scores." in name and "weight" in name]
     assert of_scores
-    assert all(torch.equal(halfway[name], drawn[name]) for name in of_scores)
-    assert not any(torch.equal(last[name], drawn[name]) for name in of_scores if "weight" in name)
+    assert not any(torch.equal(halfway[name], drawn[name]) for name in of_scores)
     rows = [row for row in curve(tmp_path / "run") if "loss" in row]
     assert [row["penalty"] > 0 for row in rows] == 6 * [False] + 2 * [True]
-    assert ["lambda_mean" in row for row in rows] == 6 * [False] + 2 * [True]
+    assert all({"retained", "heads_silent", "heads_saturated"} <= row.keys() for row in rows)
+    assert len({row["lambda_max"] for row in rows[:6]}) == 1
+    assert rows[-1]["lambda_max"] > rows[0]["lambda_max"]
+
+
+def test_a_run_says_what_the_feedback_warns_of(make, evicting_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("foveate.training.sparsity.SparsityFeedback.warning", lambda self: "a head is silent")
+    said = []
+    train(make({**EVICTING, "model.folder": str(evicting_folder), "steps": 2}), tmp_path / "run", say=said.append)
+    assert "step 1: a head is silent" in said
+
+
+def test_answers_are_measured_near_and_far(make, tmp_path):
+    """The same rows at every measurement; what is right is counted as the loss says."""
+    changes = {"log.answers": 6, "log.every": 6, "log.far": 20, "steps": 12}
+    train(make(changes), tmp_path / "run", say=quiet)
+    measured = [row for row in curve(tmp_path / "run") if "answers" in row]
+    assert [row["step"] for row in measured] == [6, 12]
+    numbers = [
+        {(kind, where): values["n"] for kind, found in row["answers"].items() for where, values in found.items()}
+        for row in measured
+    ]
+    assert numbers[0] == numbers[1]
+    assert {where for _, where in numbers[0]} == {"near", "far"}
+    assert all(values["loss"] > 0 for found in measured[1]["answers"].values() for values in found.values())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 from foveate.layers import LearnedEviction
 from foveate.models import HybridForCausalLM, make_config
+from foveate.training import sparsity
 from foveate.training.sparsity import SPARED, SparsityFeedback, SparsitySettings
 
 HEADS = 3
@@ -154,3 +155,27 @@ def test_the_last_tokens_are_those_whose_scores_lack_followers():
     model = HybridForCausalLM(make_config("lalte", "tiny"))
     layers = [module for module in model.modules() if isinstance(module, LearnedEviction)]
     assert {layer.reach for layer in layers} == {SPARED}
+
+
+def test_silent_and_saturated_heads_are_reported(monkeypatch):
+    """A head that retains nothing for so many steps is named, once; one whose scores left the slope is counted."""
+    monkeypatch.setattr(sparsity, "MUTE", 3)
+    feedback = SparsityFeedback(SparsitySettings(budget=6))
+    retention = torch.full((2, 2, HEADS, 20), 0.6)  # [layers, B, heads, L]
+    retention[1, :, 2] = 0.4
+    retention[0, :, 1] = 0.999
+    warnings = []
+    for step in range(5):
+        if step == 4:
+            retention[1, :, 2, 3] = 0.6
+        feedback.penalty(tuple(retention))
+        feedback.observe(tuple(retention))
+        feedback.step(held=step < 2)
+        warnings.append(feedback.warning())
+        found = feedback.summary()
+        assert found["heads_silent"] == (1 if step < 4 else 0)
+        assert found["heads_saturated"] == 1
+        assert found["retained"][0] == 3 * [14.0]
+    assert [warning is not None for warning in warnings] == [False, False, True, False, False]
+    assert "(layer.head, from 0), 1.2 retained nothing for 3 steps" in warnings[2]
+    assert feedback.steps == 3  # held ones do not count

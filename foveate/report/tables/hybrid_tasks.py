@@ -82,7 +82,8 @@ def _line(row: Row) -> tuple[str, str]:
 def _column(row: Row) -> Column:
     settings = row["task_settings"]
     if row["task"] == "ruler":
-        return "ruler", _NEEDLES.get(row["split"], row["split"]), f"{settings['length']:,} tokens"
+        far = f" beyond {settings['beyond']:,}" if settings.get("beyond") else ""
+        return "ruler", _NEEDLES.get(row["split"], row["split"]), f"{settings['length']:,} tokens{far}"
     if row["task"] == "mqar":
         return "mqar", f"{settings['pairs']:,} pairs", f"{settings['length']:,} tokens"
     if row["task"] == "perplexity":
@@ -90,12 +91,13 @@ def _column(row: Row) -> Column:
     return row["task"], "lambada" if row["task"] == "lambada" else row["split"], ""
 
 
-def _place(column: Column) -> tuple[int, int, str, int]:
-    """Where a column stands: by task, what is asked (pairs by their number), and length."""
+def _place(column: Column) -> tuple[int, int, str, int, int]:
+    """Where a column stands: by task, what is asked (pairs by their number), length, and least distance."""
     task, what, size = column
     order, needles = [name for _, names in _GROUPS for name in names], [*_NEEDLES.values()]
     first = needles.index(what) if what in needles else _number(what) if task == "mqar" else len(needles)
-    return order.index(task), first, what, _number(size)
+    length, _, beyond = size.partition(" beyond ")
+    return order.index(task), first, what, _number(length), _number(beyond)
 
 
 def _number(text: str) -> int:

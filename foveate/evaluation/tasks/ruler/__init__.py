@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,10 +68,19 @@ class Ruler(Task):
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
     max_new_tokens: int = dataclasses.field(default=0, metadata={"help": "longest answer; 0: RULER's of the split"})
     question: str = question_setting()
+    beyond: int = dataclasses.field(
+        default=0,
+        metadata={"help": "single_* and multikey_*: least tokens from the needle to the prompt's end", "later": True},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_question(self)
+        at_least(self, "beyond", 0)
+        if self.beyond and not self.split.startswith(("niah_single", "niah_multikey")):
+            raise UserError(f"task 'ruler': beyond is for niah_single_* and niah_multikey_*, not for {self.split}")
+        if self.beyond >= self.length // 2:
+            raise UserError(f"task 'ruler': beyond must be below half of the length, {self.length}, got {self.beyond}")
         at_least(self, "length", _SHORTEST)
         at_least(self, "max_new_tokens", 0)
 
@@ -83,14 +92,23 @@ class Ruler(Task):
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         self.files(data)
         draw = _KINDS[self.split].drawer(Path(data), tokenizer, self.length, limit, seed)
-        return [
-            self._item(tokenizer, draw(random.Random(f"ruler/{self.split}/{seed}/{index}"), index), f"{index}")
-            for index in range(limit)
-        ]
+        return [self._drawn(tokenizer, draw, seed, index) for index in range(limit)]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         match = string_match_part if self.split.startswith("qa") else string_match
         return {"string_match": match(output.text, item.answers)}
+
+    def _drawn(self, tokenizer: Any, draw: Callable[[random.Random, int], Draft], seed: int, index: int) -> Item:
+        """An item; drawn anew while its needle is too near."""
+        rng = random.Random(f"ruler/{self.split}/{seed}/{index}")
+        while True:
+            item = self._item(tokenizer, draw(rng, index), f"{index}")
+            if not self.beyond:
+                return item
+            text = item.prompt[-1]["content"]
+            after = tokenizer.encode(text[text.rindex(item.answers[0]) :], add_special_tokens=False)
+            if len(after) >= self.beyond:
+                return item
 
     def _item(self, tokenizer: Any, draft: Draft, name: str) -> Item:
         def messages(size: int) -> tuple[Message, ...]:
