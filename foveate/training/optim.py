@@ -11,12 +11,11 @@ from foveate.training.configuration import OptimSettings
 
 
 def adamw(network: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU. What has fewer than two dimensions, or says `_no_weight_decay`, does not decay."""
+    """AdamW, fused on a GPU. What has fewer than two dimensions does not decay."""
     decaying: tuple[list, list] = ([], [])
     for parameter in network.parameters():
         if parameter.requires_grad:
-            spared = parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False)
-            decaying[spared].append(parameter)
+            decaying[parameter.ndim < 2].append(parameter)
     groups = [
         {"params": parameters, "weight_decay": decay}
         for parameters, decay in zip(decaying, (settings.weight_decay, 0.0))

@@ -35,6 +35,10 @@ def test_a_line_a_method_and_a_column_a_comparison(rows):
     for line in lines[4:]:
         scores = [f"{row['score']:.1f}" for row in rows if row["spec"] == line.split("`")[1]]
         assert line.split(" | ")[2:4] == scores
+    for order in (rows, rows[::-1]):
+        for line in summary(order).splitlines()[4:]:
+            read = sorted(100 * row["keys_read_share"] for row in rows if row["spec"] == line.split("`")[1])
+            assert line.split(" | ")[1] == f"{read[0]:.1f}–{read[-1]:.1f} %"
 
 
 def test_the_pooled_difference_is_the_mean_over_all_items_paired(rows):
