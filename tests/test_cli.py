@@ -151,6 +151,8 @@ def test_a_model_runs_as_it_is(model, out):
         (["--length", 4000], "needs 4,003 positions, the model has 2,048"),
         (["--length", 2048], "needs 2,051 positions"),
         (["--limit", 0], "limit must be at least 1, got 0"),
+        (["--seed", -1], "seed must be at least 0 and below 2^64, got -1"),
+        (["--seed", 1 << 64], "seed must be at least 0 and below 2^64, got 18446744073709551616"),
         (["--batch-size", 0], "batch-size must be at least 1"),
         (["--data", "nowhere"], "nowhere: no such folder"),
         (["--model", "nowhere"], "nowhere: no such model folder"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,5 +201,22 @@ def lock(file: Any, path: Path) -> None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise UserError(f"{path}: another process is writing to it") from None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps a folder, or an empty file that is there meanwhile, for this process. Raises what :func:`lock` does."""
+    folder = path.is_dir()
+    with outfile.writing(path):
+        handle = os.open(path, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        lock(handle, path)
+        try:
+            yield
+        finally:
+            if not folder:
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)

@@ -7,12 +7,13 @@ fingerprint and the sha256 of all other files. It is written under another name,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
+from foveate.results.resultfile import locked
+from foveate.training.journal import LOG
 from foveate.training.tokens import sha256
 
 KIND = "checkpoint of foveate train"
@@ -50,6 +53,22 @@ class Snapshot:
     fingerprint: Mapping[str, Any]
     held_out: float | None = None
     extra: Mapping[str, Any] | None = None
+
+
+@contextlib.contextmanager
+def run_folder(out: Path, resume: bool) -> Iterator[None]:
+    """Keeps the folder of a run, which is made if it is not there, for this process.
+
+    Raises `UserError` for a folder that cannot be written to, that another process keeps, or that holds a run unless
+    `resume`.
+    """
+    outfile.check_folder(out)
+    if not resume and (folders(out) or (out / LOG).exists()):
+        raise UserError(f"{out} holds a run; --resume goes on with it, or choose another --out")
+    with outfile.writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        yield
 
 
 def folders(out: Path) -> list[Path]:

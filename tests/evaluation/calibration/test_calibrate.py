@@ -485,6 +485,7 @@ class TestBadPlans:
             ({"limit": 1}, "limit must be at least 2, got 1: one prompt shows too little"),
             ({"anchors": 0}, "anchors must be at least 1, got 0"),
             ({"keys": 0}, "keys must be at least 1"),
+            ({"seed": -1}, "seed must be at least 0 and below 2.64, got -1"),
             ({"tile": 0}, "tile must be at least 1"),
             ({"time_context": 0}, "time-context must be at least 1"),
             ({"time_batch": 0}, "time-batch must be at least 1"),
