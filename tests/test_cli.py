@@ -179,6 +179,7 @@ def test_bad_input_is_one_line(model, out, more, message, monkeypatch):
         ([], "give either --prompt or --prompt-file"),
         (["--prompt", "a", "--prompt-file", "b"], "give either --prompt or --prompt-file"),
         (["--prompt", " "], "the prompt is empty"),
+        (["--prompt", "a\udc80b"], "the prompt is not UTF-8: its character 2 is '\\udc80'"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--prompt", "a", "--max-new-tokens", 0], "max-new-tokens must be at least 1"),
         (["--prompt", "a", "--max-new-tokens", 3000], "prompt and answer need 3,001 positions"),

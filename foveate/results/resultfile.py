@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate.json_text import parse_json
 from foveate.methods import Method, complete, recorded
 from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
@@ -173,7 +174,7 @@ def _note(path: Path, number: int, lines_of: dict[str, int], what: str, *key: An
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}:{number}: malformed JSON ({error}); move the file away or choose another --out"

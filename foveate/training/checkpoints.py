@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from foveate.json_text import parse_json
 from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
 from foveate.results.resultfile import locked
@@ -118,7 +119,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The state of a checkpoint, every file checked. Raises `DataError` that names what is missing or damaged."""
     path = folder / STATE
     try:
-        state = json.loads(path.read_bytes())
+        state = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
@@ -179,7 +180,7 @@ def prune(out: Path, keep: int) -> None:
     losses = {}
     for folder in found:
         try:
-            losses[folder] = json.loads((folder / STATE).read_bytes()).get("held_out")
+            losses[folder] = parse_json((folder / STATE).read_bytes()).get("held_out")
         except (OSError, ValueError):  # damaged: it goes when its turn comes
             losses[folder] = None
     measured = [folder for folder in found if losses[folder] is not None]

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from foveate.inputs import loading, model_folder, reading
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
+from foveate.json_text import parse_json
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
 from foveate.results import outfile
 from foveate.results.errors import DataError, UserError, check_seed
@@ -324,7 +325,7 @@ class _Run:
             return []
         try:
             with safe_open(plan.partial, "pt") as file:
-                about = json.loads((file.metadata() or {})[_KIND])
+                about = parse_json((file.metadata() or {})[_KIND])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             step, seconds, mark = about["step"], about["seconds"], about["run"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
