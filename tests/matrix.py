@@ -104,6 +104,8 @@ VARIANTS = [
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
     ("streaming/nothing_kept", methods.make("streaming", sinks=0, window=1)),
     ("streaming/little_kept", methods.make("streaming", sinks=0, window=0.1)),
+    ("adakv/floor", methods.make("adakv", top_k=0.3, window=4, kernel_size=3, pooling="max", floor=0.9)),
+    ("adakv/no_floor", methods.make("adakv", top_k=9, window=5, kernel_size=1, floor=0.0)),
     ("snapkv/max", methods.make("snapkv", top_k=0.2, window=4, kernel_size=5, pooling="max")),
     *(
         (f"lte/{name}", methods.make("lte", **LTE | settings).for_layer(1, 3))
@@ -536,6 +538,7 @@ PROMISED = {
         *range(method.sink_pages * method.page_size),
         *range((length // method.page_size + 1 - method.window_pages) * method.page_size, length),
     },
+    "adakv": lambda method, prompt, length: range(prompt - method.window, length),
     "snapkv": lambda method, prompt, length: range(prompt - method.window, length),
     "streaming": seen_by_streaming,
     "lined_as_published": lambda method, prompt, length: range(length + 1 - method.window, length),
@@ -770,9 +773,25 @@ def test_several_tokens_at_once_after_the_prompt_equal_single_steps(method):
     assert float(together.layer.counters.keys_read) == pytest.approx(float(apart.layer.counters.keys_read))
 
 
+def beside_what_is_held(store, row, tokens):
+    """Causal attention, in fp64, of new tokens of a row over what each KV head holds and over themselves."""
+    outs, future = [], torch.ones(len(tokens), len(tokens)).triu(1).bool()
+    for head, queries in enumerate(tokens.q[0].double().unflatten(0, (KV_HEADS, -1))):
+        held = store.positions[row, head] >= 0
+        pairs = ((store.keys, tokens.k), (store.values, tokens.v))
+        k, v = (torch.cat([old[row, head, held], new[0, head]]).double() for old, new in pairs)
+        hidden = torch.nn.functional.pad(future, (int(held.sum()), 0))
+        outs.append((queries @ k.T * SCALING).masked_fill(hidden, float("-inf")).softmax(-1) @ v)
+    return torch.cat(outs)[None].float()
+
+
 @each_variant
 def test_second_turn_in_chunks_and_batches(method):
-    """A second prompt on the same cache: padded batches and chunks give what a lone sequence gives."""
+    """A second prompt on the same cache, in chunks and a padded batch.
+
+    A dense prompt attends to what each KV head holds, and so does a token decoded by a method that evicts. Other tokens
+    attend as those of a lone sequence.
+    """
     first = [Tokens.random(1, length, seed=length) for length in (31, 18)]
     steps = [Tokens.random(1, 7, seed=200 + b) for b in range(2)]
     second = [Tokens.random(1, length, seed=300 + length) for length in (12, 29)]
@@ -784,10 +803,17 @@ def test_second_turn_in_chunks_and_batches(method):
     more, more_mask = padded(second, 29)
     mask = torch.cat([mask, torch.ones(2, 7, dtype=torch.bool), more_mask], 1)
     driver.layer.phase.prompt_end = mask.shape[1]
-    if feed_pieces(driver, [(more[:11], mask[:, : 31 + 7 + 11]), (more[11:], mask)]) is None:
+    expected = [beside_what_is_held(driver.store, b, second[b]) for b in range(2)]
+    read = feed_pieces(driver, [(more[:11], mask[:, : 31 + 7 + 11]), (more[11:], mask)])
+    if read is None:
         return
+    held = [beside_what_is_held(driver.store, b, last[b][:1]) for b in range(2)]
     out = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in last]) for n in "qkv")))
     for b in range(2):
+        if not method.sparse_prompt:
+            close(read[b : b + 1, :, -len(second[b]) :], expected[b])
+        if method.evicts:
+            close(out[b : b + 1, :, :1], held[b])
         alone = Driver(method, len(first[b]))
         alone.feed(first[b])
         alone.feed_steps(steps[b])

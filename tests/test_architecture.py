@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
+    ("json_text",),
     ("ops",),
     ("state",),
     ("calibration",),
@@ -44,7 +45,7 @@ LAYERS_OF_STATE = (
 )
 """The same of ``foveate.state``."""
 
-NEUTRAL = ("ops", "state", "calibration", "layers", "methods", "runtime")
+NEUTRAL = ("json_text", "ops", "state", "calibration", "layers", "methods", "runtime")
 """Layers that know no engine."""
 
 MOST_LINES = 450

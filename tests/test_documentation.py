@@ -86,6 +86,14 @@ def test_every_method_has_its_line():
     assert all(f"| `{name}` |" in page for name in methods.names())
 
 
+def test_packages_are_named_without_the_host_of_a_registry():
+    """A package is had from whichever index a machine uses; its name and release say what it is."""
+    files = [*PAGES, *sorted((ROOT / "foveate").rglob("*.py"))]
+    hosts = re.compile(r"pypi\.org|pythonhosted|anaconda\.org|registry\.npmjs")
+    assert [str(path) for path in files if hosts.search(path.read_text(encoding="utf-8"))] == []
+    assert methods.get("locks").source.endswith("Python package locks-kv, release 0.1.4")
+
+
 def test_every_extra_has_its_line():
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     extras = importlib.metadata.metadata("foveate").get_all("Provides-Extra")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-from foveate.results.errors import UserError
+from foveate.results.errors import UserError, check_seed
 
 if TYPE_CHECKING:
     from foveate.methods import Method
@@ -113,6 +113,7 @@ class Plan:
                 _check_choices(about, value, several)
         for spec in getattr(self, "methods", ()):
             parsed(spec)
+        check_seed(getattr(self, "seed", 0))
         if str(getattr(self, "device", "")).startswith("cuda"):
             _check_cuda()
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foveate.json_text import parse_json
+
 KIND, SCHEMA = "foveate calibration", 1
 _RELATIVE, _ABSOLUTE = 2**-8, 2**-20  # of two number formats of one checkpoint's weights
+_LARGEST, _SLACK = sys.float_info.max, 1e-3
+_FOUND = {"similarity": 1.0, "mean_similarity": 1.0, "coverage": 1.0, "importance": 2.0, "divergence": _LARGEST}
+"""The largest numbers of what a choice was made by; none is below 0."""
 _AGAIN = "`foveate calibrate --model DIR --task TASK --data DIR --out FILE` makes one for this model"
 
 
@@ -85,7 +91,7 @@ def load(path: Path | str) -> Calibration:
     """
     path = Path(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such calibration; {_AGAIN}") from None
     except OSError as error:
@@ -114,12 +120,27 @@ def load(path: Path | str) -> Calibration:
             len(heads) == kv_heads and all(type(head) is int and 0 <= head < kv_heads for head in heads)
             for heads in found.heads.values()
         )
-        weights = all(isinstance(one, (int, float)) for some in found.model.get("weights", []) for one in some or [])
+        weights = all(_in(some or [], -_LARGEST) for some in found.model.get("weights", []))
+        beyond = [
+            f"'{name}' must hold numbers from 0 to {most:g}"
+            for name, most in _FOUND.items()
+            if not _in(found.found.get(name), 0.0, most)
+        ]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: a damaged calibration ({type(error).__name__}: {error}); {_AGAIN}") from None
     if not (whole and rising and behind and maps and weights):
         raise ValueError(f"{path}: a damaged calibration (its anchors, heads or weights are no model's); {_AGAIN}")
+    if beyond:
+        raise ValueError(f"{path}: a damaged calibration ({'; '.join(beyond)}); {_AGAIN}")
     return found
+
+
+def _in(value: Any, least: float, most: float = _LARGEST) -> bool:
+    """Whether a number, or those of a list, are in a range but for rounding; None: there is none."""
+    if isinstance(value, list):
+        return all(_in(one, least, most) for one in value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value is None or (number and least - _SLACK <= value <= most + _SLACK)
 
 
 def _pretty(value: Any, depth: int) -> str:

@@ -21,7 +21,7 @@ from foveate.report.commands import app as plot_app
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
 
-_BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError)
+_BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError, RecursionError)
 _FAILED = 2
 
 

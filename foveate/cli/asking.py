@@ -38,7 +38,7 @@ def generate(
     """Answer a prompt with a method, greedily, and say what was read."""
     from foveate.evaluation.runner import parse_method
     from foveate.inputs.reading import read_text
-    from foveate.results.errors import UserError
+    from foveate.results.errors import UserError, check_text
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
@@ -48,6 +48,7 @@ def generate(
     text = prompt if prompt_file is None else read_text(prompt_file)
     if not text.strip():
         raise UserError("the prompt is empty")
+    check_text(text, "the prompt")
 
     import torch
     from transformers import TextStreamer

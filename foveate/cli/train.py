@@ -60,6 +60,8 @@ def train(
     if _first():
         _plot(out, progress.say)
         _summary(out, outcome, progress.say)
+    if outcome.signal is not None:
+        raise typer.Exit(128 + outcome.signal)
 
 
 @app.command()

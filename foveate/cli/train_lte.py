@@ -12,8 +12,6 @@ from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
 from foveate.training.progress import Progress
 
-_INTERRUPTED = 130
-
 
 def lte(
     model: Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)],
@@ -49,8 +47,8 @@ def lte(
     quiet()
     with _Readings(notes, steps) as progress:
         outcome = train(plan, progress.say, progress)
-    if not outcome.finished:
-        raise typer.Exit(_INTERRUPTED)
+    if outcome.signal is not None:
+        raise typer.Exit(128 + outcome.signal)
     typer.echo(
         f"step {outcome.step:,} · held-out loss {outcome.loss:.4f} · {outcome.recall:.1%} of the best tokens found"
     )

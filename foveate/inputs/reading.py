@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foveate.json_text import parse_json
 from foveate.results.errors import DataError
 
 _START = re.compile(r"^\*\*\*\s?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
@@ -54,7 +55,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> Any:
     """The JSON document in `path` (plain or .xz). Raises `DataError` with file, line and column."""
     try:
-        return json.loads(read_text(path))
+        return parse_json(read_text(path))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: malformed JSON, column {error.colno}: {error.msg}") from None
 
@@ -68,7 +69,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
+            yield number, parse_json(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{number}: malformed JSON, column {error.colno}: {error.msg}") from None
 

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from foveate.calibration import check_facts
+from foveate.json_text import parse_json
 from foveate.layers.lte import RetentionScores
 
 SCHEMA = 1
@@ -198,7 +199,7 @@ class EvictionScores(nn.Module):
             raise ValueError(f"{path}: no such LTE file; {_AGAIN}")
         try:
             with safe_open(path, "pt") as file:
-                facts = json.loads((file.metadata() or {})[_KIND])
+                facts = parse_json((file.metadata() or {})[_KIND])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             schema = facts["schema"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -211,12 +212,31 @@ class EvictionScores(nn.Module):
             loaded.load_state_dict(tensors)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path}: a damaged LTE file ({str(error).splitlines()[0]}); {_AGAIN}") from None
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            raise ValueError(f"{path}: a damaged LTE file (it holds numbers that are not finite); {_AGAIN}")
+        if fault := loaded._fault():
+            raise ValueError(f"{path}: a damaged LTE file ({fault}); {_AGAIN}")
         loaded.source = str(path)
         return loaded.eval().requires_grad_(False)
 
+    def _fault(self) -> str:
+        """What no training leaves, in words; empty if there is nothing of the kind."""
+        for name in ("window", "length"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                return f"{name} must be an integer of at least 1, not {value!r}"
+        if any(type(layer) is not int for layer in self.layers) or list(self.layers) != sorted({*self.layers}):
+            return f"layers must be ascending numbers, not {list(self.layers)!r}"
+        if not all(bool(tensor.isfinite().all()) for tensor in self.state_dict().values()):
+            return "it holds numbers that are not finite"
+        for name in ("spread", "scale", "rotary_scaling"):
+            if bool((getattr(self, name) <= 0).any()):
+                return f"{name} must be above 0"
+        steps = self.quantiles.diff(dim=-1)
+        if bool((steps < -_ROUNDING * self.quantiles.abs().amax(-1, keepdim=True)).any()):
+            return "quantiles must not descend"
+        return ""
 
+
+_ROUNDING = 1e-5
 _SHAPES = ("num_kv_heads", "head_dim", "value_dim", "window", "length")
 
 

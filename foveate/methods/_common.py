@@ -59,6 +59,7 @@ def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor
         return None, 0
     queries = cache.channel("queries")[:, :, window - observing :]
     how = {"offset": cache.used - observing, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+    how["mask"] = cache.positions >= 0 if cache.uneven else None
     return ops.query_mass(queries, cache.keys, scaling=scaling, **how), observing
 
 

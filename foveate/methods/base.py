@@ -25,6 +25,9 @@ REGISTRY: dict[str, type[Method]] = {}
 SPARSE_FROM_TOKENS = 16384
 """Usual :attr:`Method.sparse_from_tokens` (docs/decode.md)."""
 
+_LOGITS = 1 << 26
+"""Logits that a later turn of a prompt computes at once beside empty slots."""
+
 
 class Replay:
     """Declares that a method's decode steps can be captured in a CUDA graph and replayed; see :attr:`Method.replay`.
@@ -168,10 +171,23 @@ class Method(Settings):
         return {}
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
-        """Attention of prompt queries ``q [B, Hq, n, D]``, whose tokens are in the last n slots; dense by default."""
+        """Attention of prompt queries ``q [B, Hq, n, D]``, whose tokens are in the last n slots; dense by default.
+
+        Slots that are empty because KV heads hold different numbers of tokens are left out.
+        """
         need_lse = self.observation is not None and self.observation.needs_lse
-        how = {"offset": cache.used - q.shape[2], "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_causal(q, cache.keys, cache.values, scaling=scaling, need_lse=need_lse, **how)
+        offset, k, v = cache.used - q.shape[2], cache.keys, cache.values
+        how = {"scaling": scaling, "softcap": cache.softcap}
+        if not (cache.uneven and offset):
+            how |= {"offset": offset, "sink_logits": cache.sink_logits, "need_lse": need_lse}
+            return ops.attend_causal(q, k, v, **how)
+        how["need_lse"] = True
+        own = ops.attend_causal(q, k[:, :, offset:], v[:, :, offset:], **how)
+        there = cache.positions[:, :, None, :offset] >= 0
+        step = max(1, _LOGITS // (q.shape[0] * q.shape[1] * offset))
+        parts = [ops.attend(part, k[:, :, :offset], v[:, :, :offset], mask=there, **how) for part in q.split(step, 2)]
+        held = ops.Attended(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+        return ops.with_sinks(ops.merge([held, own]), cache.sink_logits)
 
     @property
     def sparse_prompt(self) -> bool:
@@ -206,7 +222,10 @@ class Method(Settings):
         return None if type(self).observe is Method.observe else Observation(self)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        """Called when the prompt is complete: returns the slots to keep, int64 ``[B, Hkv, K]`` ascending; None: all."""
+        """Called when the prompt is complete: returns the slots to keep, int64 ``[B, Hkv, K]``; None: all.
+
+        A method that is :attr:`uneven` may give -1 for none, and other numbers of slots to each KV head.
+        """
         return None
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

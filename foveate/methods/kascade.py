@@ -186,8 +186,10 @@ class Kascade(TopKByMass):
         if isinstance(self.anchors, int):
             number, layers = self.anchors, len(among)
             if number > layers:
+                default = " (the default)" if number == type(self).anchors else ""
                 raise ValueError(
-                    f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not {number}"
+                    f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not "
+                    f"{number}{default}"
                 )
             if self.calibration == AUTO:
                 return Place(layer, None)

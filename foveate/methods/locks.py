@@ -33,7 +33,7 @@ class Locks(SummarisedPages):
     """
 
     name: ClassVar[str] = "locks"
-    source: ClassVar[str] = "LOCKS, Hwang, pypi.org/project/locks-kv, release 0.1.4"
+    source: ClassVar[str] = "LOCKS, Hwang, Python package locks-kv, release 0.1.4"
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "rank": 2}
 

@@ -38,7 +38,6 @@ class LTE(Method):
     source: ClassVar[str] = "laLTE, He and Garner 2025, section 3.1, on a frozen model"
     evicts: ClassVar[bool] = True
     needs_prompt_end: ClassVar[bool] = True
-    sparse_prompt: ClassVar[bool] = False  # prompt() leaves out empty slots alone
     full_budget: ClassVar[dict] = {"top_k": 1.0, "score": "key_norm"}
     small_budget: ClassVar[dict] = {"top_k": 0.25, "window": 13, "sinks": 2, "score": "key_norm"}
     layer: ClassVar[int | None] = None
@@ -169,20 +168,7 @@ class LTE(Method):
             found = self.artefact.score(self.layer, k, v, positions, real)
         return found.masked_fill(positions < self.sinks, float("inf"))
 
-    # Prompt
-
-    def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
-        """Dense attention; slots that stay empty because KV heads hold different numbers of tokens are left out."""
-        offset = cache.used - q.shape[2]
-        if not (cache.uneven and offset):
-            return super().prompt(cache, q, scaling)
-        k, v, there = cache.keys, cache.values, cache.positions[:, :, None, :offset] >= 0
-        how = {"scaling": scaling, "need_lse": True, "softcap": cache.softcap}
-        own = ops.attend_causal(q, k[:, :, offset:], v[:, :, offset:], **how)
-        step = max(1, _LOGITS // (q.shape[0] * q.shape[1] * offset))
-        parts = [ops.attend(part, k[:, :, :offset], v[:, :, :offset], mask=there, **how) for part in q.split(step, 2)]
-        held = ops.Attended(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
-        return ops.with_sinks(ops.merge([held, own]), cache.sink_logits)
+    # Eviction
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         length = cache.lengths[0]
@@ -199,8 +185,6 @@ class LTE(Method):
         beyond = torch.arange(max(room), device=cache.device) >= cache.on_device(room)[:, None]
         newest = cache.positions.topk(min(self.window, length), -1).indices
         return torch.cat([best.masked_fill(beyond, -1), newest], -1)
-
-    # Decode
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out
@@ -223,8 +207,6 @@ class LTE(Method):
 
 
 _NO_BOUND = 1 << 62
-_LOGITS = 1 << 26
-"""Logits that a later turn of a prompt computes at once beside empty slots."""
 
 
 @functools.lru_cache(maxsize=16)

@@ -68,6 +68,15 @@ class SnapKV(Method):
         else:
             votes = F.max_pool1d(votes, self.kernel_size, 1, padding)
         votes = votes.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)
+        return self.keep(cache, votes, allowed)
+
+    def keep(self, cache: SlotCache, votes: Tensor, allowed: int) -> Tensor:
+        """Slots to keep, int64 ``[B, Hkv, K]``: the window, and by their votes as many others as are allowed.
+
+        Args:
+            votes: fp32 ``[B, Hkv, used - window]``.
+            allowed: tokens that a KV head may keep, window included; fewer than it holds.
+        """
         return keep_heavy(cache, F.pad(votes, (0, self.window)), allowed, self.window)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

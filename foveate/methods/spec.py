@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from foveate.json_text import parse_json
 from foveate.methods._settings import spelled_value
 from foveate.methods.base import REGISTRY, Method
 
@@ -115,7 +116,7 @@ def _split(text: str, spec: str) -> dict[str, Any]:
             hint = f" (write lists in brackets: {pairs[-1][0]}=[...])" if pairs and piece.strip().isdigit() else ""
             raise ValueError(f"{spec!r}: expected setting=value, found {piece.strip()!r}{hint}")
         try:
-            read = json.loads(value, object_pairs_hook=functools.partial(_each_once, spec))
+            read = parse_json(value, object_pairs_hook=functools.partial(_each_once, spec))
         except json.JSONDecodeError:
             read = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
         pairs.append((key.strip(), read))

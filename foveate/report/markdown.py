@@ -21,8 +21,11 @@ def made_with(rows: Sequence[Row], commits: bool = True) -> str:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells, the first of them the head; the first column is text, the others are numbers."""
-    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    """Lines of cells, the first of them the head; the first column is text, the others are numbers.
+
+    A `|` or a line break within a cell, such as a file's name may hold, ends neither the cell nor the table.
+    """
+    head, *body = (f"| {' | '.join(map(_cell, cells))} |" for cells in lines)
     rule = "|" + "|".join("---" if i == 0 else "--:" for i in range(len(lines[0]))) + "|"
     return "\n".join([head, rule, *body])
 
@@ -34,7 +37,7 @@ def columns(rows: Sequence[Any], cells: Mapping[str, Callable[[Any], str]]) -> s
 
 def titled(what: str, rows: Sequence[Row], table: str) -> str:
     """A table of some rows, after a line that says what it is of and what the rows were made with."""
-    return f"{what} ({made_with(rows)}):\n\n{table}"
+    return f"{' '.join(what.splitlines())} ({made_with(rows)}):\n\n{table}"
 
 
 def number(value: float, digits: int, sign: str = "") -> str:
@@ -63,6 +66,10 @@ def difference(row: Row) -> str:
 def percent(share: float | None, digits: int = 1) -> str:
     """A share as such, or a dash."""
     return NONE if share is None else f"{100 * share:.{digits}f} %"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").splitlines())
 
 
 def _once(words: Iterable[str]) -> list[str]:

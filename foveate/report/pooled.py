@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,13 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
-    """The mean difference of the main metric to `dense` over the items of several comparisons, points, with 95 %."""
-    return paired_bootstrap(_AVERAGE, {"value": _items(rows)}, {"value": _items(dense)})
+    """The mean difference of the main metric to `dense` over the items of several comparisons, points, with 95 %.
+
+    Whatever their order: items are drawn by their numbers, which they have by task, split and length.
+    """
+    pairs = sorted(zip(rows, dense, strict=True), key=lambda pair: _place(*pair), reverse=True)
+    ours, theirs = ({"value": _items(side)} for side in zip(*pairs))
+    return paired_bootstrap(_AVERAGE, ours, theirs)
 
 
 def averages(row: Row) -> bool:
@@ -39,7 +45,7 @@ def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """
     kept, notes = [], []
     for (model, task, family, length, _), pool in grouped(rows, _pool).items():
-        splits = list(dict.fromkeys(row["split"] for row in pool))
+        splits = sorted({row["split"] for row in pool})
         if len(splits) == 1:
             kept += pool
             continue
@@ -99,7 +105,15 @@ def _pooled(family: str, rows: Sequence[Row], dense: Sequence[Row]) -> Row:
 
 
 def _items(rows: Sequence[Row]) -> np.ndarray:
-    return np.concatenate([np.array(row["item_values"][_main(row)], dtype=np.float64) for row in rows])
+    return np.concatenate([np.array(_values(row), dtype=np.float64) for row in rows])
+
+
+def _values(row: Row) -> list[float]:
+    return row["item_values"][_main(row)]
+
+
+def _place(row: Row, dense: Row) -> tuple[Any, ...]:
+    return row["task"], row["split"], -row["length"], row["run"]["items"], _values(row), _values(dense)
 
 
 def _main(row: Row) -> str:

@@ -14,6 +14,24 @@ class DataError(UserError):
     """A malformed or missing data file; the message begins with the file and, where there is one, the line."""
 
 
+def check_seed(seed: int) -> None:
+    """Raises `UserError` for a seed that a random generator does not take."""
+    if not 0 <= seed < 1 << 64:
+        raise UserError(f"seed must be at least 0 and below 2^64, got {seed}")
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises `UserError` for a text that is not Unicode, as an argument of undecodable bytes is not.
+
+    Args:
+        what: the text in words, which begin the message.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is not UTF-8: its character {error.start + 1} is {text[error.start]!r}") from None
+
+
 def unknown(kind: str, value: str, allowed: Iterable[str], where: str = "") -> UserError:
     """The error for an unknown name found in `where`; it suggests the nearest allowed name and lists all of them."""
     names = list(allowed)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate.json_text import parse_json
 from foveate.results import circumstances, outfile
 from foveate.results.errors import UserError
 
@@ -108,7 +109,7 @@ def check_out(out: Path, bench: str) -> None:
         return
     for number, line in enumerate(out.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             holds = bench_of(row)
         except (json.JSONDecodeError, AttributeError):
             raise UserError(f"{out}:{number}: not a results row; name another --out") from None

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate.json_text import parse_json
 from foveate.methods import Method, complete, recorded
 from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
@@ -173,7 +174,7 @@ def _note(path: Path, number: int, lines_of: dict[str, int], what: str, *key: An
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}:{number}: malformed JSON ({error}); move the file away or choose another --out"
@@ -201,5 +202,22 @@ def lock(file: Any, path: Path) -> None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise UserError(f"{path}: another process is writing to it") from None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps a folder, or an empty file that is there meanwhile, for this process. Raises what :func:`lock` does."""
+    folder = path.is_dir()
+    with outfile.writing(path):
+        handle = os.open(path, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        lock(handle, path)
+        try:
+            yield
+        finally:
+            if not folder:
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)

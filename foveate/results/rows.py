@@ -6,7 +6,7 @@ Errors name file, line and field.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,30 @@ ROW_FIELDS = {
 LATER_FIELDS = frozenset({"mass_read_share"})
 """Those that rows of earlier versions lack."""
 
+_OF_ROWS = (("score", "low", "high"), ("diff_to_dense", "diff_low", "diff_high"))
+"""Fields with an interval."""
+_ROUNDING = 1e-6
+
 Kind = tuple[str, Callable[[Any], bool]]
 """What a value must be, in words, and whether one is."""
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _maybe_in(most: float) -> Kind:
+    """A share, or null: nothing was decoded. Rounding may carry it a little further than `most`."""
+    return (
+        f"a number from 0 to {most:g}, or null",
+        lambda value: value is None or (_is_number(value) and 0 <= value <= most * (1 + _ROUNDING)),
+    )
+
+
+def _within(low: float, value: float, high: float) -> bool:
+    """Whether a value is in its interval, but for rounding."""
+    slack = _ROUNDING * max(1.0, *map(abs, (low, value, high)))
+    return low - slack <= value <= high + slack
 
 
 def _all(kind: type, each: Callable[[Any], bool], least: int = 0) -> Callable[[Any], bool]:
@@ -85,7 +103,8 @@ def _all(kind: type, each: Callable[[Any], bool], least: int = 0) -> Callable[[A
 
 
 def _is_interval(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(value.get(name)) for name in ("value", "low", "high"))
+    parts = [value.get(name) for name in ("low", "value", "high")] if isinstance(value, dict) else [None]
+    return all(map(_is_number, parts)) and _within(*parts)
 
 
 _TEXT: Kind = ("a text", lambda value: isinstance(value, str))
@@ -106,8 +125,9 @@ _ROW: Mapping[str, Kind] = {
     **dict.fromkeys(("diff_to_dense", "diff_low", "diff_high", "resident_bytes", "decode_steps"), _NUMBER),
     **dict.fromkeys(("tokens_evicted", "pages_refined", "indices_reused", "peak_bytes", "batch_size"), _NUMBER),
     **dict.fromkeys(("limit", "seed"), _NUMBER),
-    **dict.fromkeys(("keys_read_share", "kv_bytes_per_step", "prefill_ms", "decode_ms_per_token"), _MAYBE),
-    "mass_read_share": _MAYBE,
+    **dict.fromkeys(("kv_bytes_per_step", "prefill_ms", "decode_ms_per_token"), _MAYBE),
+    "keys_read_share": _maybe_in(4.0),  # what is scored, of keys and of summaries, counts beside what is read
+    "mass_read_share": _maybe_in(1.0),
     "metrics": _INTERVALS,
     "notes": _TEXTS,
     "item_values": _COLUMNS,
@@ -144,6 +164,10 @@ def check_row(row: Any, needed: Collection[str], where: str) -> None:
     for name, values in row["item_values"].items():
         if len(values) != row["n"]:
             raise DataError(f"{where}: 'item_values' has {len(values)} of '{name}', and 'n' is {row['n']}")
+    for value, *bounds in _OF_ROWS:
+        if {value, *bounds} <= row.keys() and not _within(row[bounds[0]], row[value], row[bounds[1]]):
+            found = [_short(row[name]) for name in (value, *bounds)]
+            raise DataError(f"{where}: '{value}' is {found[0]}, outside its interval of {found[1]} to {found[2]}")
 
 
 def check_record(record: Mapping[str, Any], where: str) -> None:

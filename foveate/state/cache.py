@@ -162,7 +162,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
     def held(self, mask: Tensor | None, lengths: Tensor | None) -> int | Tensor:
         """Tokens held, as an argument of :meth:`count_read`, from the results of :meth:`stored`."""
-        if self.step is not None:  # the same number in every layer
+        if self.step is not None and not self.uneven:  # the same number in every layer
             return self.step.once("held", functools.partial(self.step["live"].sum, dtype=torch.float64))
         if mask is not None:
             return mask.sum(-1)

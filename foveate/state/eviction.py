@@ -96,28 +96,35 @@ class Eviction:
     def retain(self, keep: Tensor | list[Tensor], uneven: bool = False) -> None:
         """Keep only the given slots, packed in the order of their positions, and free the memory of the others.
 
+        A row uses as many slots as its KV head with the most tokens. Heads with fewer leave their first slots empty, so
+        that the newest tokens of a row are in its last slots in every head.
+
         Args:
             keep: slots, int64 ``[B, Hkv, K]``, or one ``[1, Hkv, K_b]`` for each row; -1 for none.
-            uneven: whether KV heads may keep different numbers of slots; one keeps all K. Counting the evicted tokens
-                then waits for the device.
+            uneven: whether KV heads may keep different numbers of slots. Counting them then waits for the device.
         """
         kept = [keep.shape[2]] * self.batch_size if isinstance(keep, Tensor) else [one.shape[2] for one in keep]
         if isinstance(keep, list):
             width = max(kept)
             keep = torch.cat([torch.nn.functional.pad(one, (0, width - one.shape[2]), value=-1) for one in keep])
         positions = gather_slots(self.positions, keep).masked_fill(keep < 0, -1)
-        order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
-        keep = keep.gather(2, order)
         if uneven:
-            evicted = int((self.positions >= 0).sum() - (positions >= 0).sum()) / self.geometry.num_kv_heads
+            there = (positions >= 0).sum(-1)
+            kept = there.amax(-1).tolist()
+            evicted = int((self.positions >= 0).sum() - there.sum()) / self.geometry.num_kv_heads
         else:
             evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
+        width = keep.shape[2]
+        last = torch.arange(max(kept), device=self.device) - self.on_device(kept)[:, None]  # counted from the end
+        order = positions.argsort(dim=-1, stable=True)
+        order = order.gather(2, (last % max(width, 1))[:, None].expand(-1, order.shape[1], -1))
+        keep, positions = keep.gather(2, order), positions.gather(2, order)
         self.counters.add("tokens_evicted", evicted)
         self.uneven = uneven
         packed = {
             name: gather_slots(movable(self.tensors[name]), keep) for name in self._slot_specs() if name in self.tensors
         }
-        packed["positions"] = positions.gather(2, order)
+        packed["positions"] = positions
         self.capacity = 0
         for name in packed:
             self.tensors.pop(name, None)
@@ -128,12 +135,13 @@ class Eviction:
             movable(self.tensors[name])[:, :, : tensor.shape[2]] = tensor
 
     def compact(self) -> None:
-        """Pack the tokens into the first slots, in the order of their positions; no-op if they are packed."""
-        if "positions" not in self.tensors or (self.ordered and self.freed is None and self.holes() is None):
+        """Pack the tokens into each row's first slots, in the order of their positions; no-op if they are packed."""
+        counts, live = self.rows["counts"], self.rows["live"]
+        if "positions" not in self.tensors or (self.ordered and self.freed is None and counts == live):
             return
-        positions = self.positions
-        order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
-        self.retain([order[b : b + 1, :, :live] for b, live in enumerate(self.rows["live"])], self.uneven)
+        order = self.positions.argsort(dim=-1, stable=True)  # the tokens after all empty slots
+        rows = (order[b : b + 1, :, self.used - own :] for b, own in enumerate(live))
+        self.retain(list(rows), self.uneven)
 
 
 def movable(tensor: Tensor) -> Tensor:

@@ -7,20 +7,24 @@ fingerprint and the sha256 of all other files. It is written under another name,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from foveate.json_text import parse_json
 from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
+from foveate.results.resultfile import locked
+from foveate.training.journal import LOG
 from foveate.training.tokens import sha256
 
 KIND = "checkpoint of foveate train"
@@ -50,6 +54,22 @@ class Snapshot:
     fingerprint: Mapping[str, Any]
     held_out: float | None = None
     extra: Mapping[str, Any] | None = None
+
+
+@contextlib.contextmanager
+def run_folder(out: Path, resume: bool) -> Iterator[None]:
+    """Keeps the folder of a run, which is made if it is not there, for this process.
+
+    Raises `UserError` for a folder that cannot be written to, that another process keeps, or that holds a run unless
+    `resume`.
+    """
+    outfile.check_folder(out)
+    if not resume and (folders(out) or (out / LOG).exists()):
+        raise UserError(f"{out} holds a run; --resume goes on with it, or choose another --out")
+    with outfile.writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        yield
 
 
 def folders(out: Path) -> list[Path]:
@@ -99,7 +119,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The state of a checkpoint, every file checked. Raises `DataError` that names what is missing or damaged."""
     path = folder / STATE
     try:
-        state = json.loads(path.read_bytes())
+        state = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
@@ -160,7 +180,7 @@ def prune(out: Path, keep: int) -> None:
     losses = {}
     for folder in found:
         try:
-            losses[folder] = json.loads((folder / STATE).read_bytes()).get("held_out")
+            losses[folder] = parse_json((folder / STATE).read_bytes()).get("held_out")
         except (OSError, ValueError):  # damaged: it goes when its turn comes
             losses[folder] = None
     measured = [folder for folder in found if losses[folder] is not None]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.inputs import reading
+from foveate.json_text import parse_json
 from foveate.results.errors import DataError, UserError, unknown
 from foveate.training.mixture import Phase, Shape
 from foveate.training.prepare import Preparation
@@ -342,7 +343,7 @@ def _read(path: Path) -> dict[str, Any]:
                 ) from None
         try:
             values = tomllib.loads(reading.read_text(path))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise DataError(f"{path}: malformed TOML: {error}") from None
     else:
         raise UserError(f"{path}: a configuration is a .toml or .json file")
@@ -357,7 +358,7 @@ def _change(values: dict[str, Any], change: str) -> None:
     if not equals or not name.strip():
         raise UserError(f"--set {change}: expected NAME=VALUE, such as optim.lr=0.001")
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except json.JSONDecodeError:
         value = text
     *parents, last = name.strip().split(".")

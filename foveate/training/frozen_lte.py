@@ -27,9 +27,11 @@ from torch import Tensor
 
 from foveate.inputs import loading, model_folder, reading
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
+from foveate.json_text import parse_json
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
 from foveate.results import outfile
-from foveate.results.errors import DataError, UserError
+from foveate.results.errors import DataError, UserError, check_seed
+from foveate.results.resultfile import locked
 from foveate.training.lte_sequences import Drawn, Sequences
 from foveate.training.lte_targets import FrozenModel, Seen
 from foveate.training.stop import Stop
@@ -72,6 +74,7 @@ class Plan:
         for name, least in (("steps", 1), ("window", 1), ("calibration", 1), ("every", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_seed(self.seed)
         for name in ("lr", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -94,12 +97,16 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run has come to. `recall`: see :func:`recall`; both on sequences that it did not learn from."""
+    """What a run has come to. `recall`: see :func:`recall`; both on sequences that it did not learn from.
+
+    `signal`: the number of the signal that stopped it; None if it is finished.
+    """
 
     step: int
     loss: float
     recall: float
     finished: bool
+    signal: int | None = None
 
 
 def train(plan: Plan, say: Callable[[str], None], progress: Progress = lambda *_: None) -> Outcome:
@@ -108,7 +115,7 @@ def train(plan: Plan, say: Callable[[str], None], progress: Progress = lambda *_
     A signal ends a run after its step, with `OUT.partial`; `minutes` end it with the file, as `steps` do.
 
     Raises:
-        UserError: for text, a model or a file that cannot be used.
+        UserError: for text, a model or a file that cannot be used, and where another process trains into the file.
     """
     outfile.check(plan.out)
     facts = model_folder.model_facts(plan.model)
@@ -118,7 +125,10 @@ def train(plan: Plan, say: Callable[[str], None], progress: Progress = lambda *_
     tokenizer = loading.load_tokenizer(plan.model)
     sequences = Sequences(plan.text, tokenizer, plan.length, plan.seed)
     network = loading.load_model(plan.model, dtype, device)
-    return _Run(plan, network, sequences, say).train(progress)
+    with outfile.writing(plan.out):
+        plan.out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(plan.out.with_name(f"{plan.out.name}.lock")):
+        return _Run(plan, network, sequences, say).train(progress)
 
 
 class _Run:
@@ -168,7 +178,7 @@ class _Run:
                 progress(self._step, plan.steps, rows[-1])
             if self._step < plan.steps and not self._late:
                 self._say(f"stopped; {plan.partial} holds step {self._step}, and the same command goes on from there")
-                return Outcome(self._step, *self._measured(), finished=False)
+                return Outcome(self._step, *self._measured(), finished=False, signal=stop.signal)
         return self._finish()
 
     def _read_off(self, rows: list[dict[str, Any]], losses: list[float]) -> list[float]:
@@ -315,7 +325,7 @@ class _Run:
             return []
         try:
             with safe_open(plan.partial, "pt") as file:
-                about = json.loads((file.metadata() or {})[_KIND])
+                about = parse_json((file.metadata() or {})[_KIND])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             step, seconds, mark = about["step"], about["seconds"], about["run"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from foveate.json_text import parse_json
 from foveate.results import outfile
 
 LOG, EVENTS = "log.jsonl", "tensorboard"
@@ -55,7 +56,7 @@ def read(out: Path) -> list[dict[str, Any]]:
     rows = []
     for line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and "step" in row:

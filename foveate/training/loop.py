@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foveate.results import circumstances, outfile
+from foveate.results import circumstances
 from foveate.results.errors import UserError
 from foveate.training import checkpoints, finished, journal, network, prepare, probes
 from foveate.training.configuration import TrainingConfig
@@ -47,6 +48,7 @@ class Outcome:
     Attributes:
         step: steps done.
         finished: whether those are all; else the run was stopped, and its checkpoint is written.
+        signal: the number of the signal that stopped it; None if none did.
         loss: mean loss of the last reading.
         held_out: loss on the held-out text, if it was measured.
         tokens_per_second: median over the readings, checkpoints and held-out text left out; None if nothing was run.
@@ -59,6 +61,7 @@ class Outcome:
     held_out: float | None
     tokens_per_second: float | None
     peak_share: float | None
+    signal: int | None = None
 
 
 def train(
@@ -74,28 +77,21 @@ def train(
     Under torchrun every process calls this. `resume` goes on from the newest whole checkpoint, or begins if there is
     none. After `minutes`, or at a SIGINT or SIGTERM, the step in progress is ended and a checkpoint written.
 
-    Raises `UserError` for bad input, `DivergedError` if the loss is not finite.
+    Raises `UserError` for bad input and where another process trains into `out`, `DivergedError` if the loss is not
+    finite.
     """
     out = Path(out)
     note = _check_sparsity(config)
-    with joined(config.run.device) as place:
+    with joined(config.run.device) as place, contextlib.ExitStack() as held:
         quiet = say if place.first else (lambda text: None)
         if place.first:
-            _check_out(out, resume)
+            held.enter_context(checkpoints.run_folder(out, resume))
         place.wait()
         if note:
             quiet(note)
         _prepare(config, place, quiet)
         run = _Run(config, out, place, quiet, progress if place.first else None)
         return run.go(resume, minutes)
-
-
-def _check_out(out: Path, resume: bool) -> None:
-    outfile.check_folder(out)
-    if not resume and (checkpoints.folders(out) or (out / journal.LOG).exists()):
-        raise UserError(f"{out} holds a run; --resume goes on with it, or choose another --out")
-    with outfile.writing(out):
-        out.mkdir(parents=True, exist_ok=True)
 
 
 def _check_sparsity(config: TrainingConfig) -> str | None:
@@ -182,7 +178,8 @@ class _Run:
                 self.writing.result()
         if self.step == self.config.steps:
             self._export()
-        return self._outcome()
+            return self._outcome()
+        return dataclasses.replace(self._outcome(), signal=stop.signal)
 
     def _steps(self, stop: Stop, log: journal.Journal | None, writer: ThreadPoolExecutor) -> None:
         every, save = self.config.log.every, self.config.checkpoints.every

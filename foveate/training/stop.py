@@ -16,11 +16,12 @@ class Stop:
 
     def __init__(self, minutes: float | None):
         self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        self._signalled = False
+        self.signal: int | None = None
+        """The number of the signal that it got."""
 
     @property
     def asked(self) -> bool:
-        return self._signalled or time.monotonic() >= self._until
+        return self.signal is not None or time.monotonic() >= self._until
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -30,9 +31,9 @@ class Stop:
             return
 
         def note(number: int, frame: Any) -> None:
-            if self._signalled and number == signal.SIGINT:
+            if self.signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self._signalled = True
+            self.signal = number
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -69,6 +69,7 @@ def test_the_help_names_defaults_and_the_choices_that_have_an_option():
     [
         ({"contexts": (64, 0)}, "context must be at least 1, not 0"),
         ({"contexts": ()}, "context must be at least 1, not none"),
+        ({"seed": -1}, "seed must be at least 0 and below 2.64, got -1"),
         ({"kv_heads": 0}, "kv-heads must be at least 1, not 0"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, not 'int8'"),
         ({"device": "tpu"}, "device must be cuda or cpu, not 'tpu'"),

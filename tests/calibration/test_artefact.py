@@ -109,6 +109,15 @@ def damaged(**more):
         (damaged(heads=[[0, 1]]), "damaged"),
         (damaged(heads={"1": 0}), "damaged"),
         (damaged(anchors=[2], heads={"1": [0, 1], "3": [0, 1]}), "its anchors, heads or weights"),
+        *(
+            (damaged(found={**FOUND, name: [[0.5, value]]}), f"'{name}' must hold numbers from 0 to {most}")
+            for name, value, most in (
+                *(("coverage", 1.5, 1), ("similarity", -0.2, 1), ("mean_similarity", 10**200, 1), ("importance", 3, 2)),
+                *(("coverage", "x", 1), ("coverage", True, 1), ("divergence", -1.0, "1.79769e")),
+            )
+        ),
+        (damaged(model={**MODEL, "weights": [[10**310]]}), "malformed JSON .an integer of 311 digits"),
+        (damaged(model={**MODEL, "weights": [[math.inf]]}), "its anchors, heads or weights"),
         (damaged(model={**MODEL, "weights": [["a"]]}), "its anchors, heads or weights"),
         (damaged(model={**MODEL, "weights": 3}), "damaged"),
     ],

@@ -10,6 +10,7 @@ TEXT = st.text(alphabet="abc the.!, ", max_size=20)
 
 def test_normalize():
     assert metrics.normalize("The  quick, brown fox's an apple!") == "quick brown foxs apple"
+    assert metrics.normalize("the-end of a.n apple") == "theend of apple"  # punctuation goes first
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,7 @@ def test_bad_plans_end_before_the_model_is_loaded(plan, monkeypatch, tmp_path):
     for change, message in [
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"batch_size": -1}, "batch-size must be at least 1, got -1"),
+        ({"out": tmp_path / "a\udc80.jsonl"}, "the command of method dense, which its row holds, is not UTF-8"),
         ({"task": long}, r"'perplexity' .* needs 2,100 positions, the model has 2,048"),
         ({"model": tmp_path / "none"}, "no such model folder"),
         ({"data": tmp_path / "none"}, "no such folder"),

@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,14 @@ def test_choices(tiny_folder, tmp_path):
 
 
 def test_folders_that_are_no_model(tiny_folder, tmp_path):
-    with pytest.raises(UserError, match="no such model folder"):
-        loading.load_model(tmp_path / "none", "float32", "cpu")
+    for name, hint in (
+        (tmp_path / "none", ""),
+        ("none", ""),
+        (tmp_path / "smollm2-135m", rf" \(foveate fetch smollm2-135m --out {tmp_path}/smollm2-135m makes one\)"),
+        ("Qwen/Qwen3-8B", r" \(to use a model of the Hugging Face hub: hf download Qwen/Qwen3-8B --local-dir DIR, .*"),
+    ):
+        with pytest.raises(UserError, match=f"no such model folder{hint}$"):
+            loading.load_model(Path(name), "float32", "cpu")
     with pytest.raises(UserError, match=r"not a model folder \(no config.json\)"):
         loading.load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

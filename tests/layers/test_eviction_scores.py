@@ -124,7 +124,27 @@ def with_facts(path, **changed):
         (lambda path: with_facts(path, schema=2), "schema 2, and this version reads 1"),
         (lambda path: with_facts(path, num_kv_heads=4), "a damaged LTE file"),
         (lambda path: with_facts(path, layers=[1]), "a damaged LTE file"),
-        (lambda path: drawn_with_nan().save(path), "not finite"),
+        *(
+            (lambda path, changed=changed: with_facts(path, **changed), match)
+            for changed, match in (
+                ({"length": -5}, "length must be an integer of at least 1, not -5"),
+                ({"length": 1.5}, "length must be an integer of at least 1, not 1.5"),
+                ({"window": 0}, "window must be an integer of at least 1, not 0"),
+                ({"layers": [3, 1]}, r"layers must be ascending numbers, not \[3, 1\]"),
+                ({"layers": [1, 1]}, "layers must be ascending numbers"),
+                ({"layers": ["1", "3"]}, "layers must be ascending numbers"),
+            )
+        ),
+        *(
+            (lambda path, name=name, value=value: drawn_with(name, value).save(path), match)
+            for name, value, match in (
+                ("scale", torch.nan, "not finite"),
+                ("scale", -1.0, "scale must be above 0"),
+                ("spread", 0.0, "spread must be above 0"),
+                ("rotary_scaling", 0.0, "rotary_scaling must be above 0"),
+                ("quantiles", torch.linspace(1, -1, LEVELS), "quantiles must not descend"),
+            )
+        ),
     ],
 )
 def test_what_is_no_such_file_is_refused(tmp_path, spoil, match):
@@ -136,9 +156,10 @@ def test_what_is_no_such_file_is_refused(tmp_path, spoil, match):
     assert "foveate train lte" in str(error.value)
 
 
-def drawn_with_nan():
+def drawn_with(name, value):
+    """A module of which one tensor begins with a value that no training leaves."""
     scores = drawn()
-    scores.scale[0, 0] = torch.nan
+    getattr(scores, name)[0] = value
     return scores
 
 

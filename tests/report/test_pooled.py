@@ -53,6 +53,22 @@ def test_each_item_counts_once_and_differences_are_paired():
     assert len(lines.cells([dense, quest])) == 1
 
 
+def test_the_order_of_comparisons_does_not_matter():
+    some = [row("dense", f"a_{n}", [1, 1, 0, n % 2], length=1000 * n) for n in range(6)]
+    ours = [row("quest", f"a_{n}", [n % 3 > 0, 1, 0, 0], length=1000 * n) for n in range(6)]
+    whole = pooled.difference(ours, some)
+    assert pooled.difference(ours[::-1], some[::-1]) == whole
+    assert pooled.difference(ours[3:] + ours[:3], some[3:] + some[:3]) == whole
+    same = [{**one, "task_settings": {**one["task_settings"], "length": 4096}} for one in some + ours]
+    bounds = {
+        tuple(one[name] for name in ("low", "high", "diff_low", "diff_high"))
+        for rows in (same, same[::-1])
+        for one in pooled.over_splits(rows)[0]
+        if one["spec"] == "quest"
+    }
+    assert len(bounds) == 1
+
+
 def test_other_tasks_lengths_models_and_families_are_not_mixed():
     other = [row("dense", "b_1", [1]), row("quest", "b_1", [1])]
     longer = [{**one, "task_settings": {**one["task_settings"], "length": 16384}} for one in ROWS]

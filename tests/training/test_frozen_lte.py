@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 
 import pytest
 import torch
@@ -109,6 +110,8 @@ class StoppedAfter:
     def __init__(self, steps):
         self._looks, self._steps = itertools.count(), steps  # it is looked at before each
 
+    signal = signal.SIGTERM
+
     def __call__(self, minutes):
         return self
 
@@ -129,7 +132,7 @@ def test_an_interrupted_run_goes_on_to_the_same_file(plan, tmp_path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(frozen_lte, "Stop", StoppedAfter(3))
         outcome = train(plan, lambda text: None)
-    assert not outcome.finished
+    assert (outcome.finished, outcome.signal) == (False, signal.SIGTERM)
     assert 0 < outcome.step < 8
     assert not plan.out.exists()
     said = []
@@ -138,6 +141,16 @@ def test_an_interrupted_run_goes_on_to_the_same_file(plan, tmp_path, monkeypatch
     assert plan.out.read_bytes() == whole.out.read_bytes()
     rows, others = ([json.loads(line) for line in one.log.read_text().splitlines()] for one in (plan, whole))
     assert [row["step"] for row in rows if row["step"] % 2 == 0] == [row["step"] for row in others] == [2, 4, 6, 8]
+
+
+def test_two_processes_do_not_train_into_one_file(plan):
+    def again(*_):
+        with pytest.raises(UserError, match=r"safetensors\.lock: another process is writing to it"):
+            train(plan, lambda text: None)
+
+    plan = Plan(**vars(plan) | {"steps": 1})
+    assert train(plan, lambda text: None, again).finished
+    assert not plan.out.with_name(f"{plan.out.name}.lock").exists()
 
 
 def test_what_another_run_has_left_is_refused(plan, monkeypatch):
@@ -236,7 +249,7 @@ def test_losses_and_recall():
 # The command
 
 
-def test_the_command(planted, tmp_path):
+def test_the_command(planted, tmp_path, monkeypatch):
     out = tmp_path / "made" / "lte.safetensors"
     arguments = ["train", "lte", "--model", planted, "--text", tiny.SAMPLE, "--out", out, "--steps", 2, "--every", 1]
     arguments += ["--length", 300, "--window", 16, "--calibration", 1]
@@ -245,9 +258,16 @@ def test_the_command(planted, tmp_path):
     assert "step 2 · held-out loss" in done.output
     assert "use it as --method 'lte:file=" in done.output.replace("\n", "")
     assert EvictionScores.load(out).window == 16
+    with monkeypatch.context() as patched:
+        patched.setattr(frozen_lte, "Stop", StoppedAfter(1))
+        stopped = CliRunner().invoke(app, [*map(str, arguments), "--seed", "1"])
+    assert stopped.exit_code == 143, stopped.output
     done = CliRunner().invoke(app, [*map(str, arguments[:-2]), "--calibration", "0"])
     assert done.exit_code == 2
     assert "calibration must be at least 1, got 0" in done.output
+    done = CliRunner().invoke(app, [*map(str, arguments), "--seed", "-1"])
+    assert done.exit_code == 2
+    assert "seed must be at least 0 and below 2^64, got -1" in done.output
 
 
 def test_comparing_with_the_file(plan, planted, tmp_path):

@@ -157,7 +157,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(make, tmp_path):
 
     said, before = [], signal.getsignal(signal.SIGTERM)
     outcome = train(make(), tmp_path / "run", say=said.append, progress=stop)
-    assert (outcome.step, outcome.finished) == (7, False)
+    assert (outcome.step, outcome.finished, outcome.signal) == (7, False, signal.SIGTERM)
     assert said[-1] == "stopped after step 7; --resume goes on from there"
     assert checkpoints.folders(tmp_path / "run")[-1].name == "step-00000007"
     assert not (tmp_path / "run" / "model").exists()
@@ -170,7 +170,20 @@ def test_a_signal_ends_the_run_with_a_checkpoint(make, tmp_path):
 
 def test_minutes_end_a_run(make, tmp_path):
     outcome = train(make(), tmp_path / "run", minutes=1e-9, say=quiet)
-    assert (outcome.step, outcome.finished) == (1, False)
+    assert (outcome.step, outcome.finished, outcome.signal) == (1, False, None)
+
+
+def test_two_processes_do_not_train_into_one_folder(make, tmp_path):
+    refused = []
+
+    def again(step, steps, row):
+        with pytest.raises(UserError, match="run: another process is writing to it"):
+            train(make(), tmp_path / "run", resume=True, say=quiet)
+        refused.append(step)
+
+    train(make(), tmp_path / "run", say=quiet, progress=again)
+    assert refused
+    assert train(make(), tmp_path / "run", resume=True, say=quiet).finished
 
 
 def test_a_run_is_never_overwritten_or_continued_otherwise(make, tmp_path):

@@ -39,6 +39,25 @@ def test_the_length_of_a_value_in_the_output():
             torch.testing.assert_close(found[:, head].exp(), attention.o_proj(alone).norm(dim=-1))
 
 
+def test_the_worth_of_a_token_is_the_most_that_a_head_of_its_group_takes():
+    """Of the probability times the length of the value in the output, from queries beyond the window."""
+    model, ids, window = tiny_model(), tokens(40), 5
+    seen = FrozenModel(model, window).read(ids)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True).attentions
+        for layer, one in seen.items():
+            expected = torch.zeros(2, 40 - window)
+            for head in range(6):
+                alone = torch.zeros(40, 96)
+                alone[:, head * 16 : (head + 1) * 16] = one.v[0, head // 3]
+                length = model.model.layers[layer].self_attn.o_proj(alone).norm(dim=-1)
+                for key in range(40 - window):
+                    taken = attentions[layer][0, head, key + window :, key].max() * length[key]
+                    expected[head // 3, key] = max(expected[head // 3, key], taken)
+            torch.testing.assert_close(one.worth[0, :, :-window].exp(), expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_keys_and_worth_of_a_model(family):
     model, ids = tiny_model(family), tokens(60)

@@ -40,6 +40,15 @@ def test_ranks_micro_batches_workers_and_resuming_change_nothing(mixed):
     assert rows_of(Mixture(mixed.store, mixed.sources, 6, 5), 1, 1) != whole
 
 
+def test_every_phase_begins_with_its_first_row(mixed):
+    """And goes on row by row, so that none is left out between steps."""
+    for number, phase in enumerate(PHASES):
+        for step in range(phase.begin, phase.end):
+            first = (step - phase.begin) * phase.rows
+            rows = [mixed.row(number, first + i, phase.length, step / 5)[0] for i in range(phase.rows)]
+            assert np.array_equal(mixed.batch(Shape(PHASES), step, 0)["input_ids"].numpy(), np.stack(rows))
+
+
 def test_shares_are_exact_in_every_round(mixed):
     kinds = [mixed.row(0, number, 64, 1.0)[2] for number in range(2 * mixture.ROUND)]
     for part in (kinds[: mixture.ROUND], kinds[mixture.ROUND :]):

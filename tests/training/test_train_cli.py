@@ -1,12 +1,14 @@
 """`foveate train`: from a folder of text to a model, in one go."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 from typer.testing import CliRunner
 
-from foveate.cli import app
+from foveate.cli import app, train
 from foveate.training import journal
 
 
@@ -43,6 +45,20 @@ def test_twenty_steps_from_text_to_a_model(tmp_path, text_folder, values):
         "train", "--config", tmp_path / "c.json", "--out", tmp_path / "run", "--resume", "--set", "log.every=5"
     )
     assert "is complete; nothing to train" in again.output
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_ended_by_a_signal_says_so_by_its_exit_code(tmp_path, values, monkeypatch, blow):
+    values["log"] = {"every": 1}
+    (tmp_path / "c.json").write_text(json.dumps(values))
+    run = ("train", "--config", tmp_path / "c.json", "--out", tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(train._Readings, "__call__", lambda self, step, *_: step == 1 and os.kill(os.getpid(), blow))
+        ended = foveate(*run)
+    assert ended.exit_code == 128 + blow, ended.output
+    assert "stopped after step 2; --resume goes on from there" in ended.output
+    stopped = foveate(*run, "--resume", "--minutes", "1e-6")
+    assert stopped.exit_code == 0, stopped.output
 
 
 def test_bad_input_is_one_line(tmp_path, values):

@@ -173,7 +173,7 @@ def _check_anchors(plan: Plan, layers: int) -> None:
         try:
             check_number(plan.number, layers)
         except ValueError as error:
-            raise UserError(str(error)) from None
+            raise UserError(f"{error}{' (the default)' if plan.anchors is None else ''}") from None
 
 
 def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> list[Item]:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from foveate.json_text import parse_json
 from foveate.results.errors import UserError
 from foveate.results.resultfile import lock
 
@@ -41,7 +42,7 @@ def take_up(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror or error})") from None
     try:
-        theirs = dict(json.loads(content))
+        theirs = dict(parse_json(content))
     except (ValueError, TypeError):  # no JSON, or no object
         raise UserError(f"{path}: damaged; remove the folder to start anew") from None
     differ = differing(mark, theirs)

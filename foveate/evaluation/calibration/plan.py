@@ -9,7 +9,7 @@ from typing import Any
 from foveate.calibration import BY, OVER, WEIGHTS
 from foveate.evaluation.tasks.base import Task
 from foveate.methods.kascade import Kascade
-from foveate.results.errors import UserError, unknown
+from foveate.results.errors import UserError, check_seed, unknown
 
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
@@ -68,6 +68,7 @@ class Plan:
                 raise UserError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
         if self.rounds < 0:
             raise UserError(f"rounds must be at least 0, got {self.rounds}")
+        check_seed(self.seed)
         for name, allowed in (("by", BY), ("over", OVER), ("weights", WEIGHTS), ("prompts", PROMPTS)):
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed)

@@ -198,6 +198,7 @@ def query_mass(
     *,
     scaling: float,
     offset: int,
+    mask: Tensor | None = None,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -206,6 +207,7 @@ def query_mass(
     Args:
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         k: ``[B, Hkv, Lk, D]`` with ``Lk >= offset + Lq``.
+        mask: bool ``[B, Hkv, offset + Lq]``, True for keys that are seen, each query's own among them; None: all.
         sink_logits: ``[Hq]``: a logit of each head that takes its share of attention and has no key; None: none.
         softcap: see :func:`column_mass`.
 
@@ -221,8 +223,10 @@ def query_mass(
         logits = matmul_fp32(fold_group(q[:, :, first:last], k.shape[1]), k[:, :, :end].transpose(-1, -2))
         logits = capped(logits.mul_(scaling), softcap).reshape(batch, num_heads, last - first, end)
         query = torch.arange(offset + first, offset + last, device=q.device)[:, None]
-        future = torch.arange(end, device=q.device) > query
-        weights = logits.masked_fill_(future, float("-inf")).softmax(-1)
+        hidden = torch.arange(end, device=q.device) > query
+        if mask is not None:
+            hidden = hidden | ~mask.repeat_interleave(num_heads // k.shape[1], 1)[:, :, None]
+        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
         if sink_logits is not None:
             sinks = sink_logits.float().view(1, -1, 1, 1)
             weights = weights * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()

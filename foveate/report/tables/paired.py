@@ -10,7 +10,7 @@ from foveate.report.rows import Row, grouped
 
 
 def paired(rows: Sequence[Row]) -> str:
-    """A Markdown table for each model: what each method scores over the first one.
+    """A Markdown table for each model and number format: what each method scores over the first one.
 
     Differences are of the same items, pooled over the comparisons that both methods have.
 
@@ -23,21 +23,22 @@ def paired(rows: Sequence[Row]) -> str:
     """
     if not all(map(pooled.averages, rows)):
         raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
-    return "\n\n".join(_table(model, own) for model, own in grouped(rows, lambda row: row["model"]).items())
+    groups = grouped(rows, lambda row: f"{row['model']}, {row['dtype']}")
+    return "\n\n".join(_table(what, own) for what, own in groups.items())
 
 
-def _table(model: str, rows: Sequence[Row]) -> str:
+def _table(what: str, rows: Sequence[Row]) -> str:
     by_spec = grouped([row for row in rows if row["method"] != "dense"], lambda row: row["spec"])
     if len(by_spec) < 2:
-        raise ValueError(f"{model}: two methods or more are compared, not {', '.join(by_spec) or 'none'}")
+        raise ValueError(f"{what}: two methods or more are compared, not {', '.join(by_spec) or 'none'}")
     (base, theirs), *others = by_spec.items()
     table = [("method", f"over `{base}`, points [95 %, paired]", "comparisons", "n")]
     for spec, ours in others:
         pairs = [(row, its) for row in ours for its in theirs if row["run"]["items"] == its["run"]["items"]]
         if not pairs:
-            raise ValueError(f"{model}: {spec} and {base} have no comparison in common")
+            raise ValueError(f"{what}: {spec} and {base} have no comparison in common")
         own, its = zip(*pairs)
         n = sum(row["n"] for row in own)
         table.append((f"`{spec}`", interval(vars(pooled.difference(own, its)), 1, "+"), f"{len(own)}", f"{n:,}"))
     used = [row for found in by_spec.values() for row in found]
-    return titled(f"{model}, of the comparisons that both methods have", used, markdown_table(table))
+    return titled(f"{what}, of the comparisons that both methods have", used, markdown_table(table))

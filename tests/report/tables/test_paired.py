@@ -12,11 +12,12 @@ VALUES = {
 }
 
 
-def rows_of(*methods, model="tiny"):
+def rows_of(*methods, model="tiny", dtype="float32"):
     return [
         {
             **{"method": method, "spec": method, "model": model, "n": len(values), "device": "cpu", "commit": "abc"},
             **{"metrics": {"match": {}}, "item_values": {"match": values}, "run": {"items": items}},
+            **{"task": "niah", "split": "single", "length": 4096, "dtype": dtype},
             "versions": {"torch": "2", "transformers": "5"},
         }
         for method in methods
@@ -36,17 +37,19 @@ def test_differences_to_the_first_method_over_the_items_that_both_have():
         assert cells["quest"][1:] == ["1", "2 |"]
 
 
-def test_models_are_tables_of_their_own():
-    found = paired(rows_of("luka", "pages") + rows_of("pages", "luka", model="other"))
-    assert found.count("over `luka`") == found.count("over `pages`") == 1
-    assert found.index("tiny, of the comparisons") < found.index("other, of the comparisons")
+def test_models_and_number_formats_are_tables_of_their_own():
+    for other in ({"model": "other"}, {"dtype": "bfloat16"}):
+        found = paired(rows_of("luka", "pages") + rows_of("pages", "luka", **other))
+        assert found.count("over `luka`") == found.count("over `pages`") == 1
+        second = f"{other.get('model', 'tiny')}, {other.get('dtype', 'float32')}, of the comparisons"
+        assert found.index("tiny, float32, of the comparisons") < found.index(second)
 
 
 def test_what_cannot_be_compared():
-    with pytest.raises(ValueError, match="tiny: two methods or more are compared, not luka"):
+    with pytest.raises(ValueError, match="tiny, float32: two methods or more are compared, not luka"):
         paired(rows_of("dense", "luka"))
     apart = [row for row in rows_of("luka") if row["run"]["items"] == "a"] + rows_of("quest")
-    with pytest.raises(ValueError, match="tiny: quest and luka have no comparison in common"):
+    with pytest.raises(ValueError, match="tiny, float32: quest and luka have no comparison in common"):
         paired(apart)
     with pytest.raises(ValueError, match="no pooled difference"):
         paired([row | {"metrics": {"perplexity": {}}} for row in rows_of("luka", "pages")])

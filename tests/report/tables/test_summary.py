@@ -35,6 +35,10 @@ def test_a_line_a_method_and_a_column_a_comparison(rows):
     for line in lines[4:]:
         scores = [f"{row['score']:.1f}" for row in rows if row["spec"] == line.split("`")[1]]
         assert line.split(" | ")[2:4] == scores
+    for order in (rows, rows[::-1]):
+        for line in summary(order).splitlines()[4:]:
+            read = sorted(100 * row["keys_read_share"] for row in rows if row["spec"] == line.split("`")[1])
+            assert line.split(" | ")[1] == f"{read[0]:.1f}–{read[-1]:.1f} %"
 
 
 def test_the_pooled_difference_is_the_mean_over_all_items_paired(rows):
@@ -77,3 +81,21 @@ def test_comparisons_of_other_items_are_columns_of_their_own(rows):
     perplexities = [{**row, "metrics": {"inverse_perplexity": row["metrics"]["string_match"]}} for row in short]
     with pytest.raises(ValueError, match="no pooled difference"):
         summary(perplexities)
+
+
+def test_what_was_measured_otherwise_is_not_mixed(rows):
+    """Number formats have tables of their own, seeds columns; commits are named, and what differs is refused."""
+    short = [row for row in rows if row["length"] == 8192 and row["spec"] in ("dense", H2O)]
+    halves = [{**row, "dtype": "float16", "score": 1.0} for row in short]
+    assert summary([*short, *halves]) == f"{summary(short)}\n\n{summary(halves)}"
+    assert f"{short[0]['model']}, float16, scores" in summary(halves)
+    seeds = [{**row, "seed": 7} for row in short]
+    head = summary([*short, *seeds]).splitlines()[2]
+    assert "| niah single 8K, seed 0 | niah single 8K, seed 7 |" in head
+    later = [{**row, "commit": "0123456"} for row in short]
+    assert f"commit {short[0]['commit']}, 0123456):" in summary([*short, *later])
+    others = [{**row, "keys_read_share": 0.5} for row in later]
+    with pytest.raises(
+        ValueError, match=f"two rows of dense in niah single 8K that differ, of commit {short[0]['commit']} and 0123456"
+    ):
+        summary([*short, *others])

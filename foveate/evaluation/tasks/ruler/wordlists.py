@@ -17,7 +17,7 @@ def files(data: Path) -> list[Path]:
     Raises `DataError` naming the list that the folder lacks.
     """
     folder = data / "ruler"
-    what = ("a word a line", "the package wonderwords (https://pypi.org/project/wonderwords/)")
+    what = ("a word a line", "the Python package wonderwords")
     return [reading.find_data_file(folder, name, *what) for name in _LISTS] if folder.is_dir() else []
 
 
