@@ -4,10 +4,11 @@
     foveate plot hybrid-losses benchmarks/results/hybrids-curves.jsonl --out docs/figures/hybrids-losses.png
     foveate plot hybrid-retention benchmarks/results/hybrids-curves.jsonl --out docs/figures/hybrids-retention.png
 
-OUT is the folder of `hybrid_tasks.py`, TEXT its text. A row for each model has the losses of its log, mean over every
-hundred steps, and those on held-out text; and, of a run with a sparsity budget, how many tokens of a row the heads
-retained in its first steps, with the largest λ. Of models with LTE layers it has the share of tokens that each KV head
-retains (score above 0.5) among those that the window has left, mean over 16 held-out sequences (appendix B).
+OUT is the folder of `hybrid_tasks.py`, TEXT its text. A row for each run has the losses of its log, mean over every
+hundred steps, those on held-out text, and the answers near and far; and, of a run with a sparsity budget, how many
+tokens of a row the heads retained in its first steps, with the largest λ, and how many heads were silent or saturated.
+Of models with LTE layers that are in OUT it has the share of tokens that each KV head retains (score above 0.5) among
+those that the window has left, mean over 16 held-out sequences (appendix B).
 """
 
 import argparse
@@ -30,6 +31,8 @@ from foveate.training.tokens import TokenStore
 
 EVERY = 100
 """Steps whose mean loss is a point of the curve."""
+HEADS = ("retained_mean", "retained_max", "heads_silent", "heads_saturated", "lambda_max", "retained")
+"""What a log has about the heads of LTE layers."""
 BEGINNING = 400
 """Steps of which a row tells how many tokens were retained."""
 
@@ -55,6 +58,12 @@ def curve(run: Path) -> dict[str, Any]:
             for row in read
             if row["step"] <= BEGINNING and "retained_mean" in row
         ],
+        "answers": [{"step": row["step"], **row["answers"]} for row in rows if "answers" in row],
+        "heads": [
+            {name: some[-1][name] for name in ("step", *HEADS)}
+            for some in by_point.values()
+            if "heads_silent" in some[-1]
+        ],
         "tokens_per_s": statistics.median([row["tokens_per_s"] for row in read][1:] or [read[0]["tokens_per_s"]]),
     }
 
@@ -75,10 +84,9 @@ def row(out: Path, name: str, store: TokenStore, given: argparse.Namespace) -> d
     """What one model has to show."""
     run = out / "runs" / name
     header = json.loads((run / journal.LOG).read_text(encoding="utf-8").partition("\n")[0])
-    config = HybridConfig.from_pretrained(out / "models" / name)
-    kept = None
-    if "lte" in config.mixers:
-        model = HybridForCausalLM.from_pretrained(out / "models" / name).to(given.device)
+    folder, kept = out / "models" / name, None
+    if folder.is_dir() and "lte" in (config := HybridConfig.from_pretrained(folder)).mixers:
+        model = HybridForCausalLM.from_pretrained(folder).to(given.device)
         kept = {
             "length": given.length,
             "sequences": given.sequences,
@@ -99,9 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
-    names = sorted(path.name for path in (given.out / "models").glob("*") if path.is_dir())
+    names = sorted(path.parent.name for path in (given.out / "runs").glob(f"*/{journal.LOG}"))
     if not names:
-        raise UserError(f"--out {given.out}: no trained model in it")
+        raise UserError(f"--out {given.out}: no run of a training in it")
     store = TokenStore(given.text)
     rows = [row(given.out, name, store, given) for name in names]
     outfile.write(given.write, "".join(f"{json.dumps(one)}\n" for one in rows).encode())

@@ -11,6 +11,7 @@ from matplotlib.image import imread
 
 from foveate.models import HybridForCausalLM
 from foveate.report.plots import hybrids as hybrid_plots
+from foveate.report.tables import hybrids as hybrid_tables
 from foveate.results.errors import DataError, UserError
 from foveate.training import journal
 from foveate.training.configuration import parse
@@ -22,9 +23,9 @@ SETTINGS = {
     "steps": 4,
     "model": {"preset": "lalte", "size": "tiny"},
     "batch": {"tokens": 128, "device_tokens": 128, "length": 64, "longer": None},
-    "mixture": {"text": {"share": 1.0}},
+    "mixture": {"text": {"share": 0.5}, "copies": {"share": 0.5, "gap": [8, 40], "span": [8, 16]}},
     "sparsity": {"budget": 8},
-    "log": {"every": 1, "held_out": 128},
+    "log": {"every": 1, "held_out": 128, "answers": 2, "far": 20},
     "run": {"compile": False, "device": "cpu"},
 }
 
@@ -54,6 +55,13 @@ def test_rows_and_figures(trained, store_folder, tmp_path, monkeypatch):
     assert [one["retained_mean"] for one in row["retained_at_first"]] == [line["retained_mean"] for line in steps]
     assert [one["step"] for one in row["retained_at_first"]] == [1, 2, 3]
     assert row["held_out_tokens"][-1] == 512
+    assert [one["step"] for one in row["answers"]] == [2, 4]
+    assert [one["step"] for one in row["heads"]] == [2, 4]
+    found = hybrid_tables.heads([row])
+    numbers = [row["answers"][-1]["copies"][where]["n"] for where in ("near", "far")]
+    retained = f"{row['heads'][-1]['retained_mean']:.0f}"
+    cells = ["lalte-tiny-0", "0M", *(f"0 (n = {number})" for number in numbers), retained, "0", "0", "1e-09"]
+    assert f"| {' | '.join(cells)} |" in found
 
     model = HybridForCausalLM.from_pretrained(trained / "models" / "lalte-tiny-0").eval()
     held_out, window = TokenStore(store_folder).held_out, model.config.lte_window
@@ -72,7 +80,7 @@ def test_rows_and_figures(trained, store_folder, tmp_path, monkeypatch):
 
 def test_no_model_no_rows_no_layers(tmp_path, store_folder):
     script = runpy.run_path(str(SCRIPT))
-    with pytest.raises(UserError, match="no trained model"):
+    with pytest.raises(UserError, match="no run of a training"):
         script["main"](["--out", str(tmp_path), "--text", str(store_folder), "--write", str(tmp_path / "rows.jsonl")])
     (tmp_path / "rows.jsonl").write_text('{"model": "x"}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: not a row of"):

@@ -19,7 +19,7 @@ from foveate.integrations.transformers.graphs import Graphs
 from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, Prefill, PrepareCache
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
-from foveate.integrations.transformers.support import attention_modules, decoder_of
+from foveate.integrations.transformers.support import attention_modules, decoder_of, unwrapped
 from foveate.methods import Method, make
 from foveate.ops import prompt_path
 from foveate.runtime import Policy
@@ -37,7 +37,8 @@ def attach(
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
 
     Args:
-        model: a Transformers model (Llama, Qwen2, Qwen3, Mistral, Gemma 3 and others of their kind).
+        model: a Transformers model (Llama, Qwen2, Qwen3, Mistral, Gemma 3 and others of their kind). Of a pipeline,
+            of a compiled model and of PEFT's, the model within is attached to.
         method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`; left
             out for models with sparse attention of their own (DeepSeek-V4, DeepSeek-V3.2, GLM-MoE-DSA and kin), which
             is then computed in bounded memory, to the same result. Of DeepSeek-V4 a row with padding on the left gives
@@ -59,7 +60,7 @@ def attach(
             ``block_size`` of a method that evicts; the model is left as it was.
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
-    graphs = Graphs(cuda_graph)
+    graphs, model = Graphs(cuda_graph), unwrapped(model)
     whole = isinstance(dense_below, int) and not isinstance(dense_below, bool) and dense_below >= 0
     if not (whole or dense_below == "auto"):
         raise ValueError(f"dense_below must be a number of tokens, at least 0, or 'auto', not {dense_below!r}")
@@ -113,6 +114,7 @@ def attach(
 
 def detach(model: nn.Module) -> None:
     """Give a model its own attention back; nothing of :func:`attach` remains. Does nothing on other models."""
+    model = unwrapped(model)
     attachment = model.__dict__.get("foveate")
     if isinstance(attachment, csa.SparseAttachment):
         attachment.take_off(model)
@@ -128,7 +130,8 @@ def attached(
 
     Afterwards what was attached before is back, with its counters, and caches made for it go on.
     """
-    before = model.__dict__.get("foveate") if isinstance(model, nn.Module) else None
+    model = unwrapped(model)
+    before = model.__dict__.get("foveate")
     attachment = attach(model, method, **options)
     try:
         yield attachment
@@ -148,6 +151,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     Raises:
         ValueError: when the model is not attached.
     """
+    model = unwrapped(model)
     attachment = model.__dict__.get("foveate")
     if attachment is None:
         raise ValueError("the model is not attached: there is nothing to report")

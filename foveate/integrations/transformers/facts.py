@@ -46,5 +46,10 @@ def _sampled(module: nn.Module) -> list[float] | None:
     if weight is None or weight.is_meta or not weight.is_floating_point() or weight.itemsize < 2:
         return None
     at = torch.linspace(0, weight.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-    values = weight.detach()[at // weight.shape[1], at % weight.shape[1]].float()
+    rows, columns = at // weight.shape[1], at % weight.shape[1]
+    values = weight.detach()[rows, columns].float()
+    for layer in module.modules():  # adapters of PEFT count as if they were merged
+        if getattr(layer, "weight", None) is weight and hasattr(layer, "get_delta_weight"):
+            active = [] if layer.disable_adapters or layer.merged else layer.active_adapters
+            values += sum(layer.get_delta_weight(name).detach()[rows, columns].float() for name in active)
     return [float(f"{value:.5g}") for value in values.tolist()]

@@ -80,6 +80,9 @@ class BeforeForward:
             return
         fed, prompt_end = cache.get_seq_length() + (0 if ids is None else ids.shape[1]), cache.phase.prompt_end
         if announced.prompt_only and prompt_end is not None and fed > prompt_end:
+            if given.get("inputs_embeds") is not None and not cache.get_seq_length():
+                cache.phase.prompt_end = fed  # the model has put embeddings before the prompt, as PEFT's virtual tokens
+                return
             raise releases.unknown(f"`generate` feeds a prompt of {fed} tokens, and prepared one of {prompt_end}")
         if announced.owes_steps:
             self.attachment.graphs.require(

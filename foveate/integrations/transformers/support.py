@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import transformers
 from torch import nn
@@ -14,6 +15,22 @@ from transformers.cache_utils import (
 
 from foveate.integrations.transformers import releases
 from foveate.models import MemoryLayer, cache_layers
+
+
+def unwrapped(model: Any) -> Any:
+    """The model within a pipeline, within what torch.compile returns, and within PEFT's models; else what was given.
+
+    Raises:
+        ValueError: for what is no model and has none.
+    """
+    if not isinstance(model, nn.Module):
+        inner = getattr(model, "model", None)  # a pipeline's
+        if not isinstance(inner, nn.Module):
+            raise ValueError(f"model must be a Transformers PreTrainedModel, not {type(model).__name__}")
+        return unwrapped(inner)
+    if "_orig_mod" in model._modules:  # compiled
+        return unwrapped(model._orig_mod)
+    return unwrapped(model.get_base_model()) if hasattr(type(model), "get_base_model") else model
 
 
 def decoder_of(model: nn.Module) -> nn.Module:

@@ -96,6 +96,30 @@ def _times(row: Row) -> tuple[float, float]:
     return row["ms"], row["decode_ms_per_token"]
 
 
+def heads(rows: Sequence[Row]) -> str:
+    """A line for each trained model: answers at the end, near and far, and the state of its LTE heads.
+
+    Args:
+        rows: of `benchmarks/hybrid_curves.py`.
+    """
+    kinds = dict.fromkeys(kind for row in rows for kind in row["answers"][-1] if kind != "step")
+    asked = [(kind, where) for kind in kinds for where in ("near", "far")]
+    names = {"heads_silent": "silent heads", "heads_saturated": "saturated heads"}
+    head = ["model", "tokens", *(f"{kind}, {where}" for kind, where in asked), "retained", *names.values(), "largest λ"]
+    lines = [head]
+    for row in rows:
+        found, last = row["answers"][-1], row["heads"][-1] if row["heads"] else None
+        right = [found.get(kind, {}).get(where) for kind, where in asked]
+        cells = [NONE if one is None else f"{one['right']:.0f} (n = {one['n']:,})" for one in right]
+        states = (
+            [NONE] * 4
+            if last is None
+            else [f"{last['retained_mean']:.0f}", *(f"{last[name]}" for name in names), f"{last['lambda_max']:.0e}"]
+        )
+        lines.append([row["model"], f"{row['tokens'][-1] / 1e6:.0f}M", *cells, *states])
+    return titled("answers right in every token, percent, and LTE heads at the end", rows, markdown_table(lines))
+
+
 def training(rows: Sequence[Row]) -> str:
     """A line for each model, its size and number of GPUs: tokens a second, over those of one GPU, of the peak."""
     alone = {_model(row): row["tokens_per_s"] for row in rows if row["case"]["processes"] == 1}

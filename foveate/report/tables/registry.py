@@ -34,6 +34,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "decode-kinds": decode.kinds,
     "csa-model": csa.model,
     "hybrid-tasks": hybrid_tasks.table,
+    "hybrid-heads": hybrids.heads,
     "hybrids-speed": hybrids.speed,
     "hybrids-memory": hybrids.memory,
     "hybrids-training": hybrids.training,
@@ -66,8 +67,8 @@ def marked(words: Sequence[str], root: Path, note: Callable[[str], None] = lambd
     kinds = [word for word in words if word not in (*files, *conditions, "over-splits")]
     if len(kinds) > 1 or not set(kinds) <= KINDS.keys():
         raise ValueError(f"a mark has one kind at most, of {', '.join(KINDS)}; found {', '.join(kinds)}")
-    if kinds == ["recheck"]:  # of comparisons of two rows: no conditions apply
-        return recheck.table(rows)
+    if kinds in (["recheck"], ["hybrid-heads"]):  # rows of scripts in benchmarks/: no conditions apply
+        return KINDS[kinds[0]](rows)
     if "bench" in rows[0]:
         rows = of_cases(rows, conditions)
     else:

@@ -1,0 +1,111 @@
+"""Models within others: pipelines, compiled models, and PEFT's with adapters or virtual tokens."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+import foveate
+from foveate.integrations.transformers.facts import model_facts
+from foveate.integrations.transformers.support import attention_modules, unwrapped
+
+
+def tiny() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+IDS = torch.randint(1, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+PADDED = torch.ones_like(IDS)
+PADDED[1, :5] = 0
+
+
+def answer(model, mask: torch.Tensor | None = None) -> list[list[int]]:
+    mask = torch.ones_like(IDS) if mask is None else mask
+    return model.generate(input_ids=IDS, attention_mask=mask, max_new_tokens=8, pad_token_id=0).tolist()
+
+
+def facts(model: torch.nn.Module) -> dict:
+    model = unwrapped(model)
+    return model_facts(model.config, attention_modules(model, model.model, model.config)[0])
+
+
+PEFT = {
+    "lora": LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False),
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+
+
+@pytest.mark.parametrize("kind", PEFT)
+def test_a_model_of_peft(kind):
+    model = get_peft_model(tiny(), PEFT[kind]).eval()
+    expected = answer(model)
+    foveate.attach(model, "dense")
+    assert answer(model) == expected
+    assert foveate.stats(model).layers[0].decode_steps
+    with foveate.attached(model, "streaming:window=4"):
+        answer(model)
+        assert foveate.stats(model).layers[0].tokens_evicted
+    assert answer(model) == expected
+    foveate.detach(model)
+    assert "foveate" not in unwrapped(model).__dict__
+    assert answer(model) == expected
+
+
+def test_padding_with_adapters_and_with_virtual_tokens():
+    """Virtual tokens stand before the padding, which is then within the prompt: refused."""
+    model = get_peft_model(tiny(), PEFT["lora"]).eval()
+    expected = answer(model, PADDED)
+    with foveate.attached(model, "dense"):
+        assert answer(model, PADDED) == expected
+    model = get_peft_model(tiny(), PEFT["prompt"]).eval()
+    with foveate.attached(model, "dense"), pytest.raises(ValueError, match="attention_mask covers 25 tokens"):
+        answer(model, PADDED)
+
+
+def test_active_adapters_are_other_weights():
+    """So that a calibration of the model without them is refused, as on a model that they are merged into."""
+    plain = facts(tiny())
+    model = get_peft_model(tiny(), PEFT["lora"]).eval()
+    adapted = facts(model)
+    assert adapted["weights"] != plain["weights"]
+    with model.disable_adapter():
+        assert facts(model) == plain
+    model.merge_adapter()
+    for of_layer, merged in zip(adapted["weights"], facts(model)["weights"]):
+        assert of_layer == pytest.approx(merged, rel=1e-3, abs=1e-6)
+
+
+def test_a_compiled_model_and_a_pipeline():
+    model = tiny()
+    expected = answer(model)
+    compiled = torch.compile(model)
+    foveate.attach(compiled, "streaming:window=4")
+    answer(compiled)
+    assert foveate.stats(compiled) == foveate.stats(model)
+    foveate.detach(compiled)
+    assert answer(model) == expected
+
+    class Pipeline:  # as much of transformers.Pipeline as is asked for
+        def __init__(self):
+            self.model = model
+
+    with foveate.attached(Pipeline(), "dense"):
+        assert "foveate" in model.__dict__
+    assert "foveate" not in model.__dict__
+
+
+@pytest.mark.parametrize("act", [foveate.stats, foveate.detach, lambda model: foveate.attach(model, "dense")])
+def test_what_is_no_model_is_refused(act):
+    with pytest.raises(ValueError, match="model must be a Transformers PreTrainedModel, not NoneType"):
+        act(None)
