@@ -492,6 +492,33 @@ def test_lengths_that_cannot_be(folder, tokenizer, split, length, message):
         make(folder, tokenizer, split, length, limit=1)
 
 
+@pytest.mark.parametrize("split", ["niah_single_1", "niah_single_3", "niah_multikey_1"])
+def test_needles_beyond_a_distance(folder, tokenizer, split):
+    """The same items where the needle is far enough; the others are drawn anew."""
+    plain, far = (make(folder, tokenizer, split, 1024, limit=12, beyond=beyond) for beyond in (0, 400))
+    same = 0
+    for one, other in zip(plain, far):
+        (answer,) = other.answers
+        text = tokenizer.decode(other.prompt_ids)
+        after = tokenizer.encode(text[text.rindex(answer) :], add_special_tokens=False)
+        assert len(after) >= 400
+        same += one.prompt_ids == other.prompt_ids
+    assert 0 < same < 12
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ruler:split=vt,beyond=5", r"beyond is for niah_single_\* and niah_multikey_\*, not for vt"),
+        ("ruler:length=512,beyond=256", "beyond must be below half of the length, 512, got 256"),
+        ("ruler:beyond=-1", "beyond must be at least 0, got -1"),
+    ],
+)
+def test_distances_that_cannot_be(spec, message):
+    with pytest.raises(UserError, match=message):
+        tasks.parse(spec)
+
+
 def test_the_longest_answer_cannot_be_negative():
     with pytest.raises(UserError, match="max_new_tokens must be at least 0, got -1"):
         tasks.parse("ruler:max_new_tokens=-1")

@@ -405,6 +405,26 @@ def test_vectors_do_not_decay():
     assert (decay["weight_decay"], none["weight_decay"]) == (0.3, 0.0)
 
 
+def test_scores_learn_at_a_share_of_the_rate(make, tmp_path):
+    config = make({"model": TINY, "sparsity.budget": 9, "optim.scores": 0.25, "optim.warmup": 0.0, "steps": 1})
+    network_ = network.build(config.model, 800, 0, 128, 0)
+    groups = optim.adamw(network_, config.optim).param_groups
+    scores = {id(parameter) for parameter in network.score_parameters(network_)}
+    assert scores
+    assert {(group["share"], {id(p) for p in group["params"]} <= scores) for group in groups} == {
+        (1.0, False),
+        (0.25, True),
+    }
+    assert sum(len(group["params"]) for group in groups) == len(list(network_.parameters()))
+    train(config, tmp_path / "run", say=quiet)
+    store = TokenStore(config.data.folder)
+    drawn = network.build(config.model, store.vocab_size, store.end, 128, config.seed).state_dict()
+    learned = load_file(checkpoints.folders(tmp_path / "run")[0] / checkpoints.MODEL)
+    moved = {name: (value - drawn[name]).abs().max().item() for name, value in learned.items()}
+    of_scores, others = (max(moved[name] for name in moved if (".scores." in name) == yes) for yes in (True, False))
+    assert of_scores == pytest.approx(0.25 * others, rel=0.2)  # AdamW's first step is the rate
+
+
 class Waits(TorchDispatchMode):
     """Notes operations for which the host waits for the device, or sends it numbers it has made."""
 

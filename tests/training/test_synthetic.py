@@ -230,3 +230,35 @@ def test_text_around_answers_counts_and_what_is_drawn_does_not(rows):
 def test_bad_settings(kind, settings, message):
     with pytest.raises(UserError, match=message):
         kind(**settings)
+
+
+def test_needles_are_near_at_first(store, rows):
+    """`grows`: a share of the training in which rows are cut, which falls to `shorter`."""
+    source = Needles(keys=(1, 1), shorter=0.0, grows=0.5, noise=1.0, distractors=0.0)
+
+    def cut(progress):
+        return sum((row.ids == store.end).sum() > 1 for row in rows(source, 2048, 20, progress))
+
+    shares = [cut(progress) for progress in (0.0, 0.25, 0.5, 1.0)]
+    assert shares[0] == 20
+    assert 0 < shares[1] < 20
+    assert shares[2:] == [0, 0]
+
+
+def test_pairs_in_few_parts_are_far(rows):
+    def parts(row):
+        return sum(len(row.ids) // 8 < end - begin for role, begin, end in runs(row.roles) if role == TEXT)
+
+    fewest = [{parts(row) for row in rows(Recall(pairs=(2, 4), grows=0.0, parts=most), 512, 30)} for most in (1, 8)]
+    assert max(fewest[0]) < max(fewest[1])
+    with pytest.raises(UserError, match="parts must be at least 1, got 0"):
+        Recall(parts=0)
+
+
+def test_copies_of_digits(store, rows):
+    vocabulary = Vocabulary(store)
+    assert [store.tokenizer.decode([int(index)]).strip() for index in vocabulary.digits] == [*"0123456789"]
+    for row in rows(Copies(gap=(20, 60), span=(8, 16), drawn=0.0, digits=1.0), 256, 10):
+        assert np.isin(row.ids[row.roles == ANSWER], vocabulary.digits).all()
+    with pytest.raises(UserError, match=r"drawn and digits must add up to 1 at most"):
+        Copies(drawn=0.6, digits=0.6)
