@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length
-from foveate.ops.attend.attended import Attended, check_sinks
+from foveate.ops.attend.attended import Attended
+from foveate.ops.checks import check_sinks
 
 
 def merge(parts: list[Attended]) -> Attended:
