@@ -129,3 +129,17 @@ def test_a_slot_to_give_up(given, message):
 def test_a_row_that_gives_up_none_needs_no_such_token():
     found = ops.give_up(TOKENS.clone(), at=torch.tensor([1, 77]), rows=torch.tensor([True, False]))
     assert found.tolist() == [[1], [-1]]
+
+
+def test_parts_to_merge():
+    for parts in ([], [attend(), attend()]):
+        with pytest.raises(ValueError, match="at least one part, each with its log-sum-exp"):
+            ops.merge(parts)
+
+
+def test_records_of_pages():
+    for wrong in (8.5, "8"):
+        with pytest.raises(ValueError, match=f"head_dim must be at least 1, not {wrong!r}"):
+            ops.PageRecord(wrong, 4)
+    with pytest.raises(ValueError, match="must be whole pages of 4 keys"):
+        ops.compress_pages(K[0], ops.PageRecord(8, 4))
