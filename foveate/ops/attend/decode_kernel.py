@@ -137,7 +137,6 @@ def attend_pages(
         raise UnsupportedError("more than one query")
     if need_mass:
         raise UnsupportedError("the mass of the keys")
-    decode.check_pages(q, k, v, pages, page_size, lengths=lengths, block_table=block_table)
     number = pages.shape[2] * page_size
     how = {"page_size": page_size, "block_table": block_table}
     return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, sink_logits, softcap, **how)
