@@ -73,7 +73,7 @@ class TimedModel(NamedTuple):
     def config(self) -> PreTrainedConfig:
         """A shape's has as many positions as are needed."""
         if self.model not in SHAPES:
-            return AutoConfig.from_pretrained(self.model, local_files_only=True)
+            return AutoConfig.from_pretrained(self.model, local_files_only=True, trust_remote_code=False)
         config = SHAPES[self.model]
         positions = max(self.positions, config.max_position_embeddings)
         return type(config)(**{**config.to_dict(), "max_position_embeddings": positions})

@@ -155,13 +155,16 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with _hub_offline():
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
+        )
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=gguf.name,
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
+            trust_remote_code=False,
         )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from foveate.inputs import reading
-from foveate.inputs.model_folder import read_config, weight_files
+from foveate.inputs.model_folder import check_index, read_config, weight_files
 from foveate.results.errors import DataError, UserError, unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -48,7 +48,7 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder. Raises `UserError` if there is none, or one of its files is damaged."""
     read_config(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # KeyError, TypeError and what tokenizers raises: a damaged file leads to any of them
         for name, needed in _TOKENIZER_FILES.items():
             if (Path(folder) / name).exists():
@@ -63,6 +63,7 @@ def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
     those of the configuration: some are missing (tied ones need not be there), unexpected or of another shape.
     """
     read_config(folder)
+    check_index(folder)
     for path in weight_files(folder):
         try:
             with safe_open(path, "pt"):
@@ -74,6 +75,8 @@ def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
             folder,
             dtype=getattr(torch, dtype),
             local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )

@@ -37,7 +37,11 @@ def _decoder_config(folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True).to_dict()
+        return (
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            .get_text_config(decoder=True)
+            .to_dict()
+        )
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
@@ -76,6 +80,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, sorted."""
     return sorted(Path(folder).glob("*.safetensors"))
+
+
+def check_index(folder: Path) -> None:
+    """Raises `UserError` if the index of a model's weights is malformed, or names anything but files of the folder."""
+    path = Path(folder) / "model.safetensors.index.json"
+    if not path.exists():
+        return
+    try:
+        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not an index of weights ({error})") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"{path}: weights must be in *.safetensors files of the model folder, not in {name!r}")
 
 
 def model_digest(folder: Path, samples: int = 64, sample_bytes: int = 1 << 16) -> str:

@@ -39,13 +39,18 @@ class UnsupportedError(NotImplementedError):
     """A kernel does not do this case; the reference does."""
 
 
-def dispatch(reference: Callable[P, R], kernel: str) -> Callable[P, R]:
-    """The verb that runs ``reference`` or its namesake in the module ``kernel``, which is imported at the first use."""
+def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | None = None) -> Callable[P, R]:
+    """The verb that runs ``reference`` or its namesake in the module ``kernel``, which is imported at the first use.
+
+    ``check`` gets the same arguments before, and raises ValueError for those that cannot be.
+    """
     name = reference.__name__
     _verbs[name] = kernel
 
     @functools.wraps(reference)
     def verb(*args: P.args, **kwargs: P.kwargs) -> R:
+        if check is not None:
+            check(*args, **kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if use_kernel(*tensors):
             try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from foveate.inputs.model_folder import check_index
 from foveate.results.errors import UserError
 from foveate.training.configuration import ModelSettings
 
@@ -52,7 +53,7 @@ def _of_folder(folder: Path, changes: dict[str, Any]) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"model.folder {folder}: no config.json there")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
@@ -97,8 +98,14 @@ def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed
         raise UserError(f"rows of {longest:,} tokens are longer than the model's {limit:,} positions")
     torch.manual_seed(seed)
     if weights:
+        check_index(Path(settings.folder))
         return AutoModelForCausalLM.from_pretrained(
-            settings.folder, config=config, dtype=torch.float32, local_files_only=True
+            settings.folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

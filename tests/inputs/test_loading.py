@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foveate.inputs import loading
+from foveate.inputs import loading, model_folder
 from foveate.results.errors import UserError
 
 
@@ -140,3 +140,33 @@ def test_a_tokenizer_that_nothing_can_be_made_of(copied):
     (copied / "tokenizer.json").write_text('{"model": {}, "added_tokens": []}')
     with pytest.raises(UserError, match="no usable tokenizer in the model folder"):
         loading.load_tokenizer(copied)
+
+
+def test_weights_that_are_not_safetensors_are_not_read(copied):
+    """Not even where a file of other safetensors is beside them."""
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    save_file({"unused": torch.zeros(2)}, str(copied / "adapter.safetensors"))
+    assert "not loadable as a causal language model" in refused(copied)
+
+
+@pytest.mark.parametrize(
+    "name", ["../tiny/model.safetensors", "/tiny/model.safetensors", "sub/model.safetensors", "x.bin", 3]
+)
+def test_an_index_that_leaves_the_folder(copied, name):
+    names = load_file(copied / "model.safetensors")
+    index = copied / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
+    assert f"must be in *.safetensors files of the model folder, not in {name!r}" in refused(copied)
+    index.write_text("[]")
+    assert "not an index of weights" in refused(copied)
+
+
+def test_code_in_the_folder_is_neither_run_nor_asked_about(copied, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    (copied / "mine.py").write_text("raise SystemExit('run')")
+    auto = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    configure(copied, model_type="mine", auto_map=auto)
+    assert "not loadable as a causal language model" in refused(copied)
+    with pytest.raises(UserError, match="not the configuration of a known model"):
+        model_folder.model_facts(copied)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode, decode_kernel, gather
 from foveate.ops.score import pooled, pooled_kernel
@@ -141,10 +142,9 @@ def test_what_attention_over_pages_refuses():
         decode_kernel.attend_pages(q.expand(-1, -1, 2, -1), k, v, pages, 16, scaling=1.0)
     with pytest.raises(UnsupportedError, match="float64"):
         decode_kernel.attend_pages(q.double(), k.double(), v.double(), pages, 16, scaling=1.0)
-    for function in (decode.attend_pages, decode_kernel.attend_pages):
-        for wrong in (pages[:1], pages[:, :1], pages.repeat(1, 2, 1)):
-            with pytest.raises(ValueError, match="do not fit q"):
-                function(q, k, v, wrong, 16, scaling=1.0)
+    for wrong in (pages[:1], pages[:, :1], pages.repeat(1, 2, 1)):
+        with pytest.raises(ValueError, match=r"do not fit \d+ rows of"):
+            ops.attend_pages(q, k, v, wrong, 16, scaling=1.0)
 
 
 # Mass

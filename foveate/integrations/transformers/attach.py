@@ -24,6 +24,9 @@ from foveate.methods import Method, make
 from foveate.ops import prompt_path
 from foveate.runtime import Policy
 
+_LARGEST_BLOCK = 1 << 16
+"""Slots of a block at most: every row of every layer takes whole blocks."""
+
 
 def attach(
     model: nn.Module,
@@ -64,8 +67,8 @@ def attach(
     whole = isinstance(dense_below, int) and not isinstance(dense_below, bool) and dense_below >= 0
     if not (whole or dense_below == "auto"):
         raise ValueError(f"dense_below must be a number of tokens, at least 0, or 'auto', not {dense_below!r}")
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 0:
-        raise ValueError(f"block_size must be a number of slots, or 0 for one piece, not {block_size!r}")
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or not 0 <= block_size <= _LARGEST_BLOCK:
+        raise ValueError(f"block_size must be 1 to {_LARGEST_BLOCK} slots, or 0 for one piece, not {block_size!r}")
     if method is None:
         if settings:
             raise ValueError(f"settings need a method: {', '.join(settings)}")

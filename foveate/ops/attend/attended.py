@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from foveate.ops.checks import check_sinks
+
 
 class Attended(NamedTuple):
     """What :func:`attend` and its relatives return; what was not asked for is None."""
@@ -25,9 +27,3 @@ def rows_of_heads(logits: Tensor, num_heads: int, num_kv_heads: int, length: int
     """
     check_sinks(logits, num_heads)
     return logits.float().repeat_interleave(length).view(1, num_kv_heads, -1, 1)
-
-
-def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Raise unless there are none, or one logit for each head."""
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sink_logits must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")

@@ -9,11 +9,11 @@ from foveate.ops._dispatch import dispatch, runs_kernel
 from foveate.ops._math import check_softcap
 from foveate.ops.attend import dense, library, window
 from foveate.ops.attend.attended import Attended
-from foveate.ops.attend.dense import check_keys
 from foveate.ops.attend.library import PromptHeads
 from foveate.ops.attend.partials import with_sinks
 from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.block_table import BlockTable
+from foveate.ops.checks import check_blocks, check_keys, check_own_keys
 
 _capped = dispatch(window.attend_capped, "foveate.ops.attend.window_kernel")
 
@@ -45,15 +45,16 @@ def attend_causal(
             is what the libraries take.
 
     Raises:
-        ValueError: for fewer keys than that, sinks of other heads, a cap that is not a finite number above 0, or a
-            table that does not fit.
+        ValueError: for fewer keys than that, a negative offset, shapes that do not fit each other, sinks of other
+            heads, a cap that is not a finite number above 0, or a table that does not fit.
     """
+    check_own_keys(check_keys(q, k, v, block_table), q.shape[2], offset)
     if block_table is not None:
+        check_blocks(block_table, k)
         k, v = block_table.gather(q, k, v)
     if sink_logits is not None:
         how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": True}
         return with_sinks(attend_causal(q, k, v, **how), sink_logits)
-    check_keys(q, k, offset)
     check_softcap(softcap)
     k, v = (x[:, :, : offset + q.shape[2]] for x in (k, v))
     how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": need_lse}

@@ -10,6 +10,15 @@ from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import gather_fields, page_slots
 from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.block_table import BlockTable
+from foveate.ops.checks import (
+    check_blocks,
+    check_keys,
+    check_lengths,
+    check_mask,
+    check_number,
+    check_places,
+    check_sinks,
+)
 
 
 def attend(
@@ -46,8 +55,10 @@ def attend(
             D(v)]``; None: they are in one piece.
 
     Raises:
-        ValueError: for sinks of other heads, a cap that is not a finite number above 0, or a table that does not fit,
-            see :meth:`BlockTable.check`.
+        ValueError: for shapes that do not fit each other, a mask that is not of bools, lengths that are not of
+            integers, sinks of other heads, a cap that is not a finite number above 0, or a table that does not fit, see
+            :meth:`BlockTable.check`. On the CPU also for a table that names no block where a key is read; what a GPU
+            reads there is not defined, for it does not wait to find out.
     """
     if block_table is not None:
         k, v = block_table.gather(q, k, v)
@@ -113,6 +124,10 @@ def attend_indices(
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
+
+    Raises:
+        ValueError: as :func:`attend`, for indices of other shapes or not of integers, and on the CPU for an index that
+            is not that of a key.
     """
     if block_table is not None:
         k, v = block_table.gather(q, k, v)
@@ -153,9 +168,9 @@ def attend_pages(
         With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
 
     Raises:
-        ValueError: when the pages are of neither kind of heads.
+        ValueError: as :func:`attend`, for a page size below 1, pages of neither kind of heads or not of integers, and
+            on the CPU for a page that is not there.
     """
-    check_pages(q, k, pages)
     if block_table is not None:
         k, v = block_table.gather(q, k, v)
     num_kv_heads, number = k.shape[1:3]
@@ -172,10 +187,86 @@ def attend_pages(
     return _attend_gathered(q, keys, values, slots >= 0, need_lse=need_lse, need_mass=need_mass, **how)
 
 
-def check_pages(q: Tensor, k: Tensor, pages: Tensor) -> None:
-    """Raise unless pages are of the KV heads or of the query heads."""
-    if len(pages) != len(q) or pages.shape[1] not in (k.shape[1], q.shape[1]):
-        raise ValueError(f"pages {tuple(pages.shape)} do not fit q {tuple(q.shape)} and k {tuple(k.shape)}")
+def check_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    block_table: BlockTable | None = None,
+    **_: Any,
+) -> None:
+    """Raise for arguments of :func:`attend` that cannot be."""
+    number = check_keys(q, k, v, block_table)
+    check_mask(mask, (len(q), k.shape[1], q.shape[2], number))
+    check_lengths(lengths, len(q), k.shape[1])
+    check_sinks(sink_logits, q.shape[1])
+
+    def read() -> Tensor:
+        there = torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
+        return there if mask is None else there & mask.any(2)
+
+    check_blocks(block_table, k, read)
+
+
+def check_indices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    heads: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    block_table: BlockTable | None = None,
+    **_: Any,
+) -> None:
+    """Raise for arguments of :func:`attend_indices` that cannot be."""
+    number = check_keys(q, k, v, block_table)
+    check_places("indices", indices, len(q), (k.shape[1],), number)
+    check_lengths(lengths, len(q), k.shape[1])
+    check_sinks(sink_logits, q.shape[1])
+    if heads is not None and heads.shape != (k.shape[1],):
+        raise ValueError(f"heads must be [{k.shape[1]}], not {list(heads.shape)}")
+    check_blocks(block_table, k, lambda: _among(indices, number))
+
+
+def check_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    page_size: int,
+    *,
+    lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    block_table: BlockTable | None = None,
+    **_: Any,
+) -> None:
+    """Raise for arguments of :func:`attend_pages` that cannot be."""
+    number = check_keys(q, k, v, block_table)
+    check_number("page_size", page_size, 1)
+    check_places("pages", pages, len(q), (k.shape[1], q.shape[1]), -(-number // page_size))
+    check_lengths(lengths, len(q), k.shape[1])
+    check_sinks(sink_logits, q.shape[1])
+
+    def read() -> Tensor:
+        there = _among(page_slots(pages, page_size).flatten(2), number)
+        if lengths is None:
+            return there
+        ends = lengths if lengths.dim() == 1 else lengths.repeat_interleave(pages.shape[1] // k.shape[1], 1)
+        return there & first_keys(ends, number)
+
+    check_blocks(block_table, k, read)
+
+
+def _among(slots: Tensor, number: int) -> Tensor:
+    """Which of ``number`` keys stand in ``slots [B, H, P]``: bool ``[B, H, number]``."""
+    slots = slots.long().masked_fill((slots < 0) | (slots >= number), number)
+    there = torch.zeros(*slots.shape[:2], number + 1, dtype=torch.bool)
+    return there.scatter_(2, slots, True)[..., :number]
 
 
 def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode
-from foveate.ops.attend.attended import Attended, check_sinks
+from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.splits_kernel import merge_splits
 from foveate.ops.block_table import BlockTable
+from foveate.ops.checks import check_sinks
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
@@ -136,7 +137,6 @@ def attend_pages(
         raise UnsupportedError("more than one query")
     if need_mass:
         raise UnsupportedError("the mass of the keys")
-    decode.check_pages(q, k, pages)
     number = pages.shape[2] * page_size
     how = {"page_size": page_size, "block_table": block_table}
     return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, sink_logits, softcap, **how)

@@ -6,6 +6,7 @@ from torch import Tensor
 from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
+from foveate.ops.checks import check_own_keys
 
 
 def attend_causal(
@@ -34,7 +35,7 @@ def attend_causal(
         ValueError: for fewer keys than that.
     """
     batch, num_heads, length = q.shape[:3]
-    check_keys(q, k, offset)
+    check_own_keys(k.shape[2], length, offset)
     step = block_length(4 * batch * num_heads * (offset + length), length)
     how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap, "need_lse": True}
     parts = []
@@ -46,11 +47,3 @@ def attend_causal(
         parts.append(attend(q[:, :, first:last], k[:, :, :end], v[:, :, :end], mask=mask[None, None], **how))
     lse = torch.cat([part.lse for part in parts], 2) if need_lse else None
     return Attended(torch.cat([part.out for part in parts], 2), lse)
-
-
-def check_keys(q: Tensor, k: Tensor, offset: int) -> None:
-    """Raise unless every query has its own key behind ``offset`` others."""
-    if k.shape[2] < offset + q.shape[2]:
-        raise ValueError(
-            f"k has {k.shape[2]} keys; offset {offset} and {q.shape[2]} queries need {offset + q.shape[2]}"
-        )

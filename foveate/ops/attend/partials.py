@@ -8,14 +8,20 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length
-from foveate.ops.attend.attended import Attended, check_sinks
+from foveate.ops.attend.attended import Attended
+from foveate.ops.checks import check_sinks
 
 
 def merge(parts: list[Attended]) -> Attended:
     """Exact attention over the union of disjoint sets of keys, from the attention over each of them.
 
     Each part is weighted by ``exp(lse_part - lse)``; a part that saw nothing (``lse = -inf``) has weight 0.
+
+    Raises:
+        ValueError: without parts, or for one without its log-sum-exp.
     """
+    if not parts or any(part.lse is None for part in parts):
+        raise ValueError("merge takes at least one part, each with its log-sum-exp (need_lse=True)")
     lses = torch.stack([part.lse for part in parts])
     lse = torch.logsumexp(lses, 0)
     weights = (lses - lse.masked_fill(lse.isneginf(), 0.0)).exp()

@@ -1,5 +1,7 @@
 """Causal attention over a sliding window and the first keys, and under a cap over all of them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.attend.dense import attend_causal
 from foveate.ops.block_table import BlockTable
+from foveate.ops.checks import check_blocks, check_keys, check_number, check_own_keys, check_sinks
 
 
 def attend_window(
@@ -33,6 +36,9 @@ def attend_window(
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
         sink_logits, softcap, block_table: see :func:`attend`.
+
+    Raises:
+        ValueError: as :func:`attend`, for fewer keys than that, and for negative ``sinks`` or ``offset``.
     """
     if block_table is not None:
         k, v = block_table.gather(q, k, v)
@@ -56,6 +62,27 @@ def attend_window(
         how = {"scaling": scaling, "mask": mask[None, None], "sink_logits": sink_logits, "softcap": softcap}
         outs.append(attend(q[:, :, first:last], keys, values, **how).out)
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
+
+
+def check_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lower: Tensor,
+    sinks: int = 0,
+    offset: int = 0,
+    sink_logits: Tensor | None = None,
+    block_table: BlockTable | None = None,
+    **_: Any,
+) -> None:
+    """Raise for arguments of :func:`attend_window` that cannot be."""
+    check_own_keys(check_keys(q, k, v, block_table), q.shape[2], offset)
+    check_number("sinks", sinks, 0)
+    check_sinks(sink_logits, q.shape[1])
+    if lower.shape != q.shape[2:3] or lower.is_floating_point():
+        raise ValueError(f"lower must be integers [{q.shape[2]}], not {lower.dtype} {list(lower.shape)}")
+    check_blocks(block_table, k)
 
 
 def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:

@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend.attended import Attended, check_sinks
+from foveate.ops.attend.attended import Attended
 from foveate.ops.block_table import BlockTable
+from foveate.ops.checks import check_sinks
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised

@@ -64,9 +64,9 @@ class PageRecord:
         }
         for name, (least, most) in bounds.items():
             value = getattr(self, name)
-            if value < least or (most is not None and value > most):
+            if not isinstance(value, int) or value < least or (most is not None and value > most):
                 allowed = f"at least {least}" if most is None else f"{least} to {most}"
-                raise ValueError(f"{name} must be {allowed}, not {value}")
+                raise ValueError(f"{name} must be {allowed}, not {value!r}")
         if self.coefficient_bits not in (4, 8):
             raise ValueError(f"coefficient_bits must be 4 or 8, not {self.coefficient_bits}")
 
@@ -129,7 +129,7 @@ class PageRecord:
 
     def check_pages(self, keys: Tensor, weights: Tensor | None = None) -> None:
         """Raise unless ``keys`` are whole pages of this kind, which ``weights`` fit."""
-        if keys.shape[3] != self.head_dim or keys.shape[2] % self.page_size:
+        if keys.dim() != 4 or keys.shape[3] != self.head_dim or keys.shape[2] % self.page_size:
             raise ValueError(
                 f"keys {list(keys.shape)} must be whole pages of {self.page_size} keys of {self.head_dim} numbers"
             )

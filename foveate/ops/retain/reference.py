@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
+from foveate.ops.checks import check_number
 from foveate.ops.select import topk
 
 
@@ -17,9 +18,16 @@ def keep_best(scores: Tensor, k: int, protected: Tensor) -> Tensor:
 
     Returns:
         int64 ``[B, Hkv, K]`` ascending; -1 at the end where fewer than k could be kept.
+
+    Raises:
+        ValueError: for a negative k, or rows with different numbers of protected slots.
     """
-    protected = protected.expand(scores.shape)
-    count, last = int(protected[0, 0].sum()), scores.shape[-1]
+    check_number("k", k, 0)
+    protected, last = protected.expand(scores.shape), scores.shape[-1]
+    counts = protected.sum(-1).flatten()
+    count, most = torch.stack(counts.aminmax()).tolist() if len(counts) else (0, 0)
+    if count != most:
+        raise ValueError(f"protected must have the same number of True in every row, not {count} to {most}")
     slots = torch.arange(last, device=scores.device).where(protected, last)
     kept = slots.topk(count, -1, largest=False).values
     if k > 0:
@@ -56,6 +64,27 @@ def check_out(out: Tensor | None, positions: Tensor) -> None:
         )
 
 
+def check_give_up(
+    positions: Tensor,
+    *,
+    rows: Tensor | None = None,
+    scores: Tensor | None = None,
+    before: Tensor | None = None,
+    at: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """Raise for arguments of :func:`give_up` that cannot be."""
+    if (scores is None) == (at is None):
+        raise ValueError("give_up takes either scores or at")
+    if positions.dtype != torch.int32 or (scores is not None and scores.shape != positions.shape):
+        told = "none" if scores is None else f"{tuple(scores.shape)}"
+        raise ValueError(f"positions {tuple(positions.shape)} in {positions.dtype} do not fit scores {told}")
+    for name, x in (("rows", rows), ("before", before), ("at", at)):
+        if x is not None and x.shape != positions.shape[:1]:
+            raise ValueError(f"{name} must be [{len(positions)}], not {list(x.shape)}")
+    check_out(out, positions)
+
+
 def give_up(
     positions: Tensor,
     *,
@@ -77,15 +106,24 @@ def give_up(
 
     Returns:
         int64 ``[B, Hkv]``: the slots, -1 in rows that give up none.
+
+    Raises:
+        ValueError: for ``scores`` and ``at`` together or neither, shapes that do not fit each other, and on the CPU for
+            a row that gives one up and has no such token.
     """
-    check_out(out, positions)
     if at is not None:
-        slots = (positions == at[:, None, None]).to(torch.uint8).argmax(-1)
+        eligible = positions == at[:, None, None]
+        slots = eligible.to(torch.uint8).argmax(-1)
     else:
         eligible = positions >= 0
         if before is not None:
             eligible &= positions < before[:, None, None]
         slots = weakest(scores, eligible, positions)
+    if positions.device.type == "cpu":
+        found = eligible.any(-1) if rows is None else eligible.any(-1) | ~rows[:, None]
+        if not found.all():
+            what = "that can leave" if at is None else "at the given position"
+            raise ValueError(f"row {int(found.all(1).int().argmin())} gives up a slot and has no token {what}")
     if rows is not None:
         slots = slots.masked_fill(~rows[:, None], -1)
     index = slots.clamp_min(0)[..., None]

@@ -8,7 +8,6 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size
-from foveate.ops.retain.reference import check_out
 
 _BLOCK = 2048
 """Slots that a program looks at at once."""
@@ -28,10 +27,6 @@ def give_up(
     batch, heads, number = positions.shape
     if at is None and scores.dtype != torch.float32:
         raise UnsupportedError(f"scores in {scores.dtype}")
-    if positions.dtype != torch.int32 or (at is None and scores.shape != positions.shape):
-        told = "none" if scores is None else f"{tuple(scores.shape)}"
-        raise ValueError(f"positions {tuple(positions.shape)} in {positions.dtype} do not fit scores {told}")
-    check_out(out, positions)
     slots = torch.empty(batch, heads, dtype=torch.int64, device=positions.device) if out is None else out
     if slots.numel():
         limit = before if at is None else at

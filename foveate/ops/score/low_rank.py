@@ -28,6 +28,7 @@ def page_lse(
     Args:
         rows: ``[B, Hkv, G, D]``, the queries of a group.
         records: uint8 ``[B, Hkv, P, form.bytes]`` of :func:`~foveate.ops.compress_pages`; read through their strides.
+            They do not say their form: those of another one of as many bytes give other numbers.
         weights: fp32 ``[B, Hkv, D]``, powers of two: what the keys were multiplied by, and queries are divided by.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many pages are there, the others may hold anything;
             None: all are.

@@ -1,11 +1,14 @@
 """How much each key matters to the heads that share it: the attention of one query a row, pooled."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length, first_keys, fold_group
 from foveate.ops.attend.gather import gather_slots, page_slots
 from foveate.ops.block_table import BlockTable
+from foveate.ops.checks import check_blocks, check_keys, check_lengths, check_mask, check_sinks
 from foveate.ops.score.nodes import key_logits
 
 
@@ -48,7 +51,7 @@ def pooled_mass(
         fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer; -inf where no key is (in any head).
 
     Raises:
-        ValueError: for a pooling or a pool that there is not, or a table that does not fit.
+        ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend`.
     """
     check(pooling, pool)
     if block_table is not None:
@@ -141,6 +144,29 @@ def _logits(rows: Tensor, k: Tensor, key_scales: Tensor | None, scaling: float, 
     rows = (rows * key_scales[:, :, None]).to(rows.dtype)
     blocks = k.split(block_length(k[:, :, :1].numel() * 4, k.shape[2]), 2)
     return torch.cat([key_logits(rows, block.to(rows.dtype), scaling, softcap) for block in blocks], -1)
+
+
+def check_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    block_table: BlockTable | None = None,
+    **_: Any,
+) -> None:
+    """Raise for arguments of :func:`pooled_mass` that cannot be."""
+    number = check_keys(q, k, None, block_table)
+    check_mask(mask, (len(q), k.shape[1], number))
+    check_lengths(lengths, len(q), k.shape[1])
+    check_sinks(sink_logits, q.shape[1])
+
+    def read() -> Tensor:
+        there = torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
+        return there if mask is None else there & mask
+
+    check_blocks(block_table, k, read)
 
 
 def check(pooling: str, pool: str, *more: str) -> None:

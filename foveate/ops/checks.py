@@ -1,0 +1,96 @@
+"""What verbs accept: one check for each kind of operand, made before the reference or the kernel runs.
+
+Shapes, dtypes and numbers of the host are checked on every device. What a tensor holds is looked at on the CPU alone: a
+GPU does not wait to find out, and what it reads for an index that names nothing is not defined.
+"""
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from foveate.ops.block_table import BlockTable
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_keys(q: Tensor, k: Tensor, v: Tensor | None = None, block_table: BlockTable | None = None) -> int:
+    """How many keys a row has; raise unless queries, keys and values are floating-point tensors that fit each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None and (x.dim() != 4 or not x.is_floating_point()):
+            raise ValueError(f"{name} must be a floating-point [B, H, L, D], not {x.dtype} {list(x.shape)}")
+    (batch, heads, _, dim), (rows, kv_heads, number, _) = q.shape, k.shape
+    if block_table is not None:
+        block_table.check(q, k, *(() if v is None else (v,)))
+        batch, number = rows, block_table.length
+    if heads % max(1, kv_heads):
+        raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} KV heads of k")
+    if not kv_heads or rows != batch or k.shape[3] != dim or (v is not None and v.shape[:3] != k.shape[:3]):
+        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)) if x is not None)
+        raise ValueError(f"shapes do not fit: {given}")
+    return number
+
+
+def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise unless there is no mask, or one of bools that can be expanded to the shape."""
+    if mask is None or (
+        mask.dtype == torch.bool and mask.dim() == len(shape) and all(x in (1, y) for x, y in zip(mask.shape, shape))
+    ):
+        return
+    raise ValueError(f"mask must be bool, broadcastable to {list(shape)}, not {mask.dtype} {list(mask.shape)}")
+
+
+def check_lengths(lengths: Tensor | None, batch: int, kv_heads: int) -> None:
+    """Raise unless there are none, or one integer for each row, or for each KV head of each row."""
+    shapes = (batch,), (batch, kv_heads)
+    if lengths is not None and (lengths.dtype not in _INTEGERS or lengths.shape not in shapes):
+        raise ValueError(
+            f"lengths must be integers [{batch}] or [{batch}, {kv_heads}], not {lengths.dtype} {list(lengths.shape)}"
+        )
+
+
+def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], number: int) -> None:
+    """Raise unless these are integers ``[B, H, P]``, each on the CPU below ``number``, or -1 for an unused place."""
+    if places.dtype not in _INTEGERS:
+        raise ValueError(f"{name} must be integers, not {places.dtype}")
+    if places.dim() != 3 or len(places) != batch or places.shape[1] not in heads:
+        allowed = " or ".join(str(x) for x in sorted(set(heads)))
+        raise ValueError(f"{name} {tuple(places.shape)} do not fit {batch} rows of {allowed} heads")
+    if places.device.type == "cpu" and places.numel():
+        least, most = (x.item() for x in places.aminmax())
+        if least < -1 or most >= number:
+            raise ValueError(f"{name} must be below {number}, or -1 for none, not {least if least < -1 else most}")
+
+
+def check_number(name: str, number: int, least: int) -> None:
+    """Raise unless this is an integer of at least so much."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {number!r}")
+
+
+def check_sinks(sinks: Tensor | None, heads: int) -> None:
+    """Raise unless there are none, or one logit for each head."""
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sink_logits must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
+
+
+def check_own_keys(number: int, queries: int, offset: int) -> None:
+    """Raise unless every query has its own key behind ``offset`` others."""
+    check_number("offset", offset, 0)
+    if number < offset + queries:
+        raise ValueError(f"k has {number} keys; offset {offset} and {queries} queries need {offset + queries}")
+
+
+def check_blocks(block_table: BlockTable | None, memory: Tensor, read: Callable[[], Tensor] | None = None) -> None:
+    """On the CPU, raise unless a block table names a block of ``memory`` wherever a key is read.
+
+    ``read()``: bool ``[B, H, Lk]``, the keys that are; it is called only where some entry names no block. None: all.
+    """
+    if block_table is None or block_table.table.device.type != "cpu":
+        return
+    table, number = block_table.table, len(memory)
+    wrong = (table < 0) | (table >= number)
+    if wrong.any():
+        of_keys = wrong.repeat_interleave(memory.shape[2], 1)[:, None, : block_table.length]
+        if (of_keys if read is None else of_keys & read()).any():
+            raise ValueError(f"a block table must name one of {number} blocks for every key, not {table[wrong][0]}")
