@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import re
+import warnings
 
 import pytest
 import torch
@@ -320,42 +321,63 @@ def test_attention_dropout_in_training():
 # Lengths
 
 
+BEYOND = "513 positions, beyond the model's max_position_embeddings of 512"
+
+
+def warned_of(work) -> list[str]:
+    """What is warned of positions meanwhile."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        work()
+    return [str(one.message) for one in warned if "max_position_embeddings" in str(one.message)]
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generation_beyond_the_positions_of_the_model(h2o, use_cache):
-    with pytest.raises(ValueError, match=says("513", "max_position_embeddings of 512")):
-        generate(h2o, tokens(500), 14, use_cache=use_cache)
+def test_generation_beyond_the_positions_of_the_model_warns_once(model, use_cache):
+    expected = generate(model, tokens(500), 14, use_cache=use_cache)
+
+    def again():
+        for _ in range(2):
+            assert torch.equal(generate(model, tokens(500), 14, use_cache=use_cache), expected)
+
+    with foveate.attached(model, "dense"):
+        (message,) = warned_of(again)
+    assert BEYOND in message
 
 
-def test_generation_up_to_the_positions_of_the_model(h2o):
-    assert generate(h2o, tokens(500), 13).shape == (1, 13)  # the last token is never fed
+@pytest.mark.parametrize("real", [500, 490], ids=["one", "left_padded"])
+def test_generation_up_to_the_positions_of_the_model(dense, real):
+    """The last token is never fed, and padding has no positions."""
+    batch, new = {name: x[1:] for name, x in left_padded([500, real]).items()}, 513 - real
+    assert not warned_of(lambda: generate(dense, **batch, new=new))
+    assert warned_of(lambda: generate(dense, **batch, new=new + 1))
 
 
 def test_generation_from_embeddings_beyond_the_positions(h2o):
     embeds = h2o.get_input_embeddings()(tokens(500)).detach()
-    with pytest.raises(ValueError, match=says("max_position_embeddings of 512")):
+    with pytest.warns(UserWarning, match=BEYOND):
         h2o.generate(inputs_embeds=embeds, max_new_tokens=14)
 
 
-def test_a_forward_call_beyond_the_positions(dense):
-    with torch.no_grad():
-        with pytest.raises(ValueError, match=says("513", "max_position_embeddings of 512")):
-            dense(tokens(513))
-        cache = returned_cache(dense(tokens(500)))
-        with pytest.raises(ValueError, match=says("513", "max_position_embeddings of 512")):
-            dense(tokens(13), **cached(cache))
-        assert cache.get_seq_length() == 500
-        dense(tokens(12), **cached(cache))
-
-
-@pytest.mark.parametrize("only_new", [False, True], ids=["whole_conversation", "only_new_ids"])
-def test_a_turn_beyond_the_positions_is_refused_before_it_starts(dense, only_new):
+def test_a_turn_beyond_the_positions_warns(dense):
     out = dense.generate(tokens(480), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
-    cache, ids = returned_cache(out), torch.cat([out.sequences, tokens(6)], 1)
-    seen = cache.get_seq_length()
-    options = {"attention_mask": torch.ones_like(ids), **cached(cache), "max_new_tokens": 30}
-    with pytest.raises(ValueError, match=says("max_position_embeddings of 512")):
-        dense.generate(ids[:, seen:] if only_new else ids, **options)
-    assert cache.get_seq_length() == seen
+    ids = torch.cat([out.sequences, tokens(6)], 1)
+    options = {"attention_mask": torch.ones_like(ids), **cached(returned_cache(out)), "max_new_tokens": 20}
+    with pytest.warns(UserWarning, match=BEYOND):
+        dense.generate(ids, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_forward_calls_beyond_the_positions_are_those_of_the_stock_model(model, use_cache):
+    """Rows of more tokens than the model has positions for, whose positions go on or, packed, begin again."""
+    ids, packed = tokens(600), torch.arange(600).remainder(300)[None]
+    expected = [model(ids, position_ids=positions, use_cache=use_cache).logits for positions in (None, packed)]
+    with foveate.attached(model, "dense"):
+        torch.testing.assert_close(model(ids, use_cache=use_cache).logits, expected[0], rtol=1e-4, atol=1e-4)
+        if not use_cache:
+            found = model(ids, position_ids=packed, use_cache=use_cache).logits
+            torch.testing.assert_close(found, expected[1], rtol=1e-4, atol=1e-4)
 
 
 # Caches
@@ -631,10 +653,10 @@ def test_scaled_rotary_embeddings_reach_beyond_the_stated_positions():
     """The published YaRN recipe leaves max_position_embeddings at the original length."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     model = prepare(from_config(CONFIGS["llama"](max_position_embeddings=64, rope_parameters=rope)))
-    with foveate.attached(model, "dense"), torch.no_grad():
-        model(tokens(250))
-        with pytest.raises(ValueError, match=says("257 tokens", "max_position_embeddings of 256")):
-            model(tokens(257))
+    with foveate.attached(model, "dense"):
+        assert not warned_of(lambda: generate(model, tokens(250), 7))
+        (message,) = warned_of(lambda: generate(model, tokens(250), 8))
+    assert "257 positions, beyond the model's max_position_embeddings of 256" in message
 
 
 def test_composed_methods_may_be_nested(model):

@@ -368,6 +368,46 @@ def test_half_precision_runs_on_padded_batches(method, dtype):
         assert run(model, left_padded(LENGTHS)).shape == (3, 12)
 
 
+AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+@every_family
+def test_dense_logits_under_autocast(family):
+    model, batch = tiny_model(family), left_padded(LENGTHS)
+    with torch.no_grad(), AUTOCAST():
+        expected = model(**batch).logits
+        with foveate.attached(model, "dense"):
+            actual = model(**batch).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(actual[real], expected[real], rtol=0.02, atol=0.1)
+
+
+@every_method
+def test_autocast_from_the_first_turn_to_training(method):
+    """The layers compute in the type of autocast, and the cache keeps it when a second turn runs without."""
+    model, batch = tiny_model(), left_padded(LENGTHS)
+    with foveate.attached(model, spec(method)):
+        with AUTOCAST():
+            sequences, mask, cache = begin(model, batch)
+            gradients(model, left_padded([40, 22]), train=True)
+        go_on(model, sequences, mask, cache, tokens(5, batch=3), new=2)
+    assert {layer.store.dtype for layer in cache.layers} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("method", ["kascade", "luka"])
+def test_a_trainer_in_mixed_precision(method, tmp_path):
+    model, batch = tiny_model(), left_padded([40, 22])
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    data = [{name: x[row] for name, x in (batch | {"labels": labels}).items()} for row in (0, 1)]
+    how = {"bf16": True, "use_cpu": True, "max_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    with foveate.attached(model, spec(method)):
+        trainer = transformers.Trainer(
+            model, transformers.TrainingArguments(str(tmp_path), **how), train_dataset=data, eval_dataset=data
+        )
+        trainer.train()
+        assert 0 < trainer.evaluate()["eval_loss"] < 20
+
+
 @every_method
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_loop_of_forward_calls_gives_the_greedy_tokens(method, context):

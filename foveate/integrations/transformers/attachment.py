@@ -41,7 +41,8 @@ class Attachment:
     """Finds the anchors of a method that has to be calibrated on its first prompt."""
     graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
     positions: int | None = None
-    """Most tokens that the model has positions for; 0 when it does not say; None until it was asked."""
+    """How many positions the model has; None until it was asked; 0 when it does not say, and once `generate` has warned
+    of more."""
 
     @property
     def sparse_prompt(self) -> bool:

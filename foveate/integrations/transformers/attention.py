@@ -14,7 +14,8 @@ from transformers.masking_utils import sdpa_mask
 from foveate.integrations.transformers import releases
 from foveate.methods import Method
 from foveate.ops import attend, attend_causal, attend_window
-from foveate.runtime import handed_on, without_cache
+from foveate.runtime import Policy, handed_on, without_cache
+from foveate.runtime.layer import Layer
 
 IMPLEMENTATION = "foveate"
 
@@ -29,8 +30,37 @@ def attention(
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: ``query [B, Hq, n, D]``, ``key, value [B, Hkv, n, D(v)]`` to ``[B, n, Hq, Dv]``."""
-    policy, sinks, softcap = getattr(module, "foveate", None), kwargs.get("s_aux"), kwargs.get("softcap")
+    """Attention of one layer: ``query [B, Hq, n, D]``, ``key, value [B, Hkv, n, D(v)]`` to ``[B, n, Hq, Dv]``.
+
+    A cache keeps the dtype of its first tokens. Under ``torch.autocast`` that is the dtype of autocast, as in PyTorch's
+    attention; the layer itself runs with autocast off.
+    """
+    policy, device = getattr(module, "foveate", None), query.device.type
+    layer = None if policy is None else handed_on.take(key, policy.owner)
+    dtype = query.dtype
+    if layer is not None and layer.store is not None:
+        dtype = layer.store.dtype
+    elif torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(device)
+    given = (x.to(dtype) for x in (query, key, value))
+    with torch.autocast(device, enabled=False):
+        out, weights = _attention(module, policy, layer, *given, attention_mask, dropout, scaling, **kwargs)
+    return out.to(value.dtype), weights
+
+
+def _attention(
+    module: torch.nn.Module,
+    policy: Policy | None,
+    layer: Layer | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
     if sinks is None and hasattr(module, "sinks"):
         raise releases.unknown(f"layer {module.layer_idx} has learned sinks and does not hand them over as s_aux")
     if softcap is None and getattr(module, "attn_logit_softcapping", None) is not None:
@@ -56,7 +86,6 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if policy.look is not None:
         policy.look(module.layer_idx, query, key, scaling, softcap)
-    layer = handed_on.take(key, policy.owner)
     if layer is not None:
         with _named(module.layer_idx, policy.method, query, key, value):
             out = layer.attend(query, key, value, attention_mask, scaling, sinks, softcap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ class BeforeForward:
                 )
         attachment.forward.clear()
         if ids is not None:
-            check_length((0 if cache is None else cache.get_seq_length()) + ids.shape[1], attachment)
             auto = attachment.auto
             if auto is not None and training:
                 auto.stop()
@@ -163,7 +163,8 @@ class PrepareCache:
         self.attachment.graphs.check_generation(generation_mode, generation_config.use_cache)
         prompt_end = _prompt_end(generation_config, model_kwargs)
         # the last token generated is never fed
-        check_length(max(max_cache_length, prompt_end + (generation_config.max_new_tokens or 1) - 1), self.attachment)
+        new = max(max_cache_length - prompt_end, (generation_config.max_new_tokens or 1) - 1)
+        _warn_of_positions(model_kwargs.get("position_ids"), prompt_end, new, self.attachment)
         if generation_config.use_cache is False:
             return
         cache, assistant = model_kwargs.get(releases.CACHE), bool(generation_config.is_assistant)
@@ -223,15 +224,21 @@ def _check_rows(mask: Tensor | None) -> None:
         )
 
 
-def check_length(tokens: int, attachment: Attachment) -> None:
-    """Refuse a context that the model has no positions for."""
-    positions = max_positions(attachment.config.to_dict()) if attachment.positions is None else attachment.positions
-    attachment.positions = positions
-    if positions and tokens > positions:
-        raise ValueError(
-            f"the prompt and what is to be generated come to {tokens} tokens, beyond the model's "
-            f"max_position_embeddings of {positions}"
+def _warn_of_positions(position_ids: Tensor | None, prompt_end: int, new: int, attachment: Attachment) -> None:
+    """Warn, once, of a call of `generate` that goes beyond the positions that the model has."""
+    if attachment.positions is None:
+        attachment.positions = max_positions(attachment.config.to_dict())
+    if not attachment.positions:
+        return
+    known = position_ids is not None and position_ids.numel() > 0
+    needed = (int(position_ids.max()) + 1 if known else prompt_end) + new
+    if needed > attachment.positions:
+        warnings.warn(
+            f"the prompt and what is to be generated come to {needed} positions, beyond the model's "
+            f"max_position_embeddings of {attachment.positions}: what the model makes of them may be nonsense",
+            stacklevel=2,
         )
+        attachment.positions = 0
 
 
 def check_cache(cache: Any, attachment: Attachment) -> None:
