@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 import threading
 import time
 
@@ -700,6 +701,28 @@ def test_a_copied_model_is_attached_and_independent(family):
     with torch.no_grad():
         twin.lm_head.weight.zero_()
     assert torch.equal(run(model, single()), greedy(family, "dense"))
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_a_pickled_model_is_attached_and_independent(monkeypatch, method):
+    model = tiny_model()
+    foveate.attach(model, spec(method))
+    expected = run(model, single())
+    with torch.no_grad():
+        model(tokens(20), use_cache=False)
+    pickled = pickle.dumps(model)
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.delitem(interface._global_mapping, "foveate")  # as in another process
+    twin = pickle.loads(pickled)
+    assert foveate.stats(twin).summary()["decode_steps"] == 0
+    assert torch.equal(run(twin, single()), expected)
+    cache = returned_cache(model.generate(tokens(20), max_new_tokens=2, return_dict_in_generate=True))
+    with pytest.raises(ValueError, match="made for another model"):
+        twin(tokens(1), **cached(cache))
+    assert foveate.stats(model).summary()["decode_steps"] == 12
+    foveate.detach(twin)
+    assert not any("foveate" in module.__dict__ for module in twin.modules())
+    assert torch.equal(run(twin, single()), greedy("llama", "dense"))
 
 
 def test_a_copy_keeps_working_when_the_original_changes_its_method():
