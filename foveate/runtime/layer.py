@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate.methods import Method
 from foveate.ops import PromptHeads
 from foveate.ops._dispatch import runs_kernel
-from foveate.runtime.phase import Phase
+from foveate.runtime.phase import Phase, RealTokens
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
 
@@ -107,7 +107,7 @@ class Layer:
             return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward, sink_logits, softcap)
         return _WithoutGradient.apply(out, q)
 
-    def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
+    def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[RealTokens] | None]:
         """How many of the new columns are prompt, and their real tokens as :meth:`Phase.rows` returns them."""
         n = k.shape[2]
         if self.store is not None and k.shape[0] != self.store.batch_size:
@@ -130,7 +130,7 @@ class Layer:
         k: Tensor,
         v: Tensor,
         prompt: int,
-        columns: list[Tensor] | None,
+        columns: list[RealTokens] | None,
         first: int,
         scaling: float,
         sink_logits: Tensor | None,
@@ -154,10 +154,10 @@ class Layer:
     # Prompt
 
     def _prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, columns: list[Tensor] | None, first: int, scaling: float
+        self, q: Tensor, k: Tensor, v: Tensor, columns: list[RealTokens] | None, first: int, scaling: float
     ) -> Tensor:
         store, n = self.store, k.shape[2]
-        self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(map(len, columns))
+        self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(len(row.offsets) for row in columns)
         shape = store.geometry
         dims = (shape.head_dim, shape.value_dim, shape.group)
         self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, store.softcap)
@@ -169,11 +169,11 @@ class Layer:
         else:
             out = q.new_zeros(*q.shape[:3], v.shape[3])
             for b in range(store.batch_size):
-                real = columns[b] if columns is not None else torch.arange(n, device=q.device)
+                real, after = columns[b] if columns is not None else (torch.arange(n, device=q.device), 0)
                 if len(real) == 0:
                     continue
                 row = store.row(b)
-                row.to_come += self.phase.trailing_padding[b] if columns is not None else 0
+                row.to_come += after
                 out[b, :, real] = self._prompt_rows(row, *(x[b : b + 1, :, real] for x in (q, k, v)), scaling)[0]
                 store.put_back(b, row)
         if first + n == self.phase.prompt_end or not self.method.needs_prompt_end:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+
+class RealTokens(NamedTuple):
+    """The columns of one row that are no padding, among some columns of the batch."""
+
+    offsets: Tensor
+    """int64 ``[tokens]``: from the first of these columns."""
+    padding_after: int
+    """Columns of padding after the last real token; 0 for a row of padding alone."""
 
 
 @dataclass
@@ -22,14 +31,12 @@ class Phase:
     """Whether the engine has set :attr:`prompt_end`; if so, a single token after it is real in every row."""
     assistant: bool = False
     """Whether this is the draft model's cache in assisted decoding, which may be cropped by one token more."""
-    layout: tuple | None = None
-    """The mask, first column, number of columns and result of the last call of :meth:`rows`, for the other layers."""
-    trailing_padding: list[int] = field(default_factory=list)
-    """Columns of padding after each row's last real token, in the columns of :attr:`layout`; empty without padding."""
+    layout: tuple[Tensor, dict[tuple[int, int], list[RealTokens] | None]] | None = None
+    """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
     """Shared by the layers of the current forward pass, see :meth:`SlotCache.hand_on`."""
 
-    def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
+    def rows(self, mask: Tensor | None, first: int, n: int) -> list[RealTokens] | None:
         """The real tokens of each row among the columns ``first .. first + n - 1``; None when all are real.
 
         The first layer of a forward pass reads the mask from the device (a host sync), the others reuse the result.
@@ -37,15 +44,15 @@ class Phase:
         Args:
             mask: ``[B, >= first + n]``, nonzero for real tokens; None: all are real.
 
-        Returns:
-            For each row, int64 ``[tokens]``: offsets from ``first``.
-
         Raises:
             ValueError: for a mask that is not 2-D, or that covers fewer columns.
         """
         if mask is None:
             return None
-        if self.layout is None or self.layout[0] is not mask or self.layout[1:3] != (first, n):
+        if self.layout is None or self.layout[0] is not mask:
+            self.layout = (mask, {})
+        known = self.layout[1]
+        if (first, n) not in known:
             if mask.dim() != 2:
                 raise ValueError(
                     f"attention_mask has shape {tuple(mask.shape)}; foveate's cache takes a 2-D mask of real tokens, "
@@ -57,7 +64,9 @@ class Phase:
                     "pass a mask over all of them"
                 )
             columns = mask[:, first : first + n].bool()
-            rows = None if bool(columns.all()) else [row.nonzero()[:, 0] for row in columns]
-            self.layout = (mask, first, n, rows)
-            self.trailing_padding = [] if rows is None else columns.flip(1).int().argmax(1).tolist()
-        return self.layout[3]
+            rows = None
+            if not bool(columns.all()):
+                after = columns.flip(1).int().argmax(1).tolist()
+                rows = [RealTokens(row.nonzero()[:, 0], number) for row, number in zip(columns, after)]
+            known[first, n] = rows
+        return known[first, n]

@@ -33,3 +33,10 @@ class Policy:
 
     def __post_init__(self):
         self.counters.declare(self.method.counters)
+
+    def __getstate__(self) -> dict[str, Any]:  # for copies and pickles, which count anew and are not watched
+        return self.__dict__ | {"counters": Counters(), "forward": {}, "look": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.counters.declare(self.method.counters)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 
 import foveate
 from foveate.integrations.transformers import csa
+from foveate.integrations.transformers.csa import attention as csa_attention
 from tests.helpers import LargestTensor, cached, tiny_model
 
 SMALL = {
@@ -169,9 +171,14 @@ def test_no_tensor_of_queries_by_keys(model, monkeypatch):
     assert gauge.bytes < 800 * 800, gauge.what  # not even of bytes
 
 
-def test_a_copy_is_attached_too(model):
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_copy_is_attached_too(monkeypatch, model, pickled):
     foveate.attach(model)
-    twin = copy.deepcopy(model)
+    if pickled:
+        written = pickle.dumps(model)
+        for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+            monkeypatch.delitem(interface._global_mapping, csa_attention.IMPLEMENTATION)  # as in another process
+    twin = pickle.loads(written) if pickled else copy.deepcopy(model)
     foveate.detach(model)
     with torch.no_grad():
         expected = model(ids()).logits

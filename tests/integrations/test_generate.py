@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 import threading
 import time
 
@@ -85,9 +86,10 @@ def run(model, inputs, **options):
     return generate(model, **inputs, **options)
 
 
-def single(length: int = PROMPT, seed: int = 0) -> dict:
+def single(length: int = PROMPT, seed: int = 0, padding: int = 0) -> dict:
     ids = repetitive(length, seed)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {name: torch.nn.functional.pad(x, (padding, 0)) for name, x in inputs.items()}
 
 
 @functools.cache
@@ -124,15 +126,27 @@ def test_dense_gives_the_tokens_of_the_stock_model(family, padded, mode):
         assert torch.equal(run(model, inputs, **MODES[mode]), expected)
 
 
-@every_pair(("family", FAMILIES), ("mode", SINGLE_MODES), ("attached_assistant", [False, True]))
-def test_dense_speculates_like_the_stock_model(family, mode, attached_assistant):
+@every_pair(("family", FAMILIES), ("mode", SINGLE_MODES), ("attached_assistant", [False, True]), ("padding", [0, 5]))
+def test_dense_speculates_like_the_stock_model(family, mode, attached_assistant, padding):
     model, helper = tiny_model(family), assistant(family)
     options = SINGLE_MODES[mode] | ({"assistant_model": helper} if "assisted" in mode else {})
-    expected = run(model, single(), new=20, **options)
+    expected = run(model, single(padding=padding), new=20, **options)
     if attached_assistant:
         foveate.attach(helper, "dense")
     with foveate.attached(model, "dense"):
-        assert torch.equal(run(model, single(), new=20, **options), expected)
+        assert torch.equal(run(model, single(padding=padding), new=20, **options), expected)
+
+
+@every_pair(("method", methods.names()), ("assisted", [False, True]), ("length", [1, 40]))
+def test_full_budget_speculates_over_padding_like_the_stock_model(method, assisted, length):
+    """Of a single token the assistant's prompt is padding alone: it decodes the prompt's last token."""
+    model, inputs = tiny_model(), single(length, padding=5)
+    expected = run(model, inputs)
+    options = {"assistant_model": assistant()} if assisted else {"prompt_lookup_num_tokens": 3}
+    if assisted:
+        foveate.attach(options["assistant_model"], method, **methods.get(method).full_budget)
+    with foveate.attached(model, method, **methods.get(method).full_budget):
+        assert torch.equal(run(model, inputs, **options), expected)
 
 
 @every_family
@@ -287,21 +301,20 @@ def test_the_method_is_active(family, method):
             assert foveate.stats(model).summary()["keys_read_share"] < 0.7
 
 
-@two_families
-@every_method
-def test_prompt_lookup_gives_the_greedy_tokens(family, method):
+@every_pair(METHODS, TWO_FAMILIES, ("padding", [0, 5]))
+def test_prompt_lookup_gives_the_greedy_tokens(family, method, padding):
     model = tiny_model(family)
     with foveate.attached(model, spec(method)):
-        assert torch.equal(run(model, single(), prompt_lookup_num_tokens=3), greedy(family, method))
+        assert torch.equal(run(model, single(padding=padding), prompt_lookup_num_tokens=3), greedy(family, method))
 
 
-@every_pair(METHODS, TWO_FAMILIES, ("attached_assistant", [False, True]))
-def test_assisted_decoding_gives_the_greedy_tokens(family, method, attached_assistant):
+@every_pair(METHODS, TWO_FAMILIES, ("attached_assistant", [False, True]), ("padding", [0, 5]))
+def test_assisted_decoding_gives_the_greedy_tokens(family, method, attached_assistant, padding):
     model, helper = tiny_model(family), assistant(family)
     if attached_assistant:
         foveate.attach(helper, spec(method))
     with foveate.attached(model, spec(method)):
-        assert torch.equal(run(model, single(), assistant_model=helper), greedy(family, method))
+        assert torch.equal(run(model, single(padding=padding), assistant_model=helper), greedy(family, method))
 
 
 @every_pair(METHODS, ("chunk", [7, 20, 60]), TWO_FAMILIES)
@@ -728,6 +741,28 @@ def test_a_copied_model_is_attached_and_independent(family):
     with torch.no_grad():
         twin.lm_head.weight.zero_()
     assert torch.equal(run(model, single()), greedy(family, "dense"))
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_a_pickled_model_is_attached_and_independent(monkeypatch, method):
+    model = tiny_model()
+    foveate.attach(model, spec(method))
+    expected = run(model, single())
+    with torch.no_grad():
+        model(tokens(20), use_cache=False)
+    pickled = pickle.dumps(model)
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.delitem(interface._global_mapping, "foveate")  # as in another process
+    twin = pickle.loads(pickled)
+    assert foveate.stats(twin).summary()["decode_steps"] == 0
+    assert torch.equal(run(twin, single()), expected)
+    cache = returned_cache(model.generate(tokens(20), max_new_tokens=2, return_dict_in_generate=True))
+    with pytest.raises(ValueError, match="made for another model"):
+        twin(tokens(1), **cached(cache))
+    assert foveate.stats(model).summary()["decode_steps"] == 12
+    foveate.detach(twin)
+    assert not any("foveate" in module.__dict__ for module in twin.modules())
+    assert torch.equal(run(twin, single()), greedy("llama", "dense"))
 
 
 def test_a_copy_keeps_working_when_the_original_changes_its_method():

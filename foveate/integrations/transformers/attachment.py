@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import uuid
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from foveate.integrations.transformers import attention
 from foveate.integrations.transformers.auto import Auto, auto_for
 from foveate.integrations.transformers.facts import kv_heads
 from foveate.integrations.transformers.graphs import Graphs
@@ -77,28 +77,16 @@ class Attachment:
         """Note the cache whose size :func:`stats` reports."""
         self._cache = weakref.ref(cache)
 
-    def __deepcopy__(self, memo):
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin._cache, twin.uid = None, new_uid()
-        twin.forward = {}
-        twin.graphs = copy.deepcopy(self.graphs, memo)
-        twin.policies = {
-            index: Policy(
-                policy.method,
-                twin.uid,
-                forward=twin.forward,
-                dense_below=policy.dense_below,
-                block_size=policy.block_size,
-            )
-            for index, policy in self.policies.items()
-        }
-        for index, policy in self.policies.items():
-            memo[id(policy)] = twin.policies[index]
-        twin.config = copy.deepcopy(self.config, memo)
-        twin.undo = copy.deepcopy(self.undo, memo)
-        twin.auto = auto_for(twin.policies, twin.config)
-        return twin
+    def __getstate__(self) -> dict[str, Any]:  # for copies and pickles, which are attachments of their own
+        own = ("uid", "forward", "_cache", "auto")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, uid=new_uid(), forward={}, _cache=None)
+        for policy in self.policies.values():
+            policy.owner, policy.forward = self.uid, self.forward
+        self.auto = auto_for(self.policies, self.config)
+        attention.register()  # a pickle may be read in another process
 
 
 def new_uid() -> str:

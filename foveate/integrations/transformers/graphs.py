@@ -116,5 +116,5 @@ class Graphs:
         self.require(self._broken)
         warnings.warn(f"foveate: {self._broken}; steps are run one by one", stacklevel=3)
 
-    def __deepcopy__(self, memo):
-        return Graphs(self.mode)
+    def __reduce__(self):  # copies and pickles record their own steps
+        return Graphs, (self.mode,)

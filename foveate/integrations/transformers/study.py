@@ -157,7 +157,7 @@ def _first(out: Any) -> Any:
 class _Hook:
     """A hook of one module in one thread: on copies of the module, and in passes of other threads, it does nothing."""
 
-    def __init__(self, note: Callable[[int, Tensor, Any], None], layer: int, module: nn.Module):
+    def __init__(self, note: Callable[[int, Tensor, Any], None], layer: int, module: nn.Module | None):
         self._note, self._layer, self._module, self._thread = note, layer, module, threading.get_ident()
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, out: Any = None) -> None:
@@ -165,8 +165,8 @@ class _Hook:
             stream = args[0] if args else (kwargs or {}).get("hidden_states")
             self._note(self._layer, stream, out)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return self
+    def __reduce__(self):
+        return _Hook, (None, -1, None)
 
 
 def remove_hooks(model: nn.Module) -> None:

@@ -72,8 +72,7 @@ class SparseAttachment:
                 self.layers.setdefault(layer_idx, Selection())
                 modeling = importlib.import_module(type(own).__module__)
                 replacements.append((own, kind(own, layer_idx, self.layers, modeling)))
-        AttentionInterface.register(IMPLEMENTATION, attention)
-        AttentionMaskInterface.register(IMPLEMENTATION, key_positions)
+        _register()
         for module in {id(m): m for m in (model, *decoder.modules())}.values():
             own = module.__dict__.get("config")
             if isinstance(own, transformers.PreTrainedConfig):
@@ -90,6 +89,10 @@ class SparseAttachment:
             decoder.register_forward_pre_hook(compressed.before_forward, with_kwargs=True)
         model.foveate = self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _register()  # a pickle may be read in another process
+
     def take_off(self, model: nn.Module) -> None:
         """Restore what :meth:`put_on` replaced."""
         clear()
@@ -105,6 +108,11 @@ class SparseAttachment:
                 if hook in (_check_inputs, compressed.before_forward):
                     del module._forward_pre_hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _register() -> None:
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, key_positions)
 
 
 def check(model: nn.Module, decoder: nn.Module) -> None:
