@@ -201,12 +201,17 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
     modules, _ = attention_modules(model, decoder, config)
     attention.register()
     memo: dict[int, Any] = {id(config): attachment.config}  # one copy of each, however many modules share it
-    for module in {id(one): one for one in (model, *decoder.modules())}.values():
+    for module in {id(one): one for one in (*model.modules(), *decoder.modules())}.values():
         own = module.__dict__.get("config")
         if isinstance(own, transformers.PreTrainedConfig):
             attachment.undo.append((module, own))
             module.config = copy.deepcopy(own, memo)
-    for changed in (model.config, decoder.config, attachment.config):
+    around = [module for module in model.modules() if any(one is decoder for one in module.modules())]
+    for changed in (
+        *(module.config for module in around if hasattr(module, "config")),
+        decoder.config,
+        attachment.config,
+    ):
         changed._attn_implementation_internal = attention.IMPLEMENTATION
     for index, module in modules.items():
         module.foveate = attachment.policies[index]
