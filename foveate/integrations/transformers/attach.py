@@ -146,8 +146,9 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         reset: start counting anew afterwards.
 
     Raises:
-        ValueError: when the model is not attached.
+        ValueError: for what is no Transformers model, or when the model is not attached.
     """
+    decoder_of(model)
     attachment = model.__dict__.get("foveate")
     if attachment is None:
         raise ValueError("the model is not attached: there is nothing to report")
@@ -188,7 +189,14 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     graphs.reason = attachment.replay_obstacle(model) or graphs.reason
     if reset:
         attachment.graphs.use.reset()
-    return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs, dense_prompts)
+    never_acted = ""
+    acted = attachment.sparse_prompt or any(layer.decode_steps or layer.tokens_evicted for layer in layers)
+    if attachment.method.name != "dense" and not acted:
+        never_acted = (
+            f"{attachment.method.name} never acted: it changes decode steps on a cache, and there were none; "
+            "all that was read, scores of likelihood included, was dense"
+        )
+    return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs, dense_prompts, never_acted)
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:
