@@ -56,7 +56,8 @@ class Phase:
             if mask.dim() != 2:
                 raise ValueError(
                     f"attention_mask has shape {tuple(mask.shape)}; foveate's cache takes a 2-D mask of real tokens, "
-                    "not one of pairs of tokens (packing and overlays are not supported with a cache)"
+                    "not one of pairs of tokens (images whose tokens see later ones, and packing, are not supported "
+                    "with a cache)"
                 )
             if mask.shape[1] < first + n:
                 raise ValueError(

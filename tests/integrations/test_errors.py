@@ -267,20 +267,6 @@ def test_what_is_no_model(model):
         foveate.attach(model, "h2o")
 
 
-def latent_keys():
-    """Caches a latent and expands it to keys afterwards: attention never sees what the cache returned."""
-    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8}
-    experts = {
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 1,
-    }
-    config = SMALL | sizes | experts | {"num_key_value_heads": 4, "initializer_range": 0.2}
-    return from_config(transformers.DeepseekV3Config(**config))
-
-
 def two_attentions():
     """Calls its attention twice in every layer."""
     return from_config(transformers.DiffLlamaConfig(**SMALL, initializer_range=0.2))
@@ -292,7 +278,7 @@ def repeated_keys():
     return from_config(transformers.JetMoeConfig(**sizes, kv_channels=16, num_local_experts=2, initializer_range=0.2))
 
 
-@pytest.mark.parametrize("build", [latent_keys, two_attentions, repeated_keys])
+@pytest.mark.parametrize("build", [two_attentions, repeated_keys])
 def test_a_model_that_attends_to_other_keys_than_it_caches(build):
     torch.manual_seed(0)
     model = prepare(build())

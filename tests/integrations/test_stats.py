@@ -283,3 +283,25 @@ def test_what_reads_prompts_densely():
         assert found.dense_prompts == found.to_dict()["dense_prompts"] == "PyTorch"
         assert "dense prompts by PyTorch" in str(found)
         assert foveate.stats(model).dense_prompts == ""
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_method_that_never_acted_says_so(use_cache):
+    model = tiny_model("llama")
+    with foveate.attached(model, "quest", top_k=8, page_size=4), torch.no_grad():
+        model(tokens(40), use_cache=use_cache)
+        assert "quest never acted" in str(foveate.stats(model))
+        generate(model, tokens(40), 4)
+        assert foveate.stats(model).never_acted == ""
+    with foveate.attached(model, "h2o", top_k=8, window=4), torch.no_grad():
+        model(tokens(40))
+        assert foveate.stats(model).never_acted == ""  # it evicts at the end of a prompt
+    with foveate.attached(model, "dense"), torch.no_grad():
+        model(tokens(40))
+        assert foveate.stats(model).never_acted == ""
+
+
+@pytest.mark.parametrize("model", [None, "llama", 3])
+def test_stats_of_what_is_no_model(model):
+    with pytest.raises(ValueError, match="model must be a Transformers PreTrainedModel, not"):
+        foveate.stats(model)

@@ -152,7 +152,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         reset: start counting anew afterwards.
 
     Raises:
-        ValueError: when the model is not attached.
+        ValueError: for what is no Transformers model, or when the model is not attached.
     """
     model = unwrapped(model)
     attachment = model.__dict__.get("foveate")
@@ -195,7 +195,14 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     graphs.reason = attachment.replay_obstacle(model) or graphs.reason
     if reset:
         attachment.graphs.use.reset()
-    return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs, dense_prompts)
+    never_acted = ""
+    acted = attachment.sparse_prompt or any(layer.decode_steps or layer.tokens_evicted for layer in layers)
+    if attachment.method.name != "dense" and not acted:
+        never_acted = (
+            f"{attachment.method.name} never acted: it changes decode steps on a cache, and there were none; "
+            "all that was read, scores of likelihood included, was dense"
+        )
+    return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs, dense_prompts, never_acted)
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:
@@ -208,12 +215,17 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
     modules, _ = attention_modules(model, decoder, config)
     attention.register()
     memo: dict[int, Any] = {id(config): attachment.config}  # one copy of each, however many modules share it
-    for module in {id(one): one for one in (model, *decoder.modules())}.values():
+    for module in {id(one): one for one in (*model.modules(), *decoder.modules())}.values():
         own = module.__dict__.get("config")
         if isinstance(own, transformers.PreTrainedConfig):
             attachment.undo.append((module, own))
             module.config = copy.deepcopy(own, memo)
-    for changed in (model.config, decoder.config, attachment.config):
+    around = [module for module in model.modules() if any(one is decoder for one in module.modules())]
+    for changed in (
+        *(module.config for module in around if hasattr(module, "config")),
+        decoder.config,
+        attachment.config,
+    ):
         changed._attn_implementation_internal = attention.IMPLEMENTATION
     for index, module in modules.items():
         module.foveate = attachment.policies[index]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from foveate.integrations.transformers import releases
 from foveate.methods import Method
@@ -98,7 +99,8 @@ def _attention(
             if policy.method.sparse_prompt:
                 raise ValueError(
                     f"attention_mask has shape {tuple(attention_mask.shape)}: {policy.method.name} is sparse in "
-                    "prefill and takes a 2-D mask of real tokens (packing and overlays are not supported)"
+                    "prefill and takes a 2-D mask of real tokens (images whose tokens see later ones, and packing, "
+                    "are not supported)"
                 )
             handed_on.reach(module.layer_idx, policy.owner, policy.method.spec)
             if own:
@@ -196,7 +198,7 @@ def mask(
     **kwargs,
 ) -> Tensor | None:
     """The 2-D mask of real tokens as it is, so that no mask of pairs exists; pairs only where a model needs them."""
-    if local_size is not None or not allow_is_causal_skip:
+    if local_size is not None or not (allow_is_causal_skip or _only_causal(attention_mask, kwargs)):
         return sdpa_mask(
             *args,
             attention_mask=attention_mask,
@@ -205,6 +207,19 @@ def mask(
             **kwargs,
         )
     return attention_mask
+
+
+def _only_causal(attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an overlay adds nothing to the causal mask, as that of images does in a prompt without any."""
+    if kwargs.get("mask_function", causal_mask_function) is causal_mask_function:
+        return False  # the model asks for pairs
+    first, length = kwargs.get("q_offset", 0), kwargs["q_length"]
+    how = dict(kwargs, attention_mask=attention_mask, allow_is_causal_skip=False)
+    for start in range(0, length, _BLOCK):
+        how |= {"q_offset": first + start, "q_length": min(_BLOCK, length - start)}
+        if not torch.equal(sdpa_mask(**how), sdpa_mask(**how | {"mask_function": causal_mask_function})):
+            return False
+    return True
 
 
 def register() -> None:

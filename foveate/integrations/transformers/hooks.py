@@ -59,7 +59,7 @@ class BeforeForward:
             if auto is not None and training:
                 auto.stop()
             elif auto is not None:
-                auto.before_forward(decoder, ids, given.get("attention_mask"), cache)
+                auto.before_forward(decoder, ids, releases.full_attention_mask(given.get("attention_mask")), cache)
         use_cache = given.get("use_cache")
         if cache is None and not training and (config.use_cache if use_cache is None else use_cache):
             cache = Cache(self.model)
@@ -113,7 +113,7 @@ class AfterForward:
             )
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
             try:
-                self._check_finite(reached, out[0], kwargs.get("attention_mask"))
+                self._check_finite(reached, out[0], releases.full_attention_mask(kwargs.get("attention_mask")))
             except ValueError:
                 if self.attachment.auto is not None:  # such a prompt shows nothing
                     self.attachment.auto.stop()

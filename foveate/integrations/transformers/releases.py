@@ -138,6 +138,11 @@ def newest_names(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def full_attention_mask(mask: Any) -> Any:
+    """The mask of the full-attention layers; a model around the decoder hands it over in a dict, by kind of layer."""
+    return mask.get("full_attention") if isinstance(mask, Mapping) else mask
+
+
 def for_module(module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """The reverse of :func:`arguments`: the cache under the module's own name for it."""
     newest = CACHE_NAMES[0]

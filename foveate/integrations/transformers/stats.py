@@ -48,6 +48,9 @@ class Stats:
     """What attends to prompts where they are read densely: FlashAttention-3, cuDNN, PyTorch, a kernel or blocks in
     torch; empty while no prompt has been read."""
 
+    never_acted: str = ""
+    """In words, that the method changed nothing yet, since it acts in decoding alone; empty where it acted."""
+
     def summary(self) -> dict[str, Any]:
         """Totals over the layers that foveate handles, with the field names of result rows."""
         handled = [layer for layer in self.layers if layer.method != "unchanged"]
@@ -75,6 +78,7 @@ class Stats:
         if dense:
             notes.append(f"{dense} decode steps read everything: their contexts were short (dense_below)")
         lost = sum(layer.selections_lost for layer in self.layers)
+        notes += [self.never_acted] if self.never_acted else []
         return notes + ([f"scores were NaN, so that {lost} selections are of nothing"] if lost else [])
 
     def to_dict(self) -> dict[str, Any]:

@@ -58,6 +58,14 @@ def attention_modules(
         refuse("it has an encoder; foveate attaches to decoder-only models")
     if getattr(config, "num_kv_shared_layers", 0):
         refuse("some of its layers share the keys and values of others")
+    if getattr(config, "cross_attention_layers", None):
+        refuse(f"its layers {list(config.cross_attention_layers)} attend to images, not to the text before a token")
+    for module in decoder.modules():
+        indexer = getattr(module, "indexer", None)
+        if isinstance(indexer, nn.Module):
+            refuse(f"its layers choose keys by an indexer of their own ({type(indexer).__name__}), instead of a method")
+        if hasattr(module, "kv_lora_rank"):
+            refuse("its cache holds a compressed vector for each token (latent attention), not the keys of each head")
     layers = cache_layers(config)
     # a model with recurrent layers lacks the flag because of these layers; its first forward pass proves its attention
     recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
@@ -89,5 +97,5 @@ def attention_modules(
         if cap is not None and not 0 < cap < math.inf:
             refuse(f"layer {index} caps its attention logits at {cap}; attn_logit_softcapping must be above 0, or None")
         if not getattr(module, "is_causal", True):
-            refuse(f"layer {index} is not causal")
+            refuse(f"layer {index} is not causal: it reads images, or whole prompts, in both directions")
     return handled, unchanged
