@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from foveate.ops.block_table import BlockTable
 
@@ -56,7 +57,7 @@ def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], 
     if places.dim() != 3 or len(places) != batch or places.shape[1] not in heads:
         allowed = " or ".join(str(x) for x in sorted(set(heads)))
         raise ValueError(f"{name} {tuple(places.shape)} do not fit {batch} rows of {allowed} heads")
-    if places.device.type == "cpu" and places.numel():
+    if readable(places) and places.numel():
         least, most = (x.item() for x in places.aminmax())
         if least < -1 or most >= number:
             raise ValueError(f"{name} must be below {number}, or -1 for none, not {least if least < -1 else most}")
@@ -86,7 +87,7 @@ def check_blocks(block_table: BlockTable | None, memory: Tensor, read: Callable[
 
     ``read()``: bool ``[B, H, Lk]``, the keys that are; it is called only where some entry names no block. None: all.
     """
-    if block_table is None or block_table.table.device.type != "cpu":
+    if block_table is None or not readable(block_table.table):
         return
     table, number = block_table.table, len(memory)
     wrong = (table < 0) | (table >= number)
@@ -94,3 +95,8 @@ def check_blocks(block_table: BlockTable | None, memory: Tensor, read: Callable[
         of_keys = wrong.repeat_interleave(memory.shape[2], 1)[:, None, : block_table.length]
         if (of_keys if read is None else of_keys & read()).any():
             raise ValueError(f"a block table must name one of {number} blocks for every key, not {table[wrong][0]}")
+
+
+def readable(x: Tensor) -> bool:
+    """Whether numbers may be read from a tensor: it is on the CPU, and no mode, such as a recorder's, forbids it."""
+    return x.device.type == "cpu" and _get_current_dispatch_mode() is None

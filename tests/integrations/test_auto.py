@@ -278,7 +278,8 @@ def test_masks_of_pairs_are_not_looked_at_and_told_once(caplog):
     model = tiny_model("qwen2")
     with foveate.attached(model, AUTO):
         for _ in range(2):
-            model(tokens(120), attention_mask={"full_attention": None}, use_cache=False)
+            pairs = torch.ones(120, 120, dtype=torch.bool).tril()[None, None]
+            model(tokens(120), attention_mask={"full_attention": pairs}, use_cache=False)
         model(tokens(3))
         assert {policy.method.calibration for policy in model.foveate.policies.values()} == {"auto"}
     (told,) = [record.getMessage() for record in caplog.records]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_number
+from foveate.ops.checks import check_number, readable
 from foveate.ops.select import topk
 
 
@@ -119,7 +119,7 @@ def give_up(
         if before is not None:
             eligible &= positions < before[:, None, None]
         slots = weakest(scores, eligible, positions)
-    if positions.device.type == "cpu":
+    if readable(positions):
         found = eligible.any(-1) if rows is None else eligible.any(-1) | ~rows[:, None]
         if not found.all():
             what = "that can leave" if at is None else "at the given position"
