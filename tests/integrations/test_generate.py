@@ -76,6 +76,8 @@ SINGLE_MODES = {
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
     "assisted": {},
     "assisted_sampling": {"do_sample": True, "top_k": 20},
+    "early_exit": {"assistant_early_exit": 1},
+    "early_exit_sampling": {"assistant_early_exit": 2, "do_sample": True, "top_k": 20},
 }
 
 
@@ -317,6 +319,14 @@ def test_assisted_decoding_gives_the_greedy_tokens(family, method, attached_assi
         foveate.attach(helper, spec(method))
     with foveate.attached(model, spec(method)):
         assert torch.equal(run(model, single(padding=padding), assistant_model=helper), greedy(family, method))
+
+
+@every_method
+def test_early_exit_gives_the_greedy_tokens(method):
+    model = tiny_model()
+    with foveate.attached(model, spec(method)):
+        assert torch.equal(run(model, single(padding=5), assistant_early_exit=2), greedy("llama", method))
+        assert torch.equal(run(model, single()), greedy("llama", method))
 
 
 @every_pair(METHODS, ("chunk", [7, 20, 60]), TWO_FAMILIES)
