@@ -4,6 +4,7 @@ import concurrent.futures
 import copy
 import functools
 import logging
+import pickle
 
 import pytest
 import torch
@@ -326,12 +327,19 @@ def test_a_model_in_training_is_not_watched(model):
         assert model.foveate.policies[0].method.calibration == "auto"
 
 
+def test_drafts_that_leave_layers_out_show_nothing(model):
+    foveate.attach(model, AUTO)
+    generate(model, tokens(150), assistant_early_exit=2)
+    assert found(model) == after(copy.deepcopy(_built()), tokens(150))
+
+
 class TestACopy:
-    def test_of_an_interrupted_model_is_clean_once_detached(self, model):
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    def test_of_an_interrupted_model_is_clean_once_detached(self, model, copied):
         usual = hooks(model)
         foveate.attach(model, AUTO)
         interrupted(model)
-        twin = copy.deepcopy(model)
+        twin = copied(model)
         assert torch.equal(twin(tokens(20)).logits, copy.deepcopy(_built())(tokens(20)).logits)
         assert hooks(twin) > usual
         foveate.detach(twin)

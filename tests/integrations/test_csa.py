@@ -188,6 +188,16 @@ def test_a_copy_is_attached_too(monkeypatch, model, pickled):
     assert not any(isinstance(m.__dict__.get("forward"), tuple(csa.MODELS.values())) for m in twin.modules())
 
 
+def test_detach_keeps_what_was_changed_since(model):
+    config, implementation = model.config, model.config._attn_implementation
+    foveate.attach(model)
+    model.resize_token_embeddings(70)
+    foveate.detach(model)
+    assert model.config is config
+    assert config.get_text_config().vocab_size == len(model.get_input_embeddings().weight) == 70
+    assert config._attn_implementation == implementation
+
+
 def test_what_is_refused(model):
     with foveate.attached(model):
         for padding in (20, 39):

@@ -724,11 +724,6 @@ def test_blocks_in_blocks(model):
     assert torch.equal(generate(model, tokens(40)), plain)
 
 
-def test_leaving_layers_out(dense):
-    with pytest.raises(ValueError, match=says("has 1 layers", "assistant_early_exit", "not supported")):
-        generate(dense, tokens(20), assistant_early_exit=1)
-
-
 # Numbers that are none
 
 

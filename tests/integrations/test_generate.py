@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import threading
 import time
@@ -18,6 +19,7 @@ from tests.helpers import (
     COMMON,
     CONFIGS,
     FAMILIES,
+    VOCAB,
     assistant,
     cached,
     checkpoint_activations,
@@ -74,6 +76,8 @@ SINGLE_MODES = {
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
     "assisted": {},
     "assisted_sampling": {"do_sample": True, "top_k": 20},
+    "early_exit": {"assistant_early_exit": 1},
+    "early_exit_sampling": {"assistant_early_exit": 2, "do_sample": True, "top_k": 20},
 }
 
 
@@ -315,6 +319,14 @@ def test_assisted_decoding_gives_the_greedy_tokens(family, method, attached_assi
         foveate.attach(helper, spec(method))
     with foveate.attached(model, spec(method)):
         assert torch.equal(run(model, single(padding=padding), assistant_model=helper), greedy(family, method))
+
+
+@every_method
+def test_early_exit_gives_the_greedy_tokens(method):
+    model = tiny_model()
+    with foveate.attached(model, spec(method)):
+        assert torch.equal(run(model, single(padding=5), assistant_early_exit=2), greedy("llama", method))
+        assert torch.equal(run(model, single()), greedy("llama", method))
 
 
 @every_pair(METHODS, ("chunk", [7, 20, 60]), TWO_FAMILIES)
@@ -686,6 +698,58 @@ def test_attached_detaches_after_an_error():
     before = fingerprint(model)
     with pytest.raises(KeyError), foveate.attached(model, "h2o"):
         raise KeyError
+    assert fingerprint(model) == before
+
+
+def test_detach_keeps_what_was_changed_since():
+    model = tiny_model()
+    config = model.config
+    config.note = "removed"
+    foveate.attach(model, "h2o")
+    model.resize_token_embeddings(VOCAB + 9)
+    model.config.use_cache, model.config.added = False, [1]
+    del model.config.note
+    model.set_attn_implementation("eager")
+    foveate.detach(model)
+    assert model.config is model.model.config is config
+    assert (config.vocab_size, config.use_cache, config.added) == (VOCAB + 9, False, [1])
+    assert not hasattr(config, "note")
+    assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {"eager"}
+
+
+def test_detach_leaves_what_another_model_changed_in_a_shared_configuration():
+    first, second = tiny_model(), tiny_model()
+    second.config = first.config
+    with foveate.attached(first, "h2o"):
+        second.config.use_cache = False
+    assert not first.config.use_cache
+
+
+def test_what_a_block_changes_stays_when_an_earlier_method_returns():
+    model = tiny_model()
+    foveate.attach(model, spec("h2o"))
+    with foveate.attached(model, "dense"):
+        model.resize_token_embeddings(VOCAB + 9)
+    assert model.config.vocab_size == model.model.config.vocab_size == VOCAB + 9
+    assert model.foveate.config is model.model.config
+    foveate.detach(model)
+    assert model.config.vocab_size == VOCAB + 9
+
+
+@pytest.mark.parametrize("outside", [None, "streaming"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_blocks_that_end_in_any_order(order, outside):
+    model, names = tiny_model(), ["dense", "h2o", "tova"]
+    before = fingerprint(model)
+    kept = None if outside is None else foveate.attach(model, outside)
+    blocks = [foveate.attached(model, name) for name in names]
+    attachments = [block.__enter__() for block in blocks]
+    still = [0, 1, 2]
+    for index in order:
+        blocks[index].__exit__(None, None, None)
+        still.remove(index)
+        assert getattr(model, "foveate", None) is (attachments[still[-1]] if still else kept)
+    foveate.detach(model)
     assert fingerprint(model) == before
 
 

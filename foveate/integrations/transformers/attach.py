@@ -106,8 +106,8 @@ def attach(
     if block_size and evicting is not None:
         raise ValueError(f"block_size={block_size}: {evicting.name} evicts, and keeps its slots in one piece")
     _check_artefacts(policies, config, modules)
-    attachment = Attachment(chosen, copy.deepcopy(config), policies, unchanged, uid, forward, graphs=graphs)
-    attachment.auto = auto_for(policies, attachment.config)
+    attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
+    attachment.auto = auto_for(policies, config)
     if cuda_graph is True:
         graphs.require(attachment.replay_obstacle(model))
     detach(model)
@@ -131,17 +131,26 @@ def attached(
 ) -> Iterator[Attachment | csa.SparseAttachment]:
     """:func:`attach`, with its options, for the length of a ``with`` block.
 
-    Afterwards what was attached before is back, with its counters, and caches made for it go on.
+    Afterwards what was attached before is back, with its counters, and caches made for it go on. Of blocks that end in
+    another order, what the last one to begin has attached stays until it ends.
     """
     model = unwrapped(model)
     before = model.__dict__.get("foveate")
     attachment = attach(model, method, **options)
+    attachment.before = before
     try:
         yield attachment
     finally:
-        detach(model)
-        if before is not None:
-            _put_on(before, model)
+        attachment.left = True
+        current = later = model.__dict__.get("foveate")
+        while later is not None and later is not attachment:
+            later = later.before
+        if later is None or current is attachment:
+            detach(model)
+            while before is not None and before.left:
+                before = before.before
+            if before is not None:
+                _put_on(before, model)
 
 
 def stats(model: nn.Module, reset: bool = False) -> Stats:
@@ -214,19 +223,8 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
     config = decoder.config.get_text_config(decoder=True)
     modules, _ = attention_modules(model, decoder, config)
     attention.register()
-    memo: dict[int, Any] = {id(config): attachment.config}  # one copy of each, however many modules share it
-    for module in {id(one): one for one in (*model.modules(), *decoder.modules())}.values():
-        own = module.__dict__.get("config")
-        if isinstance(own, transformers.PreTrainedConfig):
-            attachment.undo.append((module, own))
-            module.config = copy.deepcopy(own, memo)
-    around = [module for module in model.modules() if any(one is decoder for one in module.modules())]
-    for changed in (
-        *(module.config for module in around if hasattr(module, "config")),
-        decoder.config,
-        attachment.config,
-    ):
-        changed._attn_implementation_internal = attention.IMPLEMENTATION
+    attachment.configurations.replace(_around(model, decoder), attention.IMPLEMENTATION)
+    attachment.config = decoder.config.get_text_config(decoder=True)
     for index, module in modules.items():
         module.foveate = attachment.policies[index]
     model.foveate = attachment
@@ -239,6 +237,11 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
         model.get_compiled_call = GetDecodeCall(model, attachment)
 
 
+def _around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """The decoder's modules and those that it is within; a vision tower beside it is not among them."""
+    return [*(one for one in model.modules() if any(part is decoder for part in one.modules())), *decoder.modules()]
+
+
 def _take_off(attachment: Attachment, model: nn.Module) -> None:
     """Give the model its own attention back."""
     if attachment.auto is not None:
@@ -248,9 +251,7 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
     _remove_hooks(decoder, (BeforeForward, AfterForward))
     for name in releases.GENERATE:
         model.__dict__.pop(name, None)
-    for module, config in attachment.undo:
-        module.config = config
-    attachment.undo.clear()
+    attachment.configurations.restore(_around(model, decoder))
     for module in (model, *decoder.modules()):
         module.__dict__.pop("foveate", None)
 

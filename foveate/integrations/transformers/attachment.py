@@ -14,6 +14,7 @@ from torch import nn
 
 from foveate.integrations.transformers import attention
 from foveate.integrations.transformers.auto import Auto, auto_for
+from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.facts import kv_heads
 from foveate.integrations.transformers.graphs import Graphs
 from foveate.methods import Method
@@ -26,7 +27,7 @@ class Attachment:
 
     method: Method
     config: transformers.PreTrainedConfig
-    """The decoder's configuration, a copy that only this model uses."""
+    """The decoder's configuration; while attached, a copy that only this model uses."""
     policies: dict[int, Policy]
     unchanged: dict[int, str]
     """Layers that stay as they are, with the reason."""
@@ -34,8 +35,11 @@ class Attachment:
     """Names this attachment: caches belong to one."""
     forward: dict[Hashable, Any]
     """What the layers of a forward pass without a cache share."""
-    undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
-    """Modules whose configurations were replaced, and what they had."""
+    configurations: Configurations = field(default_factory=Configurations)
+    before: Any = None
+    """What was attached before, for a block of :func:`attached`."""
+    left: bool = False
+    """Whether the block of :func:`attached` has ended."""
     _cache: Any = None
     auto: Auto | None = None
     """Finds the anchors of a method that has to be calibrated on its first prompt."""

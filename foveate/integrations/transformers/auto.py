@@ -52,8 +52,9 @@ class Auto:
         if not self._found and (cache is None or cache.get_seq_length() == 0):
             self._begin(decoder, ids, mask)
         if self._found and cache is not None:
-            for layer, policy in self._policies.items():
-                cache.layers[layer].method = policy.method
+            for index, layer in enumerate(cache.layers):
+                if index in self._policies:
+                    layer.method = self._policies[index].method
 
     def stop(self) -> None:
         """Watch no more."""

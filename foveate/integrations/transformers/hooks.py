@@ -104,7 +104,8 @@ class AfterForward:
         if one is None or out is None or torch.compiler.is_compiling():
             return
         reached = one.reached
-        missed = sorted(set(self.attachment.policies) - set(reached))
+        number = self.attachment.config.num_hidden_layers
+        missed = sorted(index for index in self.attachment.policies if index < number and index not in reached)
         if missed:
             layers = ", ".join(map(str, missed))
             raise releases.unknown(

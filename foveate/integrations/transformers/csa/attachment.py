@@ -6,16 +6,15 @@ support one more model, add its type to :data:`MODELS`.
 
 from __future__ import annotations
 
-import copy
 import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from foveate.integrations.transformers import releases
+from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.csa import compressed, pooled, tokens
 from foveate.integrations.transformers.csa.attention import IMPLEMENTATION, attention, clear, key_positions
 from foveate.integrations.transformers.csa.selection import Selection
@@ -41,7 +40,11 @@ class SparseAttachment:
     """What :func:`foveate.attach` put on a model with sparse attention of its own."""
 
     layers: dict[int, Selection] = field(default_factory=dict)
-    _undo: list[tuple[nn.Module, transformers.PreTrainedConfig]] = field(default_factory=list)
+    configurations: Configurations = field(default_factory=Configurations)
+    before: Any = None
+    """What was attached before, for a block of :func:`attached`."""
+    left: bool = False
+    """Whether the block of :func:`attached` has ended."""
 
     def stats(self, reset: bool) -> Stats:
         """The layers' counters, as :func:`foveate.stats` returns them; bytes are not counted."""
@@ -65,7 +68,7 @@ class SparseAttachment:
     def put_on(self, model: nn.Module) -> None:
         """Replace the forwards of a model's indexers or compressors, attention and masks; its weights stay."""
         decoder = decoder_of(model)
-        kind, memo, replacements = MODELS[_kind(decoder)], {}, []
+        kind, replacements = MODELS[_kind(decoder)], []
         for module in decoder.modules():
             own, layer_idx = getattr(module, kind.replaces, None), getattr(module, "layer_idx", None)
             if isinstance(own, nn.Module) and layer_idx is not None:
@@ -73,12 +76,7 @@ class SparseAttachment:
                 modeling = importlib.import_module(type(own).__module__)
                 replacements.append((own, kind(own, layer_idx, self.layers, modeling)))
         _register()
-        for module in {id(m): m for m in (model, *decoder.modules())}.values():
-            own = module.__dict__.get("config")
-            if isinstance(own, transformers.PreTrainedConfig):
-                self._undo.append((module, own))
-                module.config = copy.deepcopy(own, memo)
-                module.config._attn_implementation_internal = IMPLEMENTATION
+        self.configurations.replace([model, *decoder.modules()], IMPLEMENTATION)
         for own, forward in replacements:
             own.forward = forward
         for module in decoder.modules():
@@ -96,9 +94,7 @@ class SparseAttachment:
     def take_off(self, model: nn.Module) -> None:
         """Restore what :meth:`put_on` replaced."""
         clear()
-        for module, config in self._undo:
-            module.config = config
-        self._undo.clear()
+        self.configurations.restore([model, *decoder_of(model).modules()])
         model.__dict__.pop("foveate", None)
         for module in model.modules():
             if isinstance(module.__dict__.get("forward"), tuple(MODELS.values())):
