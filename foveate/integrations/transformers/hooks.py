@@ -218,7 +218,8 @@ def _check_columns(given: dict[str, Any], batch: int, seen: int, new: int) -> No
     if position_ids is not None and position_ids.shape[-2:] not in {(batch, new), (1, new), (new,)}:
         raise ValueError(
             f"position_ids have shape {tuple(position_ids.shape)}, but {new} tokens are new in each of {batch} rows: "
-            f"pass as many, or, to `generate`, which makes them of attention_mask, a mask of shape {(batch, seen + new)}"
+            "pass as many, or, to `generate`, which makes them of attention_mask, a mask of shape "
+            f"{(batch, seen + new)}"
         )
 
 
