@@ -20,6 +20,7 @@ from foveate.runtime.layer import Layer
 IMPLEMENTATION = "foveate"
 
 
+@torch.compiler.disable
 def attention(
     module: torch.nn.Module,
     query: Tensor,
