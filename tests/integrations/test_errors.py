@@ -569,8 +569,43 @@ class TestRefusedCallsLeaveTheCacheAsItWas:
         cache = returned_cache(model(tokens(20, batch=2)))
         mask = torch.ones(2, 3, dtype=torch.int64)
         mask[1, 0] = 0
-        message = says("attention_mask covers 3 tokens", "holds 20", "3 are new")
+        message = says("attention_mask has shape (2, 3)", "holds 20 tokens", "3 are new", "(2, 23)")
         refused(model, cache, message, tokens(3, batch=2), attention_mask=mask)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("shape", [(2, 0), (2, 1), (2, 19), (2, 21), (3, 20)])
+def test_a_mask_of_the_wrong_shape_in_generate(h2o, shape, padding):
+    """Transformers makes positions of a mask, and drops one without padding."""
+    mask = torch.ones(shape, dtype=torch.int64)
+    mask[:, :padding] = 0
+    message = says("attention_mask", "(2, 20)")
+    if shape[1] > 20:
+        message = says("attention_mask or position_ids cover 21 tokens", "the prompt has 20")
+    elif 0 < shape[1] <= padding:
+        message = "is all padding"
+    with pytest.raises(ValueError, match=message):
+        generate(h2o, tokens(20, batch=2), attention_mask=mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_mask_of_the_wrong_shape(family, use_cache):
+    model, batch = tiny_model(family), left_padded([20, 14])
+    longer = {"attention_mask": nn.functional.pad(batch["attention_mask"], (0, 5), value=1)}
+    with foveate.attached(model, "dense"):
+        expected = model(**batch, use_cache=use_cache).logits
+        assert torch.equal(model(**batch | longer, use_cache=use_cache).logits, expected)
+        for shape in [(20,), (2, 0), (2, 19), (1, 20), (3, 20)]:
+            with pytest.raises(ValueError, match=says("attention_mask has shape", str(shape), "(2, 20)")):
+                model(batch["input_ids"], attention_mask=torch.ones(shape), use_cache=use_cache)
+
+
+@torch.no_grad()
+def test_positions_of_other_tokens(dense):
+    with pytest.raises(ValueError, match=says("position_ids have shape (1, 19)", "20 tokens are new")):
+        dense(tokens(20), position_ids=torch.arange(19)[None])
 
 
 @pytest.mark.parametrize("ending", ["mask", "batch"])

@@ -10,9 +10,10 @@ import time
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import foveate
-from foveate import methods
+from foveate import Cache, methods
 from foveate.runtime import handed_on
 from tests.combinations import every_pair
 from tests.helpers import (
@@ -567,6 +568,26 @@ def test_a_turn_in_inference_mode_may_be_followed_by_one_outside(method):
         with torch.inference_mode():
             state = begin(model, single())
         assert torch.equal(go_on(model, *state, said), expected)
+
+
+# The compiler
+
+
+def test_compiled_steps_are_those_of_the_model_and_compiled_once():
+    model, counter = tiny_model(), CompileCounterWithBackend("eager")
+    with torch.no_grad(), foveate.attached(model, spec("h2o")):
+        seen = []
+        for call in (model, torch.compile(model, backend=counter)):
+            ids, cache, logits, compiled = tokens(20), Cache(model), [], []
+            for _ in range(12):
+                logits.append(call(ids, **cached(cache)).logits[:, -1:])
+                ids = logits[-1].argmax(-1)
+                compiled.append(counter.frame_count)
+            seen.append(torch.cat(logits, 1))
+    assert torch.equal(*seen)
+    assert compiled[0] > 0
+    assert compiled[1] == compiled[-1]
+    torch.compiler.reset()
 
 
 # Training

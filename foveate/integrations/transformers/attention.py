@@ -21,6 +21,7 @@ from foveate.runtime.layer import Layer
 IMPLEMENTATION = "foveate"
 
 
+@torch.compiler.disable
 def attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -23,6 +23,7 @@ class BeforeForward:
     def __init__(self, model: nn.Module, attachment: Attachment):
         self.model, self.attachment = model, attachment
 
+    @torch.compiler.disable
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
         config, attachment = decoder.config, self.attachment
         if config._attn_implementation != attention.IMPLEMENTATION:
@@ -39,6 +40,8 @@ class BeforeForward:
         if ids is not None and ids.shape[1] == 0:
             name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
             raise ValueError(f"{name} has shape {tuple(ids.shape)}: there must be at least one token")
+        if ids is not None:
+            _check_columns(given, ids.shape[0], 0 if cache is None else cache.get_seq_length(), ids.shape[1])
         self._check_announced(given, ids)
         if cache is not None and not training:
             check_cache(cache, attachment)
@@ -99,9 +102,10 @@ class AfterForward:
     def __init__(self, attachment: Attachment):
         self.attachment = attachment
 
+    @torch.compiler.disable
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         one = handed_on.end(self.attachment.uid)
-        if one is None or out is None or torch.compiler.is_compiling():
+        if one is None or out is None:
             return
         reached = one.reached
         number = self.attachment.config.num_hidden_layers
@@ -137,7 +141,14 @@ class Prefill:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with announcements.prefilling(self.attachment.uid):
-            return type(self.model)._prefill(self.model, *args, **kwargs)
+            out = type(self.model)._prefill(self.model, *args, **kwargs)
+        cache = releases.returned_cache(out)
+        if isinstance(cache, Cache) and cache.get_seq_length() < (cache.phase.prompt_end or 0):
+            raise ValueError(
+                f"attention_mask or position_ids cover {cache.phase.prompt_end} tokens, but the prompt has "
+                f"{cache.get_seq_length()}, earlier turns included: pass as many"
+            )
+        return out
 
 
 class PrepareCache:
@@ -196,6 +207,25 @@ class PrepareCache:
             cache,
             owes_steps=one_by_one and self.attachment.graphs.mode is not False,
             prompt_only=one_by_one and not assistant,
+        )
+
+
+def _check_columns(given: dict[str, Any], batch: int, seen: int, new: int) -> None:
+    """Refuse a 2-D mask, or positions, of other tokens than those in the cache and the new ones; cut a longer mask."""
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    if isinstance(mask, Tensor) and mask.dim() < 3:
+        if mask.dim() < 2 or mask.shape[0] != batch or mask.shape[1] < seen + new:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}, but the cache holds {seen} tokens and {new} are new: "
+                f"pass a mask of shape {(batch, seen + new)} over all of them"
+            )
+        if mask.shape[1] > seen + new:
+            given["attention_mask"] = mask[:, : seen + new]
+    if position_ids is not None and position_ids.shape[-2:] not in {(batch, new), (1, new), (new,)}:
+        raise ValueError(
+            f"position_ids have shape {tuple(position_ids.shape)}, but {new} tokens are new in each of {batch} rows: "
+            "pass as many, or, to `generate`, which makes them of attention_mask, a mask of shape "
+            f"{(batch, seen + new)}"
         )
 
 

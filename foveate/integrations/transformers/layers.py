@@ -34,6 +34,7 @@ class CacheLayer(Layer, CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Post the layer for the attention function, which knows the queries and the padding and stores the keys.
 
