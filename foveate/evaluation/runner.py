@@ -236,10 +236,17 @@ class _Examiner:
             options=tuple(Option(one.prompt_ids[:_WARM_UP], one.target_ids[:2]) for one in item.options),
             max_new_tokens=min(2, item.max_new_tokens),
         )
+        one_token = all(len(text.target_ids) < 2 for item in prepared.items for text in item.texts)
         for method in methods:
             try:
-                with applied(self._model, method):
+                with applied(self._model, method) as attachment:
                     generation.run_batch(self._model, self._tokenizer, [cut])
+                if item.texts and one_token and attachment is not None and attachment.decodes_alone:
+                    raise UserError(
+                        f"method '{method.spec}' would not act on task '{plan.task.name}': all of its answers are one "
+                        "token, which the prompt decides, and the method is dense in prompts; leave it out, or choose "
+                        "a method with sparse prompts or a task with longer answers"
+                    )
             except UserError:
                 raise
             except (ValueError, TypeError, NotImplementedError) as error:

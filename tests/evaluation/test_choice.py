@@ -5,7 +5,7 @@ import pytest
 import torch
 from evaluation import tiny
 
-from foveate.evaluation import generation, tasks
+from foveate.evaluation import generation, runner, tasks
 from foveate.evaluation.metrics import bootstrap, columns
 from foveate.evaluation.tasks.base import Output, items_digest
 from foveate.inputs.prompting import encode_continued
@@ -181,3 +181,30 @@ def test_items_depend_on_the_seed_and_not_on_the_limit(tmp_path, tokenizer):
 def test_the_sample_has_none(tokenizer):
     with pytest.raises(DataError, match=r"piqa\.jsonl: no such file"):
         tasks.parse("choice").files(tiny.SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("choices", "spec", "acts"),
+    [
+        (["no", "a"], "h2o", False),
+        (["no", "a"], "quest", False),
+        (["no", "a"], "dense", True),
+        (["no", "a"], "streaming", True),  # whose prompts are sparse
+        (["no", "a"], "kascade:anchors=1,top_k=8,tile=8", True),
+        (["no", "yes"], "h2o", True),  # "yes" is two tokens
+    ],
+)
+def test_answers_of_one_token_say_nothing_about_methods_that_act_in_decoding(
+    tiny_folder, tmp_path, choices, spec, acts
+):
+    (tmp_path / "commonsense").mkdir()
+    write(tmp_path, "boolq", [RECORDS["boolq"][0] | {"choices": choices}])
+    methods, _ = runner.parse_methods([spec])
+    task, out = tasks.parse("choice:split=boolq"), tmp_path / "rows.jsonl"
+    prepared = runner.prepare(runner.Comparison(tiny_folder, task, tmp_path, methods, limit=1, out=out))
+    if acts:
+        assert [row["n"] for row in runner.run(prepared)] == [1] * len(methods)
+    else:
+        with pytest.raises(UserError, match=f"method '{spec}' would not act on task 'choice': all of its answers are"):
+            runner.run(prepared)
+        assert not out.exists()

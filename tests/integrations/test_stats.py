@@ -285,23 +285,41 @@ def test_what_reads_prompts_densely():
         assert foveate.stats(model).dense_prompts == ""
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_a_method_that_never_acted_says_so(use_cache):
-    model = tiny_model("llama")
-    with foveate.attached(model, "quest", top_k=8, page_size=4), torch.no_grad():
-        model(tokens(40), use_cache=use_cache)
-        assert "quest never acted" in str(foveate.stats(model))
-        generate(model, tokens(40), 4)
-        assert foveate.stats(model).never_acted == ""
-    with foveate.attached(model, "h2o", top_k=8, window=4), torch.no_grad():
-        model(tokens(40))
-        assert foveate.stats(model).never_acted == ""  # it evicts at the end of a prompt
-    with foveate.attached(model, "dense"), torch.no_grad():
-        model(tokens(40))
-        assert foveate.stats(model).never_acted == ""
+class TestMethodsThatNeverActed:
+    """Most are dense until a token is decoded; stats then says that they changed nothing."""
+
+    NOTE = "has changed no output: no token was decoded"
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("use_cache", [True, False])
+    def test_a_text_that_is_scored_whole(self, use_cache):
+        model, ids = tiny_model(), tokens(PROMPT)
+        expected = model(ids, use_cache=False).logits
+        with foveate.attached(model, "h2o:top_k=8,window=4"):
+            torch.testing.assert_close(model(ids, use_cache=use_cache).logits, expected, rtol=1e-4, atol=1e-4)
+            assert f"h2o:top_k=8,window=4 {self.NOTE}" in str(foveate.stats(model))
+            assert any(self.NOTE in note for note in foveate.stats(model).to_dict()["notes"])
+
+    def test_answers_without_a_cache(self):
+        model = tiny_model()
+        own = generate(model, tokens(PROMPT))
+        with foveate.attached(model, "h2o:top_k=8,window=4"):
+            assert torch.equal(generate(model, tokens(PROMPT), use_cache=False), own)
+            assert self.NOTE in str(foveate.stats(model))
+
+    @pytest.mark.parametrize("method", ["h2o", "dense", "kascade:anchors=1,top_k=8,tile=8"])
+    def test_others_do_act(self, method):
+        """In a step, as they should, or in a prompt."""
+        model = tiny_model()
+        with foveate.attached(model, method):
+            generate(model, tokens(PROMPT), new=2 if method == "h2o" else 1)
+            assert self.NOTE not in str(foveate.stats(model))
 
 
-@pytest.mark.parametrize("model", [None, "llama", 3])
-def test_stats_of_what_is_no_model(model):
-    with pytest.raises(ValueError, match="model must be a Transformers PreTrainedModel, not"):
-        foveate.stats(model)
+@pytest.mark.parametrize("model", [None, "smollm"])
+def test_what_is_no_model(model):
+    for ask in (foveate.stats, foveate.detach):
+        with pytest.raises(
+            ValueError, match=f"model must be a Transformers PreTrainedModel, not {type(model).__name__}"
+        ):
+            ask(model)

@@ -204,14 +204,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     graphs.reason = attachment.replay_obstacle(model) or graphs.reason
     if reset:
         attachment.graphs.use.reset()
-    never_acted = ""
-    acted = attachment.sparse_prompt or any(layer.decode_steps or layer.tokens_evicted for layer in layers)
-    if attachment.method.name != "dense" and not acted:
-        never_acted = (
-            f"{attachment.method.name} never acted: it changes decode steps on a cache, and there were none; "
-            "all that was read, scores of likelihood included, was dense"
-        )
-    return Stats(sorted(layers, key=lambda layer: layer.layer), resident, graphs, dense_prompts, never_acted)
+    layers.sort(key=lambda layer: layer.layer)
+    return Stats(layers, resident, graphs, dense_prompts, attachment.method.spec if attachment.decodes_alone else "")
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:

@@ -54,6 +54,11 @@ class Attachment:
         return any(policy.method.sparse_prompt for policy in self.policies.values())
 
     @property
+    def decodes_alone(self) -> bool:
+        """Whether the method acts on decoded tokens alone, so that prompts and passes without a cache are dense."""
+        return not self.sparse_prompt and any(policy.method.name != "dense" for policy in self.policies.values())
+
+    @property
     def whole_prompt(self) -> bool:
         """Whether some layer must be given the prompt in one piece."""
         return None in self._prompt_tiles()

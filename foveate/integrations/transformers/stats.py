@@ -47,9 +47,8 @@ class Stats:
     dense_prompts: str = ""
     """What attends to prompts where they are read densely: FlashAttention-3, cuDNN, PyTorch, a kernel or blocks in
     torch; empty while no prompt has been read."""
-
-    never_acted: str = ""
-    """In words, that the method changed nothing yet, since it acts in decoding alone; empty where it acted."""
+    decodes_alone: str = ""
+    """Spec of a method that acts on decoded tokens alone; empty for others."""
 
     def summary(self) -> dict[str, Any]:
         """Totals over the layers that foveate handles, with the field names of result rows."""
@@ -77,8 +76,12 @@ class Stats:
         dense = max((layer.dense_steps for layer in self.layers), default=0)
         if dense:
             notes.append(f"{dense} decode steps read everything: their contexts were short (dense_below)")
+        if self.decodes_alone and not any(layer.decode_steps for layer in self.layers):
+            notes.append(
+                f"{self.decodes_alone} has changed no output: no token was decoded, and what else a model reads is "
+                "dense under it (prompts, log-likelihoods of whole texts, use_cache=False)"
+            )
         lost = sum(layer.selections_lost for layer in self.layers)
-        notes += [self.never_acted] if self.never_acted else []
         return notes + ([f"scores were NaN, so that {lost} selections are of nothing"] if lost else [])
 
     def to_dict(self) -> dict[str, Any]:

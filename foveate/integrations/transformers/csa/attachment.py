@@ -114,6 +114,12 @@ def _register() -> None:
 def check(model: nn.Module, decoder: nn.Module) -> None:
     """Raise ValueError for a model that is not of a type in :data:`MODELS`."""
     if _kind(decoder) not in MODELS:
+        indexer = next((one.indexer for one in decoder.modules() if getattr(one, "indexer", None) is not None), None)
+        if indexer is not None:
+            raise ValueError(
+                f"{type(model).__name__} is not supported: foveate has no sparse attention for {_kind(decoder)} "
+                f"models, whose layers choose their keys by {type(indexer).__name__}"
+            )
         raise ValueError(f"{type(model).__name__} has no sparse attention of its own that is known: name a method")
 
 
