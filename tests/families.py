@@ -11,7 +11,7 @@ import transformers
 from tests.helpers import prepare
 
 VOCAB = 97
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -140,11 +140,16 @@ RECURRENT = [
 """Those with layers that are not attention, or attention beside something else."""
 
 
+def family_config(name: str):
+    """The configuration of a family."""
+    kind, settings = FAMILIES[name]
+    return getattr(transformers, kind)(**SIZES | settings)
+
+
 @functools.cache
 def family(name: str):
     """The model of a family: not to be changed, but for what is attached to it."""
-    kind, settings = FAMILIES[name]
-    config = getattr(transformers, kind)(**_SIZES | settings)
+    config = family_config(name)
     torch.manual_seed(0)
     # what releases run by default leaves out the cap of logits (5.17)
     how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}

@@ -1,5 +1,6 @@
-"""Whole multimodal models of docs/models.md: text prompts, and images where their decoder reads them causally."""
+"""Whole models that read images: text prompts give Transformers' own tokens where a method leaves nothing out."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -9,97 +10,117 @@ import transformers
 
 import foveate
 from foveate import methods
-from tests.families import _EXPERTS, _SIZES
-from tests.helpers import generate, left_padded
-from tests.multimodal import IMAGES, WHOLE, image, whole
+from tests.helpers import fingerprint, generate, left_padded, tokens
+from tests.multimodal import IMAGES, WRAPPERS, with_image, wrapper
+from tests.recorded import record
 
-CAUSAL_IMAGES = [name for name in IMAGES if name != "Gemma 3"]
+METHODS = ["luka", "kascade", "h2o", "quest"]
 
 
 @functools.cache
 def own(name):
-    """Transformers' own tokens of a padded batch."""
-    return generate(whole(name), **text(), new=10)
+    """Transformers' own tokens of a padded batch of text."""
+    return generate(wrapper(name), **left_padded([40, 23]), new=10)
 
 
-def text():
-    batch = left_padded([40, 23])
-    return batch | {"input_ids": batch["input_ids"].clamp(max=88)}  # no image token
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_text_prompts(name):
-    model = whole(name)
-    assert len(own(name).unique()) > 5
-    for method in ("luka", "h2o"):
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_tokens_are_those_of_transformers(name):
+    model = wrapper(name)
+    for method in METHODS:
         with foveate.attached(model, method, **methods.get(method).full_budget):
-            assert torch.equal(generate(model, **text(), new=10), own(name)), method
-    assert torch.equal(generate(model, **text(), new=10), own(name))  # nothing of it remains
+            assert torch.equal(generate(model, **left_padded([40, 23]), new=10), own(name)), method
+            assert foveate.stats(model).summary()["keys_read_share"] >= 0.99
+    assert len(own(name).unique()) > 5  # a model that repeats a token would show nothing
 
 
-@pytest.mark.parametrize("name", CAUSAL_IMAGES)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_nothing_remains_after_detach(name):
+    model = wrapper(name)
+    before = fingerprint(model)
+    with foveate.attached(model, "dense"):
+        pass
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("name", [name for name in IMAGES if name != "Gemma 3"])
 def test_images(name):
-    model, batch = whole(name), image(name)
-    expected = generate(model, **batch, new=10)
-    other = dict(batch, pixel_values=batch["pixel_values"] * -3)
-    assert not torch.equal(generate(model, **other, new=10), expected)  # the image matters
-    for method in ("luka", "h2o"):
+    """They are read as tokens, which a small budget leaves out as any other."""
+    model, given = wrapper(name), with_image(name)
+    expected = generate(model, **given)
+    changed = given | {"pixel_values": given["pixel_values"].flip(-1)}
+    with torch.no_grad():
+        assert not torch.allclose(model(**given).logits[:, -1], model(**changed).logits[:, -1], atol=1e-5)
+    for method in METHODS:
         with foveate.attached(model, method, **methods.get(method).full_budget):
-            assert torch.equal(generate(model, **batch, new=10), expected), method
+            assert torch.equal(generate(model, **given), expected), method
+    with foveate.attached(model, "h2o", top_k=8, window=4):
+        generate(model, **given)
+        assert foveate.stats(model).summary()["keys_read_share"] < 0.4
 
 
-def test_a_prompt_without_images_beside_types_of_tokens(monkeypatch):
-    """As Gemma 3's processor gives them with every prompt."""
-    monkeypatch.setattr("foveate.integrations.transformers.attention._BLOCK", 16)
-    model, batch = whole("Gemma 3"), left_padded([30, 21])
-    batch |= {"input_ids": batch["input_ids"].clamp(max=88), "token_type_ids": torch.zeros_like(batch["input_ids"])}
-    expected = generate(model, **batch, new=6)
-    with foveate.attached(model, "h2o", **methods.get("h2o").full_budget):
-        assert torch.equal(generate(model, **batch, new=6), expected)
+@pytest.mark.parametrize("name", IMAGES)
+def test_replayed_steps(name):
+    model, given = wrapper(name), with_image(name) if name != "Gemma 3" else {"input_ids": tokens(40)}
+    with foveate.attached(model, "h2o", top_k=8, window=4) as attachment:
+        ordinary = generate(model, **given, new=16)
+        attachment.graphs.recorder = record
+        assert torch.equal(generate(model, **given, new=16), ordinary)
+        used = foveate.stats(model).graphs
+        assert used.replayed >= 8 or "a cache whose memory moves" in used.reason, used.reason
 
 
-def test_images_whose_tokens_see_each_other():
-    with foveate.attached(whole("Gemma 3"), "h2o"), pytest.raises(ValueError, match="images whose tokens see later"):
-        generate(whole("Gemma 3"), **image("Gemma 3"), new=4)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_small_budget_is_applied(name):
+    with foveate.attached(wrapper(name), "h2o", top_k=8, window=4):
+        generate(wrapper(name), tokens(60), new=10)
+        assert foveate.stats(wrapper(name)).summary()["keys_read_share"] < 0.3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_logits_of_forward_passes(name):
+    model, batch = wrapper(name), left_padded([40, 31])
+    real, expected = batch["attention_mask"].bool(), model(**batch, use_cache=False).logits
+    with foveate.attached(model, "dense"):
+        for use_cache in (True, False):
+            found = model(**batch, use_cache=use_cache).logits
+            torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def row(name):
+    """The model's line in docs/models.md."""
+    with foveate.attached(wrapper(name), "dense") as attachment:
+        kinds = ", ".join(sorted({"full attention", *attachment.unchanged.values()}))
+    images = "refused" if name == "Gemma 3" else "yes" if name in IMAGES else "not tested"
+    return f"| {name} | `{type(wrapper(name)).__name__}` | {kinds} | {images} |"
 
 
 def test_the_documented_table():
-    def row(name):
-        with foveate.attached(whole(name), "dense") as attachment:
-            kinds = ", ".join(sorted({"full attention", *attachment.unchanged.values()}))
-        tried = "refused" if name == "Gemma 3" else "yes" if name in IMAGES else ""
-        return f"| {name} | `{type(whole(name)).__name__}` | {kinds} | {tried} |"
-
     told = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert [line for line in told.splitlines() if "ForConditionalGeneration` |" in line] == list(map(row, WHOLE))
+    assert [line for line in told.splitlines() if "ForConditionalGeneration` |" in line] == [*map(row, WRAPPERS)]
 
 
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
-REFUSED = {
-    "MiniMaxM3VLTextConfig": (
-        _EXPERTS | {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16},
-        r"an indexer of their own \(MiniMaxM3VLIndexer\)",
-    ),
-    "DeepseekV3Config": (
-        _EXPERTS | LATENT | {"num_key_value_heads": 4, "first_k_dense_replace": 1},
-        "latent attention",
-    ),
-    "MllamaTextConfig": (
-        {
-            "num_hidden_layers": 3,
-            "cross_attention_layers": [1],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        r"layers \[1\] attend to images",
-    ),
-}
+def test_a_causal_language_model_with_a_vision_part():
+    """Of such a configuration ``AutoModelForCausalLM`` makes the whole model."""
+    config = copy.deepcopy(wrapper("Gemma 3").config)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert type(model) is transformers.Gemma3ForConditionalGeneration
+    with foveate.attached(model, "kascade", anchors=1, top_k=64):
+        assert generate(model, tokens(40), 4).shape == (1, 4)
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_refused_before_anything_is_changed(kind):
-    settings, why = REFUSED[kind]
-    config = getattr(transformers, kind)(**_SIZES | settings)
-    model = getattr(transformers, kind.replace("TextConfig", "Config").replace("Config", "ForCausalLM"))(config)
-    with pytest.raises(ValueError, match=why):
-        foveate.attach(model, "h2o")
-    assert "foveate" not in vars(model)
+class TestTokensThatSeeEachOther:
+    """Gemma 3: those of one image."""
+
+    def test_text_alone(self):
+        model, batch = wrapper("Gemma 3"), left_padded([40, 23])
+        kinds = torch.zeros_like(batch["input_ids"])  # as its processor gives them beside any text
+        with foveate.attached(model, "kascade", **methods.get("kascade").full_budget):
+            assert torch.equal(generate(model, **batch, token_type_ids=kinds, new=10), own("Gemma 3"))
+
+    @pytest.mark.parametrize("method", ["dense", "kascade:anchors=1"])
+    def test_images_are_refused(self, method):
+        model, given = wrapper("Gemma 3"), with_image("Gemma 3")
+        assert generate(model, **given, new=4).shape == (1, 4)
+        with foveate.attached(model, method), pytest.raises(ValueError, match="images whose tokens see later ones"):
+            generate(model, **given, new=4)

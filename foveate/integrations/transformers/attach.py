@@ -16,7 +16,7 @@ from foveate.integrations.transformers.auto import auto_for
 from foveate.integrations.transformers.decode_calls import GetDecodeCall, TakesDecodeCall
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import Graphs
-from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, Prefill, PrepareCache
+from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, BeforeWhole, Prefill, PrepareCache
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import attention_modules, decoder_of, unwrapped
@@ -224,6 +224,8 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
     model.foveate = attachment
     decoder.register_forward_pre_hook(BeforeForward(model, attachment), with_kwargs=True)
     decoder.register_forward_hook(AfterForward(attachment), with_kwargs=True, always_call=True)
+    if model.base_model is not decoder:
+        model.base_model.register_forward_pre_hook(BeforeWhole(model, attachment), with_kwargs=True)
     if hasattr(model, "generate"):
         model._prepare_cache_for_generation = PrepareCache(model, attachment)
         model._prefill = Prefill(model, attachment)
@@ -242,7 +244,8 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
         attachment.auto.stop()
     decoder = decoder_of(model)
     remove_hooks(decoder)
-    _remove_hooks(decoder, (BeforeForward, AfterForward))
+    for module in (decoder, model.base_model):
+        _remove_hooks(module, (BeforeForward, AfterForward, BeforeWhole))
     for name in releases.GENERATE:
         model.__dict__.pop(name, None)
     attachment.configurations.restore(_around(model, decoder))
@@ -261,10 +264,10 @@ def _check_artefacts(
         artefact.check_model(facts)
 
 
-def _remove_hooks(decoder: nn.Module, kinds: tuple[type, ...]) -> None:
-    for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):
+def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
             del hooks[key]
-            decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-            decoder._forward_hooks_with_kwargs.pop(key, None)
-            decoder._forward_hooks_always_called.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)

@@ -63,10 +63,7 @@ class BeforeForward:
                 auto.stop()
             elif auto is not None:
                 auto.before_forward(decoder, ids, releases.full_attention_mask(given.get("attention_mask")), cache)
-        use_cache = given.get("use_cache")
-        if cache is None and not training and (config.use_cache if use_cache is None else use_cache):
-            cache = Cache(self.model)
-            given |= {"cache": cache, "use_cache": True}
+        cache = give_cache(self.model, given, config)
         handed_on.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
         return (), releases.for_module(decoder, given)
 
@@ -91,6 +88,19 @@ class BeforeForward:
             self.attachment.graphs.require(
                 f"Transformers {transformers.__version__} does not ask the model for what runs a decode step"
             )
+
+
+class BeforeWhole:
+    """Pre-hook of a model that contains the decoder and may build a cache itself: it is given a foveate cache."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        given = releases.arguments(module, args, kwargs)
+        if not module.training:
+            give_cache(self.model, given, self.attachment.config)
+        return (), releases.for_module(module, given)
 
 
 class AfterForward:
@@ -270,6 +280,15 @@ def _warn_of_positions(position_ids: Tensor | None, prompt_end: int, new: int, a
             stacklevel=2,
         )
         attachment.positions = 0
+
+
+def give_cache(model: nn.Module, given: dict[str, Any], config: transformers.PreTrainedConfig) -> Any:
+    """The cache that a forward pass is given; where it is to have one and lacks it, an empty one is added for it."""
+    cache, use_cache = given.get("cache"), given.get("use_cache")
+    if cache is None and not model.training and (config.use_cache if use_cache is None else use_cache):
+        cache = Cache(model)
+        given |= {"cache": cache, "use_cache": True}
+    return cache
 
 
 def check_cache(cache: Any, attachment: Attachment) -> None:
