@@ -177,6 +177,30 @@ def test_no_file_is_long():
     assert found == set(), f"more than {MOST_LINES} lines: split them by subject"
 
 
+def loads_of(text: str) -> dict[str, set[str]]:
+    """Where a source loads by one of Transformers' Auto classes, and the arguments that keep it from running code."""
+    safe = {"trust_remote_code": False, "use_safetensors": True}
+    found = {}
+    for call in ast.walk(ast.parse(text)):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            name = ast.unparse(call.func)
+            if name.startswith("Auto") and call.func.attr in ("from_pretrained", "from_config"):
+                values = {one.arg: getattr(one.value, "value", None) for one in call.keywords}
+                kinds = {one for one, value in safe.items() if values.get(one) is value}
+                if "gguf_file" in values or not name.startswith("AutoModel") or name.endswith("from_config"):
+                    kinds.add("use_safetensors")  # there are no files to choose from
+                found[f"{call.lineno}: {name}"] = safe.keys() - kinds
+    return found
+
+
+def test_what_is_loaded_runs_no_code():
+    loads = {name: loads_of(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+    assert sum(map(len, loads.values())) > 8
+    assert {(name, where) for name, some in loads.items() for where, lacks in some.items() if lacks} == set()
+    unsafe = "AutoModel.from_pretrained(a, trust_remote_code=True)\nAutoConfig.from_pretrained(a)\n"
+    assert list(loads_of(unsafe).values()) == [{"trust_remote_code", "use_safetensors"}, {"trust_remote_code"}]
+
+
 def launches_of(text: str) -> list[tuple[str, int]]:
     """The kernels that a source launches, ``kernel[grid](...)``, each with its number of written arguments."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]

@@ -83,7 +83,9 @@ class TimedModel(NamedTuple):
             return loading.load_model(Path(self.model), self.dtype, self.device)
         torch.manual_seed(self.seed)
         with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(self.config(), dtype=getattr(torch, self.dtype))
+            model = AutoModelForCausalLM.from_config(
+                self.config(), dtype=getattr(torch, self.dtype), trust_remote_code=False
+            )
         model.generation_config = GenerationConfig(do_sample=False)
         return model.eval()
 

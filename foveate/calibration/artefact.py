@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,16 +68,25 @@ class Calibration:
 def check_facts(model: Mapping[str, Any], facts: Mapping[str, Any], what: str, again: str) -> None:
     """Raises `ValueError` if `facts` are of another model than `model`; the weights of a layer where both have them.
 
+    Warns, once for each artefact, where `model` has no weights.
+
     Args:
         what: the artefact that was made for `model`, in words.
         again: how to make one for the model that `facts` are of.
     """
     for key in ("model_type", "layers", "heads", "kv_heads", "head_dim"):
         _check_fact(model, key, facts.get(key), what, again)
+    if not any(model.get("weights") or ()):
+        _say_once(f"{what} holds no weights: whether it was made for this model is known by the shape alone")
     for ours, theirs in zip(model.get("weights") or [], facts.get("weights") or []):
         pairs = zip(ours, theirs) if ours and theirs else ()
         if not all(math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in pairs):
             raise ValueError(f"{what} is for another model of the same shape: its weights differ; {again}")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
 
 
 def _check_fact(model: Mapping[str, Any], key: str, value: Any, what: str, again: str) -> None:

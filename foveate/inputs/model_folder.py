@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from foveate.integrations.transformers.positions import max_positions
 from foveate.json_text import parse_json
 from foveate.results.errors import UserError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NAMES = f"{_SINGLE} or {_INDEX}"
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
@@ -37,11 +41,8 @@ def _decoder_config(folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        return (
-            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            .get_text_config(decoder=True)
-            .to_dict()
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return config.get_text_config(decoder=True).to_dict()
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
@@ -55,7 +56,10 @@ def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model folder's config.json. Raises `UserError` if the folder, the file or the weights are missing."""
+    """A model folder's config.json.
+
+    Raises `UserError` if the folder, the file or the weights are missing, or the weights are not the folder's own.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         hint = ""
@@ -72,14 +76,39 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / 'config.json'}: malformed JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'}: expected an object")
+    if named := config.get("transformers_weights"):
+        raise UserError(
+            f"{folder / 'config.json'}: transformers_weights must not be set, got {named!r}; the weights are {_NAMES}"
+        )
     if not weight_files(folder):
-        raise UserError(f"{folder}: no weights (*.safetensors) in the model folder")
+        raise UserError(f"{folder}: no weights in the model folder ({_NAMES})")
     return config
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, sorted."""
-    return sorted(Path(folder).glob("*.safetensors"))
+    """The safetensors files that Transformers loads from a model folder, sorted; none where it holds none.
+
+    Raises `UserError` for an index that is damaged or names files that are missing or outside the folder, and for an
+    adapter, which Transformers would load on top of them.
+    """
+    folder = Path(folder)
+    if (adapter := folder / "adapter_config.json").exists():
+        raise UserError(f"{adapter}: adapters are not loaded; merge it into the model and save that")
+    if (single := folder / _SINGLE).is_file():
+        return [single]
+    if not (index := folder / _INDEX).is_file():
+        return []
+    try:
+        names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = sorted(folder / name for name in names)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from None
+    for file in files:
+        if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder)):
+            raise UserError(f"{index}: names {str(file)!r}, which is outside the model folder")
+        if not file.is_file():
+            raise UserError(f"{index}: names {file.name!r}, which is missing")
+    return files
 
 
 def check_index(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foveate.inputs.model_folder import check_index
+from foveate.inputs.model_folder import weight_files
 from foveate.results.errors import UserError
 from foveate.training.configuration import ModelSettings
 
@@ -88,7 +88,7 @@ def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed
     """
     from transformers import AutoModelForCausalLM
 
-    weights = settings.folder is not None and any(Path(settings.folder).glob("*.safetensors"))
+    weights = settings.folder is not None and bool(weight_files(settings.folder))
     of_text = {"vocab_size": vocab_size, "eos_token_id": end, "max_position_embeddings": longest}
     config = configuration(settings, **of_text)
     if config.vocab_size < vocab_size:
@@ -107,7 +107,7 @@ def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed
             trust_remote_code=False,
             use_safetensors=True,
         )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def matmul_parameters(network: Any) -> int:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -6,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foveate.inputs import loading, model_folder
+from foveate.inputs import loading
+from foveate.inputs.model_folder import model_digest, model_facts
 from foveate.results.errors import UserError
 
 
@@ -115,7 +117,7 @@ def test_a_shard_that_is_not_there(copied):
     places = dict.fromkeys(weights, "model-00001-of-00002.safetensors")
     index = {"metadata": {}, "weight_map": places | {"lm_head.weight": "model-00002-of-00002.safetensors"}}
     (copied / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert refused(copied).startswith(f"{copied}: not loadable as a causal language model (")
+    assert refused(copied).endswith("names 'model-00002-of-00002.safetensors', which is missing")
 
 
 @pytest.mark.parametrize(
@@ -142,31 +144,72 @@ def test_a_tokenizer_that_nothing_can_be_made_of(copied):
         loading.load_tokenizer(copied)
 
 
-def test_weights_that_are_not_safetensors_are_not_read(copied):
-    """Not even where a file of other safetensors is beside them."""
-    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
-    (copied / "model.safetensors").unlink()
-    save_file({"unused": torch.zeros(2)}, str(copied / "adapter.safetensors"))
-    assert "not loadable as a causal language model" in refused(copied)
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path({mark!r}).touch()
+class Config(LlamaConfig): model_type = "of_the_folder"
+class Model(LlamaForCausalLM): config_class = Config
+class Tokenizer(PreTrainedTokenizerFast): pass
+"""
 
 
-@pytest.mark.parametrize(
-    "name", ["../tiny/model.safetensors", "/tiny/model.safetensors", "sub/model.safetensors", "x.bin", 3]
-)
-def test_an_index_that_leaves_the_folder(copied, name):
-    names = load_file(copied / "model.safetensors")
-    index = copied / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
-    assert f"must be in *.safetensors files of the model folder, not in {name!r}" in refused(copied)
-    index.write_text("[]")
-    assert "not an index of weights" in refused(copied)
-
-
-def test_code_in_the_folder_is_neither_run_nor_asked_about(copied, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    (copied / "mine.py").write_text("raise SystemExit('run')")
-    auto = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
-    configure(copied, model_type="mine", auto_map=auto)
+def test_code_of_a_folder_does_not_run(copied, tmp_path, monkeypatch):
+    """Also where someone at a terminal would have said yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (copied / "code.py").write_text(CODE.format(mark=str(mark := tmp_path / "ran")))
+    autos = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    configure(copied, model_type="of_the_folder", auto_map=autos)
     assert "not loadable as a causal language model" in refused(copied)
     with pytest.raises(UserError, match="not the configuration of a known model"):
-        model_folder.model_facts(copied)
+        model_facts(copied)
+    configure(copied, model_type="llama")
+    assert type(loading.load_model(copied, "float32", "cpu")).__module__ == "transformers.models.llama.modeling_llama"
+    path = copied / "tokenizer_config.json"
+    auto_map = {"AutoTokenizer": [None, "code.Tokenizer"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Own", "auto_map": auto_map}))
+    with contextlib.suppress(UserError):
+        loading.load_tokenizer(copied)
+    assert not mark.exists()
+
+
+def test_an_index_stays_in_its_folder(copied, tmp_path):
+    """Its files are loaded and digested where they are the folder's own."""
+    weights = load_file(copied / "model.safetensors")
+    shutil.copy(copied / "model.safetensors", outside := tmp_path / "outside.safetensors")
+    (copied / "model.safetensors").rename(copied / "shard.safetensors")
+    index = copied / "model.safetensors.index.json"
+
+    def write(place):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, place)}))
+
+    write("shard.safetensors")
+    loading.load_model(copied, "float32", "cpu")
+    digest = model_digest(copied)
+    save_file({**weights, "lm_head.weight": weights["lm_head.weight"] + 1}, copied / "shard.safetensors")
+    assert model_digest(copied) != digest
+    for name in ("../outside.safetensors", str(outside), "none/../../outside.safetensors"):
+        write(name)
+        assert refused(copied).endswith("outside the model folder")
+    for content in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 1}}', "[" * 9999):
+        index.write_text(content)
+        assert "not an index of weights" in refused(copied)
+
+
+def test_the_weights_are_those_of_the_digest(copied):
+    """Nothing is loaded that the digest does not cover, and nothing else counts in it."""
+    whole = model_digest(copied)
+    save_file({"unused": torch.zeros(2)}, copied / "other.safetensors")
+    assert model_digest(copied) == whole
+    loading.load_model(copied, "float32", "cpu")
+    (copied / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    assert "adapters are not loaded" in refused(copied)
+    (copied / "adapter_config.json").unlink()
+    configure(copied, transformers_weights="other.safetensors")
+    assert "transformers_weights must not be set, got 'other.safetensors'" in refused(copied)
+    configure(copied, transformers_weights=None)
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    assert "no weights in the model folder" in refused(copied)
+    with pytest.raises(UserError, match="no weights in the model folder"):
+        model_digest(copied)
