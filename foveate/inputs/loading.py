@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from foveate.inputs import reading
-from foveate.inputs.model_folder import check_index, read_config, weight_files
+from foveate.inputs.model_folder import read_config, weight_files
 from foveate.results.errors import DataError, UserError, unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -63,7 +63,6 @@ def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
     those of the configuration: some are missing (tied ones need not be there), unexpected or of another shape.
     """
     read_config(folder)
-    check_index(folder)
     for path in weight_files(folder):
         try:
             with safe_open(path, "pt"):

@@ -111,20 +111,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def check_index(folder: Path) -> None:
-    """Raises `UserError` if the index of a model's weights is malformed, or names anything but files of the folder."""
-    path = Path(folder) / "model.safetensors.index.json"
-    if not path.exists():
-        return
-    try:
-        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not an index of weights ({error})") from None
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{path}: weights must be in *.safetensors files of the model folder, not in {name!r}")
-
-
 def model_digest(folder: Path, samples: int = 64, sample_bytes: int = 1 << 16) -> str:
     """A fingerprint of a model folder (16 hex digits): its config, and its weights' names, sizes and sampled content.
 

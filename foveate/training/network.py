@@ -98,7 +98,6 @@ def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed
         raise UserError(f"rows of {longest:,} tokens are longer than the model's {limit:,} positions")
     torch.manual_seed(seed)
     if weights:
-        check_index(Path(settings.folder))
         return AutoModelForCausalLM.from_pretrained(
             settings.folder,
             config=config,
