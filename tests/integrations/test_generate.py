@@ -895,3 +895,18 @@ def test_an_interrupted_forward_leaves_no_trace():
             run(model, single())
         hook.remove()
         assert torch.equal(run(model, single()), greedy("llama", "h2o"))
+
+
+def test_a_pad_token_that_is_sampled_is_no_padding():
+    """An assistant is given no mask, and Transformers takes every pad token for padding."""
+    model, sampled = tiny_model(), set()
+    config = model.generation_config
+    config.num_assistant_tokens, config.pad_token_id = 2, 0
+    few = {"do_sample": True, "max_new_tokens": 8, "suppress_tokens": list(range(6, model.config.vocab_size))}
+    with foveate.attached(model, "dense"):
+        for seed in range(6):
+            torch.manual_seed(seed)
+            ids = tokens(4)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=model, **few)
+            sampled |= {*out[0, 4:-2].tolist()}
+    assert 0 in sampled

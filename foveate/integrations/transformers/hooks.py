@@ -207,7 +207,10 @@ class PrepareCache:
                         f"the cache holds {seen} tokens, but input_ids and attention_mask cover {prompt_end}: pass the "
                         "whole conversation, or the new tokens with an attention_mask over all of it"
                     )
-        _check_rows(model_kwargs.get("attention_mask"))
+        mask = model_kwargs.get("attention_mask")
+        if assistant and mask is not None:  # Transformers takes drafted and sampled pad tokens for padding
+            mask = model_kwargs["attention_mask"] = mask.cummax(1).values
+        _check_rows(mask)
         cache.begin(prompt_end, assistant)
         if assistant:
             cache.activate_past_recording()
