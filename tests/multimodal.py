@@ -64,11 +64,6 @@ WRAPPERS: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
     "SmolVLM": ("SmolVLMConfig", "Llama", {"vision_config": _VISION}),
     "Aya Vision": ("AyaVisionConfig", "Cohere 2", {"vision_config": _kind("siglip_vision_model")}),
     "Cohere 2 Vision": ("Cohere2VisionConfig", "Cohere 2", {"vision_config": _kind("siglip_vision_model")}),
-    "Aria": (
-        "AriaConfig",
-        {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-        {"vision_config": _VISION},
-    ),
     "Qwen2-VL": (
         "Qwen2VLConfig",
         _rotary(2, 3, 3),

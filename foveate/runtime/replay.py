@@ -128,7 +128,10 @@ class ReplayedSteps:
     def _load(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
         """Copy the inputs to the buffers of the captured step."""
         shapes = {name: (x.shape, x.dtype, x.device) for name, x in inputs.items()}
-        if options != self._options or shapes != {n: (x.shape, x.dtype, x.device) for n, x in self._inputs.items()}:
+        before = {name: (x.shape, x.dtype, x.device) for name, x in self._inputs.items()}
+        if options != self._options or shapes != before:
+            if grown := [name for name, shape in shapes.items() if shape != before.get(name, shape)]:
+                self._use.reason = f"{grown[0]} changes its shape from step to step"
             self._discard()
             self._options = dict(options)
             with torch.inference_mode(False):

@@ -66,7 +66,8 @@ def test_replayed_steps(name):
         attachment.graphs.recorder = record
         assert torch.equal(generate(model, **given, new=16), ordinary)
         used = foveate.stats(model).graphs
-        assert used.replayed >= 8 or "a cache whose memory moves" in used.reason, used.reason
+        reasons = ("a cache whose memory moves", "mm_token_type_ids changes its shape")  # the second until 5.17
+        assert used.replayed >= 8 or any(reason in used.reason for reason in reasons), used.reason
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
