@@ -135,7 +135,12 @@ def test_dense_gives_the_tokens_of_the_stock_model(family, padded, mode):
 def test_dense_speculates_like_the_stock_model(family, mode, attached_assistant, padding):
     model, helper = tiny_model(family), assistant(family)
     options = SINGLE_MODES[mode] | ({"assistant_model": helper} if "assisted" in mode else {})
-    expected = run(model, single(padding=padding), new=20, **options)
+    try:
+        expected = run(model, single(padding=padding), new=20, **options)
+    except TypeError:  # 5.17 crops the layers that an early exit has left out, which hold nothing
+        assert "early_exit" in mode
+        assert transformers.__version__ == "5.17.0"
+        return
     if attached_assistant:
         foveate.attach(helper, "dense")
     with foveate.attached(model, "dense"):

@@ -255,7 +255,7 @@ def _prompt_end(generation_config: transformers.GenerationConfig, model_kwargs: 
 
 def _check_rows(mask: Tensor | None) -> None:
     """Refuse a batch whose next tokens would follow padding."""
-    if mask is None or mask.dim() != 2:
+    if mask is None or mask.dim() != 2 or not mask.shape[1]:
         return
     empty, ended = (~mask.bool()).all(1), mask[:, -1] == 0
     if bool((empty | ended).any()):
