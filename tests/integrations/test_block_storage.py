@@ -72,7 +72,7 @@ def test_methods_that_evict_in_some_layer_refuse_blocks(name):
     assert not hasattr(model, "foveate")
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.5, True, "16", None])
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "16", None, 65537, 10**7])
 def test_sizes_that_are_none(wrong):
     with pytest.raises(ValueError, match="block_size must be 1 to 65536 slots, or 0 for one piece"):
         foveate.attach(tiny_model(), "dense", block_size=wrong)
