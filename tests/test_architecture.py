@@ -167,6 +167,13 @@ def test_nothing_up_to_the_runtime_imports_transformers():
     assert {own for name in names for own in GRAPH[name] if own.startswith("foveate.models")} == set()
 
 
+def test_the_core_stands_without_hybrids_and_training():
+    apart = ("foveate.models", "foveate.training")
+    users = (*apart, "foveate.cli.train", "foveate.bench")
+    core = {name: others for name, others in GRAPH.items() if not name.startswith(users)}
+    assert {name for name, others in core.items() if any(other.startswith(apart) for other in others)} == set()
+
+
 def test_there_are_no_circles():
     assert circles(GRAPH) == []
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foveate.integrations.transformers.positions import max_positions
+from foveate.integrations.transformers.positions import HYBRID, max_positions
 from foveate.json_text import parse_json
 from foveate.results.errors import UserError
 
@@ -56,7 +57,7 @@ def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model folder's config.json.
+    """A model folder's config.json. One of a hybrid makes Transformers know hybrids.
 
     Raises `UserError` if the folder, the file or the weights are missing, or the weights are not the folder's own.
     """
@@ -82,6 +83,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if not weight_files(folder):
         raise UserError(f"{folder}: no weights in the model folder ({_NAMES})")
+    if config.get("model_type") == HYBRID:
+        importlib.import_module("foveate.models")
     return config
 
 

@@ -9,8 +9,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from foveate.models.configuration import HybridConfig
-from foveate.state.hybrid import BlockMemory, Memory, RecurrentMemory, RetainedMemory
+from foveate.state.hybrid import Memory
 
 
 class MemoryLayer(CacheLayerMixin):
@@ -96,34 +95,17 @@ class MemoryLayer(CacheLayerMixin):
     prefetch = offload
 
 
-def _layer(config: HybridConfig, mixer: str) -> CacheLayerMixin:
-    if mixer == "attn":
-        return DynamicLayer()
-    if mixer == "swa":
-        return MemoryLayer(RetainedMemory(config.sliding_window - 1, 0))
-    if mixer == "lte":
-        return MemoryLayer(RetainedMemory(config.lte_window, config.lte_buffer))
-    return MemoryLayer(BlockMemory(config.nsa_block) if mixer == "nsa" else RecurrentMemory())
-
-
-def cache_layers(config: transformers.PreTrainedConfig) -> list[CacheLayerMixin]:
-    """What a cache of any model holds of each layer before the first token."""
-    if isinstance(config, HybridConfig):
-        return [_layer(config, mixer) for mixer in config.mixers]
-    return transformers.DynamicCache(config=config).layers
-
-
 class HybridCache(transformers.Cache):
     """Memories of a hybrid's layers for one batch of sequences over any number of turns.
 
     `generate` makes one by itself. Layers of kind gdn, swa and lte keep as much however long the sequences are.
 
     Args:
-        config: of the model.
+        config: of the model, a :class:`~foveate.models.HybridConfig`.
     """
 
-    def __init__(self, config: HybridConfig):
-        super().__init__(layers=cache_layers(config))
+    def __init__(self, config: transformers.PreTrainedConfig):
+        super().__init__(layers=config.cache_layers())
 
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from foveate.models.cache import MemoryLayer
+from foveate.state.hybrid import BlockMemory, RecurrentMemory, RetainedMemory
 
 MIXERS = {
     "gdn": "linear_attention",
@@ -118,6 +122,16 @@ class HybridConfig(PreTrainedConfig):
             eos_token_id=eos_token_id,
             **kwargs,
         )
+
+    def cache_layers(self) -> list[CacheLayerMixin]:
+        """What a cache holds of each layer before the first token."""
+        memories = {
+            "swa": lambda: RetainedMemory(self.sliding_window - 1, 0),
+            "lte": lambda: RetainedMemory(self.lte_window, self.lte_buffer),
+            "nsa": lambda: BlockMemory(self.nsa_block),
+            "gdn": RecurrentMemory,
+        }
+        return [DynamicLayer() if mixer == "attn" else MemoryLayer(memories[mixer]()) for mixer in self.mixers]
 
 
 def _pattern(mixers: Sequence[str], layers: int) -> list[str]:

@@ -18,8 +18,8 @@ from foveate.integrations.transformers.layers import (
     recurrent_states,
     row_indices,
 )
+from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.methods import SharedPrompt
-from foveate.models import MemoryLayer, cache_layers
 from foveate.runtime import Phase, ReplayedSteps
 
 
@@ -103,7 +103,7 @@ class Cache(transformers.Cache):
             if isinstance(layer, CacheLayer):
                 cache.layers[index].continue_from(layer)
             else:
-                cache.layers[index] = (copy.deepcopy if isinstance(layer, MemoryLayer) else copy.copy)(layer)
+                cache.layers[index] = (copy.deepcopy if keeps_memory(layer) else copy.copy)(layer)
             if isinstance(layer, LinearAttentionLayer):
                 copy_states(layer, cache.layers[index])
         return cache
@@ -124,7 +124,7 @@ class Cache(transformers.Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, (CacheLayer, MemoryLayer)):
+            if isinstance(layer, CacheLayer) or keeps_memory(layer):
                 layer.check_crop(tokens_to_remove)
             if isinstance(layer, LinearAttentionLayer) and int(tokens_to_remove):
                 if not layer.is_croppable:
@@ -145,7 +145,7 @@ class Cache(transformers.Cache):
         for layer in self.layers:
             if isinstance(layer, CacheLayer):
                 layer.take_rows(index)
-            elif isinstance(layer, (LinearAttentionLayer, MemoryLayer)):
+            elif isinstance(layer, LinearAttentionLayer) or keeps_memory(layer):
                 layer.reorder_cache(index)
             elif isinstance(layer, DynamicLayer):
                 layer.batch_select_indices(index)
@@ -181,5 +181,5 @@ def held_bytes(layers: Sequence[CacheLayerMixin]) -> int:
         x for one in layers if isinstance(one, DynamicLayer) and one.keys is not None for x in (one.keys, one.values)
     ]
     held += [x for one in layers if isinstance(one, LinearAttentionLayer) for x in recurrent_states(one)]
-    memories = [one.memory for one in layers if isinstance(one, MemoryLayer)]
+    memories = [one.memory for one in layers if keeps_memory(one)]
     return sum(x.untyped_storage().nbytes() for x in held) + sum(memory.nbytes for memory in memories)

@@ -8,13 +8,14 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
 )
 
 from foveate.integrations.transformers import releases
-from foveate.models import MemoryLayer, cache_layers
+from foveate.state.hybrid import Memory
 
 
 def unwrapped(model: Any) -> Any:
@@ -43,6 +44,20 @@ def decoder_of(model: nn.Module) -> nn.Module:
         raise ValueError(f"model must be a Transformers PreTrainedModel, not {type(model).__name__}")
     decoder = model.get_decoder()
     return model if decoder is None else decoder
+
+
+def cache_layers(config: transformers.PreTrainedConfig) -> list[CacheLayerMixin]:
+    """What a cache of the model holds of each layer before the first token.
+
+    A configuration may make these itself (``cache_layers()``, as that of :mod:`foveate.models`).
+    """
+    make = getattr(config, "cache_layers", None)
+    return transformers.DynamicCache(config=config).layers if make is None else make()
+
+
+def keeps_memory(layer: CacheLayerMixin) -> bool:
+    """Whether a layer's mixer keeps a :class:`~foveate.state.hybrid.Memory` of its own instead of keys and values."""
+    return isinstance(getattr(layer, "memory", None), Memory)
 
 
 def attention_modules(
@@ -75,7 +90,7 @@ def attention_modules(
     for index, layer in enumerate(layers):
         if type(layer) in releases.UNCHANGED_LAYERS:
             unchanged[index] = releases.UNCHANGED_LAYERS[type(layer)]
-        elif isinstance(layer, MemoryLayer):
+        elif keeps_memory(layer):
             unchanged[index] = config.mixers[index]
         elif type(layer) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
             refuse(f"layer {index} keeps a {type(layer).__name__}, which foveate does not know")
