@@ -90,12 +90,16 @@ def compare(
     task: Annotated[
         str,
         typer.Option(
-            help="niah, ruler, wikisalad, wikisalad_long, hotpotqa, musique, 2wiki, math, recall, mqar, lambada, "
-            "choice, perplexity; settings as in niah:max_new_tokens=128."
+            help="documents (your own), niah, ruler, wikisalad, wikisalad_long, hotpotqa, musique, 2wiki, math, "
+            "recall, mqar, lambada, choice, perplexity; settings as in niah:max_new_tokens=128."
         ),
     ],
     data: Annotated[
-        Path, typer.Option(help="Folder with the task's data (docs/data.md lists the files).", show_default=False)
+        Path,
+        typer.Option(
+            help="Folder with the task's data (docs/data.md lists the files); of documents also one file.",
+            show_default=False,
+        ),
     ],
     out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False, callback=announce)],
     method: Annotated[
@@ -133,6 +137,9 @@ def compare(
 
     notes = terminal.console(stderr=True)
     chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
+    if not fidelity and chosen_task.needs_dense(data):
+        notes.print("no answers in these documents: methods go along dense attention's (--fidelity)", style="dim")
+        fidelity = True
     if fidelity:
         chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])

@@ -609,6 +609,23 @@ def test_topk_of_rows_of_any_length_and_strides(number, sizes):
 
 
 @HOW
+def test_topk_of_rows_of_different_lengths(sizes):
+    """What lies beyond a row's length, however high, is no score of the row; a row may be empty."""
+    scores = torch.randn(5, 2, N, generator=torch.manual_seed(9))
+    lengths, counts = torch.tensor([N, N // 7, 3, 0, 2500]), torch.tensor([300, 40, 3, 0, 300])
+    for row, length in zip(scores, lengths):
+        row[:, length:] = INF
+    found = rows_kernel.topk_rows(scores, counts, 300, lengths=lengths)
+    assert torch.equal(found, select.topk_rows(scores, counts, 300, lengths=lengths))
+    alone = [
+        select.topk_rows(row[None, :, :n], counts[i : i + 1], 300) for i, (row, n) in enumerate(zip(scores, lengths))
+    ]
+    for row, expected in zip(found, alone):
+        assert torch.equal(row[:, : expected.shape[2]], expected[0])
+        assert bool((row[:, expected.shape[2] :] == -1).all())
+
+
+@HOW
 def test_rows_of_which_fewer_than_none_are_chosen(sizes):
     """Nothing is written before a row, neither into the row before it nor into what lies before the first."""
     scores = torch.randn(4, 2, N, generator=torch.manual_seed(6))

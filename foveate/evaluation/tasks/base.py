@@ -129,6 +129,10 @@ class Task:
         """The files of the data folder that the items are made of. Raises `DataError` if they are missing."""
         raise NotImplementedError
 
+    def needs_dense(self, data: Path) -> bool:
+        """Whether the data holds no answers, so that methods can only be compared with dense attention's answers."""
+        return False
+
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         """The first `limit` items (or examples, where the task says so), a function of the arguments alone.
 

@@ -188,7 +188,7 @@ def _decode(
     capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
     tile = group_tile(q.dtype, max(dim, value_dim), group, capability)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
-    splits, each = split(batch * sets * parts, blocks, _RESIDENT * multiprocessors(q.device))
+    splits, _ = split(batch * sets * parts, blocks, _RESIDENT * multiprocessors(q.device))
     out = q.new_empty(batch, num_heads, 1, value_dim)
     lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
     kept = room_for(q, number, blocks, splits, tile.block_n) if how else None
@@ -221,7 +221,6 @@ def _decode(
         parts,
         number,
         keys if page_size else None,
-        each,
         kept.logits.shape[2] if kept else 0,
         blocks,
         scaling * LOG2E.value,
@@ -258,7 +257,7 @@ def _decode(
 
 
 _VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h", "table_stride"]
-_VARYING += ["batches", "num_kv_heads", "parts", "number", "keys", "each", "blocks"]
+_VARYING += ["batches", "num_kv_heads", "parts", "number", "keys", "blocks"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -291,7 +290,6 @@ def _attend_decode(
     parts,
     number,
     keys,
-    each,
     padded,
     blocks,
     scale,
@@ -357,7 +355,11 @@ def _attend_decode(
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
+    here = blocks
+    if length_ptr is not None and not PAGE_SIZE:  # all programs share the keys of a short row
+        here = tl.cdiv(number, BLOCK_N)
+    each = tl.cdiv(here, tl.num_programs(1))
+    begin, end = split * each, tl.minimum((split + 1) * each, here)
     places = tl.arange(0, BLOCK_N)
     if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places

@@ -196,7 +196,12 @@ def _pool_logits(
         lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
         top = tl.maximum(tl.max(lse, 0), LOWEST)
         lse = top if LARGEST else tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), LOWEST)
-        logit = tl.load(logit_ptr + head * padded + place, mask=place < padded, other=0)
+        there = place < padded
+        if BOUNDED:  # logits beyond the length are not read
+            of_head = batch * length_stride_b + (first + member) // group * length_stride_h
+            there = there & (key < tl.load(length_ptr + of_head).to(tl.int32))
+            lost = lost | ~there
+        logit = tl.load(logit_ptr + head * padded + place, mask=there, other=0)
         if CODED:
             largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
             below = logit.to(tl.int32) + 32768
@@ -206,11 +211,8 @@ def _pool_logits(
         mass = logit * _LN2 if LOGIT else tl.exp2((logit - lse) * power)
         score = tl.maximum(score, mass) if MAX or LOGIT else score + mass
         if MASKED:
-            there = tl.load(chosen_ptr + (first + member) // group * chosen_stride_h, mask=exist, other=0)
-            lost = lost | (there == 0)
-        if BOUNDED:
-            of_head = batch * length_stride_b + (first + member) // group * length_stride_h
-            lost = lost | (key >= tl.load(length_ptr + of_head).to(tl.int32))
+            marked = tl.load(chosen_ptr + (first + member) // group * chosen_stride_h, mask=exist, other=0)
+            lost = lost | (marked == 0)
     score = score if MAX or LOGIT or SUM else score / members
     if MASKED or BOUNDED or PAGE_SIZE:
         score = tl.where(lost, 0.0 if SUM else float("-inf"), score)

@@ -134,7 +134,7 @@ def _pooled_mass(
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     tile = tile_for(q.dtype, dim, group, capability[0], key_scales is not None)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
-    splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
+    splits, _ = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
     kept = room_for(q, number, blocks, splits, tile.block_n)
     keys = keys if page_size else None
     _keep_logits[batch * num_kv_heads * parts, splits](
@@ -158,7 +158,6 @@ def _pooled_mass(
         kept.logits.shape[2],
         blocks,
         splits,
-        each,
         scaling * LOG2E.value,
         steps(pooling),
         CODED=kept.coded,
@@ -170,7 +169,7 @@ def _pooled_mass(
     return pooled(kept.beside(sink_logits), num_kv_heads, number, chosen, lengths, pooling, pool, page_size, keys)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "table_stride", "num_kv_heads", "parts", "each"])
+@triton.jit(do_not_specialize=[*VARYING, "table_stride", "num_kv_heads", "parts"])
 def _keep_logits(
     q_ptr,
     k_ptr,
@@ -198,7 +197,6 @@ def _keep_logits(
     padded,
     blocks,
     splits,
-    each,
     scale,
     steps,
     CODED: tl.constexpr,
@@ -252,7 +250,11 @@ def _keep_logits(
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
+    here = blocks
+    if length_ptr is not None and not PAGE_SIZE:  # all programs share the keys of a short row
+        here = tl.cdiv(number, BLOCK_N)
+    each = tl.cdiv(here, tl.num_programs(1))
+    begin, end = split * each, tl.minimum((split + 1) * each, here)
     places = tl.arange(0, BLOCK_N)
     if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places

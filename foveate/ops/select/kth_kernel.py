@@ -195,3 +195,32 @@ def put_end(found_ptr, written, k, CHUNK: tl.constexpr):
     for first in tl.range(written, k, CHUNK):
         places = first + tl.arange(0, CHUNK)
         tl.store(found_ptr + places, -1, mask=places < k)
+
+
+@triton.jit
+def row_of(
+    score_ptr,
+    stride_b,
+    stride_h,
+    count_ptr,
+    count_stride,
+    length_ptr,
+    length_stride,
+    row,
+    heads,
+    number,
+    k,
+    VECTOR: tl.constexpr,
+):
+    """Where the scores of a row begin, how many there are, and how many of them are chosen: none where the count is
+    negative."""
+    if length_ptr is not None:
+        number = tl.maximum(tl.minimum(number, tl.load(length_ptr + row // heads * length_stride).to(tl.int32)), 0)
+    allowed = tl.maximum(tl.minimum(tl.load(count_ptr + row // heads * count_stride), k), 0).to(tl.int32)
+    return score_ptr + (row // heads * stride_b + row % heads * stride_h) * VECTOR, number, allowed
+
+
+@triton.jit
+def scores_of(score_ptr, place, number, VECTOR: tl.constexpr):
+    """The scores in some places, see :func:`plain`."""
+    return plain(read_scores(score_ptr, place, number, VECTOR), place < number)

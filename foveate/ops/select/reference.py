@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from foveate.ops._math import first_keys
+
 CHUNK = 1 << 16
 """Scores examined at once."""
 
@@ -83,7 +85,9 @@ def topk(scores: Tensor, k: int, *, chunk: int = CHUNK) -> Tensor:
     return best.result()[0]
 
 
-def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = torch.int64) -> Tensor:
+def topk_rows(
+    scores: Tensor, counts: Tensor, k: int, *, lengths: Tensor | None = None, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """:func:`topk` with a number of its own for each row of a batch.
 
     Args:
@@ -91,6 +95,8 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
             look at the device, which a step that is recorded cannot take.
         counts: int64 ``[B]``: how many in each row, at most k.
         k: the largest of the counts.
+        lengths: int ``[B]``: only the first so many scores of a row are there, the others may hold anything; None: all
+            are.
         dtype: of the indices.
 
     Returns:
@@ -98,6 +104,8 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     """
     infinity = float("inf")
     scores = scores.nan_to_num(nan=infinity, posinf=infinity, neginf=-infinity)
+    if lengths is not None:
+        scores = scores.masked_fill(~first_keys(lengths, scores.shape[2]), -infinity)
     return _topk_rows(scores, counts[:, None, None], k).to(dtype)
 
 

@@ -23,6 +23,8 @@ from foveate.ops.select.kth_kernel import (
     put,
     put_end,
     read_scores,
+    row_of,
+    scores_of,
 )
 
 _TILE = 2048
@@ -47,11 +49,13 @@ _HOLDS = tl.constexpr(32768)
 _AT_ONCE = tl.constexpr(8192)
 _TALLIES, _KEPT = tl.constexpr(1), tl.constexpr(2)
 """What tells where the chosen scores lie, see :func:`_settle`."""
-_VARYING = ["score_stride_b", "score_stride_h", "heads", "number", "k"]
+_VARYING = ["stride_b", "stride_h", "heads", "number", "k", "length_stride"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
-def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = torch.int64) -> Tensor:
+def topk_rows(
+    scores: Tensor, counts: Tensor, k: int, *, lengths: Tensor | None = None, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """See :func:`foveate.ops.select.reference.topk_rows`; NaN counts as inf.
 
     Short rows are kept in registers whole, see :func:`topk_of_blocks`. Of others a sample tells two scores between
@@ -60,7 +64,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
     the row, and where its own go: all scores are read twice. Room for those kept grows with the row, up to
     :data:`_ROOM`. Where the counts do not prove that the last one is among those kept (many ties, an order that the
     sample does not show), the row is read again and again instead, which costs time and never a wrong set. Repeats are
-    equal.
+    equal. Scores beyond a row's length are not read, and its programs share those that are there.
     """
     batch, heads, number = scores.shape
     if scores.dtype != torch.float32:
@@ -75,7 +79,8 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         scores = scores.contiguous()
     apart = scores.stride()[:2]
     vector = 1 if apart[0] % 4 or apart[1] % 4 or scores.data_ptr() % 16 else 4
-    rows_of_scores = (scores, apart[0] // vector, apart[1] // vector, counts, counts.stride(0))
+    ends = (None, 0) if lengths is None else (lengths, lengths.stride(0))
+    rows_of_scores = (scores, apart[0] // vector, apart[1] // vector, counts, counts.stride(0), *ends)
     if number <= _HELD:
         held = max(256, triton.next_power_of_2(number))
         _topk_of_short_rows[(rows,)](
@@ -91,8 +96,7 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         return found
     fill = max(1, _RESIDENT * multiprocessors(scores.device) // rows)
     tiles = triton.cdiv(number, _TILE)
-    each = triton.cdiv(tiles, min(tiles, _MOST, fill))
-    chunks = triton.cdiv(tiles, each)
+    chunks = triton.cdiv(tiles, triton.cdiv(tiles, min(tiles, _MOST, fill)))
     sample, room = sizes(number, k)
     made = {"dtype": torch.int32, "device": scores.device}
     bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
@@ -112,7 +116,6 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         rows,
         number,
         k,
-        each,
         chunks,
         VECTOR=vector,
         TILE=_TILE,
@@ -147,7 +150,6 @@ def topk_rows(scores: Tensor, counts: Tensor, k: int, *, dtype: torch.dtype = to
         rows,
         number,
         k,
-        each,
         chunks,
         VECTOR=vector,
         CHUNKS=triton.next_power_of_2(chunks),
@@ -168,26 +170,15 @@ def sizes(number: int, k: int) -> tuple[int, int]:
     return sample, min(max(1024, triton.next_power_of_2(math.ceil(between))), _ROOM)
 
 
-@triton.jit
-def _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR: tl.constexpr):
-    """Where the scores of a row begin, and how many of them are chosen: none where the count is negative."""
-    allowed = tl.maximum(tl.minimum(tl.load(count_ptr + row // heads * count_stride), k), 0).to(tl.int32)
-    return score_ptr + (row // heads * score_stride_b + row % heads * score_stride_h) * VECTOR, allowed
-
-
-@triton.jit
-def _tile(score_ptr, place, number, VECTOR: tl.constexpr):
-    """The scores in some places, see :func:`plain`."""
-    return plain(read_scores(score_ptr, place, number, VECTOR), place < number)
-
-
 @triton.jit(do_not_specialize=_VARYING)
 def _topk_of_short_rows(
     score_ptr,
-    score_stride_b,
-    score_stride_h,
+    stride_b,
+    stride_h,
     count_ptr,
     count_stride,
+    length_ptr,
+    length_stride,
     found_ptr,
     heads,
     number,
@@ -197,8 +188,10 @@ def _topk_of_short_rows(
 ):
     """Writes ``found [rows, k]``."""
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
-    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
-    x = _tile(score_ptr, index, number, VECTOR)
+    score_ptr, number, allowed = row_of(
+        score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
+    )
+    x = scores_of(score_ptr, index, number, VECTOR)
     valid = count_valid(x)
     kth, room, crowded = find_kth(x, allowed, LOWEST + 1, valid, above_all(x))
     chosen, _ = choose(x, kth, room, crowded, 0)
@@ -210,10 +203,12 @@ def _topk_of_short_rows(
 @triton.jit(do_not_specialize=[*_VARYING, "rows"])
 def _bracket(
     score_ptr,
-    score_stride_b,
-    score_stride_h,
+    stride_b,
+    stride_h,
     count_ptr,
     count_stride,
+    length_ptr,
+    length_stride,
     bound_ptr,
     kept_count_ptr,
     heads,
@@ -225,15 +220,18 @@ def _bracket(
 ):
     """Writes ``bound [2, rows]``, the two scores, and 0 to ``kept_count [rows]``."""
     row = tl.program_id(0).to(tl.int64)
-    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
+    score_ptr, number, allowed = row_of(
+        score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
+    )
     drawn, size = tl.arange(0, SAMPLE), tl.minimum(number, SAMPLE)
     # one of each of as many equal parts, here and there in it, so that a period of the scores is not met
-    each = number // size
+    each = tl.maximum(number // tl.maximum(size, 1), 1)
     within = ((drawn * 40503 >> 5).to(tl.uint32) % each.to(tl.uint32)).to(tl.int32)
-    place = drawn * each + drawn * (number % size) // SAMPLE + within  # where size is not SAMPLE, nothing remains
+    left = number - each * size  # where size is not SAMPLE, nothing
+    place = drawn * each + drawn * left // SAMPLE + within
     x = plain(tl.load(score_ptr + place, mask=drawn < size, other=float("-inf")), drawn < size)
     valid, behind = count_valid(x), above_all(x)
-    share = allowed.to(tl.float32) / number
+    share = allowed.to(tl.float32) / tl.maximum(number, 1)
     expected = share * size
     away = _DEVIATIONS * tl.sqrt(tl.maximum(expected * (1 - share), 0.0)) + _SLACK
     spare = tl.ceil(away * _SPARE).to(tl.int32)
@@ -248,13 +246,15 @@ def _bracket(
     tl.store(kept_count_ptr + row, 0)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "each", "chunks"])
+@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
 def _keep_between(
     score_ptr,
-    score_stride_b,
-    score_stride_h,
+    stride_b,
+    stride_h,
     count_ptr,
     count_stride,
+    length_ptr,
+    length_stride,
     bound_ptr,
     kept_count_ptr,
     tally_ptr,
@@ -264,7 +264,6 @@ def _keep_between(
     rows,
     number,
     k,
-    each,
     chunks,
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
@@ -273,11 +272,14 @@ def _keep_between(
     """Writes ``kept [rows, ROOM]``, the scores from the lower to the higher one, in any order and as many as there is
     room for, ``index``, where they are, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score_ptr, _ = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
+    score_ptr, number, _ = row_of(
+        score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
+    )
     low, high = float_of(tl.load(bound_ptr + row)), float_of(tl.load(bound_ptr + rows + row))
     kept_ptr += row * ROOM
     index_ptr += row * ROOM
     above, inside = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    each = tl.cdiv(tl.cdiv(number, TILE), chunks)
     place, end = chunk * each * TILE + tl.arange(0, TILE), tl.minimum(number, (chunk + 1) * each * TILE)
     following = read_scores(score_ptr, place, end, VECTOR)
     for _ in tl.range(each):
@@ -301,10 +303,12 @@ def _keep_between(
 @triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
 def _settle(
     score_ptr,
-    score_stride_b,
-    score_stride_h,
+    stride_b,
+    stride_h,
     count_ptr,
     count_stride,
+    length_ptr,
+    length_stride,
     bound_ptr,
     tally_ptr,
     kept_ptr,
@@ -322,7 +326,9 @@ def _settle(
     """Writes ``settled [3, rows]``: what :func:`find_kth` finds, a threshold and how many equal to it are chosen, and
     where they are: the tallies, what was kept, or (0) the scores alone."""
     row = tl.program_id(0).to(tl.int64)
-    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
+    score_ptr, number, allowed = row_of(
+        score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
+    )
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
     every = tl.arange(0, CHUNKS)
     above = tl.sum(tl.load(tally_ptr + row * chunks + every, mask=every < chunks, other=0), 0)
@@ -345,7 +351,7 @@ def _settle(
         places = tl.arange(0, TILE)
         valid = tl.zeros([TILE], tl.int32)
         for begin in tl.range(0, number, TILE):
-            valid += (_tile(score_ptr, begin + places, number, VECTOR) > float("-inf")).to(tl.int32)
+            valid += (scores_of(score_ptr, begin + places, number, VECTOR) > float("-inf")).to(tl.int32)
         valid, behind = tl.sum(valid, 0), tl.zeros([], tl.int32) + HIGHEST + 1
         last, room, _ = find_kth_of_many(
             score_ptr, score_ptr, number, 0, number, allowed, LOWEST + 1, valid, behind, False, 1, TILE
@@ -355,13 +361,15 @@ def _settle(
     tl.store(settled_ptr + 2 * rows + row, tl.where(proved, by, 0))
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "each", "chunks"])
+@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
 def _write_chosen(
     score_ptr,
-    score_stride_b,
-    score_stride_h,
+    stride_b,
+    stride_h,
     count_ptr,
     count_stride,
+    length_ptr,
+    length_stride,
     tally_ptr,
     kept_ptr,
     index_ptr,
@@ -371,7 +379,6 @@ def _write_chosen(
     rows,
     number,
     k,
-    each,
     chunks,
     VECTOR: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -380,8 +387,11 @@ def _write_chosen(
 ):
     """Writes ``found [rows, k]``: chunk after chunk, and -1 behind the last of them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score_ptr, allowed = _row(score_ptr, score_stride_b, score_stride_h, count_ptr, count_stride, row, heads, k, VECTOR)
+    score_ptr, number, allowed = row_of(
+        score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
+    )
     last, room = float_of(tl.load(settled_ptr + row)), tl.load(settled_ptr + rows + row)
+    each = tl.cdiv(tl.cdiv(number, TILE), chunks)
     begin, places = chunk * each * TILE, tl.arange(0, TILE)
 
     # what is chosen before this chunk, and what equals the last one there
@@ -390,7 +400,7 @@ def _write_chosen(
     by = tl.load(settled_ptr + 2 * rows + row)
     if by == 0:
         for first in tl.range(0, begin, TILE):
-            x = _tile(score_ptr, first + places, number, VECTOR)
+            x = scores_of(score_ptr, first + places, number, VECTOR)
             higher += (x > last).to(tl.int32)
             equal += (x == last).to(tl.int32)
     else:
@@ -405,7 +415,7 @@ def _write_chosen(
             for first in tl.range(0, kept, TILE):
                 slots = first + places
                 x = tl.load(kept_ptr + slots, mask=slots < kept, other=float("-inf"))
-                index = tl.load(index_ptr + slots, mask=slots < kept, other=number)
+                index = tl.load(index_ptr + slots, mask=slots < kept, other=begin)
                 higher += ((x > last) & (index < begin)).to(tl.int32)
                 equal += ((x == last) & (index < begin)).to(tl.int32)
     higher, equal = above + tl.sum(higher, 0), inside + tl.sum(equal, 0)

@@ -1,0 +1,110 @@
+"""A user's own documents as a task."""
+
+import json
+
+import pytest
+
+from foveate.evaluation import tasks
+from foveate.evaluation.tasks.base import Output
+from foveate.results.errors import DataError, UserError
+
+
+class Words:
+    """A tokenizer of words, one token each."""
+
+    chat_template, bos_token_id = None, None
+
+    def encode(self, text, add_special_tokens=False):
+        return [hash(word) % 1000 for word in text.split()]
+
+    def __call__(self, text, add_special_tokens, return_offsets_mapping):
+        offsets, end = [], 0
+        for word in text.split():
+            begin = text.index(word, end)
+            end = begin + len(word)
+            offsets.append((begin, end))
+        return {"input_ids": list(range(len(offsets))), "offset_mapping": offsets}
+
+
+def task(**settings):
+    return tasks.parse("documents", **{"length": 20, **settings})
+
+
+def write(path, *records):
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    return path
+
+
+QUESTION = {"context": "The bridge is red.", "question": "What colour is the bridge?", "answer": "Red"}
+
+
+def test_texts_are_cut_into_windows(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "long.md").write_text(" ".join(f"w{n}" for n in range(49)), encoding="utf-8")
+    (tmp_path / "short.txt").write_text("a few words", encoding="utf-8")
+    (tmp_path / "picture.png").write_bytes(b"\0")
+    found = {item.id: item for item in task().items(tmp_path, Words(), 3, 0)}
+    assert set(found) == {"notes/long.md@0", "notes/long.md@70", "short.txt@0"}, (
+        "nine words are less than half a window"
+    )
+    assert found["notes/long.md@70"].prompt.split() == [f"w{n}" for n in range(20, 40)]
+    assert len(found["notes/long.md@0"].prompt_ids) == 20
+    assert task().needs_dense(tmp_path)
+
+
+def test_questions_are_graded(tmp_path):
+    path = write(tmp_path / "asked.jsonl", QUESTION, QUESTION | {"answer": ["a reddish hue", "red"]})
+    asked = task()
+    first, _ = sorted(asked.items(path, Words(), 2, 0), key=lambda item: item.id)
+    assert not asked.needs_dense(path)
+    assert first.id == "asked.jsonl:1"
+    assert first.prompt[-1]["content"].endswith("bridge?")
+    assert asked.grade(first, Output(text="It is red, I think.")) == {"found": 1.0, "f1": pytest.approx(1 / 3)}
+    assert asked.grade(first, Output(text="Incredible"))["found"] == 0.0, "a part of a word is no answer"
+
+
+def test_a_question_can_be_a_turn_of_its_own(tmp_path):
+    path = write(tmp_path / "asked.jsonl", QUESTION)
+    (item,) = task(question="after").items(path, Words(), 1, 0)
+    words = len(QUESTION["question"].split())
+    assert item.context_tokens == len(item.prompt_ids) - words
+
+
+def test_the_halves_share_no_item(tmp_path):
+    path = write(tmp_path / "asked.jsonl", *([QUESTION] * 40))
+    every = {item.id for item in task().items(path, Words(), 40, 0)}
+    halves = []
+    for split in ("tune", "test"):
+        with pytest.raises(UserError, match=f"split '{split}'") as refusal:
+            task(split=split).items(path, Words(), 40, 0)
+        there = int(str(refusal.value).split(": ")[1].split()[0])
+        halves.append({item.id for item in task(split=split).items(path, Words(), there, 0)})
+    assert len(every) == 40
+    assert halves[0] | halves[1] == every
+    assert not halves[0] & halves[1]
+    assert min(map(len, halves)) > 8
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([QUESTION, {"context": "Alone."}], "asked.jsonl:2 has no answer, but others have"),
+        ([{"context": "One.", "question": "Two?"}, {"context": "Alone."}], "has no question, but others have"),
+        ([{"question": "Two?"}], "asked.jsonl:1: expected an object with 'context'"),
+        ([QUESTION | {"answer": 3}], "'answer' must be text"),
+        ([QUESTION | {"answer": ["..."]}], "a word in each"),
+        ([{"context": "One.", "answer": "Two"}], "needs one"),
+        ([QUESTION | {"context": " "}], "'context' is empty"),
+    ],
+)
+def test_malformed_records_are_named(tmp_path, records, message):
+    path = write(tmp_path / "asked.jsonl", *records)
+    with pytest.raises(DataError, match=message):
+        task().items(path, Words(), 1, 0)
+
+
+def test_a_folder_without_documents_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"expected files of \.txt, \.md, \.jsonl"):
+        task().files(tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        task().files(tmp_path / "missing")
