@@ -14,10 +14,33 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from foveate import methods
-    from foveate.integrations.transformers import Attachment, Cache, Stats, attach, attached, detach, stats
+    from foveate.integrations.transformers import (
+        Attachment,
+        Cache,
+        Stats,
+        attach,
+        attached,
+        detach,
+        load_cache,
+        save_cache,
+        stats,
+    )
     from foveate.methods import Method, per_layer
 
-__all__ = ["Attachment", "Cache", "Method", "Stats", "attach", "attached", "detach", "methods", "per_layer", "stats"]
+__all__ = [
+    "Attachment",
+    "Cache",
+    "Method",
+    "Stats",
+    "attach",
+    "attached",
+    "detach",
+    "load_cache",
+    "methods",
+    "per_layer",
+    "save_cache",
+    "stats",
+]
 
 _HOME = {"methods": "foveate.methods", "Method": "foveate.methods", "per_layer": "foveate.methods"}
 

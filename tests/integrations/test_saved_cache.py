@@ -1,0 +1,108 @@
+"""Caches written to disk and read again: equal to caches that stayed in memory."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import foveate
+from tests.helpers import VOCAB, cached, tiny_model
+
+METHODS = sorted({*foveate.methods.names()} - {"lte", "lined_as_published"})
+"""The first needs a file of learned scores, and the second takes no other turn."""
+
+
+def small(name):
+    return foveate.methods.make(name, **foveate.methods.get(name).small_budget)
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(model, ids, **more):
+    """A cache of a prompt and a few decoded tokens, and all of these."""
+    out = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True, do_sample=False, **more)
+    return getattr(out, next(iter(cached(None)))), out.sequences
+
+
+def goes_on(model, cache, ids, **more):
+    new = tokens(len(ids), 5, seed=2)
+    mask = more.get("attention_mask")
+    if mask is not None:
+        more["attention_mask"] = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] + 5 - mask.shape[1])], 1)
+    ids = torch.cat([ids, new], 1)
+    return model.generate(ids, max_new_tokens=12, do_sample=False, **cached(cache), **more)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cache_read_from_disk_goes_on_alike(name, tmp_path):
+    model = tiny_model()
+    foveate.attach(model, small(name))
+    cache, ids = filled(model, tokens(2, 60))
+    foveate.save_cache(model, cache, tmp_path / "cache.safetensors")
+    again = foveate.load_cache(model, tmp_path / "cache.safetensors")
+    assert torch.equal(goes_on(model, again, ids), goes_on(model, copy.deepcopy(cache), ids))
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["dense", "kascade", "h2o", "luka"])
+def test_padded_prompts_and_blocks(name, tmp_path):
+    model = tiny_model()
+    method = small(name)
+    foveate.attach(model, method, **({} if method.evicts else {"block_size": 16}))
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :23] = 0
+    ids = tokens(2, 60).masked_fill(mask == 0, 0)
+    cache, ids = filled(model, ids, attention_mask=mask)
+    foveate.save_cache(model, cache, tmp_path / "cache.safetensors")
+    again = foveate.load_cache(model, tmp_path / "cache.safetensors")
+    expected = goes_on(model, copy.deepcopy(cache), ids, attention_mask=mask)
+    assert torch.equal(goes_on(model, again, ids, attention_mask=mask), expected)
+
+
+def test_another_process_attaches_anew(tmp_path):
+    model = tiny_model()
+    foveate.attach(model, small("quest"))
+    cache, ids = filled(model, tokens(1, 60))
+    foveate.save_cache(model, cache, tmp_path / "cache.safetensors")
+    expected = goes_on(model, cache, ids)
+    other = tiny_model()
+    foveate.attach(other, small("quest"))
+    assert torch.equal(goes_on(other, foveate.load_cache(other, tmp_path / "cache.safetensors"), ids), expected)
+
+
+def test_what_is_refused(tmp_path):
+    model, path = tiny_model(), tmp_path / "cache.safetensors"
+    with pytest.raises(ValueError, match="not attached"):
+        foveate.load_cache(model, path)
+    foveate.attach(model, small("quest"))
+    with pytest.raises(ValueError, match="no such file"):
+        foveate.load_cache(model, path)
+    with pytest.raises(ValueError, match="empty"):
+        foveate.save_cache(model, foveate.Cache(model), path)
+    cache, _ = filled(model, tokens(1, 60))
+    foveate.save_cache(model, cache, path)
+
+    foveate.attach(model, small("h2o"))
+    with pytest.raises(ValueError, match=r"of method quest.* in layer 0, and the model has h2o"):
+        foveate.load_cache(model, path)
+    with pytest.raises(ValueError, match="another model, or before"):
+        foveate.save_cache(model, cache, path)
+    other = tiny_model(seed=1)
+    foveate.attach(other, small("quest"))
+    with pytest.raises(ValueError, match="its weights differ"):
+        foveate.load_cache(other, path)
+    gemma = tiny_model("gemma3")
+    foveate.attach(gemma, small("quest"))
+    kept, _ = filled(gemma, tokens(1, 60))
+    with pytest.raises(ValueError, match=r"layer 0 .* keeps a DynamicSlidingWindowLayer"):
+        foveate.save_cache(gemma, kept, path)
+
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="damaged"):
+        foveate.load_cache(other, path)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="not a cache of foveate"):
+        foveate.load_cache(other, path)
