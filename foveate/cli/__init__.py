@@ -1,4 +1,4 @@
-"""The command line: `foveate methods · doctor · generate · compare · calibrate · report · plot · train · salad · …`.
+"""The command line: `foveate methods · doctor · generate · chat · compare · calibrate · report · train · …`.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from foveate.bench.commands import app as bench_app
-from foveate.cli import asking, train_lte
+from foveate.cli import asking, chat, train_lte
 from foveate.cli.train import app as train_app
 from foveate.report.commands import app as plot_app
 from foveate.results.outfile import announce
@@ -146,7 +146,7 @@ def _dense_libraries() -> str:
     return ", ".join(f"{name}: {reason or 'used'}" for name, reason in dense_obstacles(heads).items())
 
 
-for _command in (asking.generate, asking.compare, asking.calibrate):
+for _command in (asking.generate, chat.chat, asking.compare, asking.calibrate):
     app.command()(_command)
 
 

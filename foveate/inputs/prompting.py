@@ -23,13 +23,18 @@ def encode(tokenizer: Any, prompt: Prompt, answer_prefix: str = "") -> list[int]
     prompt; without a template their contents are joined by empty lines, and the prefix follows after a space. Raw text
     gets the tokenizer's beginning-of-text token, if it uses one, and never an end token.
     """
+    text = render(tokenizer, prompt)
     if not isinstance(prompt, str) and tokenizer.chat_template:
-        text = _chat(tokenizer, prompt) + answer_prefix
-        return tokenizer.encode(text, add_special_tokens=False)
-    if not isinstance(prompt, str):
-        prompt = "\n\n".join(message["content"] for message in prompt)
-    text = f"{prompt} {answer_prefix}" if answer_prefix else prompt
+        return tokenizer.encode(text + answer_prefix, add_special_tokens=False)
+    text = f"{text} {answer_prefix}" if answer_prefix else text
     return leading_ids(tokenizer) + tokenizer.encode(text, add_special_tokens=False)
+
+
+def render(tokenizer: Any, prompt: Prompt) -> str:
+    """The text that :func:`encode` makes tokens of, but for its first token where there is no chat template."""
+    if isinstance(prompt, str):
+        return prompt
+    return _chat(tokenizer, prompt) if tokenizer.chat_template else "\n\n".join(one["content"] for one in prompt)
 
 
 def encode_continued(tokenizer: Any, text: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -57,10 +62,8 @@ def encode_turns(tokenizer: Any, prompt: Prompt, question: str, answer_prefix: s
     Args:
         question: the end of the prompt's last message.
     """
-    if not isinstance(prompt, str) and tokenizer.chat_template:
-        text, first = _chat(tokenizer, prompt), []
-    else:
-        text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    text, first = render(tokenizer, prompt), []
+    if isinstance(prompt, str) or not tokenizer.chat_template:
         first, answer_prefix = leading_ids(tokenizer), f" {answer_prefix}" if answer_prefix else ""
     context, found, rest = text.rpartition(question)
     if not question or not found or not context.strip():

@@ -1,0 +1,89 @@
+"""`foveate chat`: turns over one cache."""
+
+import pytest
+import torch
+from evaluation import tiny
+from typer.testing import CliRunner
+
+import foveate
+from foveate.cli import app
+from foveate.cli.chat import Conversation
+from foveate.inputs import loading
+from foveate.inputs.prompting import encode
+from foveate.results.errors import UserError
+from tests.helpers import cached
+
+DOCUMENT = "Call me Ishmael. Some years ago I thought I would sail about a little. " * 12
+QUESTIONS = ["Who is it?", "What did he do?", "Why?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def talk(folder, method, template=tiny.TEMPLATE, document=DOCUMENT, most=6):
+    network, tokenizer = loading.load_model(folder, "float32", "cpu"), loading.load_tokenizer(folder)
+    tokenizer.chat_template = template
+    foveate.attach(network, method)
+    return Conversation(network, tokenizer, document, most, 2048)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_turns_over_one_cache_answer_as_whole_prompts_do(folder, read, monkeypatch):
+    ours = talk(folder, "dense")
+    generate, held = ours._network.generate, []
+
+    def both(ids, **given):
+        cache = given.pop(next(name for name in given if isinstance(given[name], foveate.Cache)))
+        held.append(cache.get_seq_length())
+        alone = generate(ids, **given | {"streamer": None})
+        made = generate(ids, **given, **cached(cache))
+        assert torch.equal(made, alone)
+        return made
+
+    monkeypatch.setattr(ours._network, "generate", both)
+    if read:
+        assert ours.read() == ours.tokens > 100
+    for question in QUESTIONS:
+        ours.answer(question)
+    assert [bool(one) for one in held] == [read, True, True]
+
+
+def test_a_template_that_writes_earlier_turns_anew_is_read_again(folder):
+    rewriting = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last else 'earlier' }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    ours = talk(folder, "dense", rewriting)
+    for question in QUESTIONS[:2]:
+        ours.answer(question)
+    prompt = [*ours._turns[:-1]]
+    ids = encode(ours._tokenizer, prompt)
+    assert ours._ids[: len(ids)] == ids
+
+
+@pytest.mark.parametrize("method", ["h2o:top_k=16,window=4", "luka", "quest:top_k=16"])
+def test_methods_answer_after_the_document(folder, method):
+    ours = talk(folder, method)
+    ours.read()
+    for question in QUESTIONS:
+        ours.answer(question)
+    assert len(ours._turns) == 6
+
+
+def test_a_conversation_ends_where_positions_do(folder):
+    ours = talk(folder, "dense", document=DOCUMENT * 20)
+    with pytest.raises(UserError, match="positions"):
+        ours.read()
+
+
+def test_the_command(folder, tmp_path):
+    file = tmp_path / "book.md"
+    file.write_text(DOCUMENT, encoding="utf-8")
+    arguments = ["chat", "--model", folder, "--method", "luka", "--file", file, "--max-new-tokens", 3]
+    done = CliRunner().invoke(app, [str(one) for one in arguments], input="Who is it?\nWhy?\n\n")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("tokens/s") == 2
+    assert "luka · read" in done.output
+    assert CliRunner().invoke(app, ["chat", "--model", str(folder), "--max-new-tokens", "0"]).exit_code == 2
