@@ -168,36 +168,51 @@ def compare(
 
 def calibrate(
     model: Model,
-    task: Annotated[
-        list[str], typer.Option(help="Whose prompts to read: musique, hotpotqa, ruler, …, with settings; repeatable.")
-    ],
-    data: Annotated[
-        Path, typer.Option(help="Folder with the task's data (docs/data.md lists the files).", show_default=False)
-    ],
     out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False, callback=announce)],
-    anchors: Annotated[int | None, typer.Option(help="Anchor layers to choose; 5 if left out.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Whose prompts to read: documents, musique, ruler, …, with settings; repeatable. Left out: prompts "
+            "made of a novel that comes with foveate.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="The tasks' data (docs/data.md lists the files).", show_default=False),
+    ] = None,
+    anchors: Annotated[
+        int | None, typer.Option(help="Anchor layers to choose; if left out, by a task 5, else a third of the layers.")
+    ] = None,
     split: Annotated[str | None, typer.Option(help="The first task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, if the first task can choose.")] = None,
-    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 20,
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts of each task; if left out 20, of the novel 8 of each kind.")
+    ] = None,
     keys: Annotated[int, typer.Option(help="Keys compared: the heaviest of each tile.")] = 64,
     tile: Annotated[int, typer.Option(help="Queries that share keys, the heads of a group counted.")] = 128,
     by: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Choose by similarity of layers (the paper), or by divergence of predictions: of pairs of layers, or "
-            "with all layers together."
+            help="Choose by similarity of layers (the paper; default with a task), or by divergence of predictions: of "
+            "pairs of layers, or with all layers together (default without).",
+            show_default=False,
         ),
-    ] = "similarity",
+    ] = None,
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
     weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
     method: Annotated[
-        str, typer.Option(help="kascade with the settings that divergence and time are measured under: pool, top_k, …")
-    ] = "kascade",
+        str | None,
+        typer.Option(
+            help="kascade with the settings that divergence and time are measured under: pool, top_k, …",
+            show_default=False,
+        ),
+    ] = None,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
-    batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
+    batch_size: Annotated[int | None, typer.Option(help="Prompts answered together; 1, or 8 of the novel.")] = None,
     rounds: Annotated[
-        int, typer.Option(help="Together: how often each anchor is tried in every other place, at most.")
-    ] = 1,
+        int | None, typer.Option(help="Together: how often each anchor is tried in every other place, at most.")
+    ] = None,
     prompts: Annotated[
         str, typer.Option(help="Together: how prompts are read, dense, or sparse by --method as in use.")
     ] = "dense",
@@ -214,23 +229,56 @@ def calibrate(
     """Choose Kascade's anchor layers and head maps for a model: resumable, one JSON file."""
     from foveate.evaluation import tasks
     from foveate.evaluation.calibration.calibrate import Plan, partial_folder, run
+    from foveate.evaluation.calibration.plan import without_data
     from foveate.evaluation.runner import parse_method
+    from foveate.evaluation.tasks import probes
     from foveate.report import terminal
+    from foveate.results.errors import UserError
 
     notes = terminal.console(stderr=True)
-    chosen, *also = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])]
+    if task:
+        if data is None:
+            raise UserError("--task reads files: give their folder as --data, or leave --task away")
+        read = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])]
+        usual = {}
+    else:
+        if data is not None or split is not None:
+            raise UserError("--data and --split are of a --task; without one the novel of the package is read")
+        quiet()
+        read, usual = without_data(model, length)
+        data = probes.TEXT
+        anchors = usual.pop("anchors") if anchors is None and time_share is None else anchors
+    given = {"limit": limit, "by": by, "batch_size": batch_size, "rounds": rounds}
+    given["method"] = None if method is None else parse_method(method)
+    usual |= {name: value for name, value in given.items() if value is not None}
     quiet()
-    by_what = (by, over, weights, parse_method(method), answer_tokens, batch_size, rounds, prompts)
-    times = (time_share, time_context, time_batch)
     plan = Plan(
-        model, chosen, data, out, tuple(also), anchors, limit, keys, tile, *by_what, *times, seed, dtype, device
+        model,
+        read[0],
+        data,
+        out,
+        tuple(read[1:]),
+        anchors,
+        keys=keys,
+        tile=tile,
+        over=over,
+        weights=weights,
+        answer_tokens=answer_tokens,
+        prompts=prompts,
+        time_share=time_share,
+        time_context=time_context,
+        time_batch=time_batch,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        **usual,
     )
 
     def say(text: str) -> None:
         notes.print(text, style="dim", markup=False, soft_wrap=True)
 
     try:
-        with _Progress(notes, limit * len(task)) as progress:
+        with _Progress(notes, plan.limit * len(plan.tasks)) as progress:
             found = run(plan, progress.at, say)
     except KeyboardInterrupt:
         say(f"interrupted; what is read so far is in {partial_folder(out)}, the same command goes on from there")

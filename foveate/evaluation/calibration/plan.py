@@ -8,6 +8,8 @@ from typing import Any
 
 from foveate.calibration import BY, OVER, WEIGHTS
 from foveate.evaluation.tasks.base import Task
+from foveate.evaluation.tasks.probes import TEXT, Probes
+from foveate.inputs.model_folder import model_facts
 from foveate.methods.kascade import Kascade
 from foveate.results.errors import UserError, check_seed, unknown
 
@@ -15,6 +17,8 @@ KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
 FEWEST_PROMPTS = 2
 _FEWEST_TOKENS, _ANCHORS, _ANSWER_TOKENS, _ROUNDS = 2, 5, 16, 1
+_LENGTH, _ROOM, _ANCHOR_SHARE = 4096, 64, 10 / 28
+"""Without data: tokens of a prompt and of an answer, and anchors among the layers (docs/kascade.md)."""
 PROMPTS = ("dense", "sparse")
 """How prompts are read before answers are compared."""
 _OF_PROMPTS = ("tile", "rest", "exact_anchors", "dense_last", "window")
@@ -138,7 +142,8 @@ class Plan:
     def command(self) -> str:
         """The command line, paths shortened to their last names."""
         arguments = [argument for task in self.tasks for argument in task.arguments()]
-        parts = ["foveate calibrate", f"--model {self.model.name}", *arguments, f"--data {self.data.name}"]
+        data = [] if self.data == TEXT else [f"--data {self.data.name}"]
+        parts = ["foveate calibrate", f"--model {self.model.name}", *(arguments if data else []), *data]
         parts += [f"--anchors {self.number}"] if self.time_share is None else []
         parts += [f"--{name} {getattr(self, name)}" for name in ("limit", "keys", "tile", "by")]
         if self.method != Kascade():
@@ -153,6 +158,26 @@ class Plan:
             parts += [f"--{option(name)} {getattr(self, name)}" for name in TIMES]
         parts += [f"--seed {self.seed}", f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
         return " ".join(parts)
+
+
+def without_data(model: Path, length: int | None = None) -> tuple[list[Task], dict[str, Any]]:
+    """The tasks, and the other arguments of a :class:`Plan`, of a calibration by the package's own prompts.
+
+    Args:
+        model: a model folder.
+        length: tokens of a prompt; None: 4,096, or as many as the model has positions for, with an answer.
+
+    Raises:
+        UserError: for a folder that holds no model.
+    """
+    facts = model_facts(model)
+    room = facts.get("max_positions") or _LENGTH + _ROOM
+    length = min(_LENGTH, room - _ROOM) if length is None else length
+    how = {"anchors": max(1, round(_ANCHOR_SHARE * facts["layers"])), "limit": 8, "by": "together", "batch_size": 8}
+    return [Probes(split=split, length=length) for split in Probes.splits], how | {
+        "rounds": 0,
+        "method": Kascade(pool="layer", pooling="sqrt"),
+    }
 
 
 def option(name: str) -> str:

@@ -1,0 +1,64 @@
+"""Prompts for calibrating without data."""
+
+import json
+
+import pytest
+from evaluation import tiny
+from typer.testing import CliRunner
+
+from foveate.calibration import load
+from foveate.cli import app
+from foveate.evaluation import tasks
+from foveate.evaluation.tasks.base import Output
+from foveate.evaluation.tasks.probes import TEXT, Probes
+from foveate.inputs.prompting import encode
+from foveate.results.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.make_tokenizer()
+
+
+@pytest.mark.parametrize("split", Probes.splits)
+def test_the_answer_stands_once_in_the_prompt(split, tokenizer):
+    task = tasks.parse("probes", split=split, length=900)
+    items = task.items(TEXT, tokenizer, 6, 0)
+    assert len({item.prompt for item in items}) == 6
+    for item in items:
+        assert item.prompt.count(item.answers[0]) == 1
+        assert 800 < len(item.prompt_ids) <= 900
+        asked = [{"role": "user", "content": item.prompt}]
+        assert list(item.prompt_ids) == encode(tokenizer, asked, item.answer_prefix)
+        assert task.grade(item, Output(text=f" {item.answers[0]}."))["found"] == 1
+        assert task.grade(item, Output(text="no idea"))["found"] == 0
+    assert [item.prompt for item in task.items(TEXT, tokenizer, 6, 0)] == [item.prompt for item in items]
+    assert task.items(TEXT, tokenizer, 1, 1)[0].prompt != items[0].prompt
+
+
+def test_a_text_that_is_too_short_is_named(tokenizer, tmp_path):
+    (tmp_path / "short.txt").write_text("One sentence. " * 40, encoding="utf-8")
+    with pytest.raises(UserError, match="ask for a shorter length"):
+        tasks.parse("probes", length=4096).items(tmp_path, tokenizer, 1, 0)
+
+
+def test_calibrate_needs_a_model_alone(tmp_path):
+    model, out = tiny.build(tmp_path / "tiny", positions=700, layers=4), tmp_path / "found.json"
+    arguments = ["calibrate", "--model", model, "--out", out, "--limit", 1, "--answer-tokens", 3]
+    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert done.exit_code == 0, done.output
+    found = load(out)
+    assert len(found.anchors) == 1, "a third of four layers"
+    text = json.dumps(found.found)
+    assert "--by together" in text
+    assert "--task" not in text
+    assert "pooling=sqrt" in done.output
+
+
+def test_data_goes_with_a_task(tmp_path):
+    for more in (["--data", "x"], ["--split", "codes"]):
+        done = CliRunner().invoke(app, ["calibrate", "--model", "m", "--out", str(tmp_path / "o"), *more])
+        assert done.exit_code == 2
+        assert "without one the novel" in done.output.replace("\n", " ")
+    done = CliRunner().invoke(app, ["calibrate", "--model", "m", "--out", str(tmp_path / "o"), "--task", "ruler"])
+    assert "give their folder as --data" in done.output.replace("\n", " ")
