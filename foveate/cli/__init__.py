@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from foveate.bench.commands import app as bench_app
-from foveate.cli import asking, chat, train_lte
+from foveate.cli import asking, chat, train_lte, tuning
 from foveate.cli.train import app as train_app
 from foveate.report.commands import app as plot_app
 from foveate.results.outfile import announce
@@ -146,7 +146,7 @@ def _dense_libraries() -> str:
     return ", ".join(f"{name}: {reason or 'used'}" for name, reason in dense_obstacles(heads).items())
 
 
-for _command in (asking.generate, chat.chat, asking.compare, asking.calibrate):
+for _command in (asking.generate, chat.chat, asking.compare, asking.calibrate, tuning.tune):
     app.command()(_command)
 
 

@@ -8,6 +8,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from foveate.json_text import parse_json
@@ -31,8 +32,12 @@ def get(name: str) -> type[Method]:
     return REGISTRY[name]
 
 
+SETTING, SETTING_SCHEMA = "foveate_setting", 1
+"""Kind and version of the files of `foveate tune`, which name a method."""
+
+
 def make(method: str | Method, **settings: Any) -> Method:
-    """A method from its name or spec string and settings, or a method itself with settings replaced.
+    """A method from its name, spec string or file (of `foveate tune`) and settings, or a method with settings replaced.
 
     Raises:
         ValueError: for an unknown method or setting (the nearest is named) or a value out of range.
@@ -98,12 +103,31 @@ def spelled(spec: str) -> str:
 
 
 def _read(spec: str) -> tuple[type[Method], dict[str, Any]]:
-    """The class that a spec names, and the settings that it gives."""
+    """The class that a spec names, or the file that `foveate tune` has written, and the settings that it gives."""
+    if spec.strip().endswith(".json") and ":" not in spec:
+        spec = _of_file(Path(spec.strip()))
     name, _, rest = spec.partition(":")
     cls = get(name.strip())
     given = _split(rest, spec)
     _check_known(cls, given)
     return cls, given
+
+
+def _of_file(path: Path) -> str:
+    """The spec in a file of `foveate tune`. Raises ValueError for a file that is none."""
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a setting of foveate tune ({error})") from None
+    if not isinstance(found, dict) or found.get("kind") != SETTING or not isinstance(found.get("method"), str):
+        raise ValueError(f"{path}: not a setting of foveate tune")
+    if found.get("schema") != SETTING_SCHEMA:
+        raise ValueError(f"{path}: schema {found.get('schema')!r}, and this version reads {SETTING_SCHEMA}")
+    if found["method"].endswith(".json"):
+        raise ValueError(f"{path}: names another file, {found['method']}, in the place of a method")
+    return found["method"]
 
 
 def _split(text: str, spec: str) -> dict[str, Any]:
