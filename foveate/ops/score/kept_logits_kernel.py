@@ -197,10 +197,12 @@ def _pool_logits(
         top = tl.maximum(tl.max(lse, 0), LOWEST)
         lse = top if LARGEST else tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), LOWEST)
         there = place < padded
-        if BOUNDED:  # logits beyond the length are not read
+        if BOUNDED:
             of_head = batch * length_stride_b + (first + member) // group * length_stride_h
-            there = there & (key < tl.load(length_ptr + of_head).to(tl.int32))
-            lost = lost | ~there
+            length = tl.load(length_ptr + of_head).to(tl.int32)
+            lost = lost | (key >= length)
+            if not PAGE_SIZE:  # logits beyond the length are not read, but for those read with others at once
+                there = there & (place < tl.cdiv(length, 16) * 16)
         logit = tl.load(logit_ptr + head * padded + place, mask=there, other=0)
         if CODED:
             largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
