@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import foveate
 from foveate import Cache, methods
+from foveate.integrations.transformers import hooks
 from foveate.runtime import handed_on
 from tests.combinations import every_pair
 from tests.helpers import (
@@ -340,6 +341,29 @@ def test_chunked_prefill_equals_one_piece(family, method, chunk):
     model = tiny_model(family)
     with foveate.attached(model, spec(method)):
         assert torch.equal(run(model, single(), prefill_chunk_size=chunk), greedy(family, method))
+
+
+@every_pair(METHODS, TWO_FAMILIES)
+def test_long_prompts_are_read_in_chunks(family, method, monkeypatch):
+    """By themselves: of whole tiles, but where a prompt has to come in one piece, or holds more than text."""
+    monkeypatch.setattr(hooks, "LONG_PROMPT", PROMPT - 1)
+    monkeypatch.setattr(hooks, "CHUNK", 20)
+    model, widths = tiny_model(family), []
+    expected = greedy(family, method)
+    with foveate.attached(model, spec(method)) as attachment:
+        model.get_decoder().register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        assert torch.equal(run(model, single()), expected)
+        chunk = 20 // attachment.prompt_tile * attachment.prompt_tile or attachment.prompt_tile
+        one_piece = attachment.whole_prompt or chunk >= PROMPT
+        assert max(widths) == (PROMPT if one_piece else chunk)
+        widths.clear()
+        assert torch.equal(run(model, single(PROMPT - 1)), greedy(family, method, PROMPT - 1))
+        assert max(widths) == PROMPT - 1, "not long"
+        widths.clear()
+        model.generate(**single(), max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+        assert max(widths) == PROMPT, "the states of all tokens are asked for"
 
 
 @every_pair(METHODS, TWO_FAMILIES, ("chunk", [None, 20]))

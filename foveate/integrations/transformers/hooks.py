@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -15,6 +16,11 @@ from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.positions import max_positions
 from foveate.runtime import handed_on
+
+LONG_PROMPT, CHUNK = 1 << 15, 1 << 14
+"""Tokens of a prompt, all rows together, above which `generate` reads it in chunks, and those of a chunk. A pass over
+131,072 tokens at once would need several gigabytes beside the cache."""
+_log = logging.getLogger("foveate")
 
 
 class BeforeForward:
@@ -149,9 +155,19 @@ class Prefill:
     def __init__(self, model: nn.Module, attachment: Attachment):
         self.model, self.attachment = model, attachment
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        input_ids: Tensor,
+        generation_config: transformers.GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if chunk := self._chunk(input_ids, generation_config, model_kwargs):
+            generation_config.prefill_chunk_size = chunk
+            _log.info("a prompt of %s tokens is read in chunks of %s", f"{input_ids.shape[1]:,}", f"{chunk:,}")
         with announcements.prefilling(self.attachment.uid):
-            out = type(self.model)._prefill(self.model, *args, **kwargs)
+            out = type(self.model)._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
         cache = releases.returned_cache(out)
         if isinstance(cache, Cache) and cache.get_seq_length() < (cache.phase.prompt_end or 0):
             raise ValueError(
@@ -159,6 +175,29 @@ class Prefill:
                 f"{cache.get_seq_length()}, earlier turns included: pass as many"
             )
         return out
+
+    def _chunk(
+        self, ids: Tensor, generation_config: transformers.GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> int | None:
+        """Tokens of a chunk for a long prompt of text, so that a pass over it needs little memory; None: one piece.
+
+        A chunk holds whole tiles of the method's selections, so that outputs are those of the prompt in one piece.
+        """
+        rows, length = ids.shape
+        cache = model_kwargs.get(releases.CACHE)
+        if generation_config.prefill_chunk_size is not None or rows * length <= LONG_PROMPT:
+            return None
+        if not isinstance(cache, Cache) or cache.get_seq_length() or self.attachment.whole_prompt:
+            return None
+        plain = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", releases.CACHE)
+        if generation_config.output_hidden_states or any(
+            value is not None for name, value in model_kwargs.items() if name not in plain
+        ):
+            return None
+        mask, tile = model_kwargs.get("attention_mask"), self.attachment.prompt_tile
+        if tile > 1 and mask is not None and not bool(mask.all()):  # tiles of padded rows begin elsewhere in each
+            return None
+        return max(CHUNK // rows // tile, 1) * tile
 
 
 class PrepareCache:

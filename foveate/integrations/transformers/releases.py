@@ -37,7 +37,7 @@ if hasattr(cache_utils, "DummyLayer"):
 
 GENERATE = {
     "_prepare_cache_for_generation": ("generation_config", "model_kwargs", "generation_mode", "batch_size"),
-    "_prefill": (),
+    "_prefill": ("input_ids", "generation_config", "model_kwargs"),
     "_valid_auto_compile_criteria": ("model_kwargs", "generation_config"),
     "get_compiled_call": ("compile_config",),
 }
