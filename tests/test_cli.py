@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.integrations.transformers import releases
+from foveate.methods import base
 from foveate.results import resultfile
 from tests.helpers import full_disk
 
@@ -64,6 +65,27 @@ def test_doctor_tells_devices_and_versions():
     assert facts["dense libraries"] == "none but PyTorch: no GPU"
     assert facts["transformers"] == f"tested with {releases.OLDEST} to {releases.NEWEST}"
     assert "references (torch)" in call("doctor").stdout
+
+
+def test_a_method_of_the_users_own_file_is_compared(model, out, tmp_path):
+    file = tmp_path / "my_methods.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "from foveate.methods.streaming import Streaming\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine(Streaming):\n"
+        "    name: ClassVar[str] = 'mine_alone'\n",
+        encoding="utf-8",
+    )
+    try:
+        done = call(*compare(model, out, "--method", "mine_alone:window=32", "--import", file))
+        assert done.exit_code == 0, done.output
+        assert [row["method"] for row in rows(out)] == ["dense", "mine_alone"]
+        done = call(*compare(model, out, "--method", "mine_alone", "--import", tmp_path / "other.py"))
+        assert "other.py: no such file" in done.output.replace("\n", "")
+    finally:
+        base.REGISTRY.pop("mine_alone", None)
 
 
 def test_generate_answers_and_says_what_was_read(model, tmp_path):

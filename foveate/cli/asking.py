@@ -25,6 +25,31 @@ Dtype = Annotated[
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 
 
+def _run(file: Path | None) -> Path | None:
+    """Runs a file of the user's, whose methods then have names."""
+    if file is not None:
+        import runpy
+
+        from foveate.results.errors import UserError
+
+        if not file.is_file():
+            raise UserError(f"{file}: no such file")
+        runpy.run_path(str(file))
+    return file
+
+
+Import = Annotated[
+    Path | None,
+    typer.Option(
+        "--import",
+        help="A Python file that is run first: its methods can be named (CONTRIBUTING.md).",
+        show_default=False,
+        callback=_run,
+        is_eager=True,
+    ),
+]
+
+
 def generate(
     model: Model,
     method: Annotated[str, typer.Option(help='Such as h2o or "luka:page_size=16,top_k=3".')] = "dense",
@@ -34,6 +59,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    imported: Import = None,
 ) -> None:
     """Answer a prompt with a method, greedily, and say what was read."""
     from foveate.evaluation.runner import parse_method
@@ -128,6 +154,7 @@ def compare(
         bool, typer.Option("--fidelity", help="Instead of own answers: how each token of dense's answers is predicted.")
     ] = False,
     show_answers: Annotated[bool, typer.Option("--show-answers", help="Show the first answers, too.")] = False,
+    imported: Import = None,
 ) -> None:
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
     from foveate.evaluation import tasks
