@@ -190,7 +190,7 @@ def _measure(plan: Plan, split: str, spec: str) -> Trial:
     )
     rows = run(prepare(comparison))
     (row,) = (row for row in rows if row["spec"] == methods[-1].spec)
-    return Trial(spec, cost_of(row, plan.objective), -row["diff_to_dense"], row)
+    return Trial(spec, cost_of(row, plan.objective), 0 - row["diff_to_dense"], row)
 
 
 def cost_of(row: Mapping[str, Any], objective: str) -> float:
@@ -207,7 +207,7 @@ def _words(plan: Plan, trial: Trial) -> str:
     unit = "resident" if plan.objective == "memory" else "read a step"
     timed = plan.objective != "memory" and row["decode_ms_per_token"] is not None
     cost = f"{trial.cost:.1f} ms a token" if timed else f"{trial.cost / 1e6:.1f} MB {unit}"
-    low, high, dense = -row["diff_high"], -row["diff_low"], row["dense_score"]
+    low, high, dense = 0 - row["diff_high"], 0 - row["diff_low"], row["dense_score"]
     return f"{cost}, loses {trial.loss:.1f} points [{low:.1f}, {high:.1f}] of {dense:.1f}"
 
 
