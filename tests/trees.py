@@ -150,8 +150,3 @@ def recent_attention(tree):
     for level, count in zip(tree.levels, counts):
         there = torch.arange(level.recent.shape[2], device=count.device) < count[:, None, None]
         yield level.recent[there.expand_as(level.recent)]
-
-
-def long_parts(per):
-    """In place of ``plan_parts``: parts of ``per`` blocks, some of them to a program."""
-    return lambda programs, blocks, *rest: (per, max(1, min(3, -(-blocks // per))))

@@ -6,10 +6,10 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.ops import _dispatch
-from foveate.ops.summaries import launch, masses, plan, reference
+from foveate.ops.summaries import launch, masses, reference
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
-from tests.trees import Problem, long_parts, recent_attention
+from tests.trees import Problem, recent_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,6 @@ DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
 GROUPS = (("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (32, 4), (16, 1), (70, 1)])
 DIMS = (("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
 MASS = ("mass", ["exact", "preserve"])
-FEW = ("few", ["few", "few and long parts", "chosen before", "many"])
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
 SCALING = 0.1
 
@@ -29,19 +28,6 @@ def kernels_only(monkeypatch):
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
     assert "attend_summaries" in set(_dispatch.kernel_status().split(", "))
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
-
-
-@pytest.fixture(params=FEW[1])
-def few(request, monkeypatch):
-    """See the fixture of this name in ``tests/ops/summaries/interpreted_summaries.py``."""
-    if request.param == "few and long parts":
-        monkeypatch.setattr(plan, "plan_parts", long_parts(3))
-        monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(plan, "_AT_ONCE", 1)
-    elif request.param == "chosen before":
-        monkeypatch.setattr(plan, "_FEW_OF", -1)
-    elif request.param == "many":
-        monkeypatch.setattr(plan, "_FEW", -1)
 
 
 def problem(pages, **more):
@@ -91,15 +77,15 @@ def check(some, how, need_masses=True):
     return found
 
 
-@every_pair(DTYPES, GROUPS, MASS, ("pages", [(1,), (37, 4, 0), (700, 699), (5000,)]), FEW, strength=3, indirect=["few"])
-def test_few_pages_of_any_group(dtype, heads, kv_heads, mass, pages, few):
+@every_pair(DTYPES, GROUPS, MASS, ("pages", [(1,), (37, 4, 0), (700, 699), (5000,)]), strength=3)
+def test_few_pages_of_any_group(dtype, heads, kv_heads, mass, pages):
     check(problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype), ops.Refinement(mass=mass))
 
 
 @every_pair(DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 1)])
-def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads, few):
-    """What is left when they are taken out of everything would be rounding."""
+def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads):
+    """Nothing of them may be left in the output."""
     for pages in ((700, 40), (5000,)):
         some = problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype)
         some.overrate([7, 8, 699], 15.0, SCALING)
@@ -107,8 +93,8 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads,
         assert (found.visited[0].chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
 
 
-@every_pair(DTYPES, DIMS, MASS, FEW, indirect=["few"])
-def test_any_head_dim(dtype, dim, value_dim, mass, few):
+@every_pair(DTYPES, DIMS, MASS)
+def test_any_head_dim(dtype, dim, value_dim, mass):
     how = ops.Refinement(mass=mass, score="spread")
     check(problem((300, 41), dim=dim, value_dim=value_dim, sizes=(16,), dtype=dtype), how)
 
@@ -133,28 +119,11 @@ def test_other_rules_and_pools(dtype, rule, pool):
     check(problem((800, 123), sizes=(16,), allowed=(5,), dtype=dtype), ops.Refinement(pool=pool))
 
 
-@every_pair(DTYPES, MASS, FEW, indirect=["few"])
-def test_pages_of_varied_sizes(dtype, mass, few):
+@every_pair(DTYPES, MASS)
+def test_pages_of_varied_sizes(dtype, mass):
     size, how = 4 if dtype == torch.float32 else 8, ops.Refinement(mass=mass)  # fp32 preserves up to 16 tokens
     check(problem((500, 33), sizes=(size,), varied=True, dtype=dtype), how)
     check(problem((512, 32), sizes=(size, 4 * size), allowed=(0.1, 0.3), varied=True, dtype=dtype), how)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("prior", [0.0, 0.5])
-@pytest.mark.parametrize("score", ["summary", "spread"])
-def test_all_ways_to_choose_few_choose_the_same(dtype, prior, score, monkeypatch):
-    how = ops.Refinement(score=score, prior=prior)
-    for pages in ((9000, 8999, 3), (2100, 64)):
-        some = problem(pages, heads=32, kv_heads=8, sizes=(16,), allowed=(5,), dtype=dtype)
-        tree, chosen = some.looked_at(how, False), []
-        ways = [("_NO_BOUNDS", 0), ("_FEW_OF", -1), ("_FEW", -1), *[("_NO_BOUNDS", 1 << 15)] * (max(pages) < 4096)]
-        for name, number in ways:
-            with monkeypatch.context() as patch:
-                patch.setattr(plan, name, number)
-                found = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
-                chosen.append(found.visited[0].chosen)
-        assert all(torch.equal(chosen[0], other) for other in chosen[1:])
 
 
 @pytest.mark.parametrize("bias", ["none", "log", "entropy"])
@@ -162,7 +131,7 @@ def test_biases(bias):
     check(problem((500, 33), sizes=(16,), dtype=torch.float16), ops.Refinement(bias=bias))
 
 
-def test_pages_that_are_not_refined_are_not_read(few):
+def test_pages_that_are_not_refined_are_not_read():
     some, how = problem((90, 40), sizes=(16,), dtype=torch.float16), ops.Refinement()
     found = check(some, how)
     slots = torch.arange(some.k.shape[2], device="cuda")
@@ -239,10 +208,8 @@ def test_running_sums(pages, sizes, allowed, rule):
         torch.testing.assert_close(mine, its)
 
 
-@pytest.mark.parametrize("few", [8, -1])
-def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
+def test_many_steps_are_equal_bit_for_bit():
     """However programs are scheduled: the last one of a row to be ready merges."""
-    monkeypatch.setattr(plan, "_FEW", few)
     some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
     tree = some.looked_at(how, False)
     outs = [ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_lse=True)[:2] for _ in range(300)]

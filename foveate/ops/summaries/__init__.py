@@ -16,8 +16,8 @@ Terms, used throughout the folder:
 
 ``reference`` is the specification. ``launch`` is the host side of the kernels, ``plan`` cuts them into programs,
 ``workspace`` allocates their intermediates, ``support`` says what they refuse. Kernels: ``score`` (with attention to
-raw tokens), ``select``, ``attend`` (many refined pages) or ``replace`` (few), ``masses`` (running sums); the other
-``_kernel`` files are functions that these call.
+raw tokens), ``select``, ``attend``, ``masses`` (running sums); the other ``_kernel`` files are functions that these
+call.
 """
 
 from foveate.ops._dispatch import dispatch

@@ -1,4 +1,4 @@
-"""Triton kernel of :func:`attend_summaries` for many refined pages: attends to the nodes that are not refined.
+"""Triton kernel of :func:`attend_summaries`: attends to the nodes that are not refined and to refined pages.
 
 Names as in ``score_kernel``; ``chosen_stride`` are the strides of ``chosen`` and ``page``.
 """
@@ -141,7 +141,6 @@ def attend_nodes(
     if LAST:
         if not WIDTH:
             end_ptr += batch * end_stride_b + head * end_stride_h
-        none = tl.full([1], -1, tl.int32)
         top, weight, out = refined_tokens(
             q_ptr + batch * q_stride_b,
             k_ptr + batch * k_stride_b + head * k_stride_h,
@@ -151,9 +150,6 @@ def attend_nodes(
             token_ptr,
             chosen_ptr,
             page_ptr,
-            none,
-            none,
-            none,
             q_stride_h,
             q_stride_d,
             k_stride_l,
@@ -174,8 +170,6 @@ def attend_nodes(
             top,
             weight,
             out,
-            True,
-            False,
             WIDTH,
             PRESERVE,
             KEEPS,
@@ -198,11 +192,8 @@ def attend_nodes(
                 end_ptr,
                 end_stride_n,
                 page_ptr,
-                none,
-                none,
                 picked,
                 sinks,
-                False,
                 WIDTH,
                 PAGES * BLOCK_W,
             )
@@ -215,7 +206,6 @@ def attend_nodes(
             q_heads,
             exist,
             num_q_heads,
-            0,
             before + splits,
             splits,
             AT_ONCE,

@@ -19,14 +19,11 @@ from foveate.ops.summaries.masses_kernel import note, pooled
 from foveate.ops.summaries.plan import (
     FEW_HEADS,
     Work,
-    merge_at_once,
     merge_last,
     page_block,
-    replacing_options,
     scoring_options,
     tile_for,
 )
-from foveate.ops.summaries.replace_kernel import replace_refined
 from foveate.ops.summaries.score_kernel import score_nodes
 from foveate.ops.summaries.select_kernel import select_nodes
 from foveate.ops.summaries.support import BIASES, RULES, SCORES, check_supported
@@ -34,8 +31,6 @@ from foveate.ops.summaries.tree import Level, Tree
 from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
 from foveate.ops.summaries.workspace import Visit, make_workspace, strides_by_head
 
-_REREAD = 32
-"""The most nodes per block when a program of ``replace_refined`` recomputes attention without the refined ones."""
 _RANKED = 64
 """Ranks that a thread of ``select_nodes`` reads at once."""
 
@@ -55,16 +50,10 @@ def attend_summaries(
 ) -> Covered:
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
-    A tree of one level with few refined pages takes two launches, and one before them where low-rank summaries rank
-    its nodes. ``score_nodes`` scores all summaries and attends to them, to sinks and to the tail; it writes parts of
-    the output and bounds on the masses in each block of summaries. Each program of ``replace_refined`` owns some dims
-    of the output: it merges the parts, selects the pages to refine, subtracts their summaries and attends to their
-    keys.
-
-    ``select_nodes`` runs between them where many pages are refined, where there are very many pages, or where the whole
-    layer makes one selection. If many pages are refined, ``attend_nodes`` replaces ``replace_refined``: it reads the
-    summaries' values after the selection, and the last program to finish merges (FlashDecoding, Dao et al. 2023). Each
-    further level takes two or three more launches, and its running sums one.
+    On each level ``score_nodes`` scores the visited nodes, at the top level beside attending to sinks and tail;
+    ``select_nodes`` selects the nodes to refine; ``attend_nodes`` reads the values of the others and, on the last
+    level, the keys of refined pages, and the last program to finish merges all parts (FlashDecoding, Dao et al. 2023).
+    A launch before them ranks nodes by low-rank summaries, and running sums take one launch more a level.
 
     The kernels read ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` are capacities, so a
     captured step can be replayed with larger numbers. Results are deterministic, and fp32 is multiplied in full
@@ -114,8 +103,7 @@ class SummariesLaunch:
         self.block_dv = padded(self.value_dim)
         if how.mass == "preserve" and tree.width > self.tile.block_n:
             raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
-        size = q.element_size()
-        work = Work(self.tile, self.programs, self.group, self.value_dim, size, multiprocessors(q.device))
+        work = Work(self.tile, self.programs, multiprocessors(q.device))
         self.raw_splits, self.stages = work.raw_splits(tree), work.stages(tree, how)
         kept, keeps = tree.width if need_masses else self.chunks, "raw" if self.keeps_raw else "nodes"
         keeps = "all" if self.keeps else keeps
@@ -125,13 +113,8 @@ class SummariesLaunch:
         """Make the launches and return the results."""
         space, visited, capped = self.space, [], 0
         for visit in space.visits:
-            *ranks, bounds = self._score(visit)
-            if not visit.stage.few:
-                capped = capped + self._select(visit, *ranks)
-            if visit.stage.replaces:
-                self._replace(visit, *ranks, bounds)
-            else:
-                self._attend(visit)
+            capped = capped + self._select(visit, *self._score(visit))
+            self._attend(visit)
             if self.need_masses:
                 visited.append(self._visited(visit))
         masses = pooled(space, self.tree) if self.need_masses else ()
@@ -173,70 +156,44 @@ class SummariesLaunch:
             "SOFTCAP": self.softcap,
         }
 
-    def _score(self, visit: Visit) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Score the nodes of a level.
-
-        Returns:
-            ``(rank, rank_lse, bounds)``, see :func:`score_nodes`; the last two are None where they are not needed.
-        """
+    def _score(self, visit: Visit) -> tuple[Tensor, Tensor]:
+        """Score the nodes of a level; returns ``(rank, rank_lse)``, see :func:`score_nodes`."""
         stage, above, space = visit.stage, visit.above, self.space
         level, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
         rank = visit.weights
         if how.score != "summary":
             rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
-        rank_lse = None
-        if not stage.few or how.score != "summary":  # otherwise masses follow from the parts' log-sum-exps
-            rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
-        blocks, bounds, recent, recent_strides = triton.cdiv(stage.width, self.tile.block_n), None, None, (0, 0, 0)
-        if stage.few and blocks > stage.at_once:
-            bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
-            recent, recent_strides = self._recent(level)
+        rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
         by_records = how.score == "lowrank"
         estimate = low_rank_ranks(q, level, visit, self.scaling, self.softcap or None) if by_records else None
-        read = [self.dim] * (1 + (level.nodes.spread is not None)) + [self.value_dim] * stage.replaces
-        of_node = sum(map(padded, read))
+        of_node = padded(self.dim) * (1 + (level.nodes.spread is not None))
         score_nodes[self.programs, stage.scoring + (self.raw_splits if raw else 0)](
-            *self._vectors(level),
+            *self._vectors(level)[:3],
             *_fields(level),
             estimate,
             self.tree.rows.numbers,
             *visit.nodes,
             rank,
             rank_lse,
-            recent,
-            bounds,
             space.of_raw if self.keeps_raw else None,
             *space.parts,
             space.arrived,
             space.read,
-            *self._strides_of_vectors(level),
+            *self._strides_of_vectors(level)[:3],
             *_strides_of_fields(level),
             *visit.strides,
-            recent_strides,
             *self._heads,
             stage.scoring,
-            stage.before,
-            stage.per,
             space.places,
             rank.stride(1),
             0 if estimate is None else estimate.stride(1),
-            0 if bounds is None else bounds.shape[2],
             log_size=math.log(level.size),
             reads=level.reads,
             BRANCH=visit.branch,
-            ATTENDS=stage.replaces,
             **self._scores,
             **scoring_options(self.tile, q.dtype, of_node, self.capability),
         )
-        return rank, rank_lse, bounds
-
-    def _selected_by(self, visit: Visit) -> dict[str, Any]:
-        """Arguments of the kernels that select."""
-        return {
-            "prior": self.how.prior,
-            "BRANCH": visit.branch,
-            "PRIOR": self.how.prior > 0,
-        }
+        return rank, rank_lse
 
     def _recent(self, level: Level) -> tuple[Tensor | None, tuple[int, int, int]]:
         """The recent attention to a level's nodes and its strides, if the rule uses it."""
@@ -281,7 +238,9 @@ class SummariesLaunch:
             GROUP=self.group if self.group <= FEW_HEADS and how.pool == "kv_head" else 0,
             AT_ONCE=warps * 32 * _RANKED,
             num_warps=warps,
-            **self._selected_by(visit),
+            prior=how.prior,
+            BRANCH=visit.branch,
+            PRIOR=how.prior > 0,
         )
         return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
 
@@ -308,55 +267,6 @@ class SummariesLaunch:
             **self._pages_read(),
             **self._dims,
             **self.tile.options,
-        )
-
-    def _replace(self, visit: Visit, rank: Tensor, rank_lse: Tensor | None, bounds: Tensor | None) -> None:
-        """Merge the parts that ``score_nodes`` wrote, with the refined nodes replaced by their keys."""
-        stage, space, tree, level = visit.stage, self.space, self.tree, self.tree.levels[visit.stage.level]
-        recent, recent_strides = self._recent(level)
-        blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
-        block_s = padded(triton.cdiv(self.value_dim, stage.attending))
-        ranked = stage.few and self.how.score != "summary"
-        choosing = {"FEW": 0, "GROUP": 1, "BLOCKS": 1, "BLOCKS_AT_ONCE": 1, "SPLITS": 1, "OTHERS": 1}
-        if stage.few:
-            choosing |= {"FEW": max(1, stage.k), "GROUP": self.group, "BLOCKS": blocks, "BLOCKS_AT_ONCE": stage.at_once}
-        if ranked:
-            choosing |= {
-                "SPLITS": triton.next_power_of_2(stage.scoring),
-                "OTHERS": triton.next_power_of_2(stage.before),
-            }
-        sizes = {name: size for name, size in self._dims.items() if name != "BLOCK_DV"}
-        sizes |= {"BLOCK_S": block_s, "BLOCK_R": min(_REREAD, self.tile.block_n)}
-        replace_refined[self.programs, stage.attending](
-            *self._vectors(level),
-            visit.count,
-            visit.pages_above,
-            tree.rows.numbers[2 + stage.level],
-            recent,
-            rank,
-            rank_lse,
-            bounds,
-            *visit.selection,
-            *self._parts(visit),
-            *self._output,
-            *self._strides_of_vectors(level),
-            recent_strides,
-            *self._strides_of_selection(visit),
-            *self._heads,
-            stage.scoring,
-            stage.before,
-            stage.per,
-            stage.k,
-            space.places,
-            rank.stride(1),
-            0 if bounds is None else bounds.shape[2],
-            stage.padded,
-            ROOM=max(2, triton.next_power_of_2(stage.k)),
-            AT_ONCE=merge_at_once(self.tile, block_s),
-            **choosing | sizes,
-            **self._pages_read(),
-            **self._selected_by(visit),
-            **replacing_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0),
         )
 
     def _parts(self, visit: Visit) -> tuple[Tensor | None, ...]:

@@ -9,16 +9,6 @@ from foveate.ops.summaries.score_kernel import shared_out
 
 
 @triton.jit
-def listed(place, number, few, order, ptr, FEW: tl.constexpr):
-    """Entries at ``place`` of a list of ``number`` entries, which is in memory or, with ``FEW``, in registers: entry
-    ``order[i]`` is ``few[i]``."""
-    if FEW:
-        return tl.sum(tl.where(place[:, None] == order[None, :], few[None, :], 0), 1)
-    else:
-        return tl.load(ptr + place, mask=place < number, other=0).to(tl.int32)
-
-
-@triton.jit
 def _span(page, known, end_ptr, end_stride, sinks, WIDTH: tl.constexpr):
     """First slot and length of pages: of ``WIDTH`` tokens each or, where that is 0, by their ends in memory."""
     if WIDTH:
@@ -41,9 +31,6 @@ def refined_tokens(
     token_ptr,
     place_ptr,
     page_ptr,
-    few_places,
-    few_pages,
-    order,
     q_stride_h,
     q_stride_d,
     k_stride_l,
@@ -64,8 +51,6 @@ def refined_tokens(
     top,
     weight,
     out,
-    keeps,
-    FEW: tl.constexpr,
     WIDTH: tl.constexpr,
     PRESERVE: tl.constexpr,
     KEEPS: tl.constexpr,
@@ -80,23 +65,21 @@ def refined_tokens(
     """Add the keys of ``picked`` pages to a running softmax: tiles ``begin .. end - 1``.
 
     A page has ``CHUNKS`` chunks of ``BLOCK_W`` tokens; a tile has ``BLOCK_N`` tokens of one or more chunks. ``KEEPS``:
-    programs with ``keeps`` store log-weights in ``token``, 1: of each token, 2: of each chunk. With ``PRESERVE`` keys
+    log-weights are stored in ``token``, 1: of each token, 2: of each chunk. With ``PRESERVE`` keys
     share the log-weight of their page in ``weight``. Pointers are offset to a row and KV head, except these two.
     """
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
     dims, token, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, PAGES * BLOCK_W), tl.arange(0, out.shape[1])
     q_tile = heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    if not FEW:  # loaded one tile ahead, so that the compiler can pipeline the loads of keys
-        next_page = listed((begin * PAGES + token // BLOCK_W) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+    next_place = (begin * PAGES + token // BLOCK_W) // CHUNKS
+    # loaded one tile ahead, so that the compiler can pipeline the loads of keys
+    next_page = tl.load(page_ptr + next_place, mask=next_place < picked, other=0).to(tl.int32)
     for tile in tl.range(begin, end):
         piece = tile * PAGES + token // BLOCK_W
         place, inside = piece // CHUNKS, piece % CHUNKS * BLOCK_W + token % BLOCK_W
-        if FEW:
-            page = listed(place, picked, few_pages, order, page_ptr, FEW)
-        else:
-            page = next_page
-            next_page = listed((piece + PAGES) // CHUNKS, picked, few_pages, order, page_ptr, FEW)
+        page, next_place = next_page, (piece + PAGES) // CHUNKS
+        next_page = tl.load(page_ptr + next_place, mask=next_place < picked, other=0).to(tl.int32)
         start, width = _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)
         stored = inside < width
         slot = (start + inside).to(tl.int64)
@@ -112,18 +95,18 @@ def refined_tokens(
         logits = tl.where(stored[None, :], logits, float("-inf"))
         if PRESERVE:
             mine = tile * PAGES + tl.arange(0, PAGES)
-            parent = listed(mine, picked, few_places, order, place_ptr, FEW)
+            parent = tl.load(place_ptr + mine, mask=mine < picked, other=0).to(tl.int32)
             of_parent = weight_ptr + q_heads[:, None] * places + parent[None, :]
             known = exist[:, None] & (mine < picked)[None, :]
             logits = shared_out(logits, tl.load(of_parent, mask=known, other=0.0), PAGES)
         if KEEPS == 1:
-            kept = (place < picked) & (inside < page_places) & keeps
+            kept = (place < picked) & (inside < page_places)
             at = q_heads[:, None] * places + (place * page_places + inside)[None, :]
             tl.store(token_ptr + at, logits, mask=exist[:, None] & kept[None, :])
         elif KEEPS:
             of_chunk = tile * PAGES + tl.arange(0, PAGES)
             total = log_sums(tl.reshape(logits, [logits.shape[0], PAGES, BLOCK_W]))
-            kept = exist[:, None] & ((of_chunk < picked * CHUNKS) & keeps)[None, :]
+            kept = exist[:, None] & (of_chunk < picked * CHUNKS)[None, :]
             tl.store(token_ptr + q_heads[:, None] * places + of_chunk[None, :], total, mask=kept)
         top, weight, out = online(logits, v, top, weight, out)
     return top, weight, out
@@ -136,11 +119,8 @@ def count_refined(
     end_ptr,
     end_stride_n,
     page_ptr,
-    few_pages,
-    order,
     picked,
     sinks,
-    FEW: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -151,7 +131,7 @@ def count_refined(
         of_pages = tl.zeros([BLOCK], tl.int32)
         for chunk in tl.range(0, picked, BLOCK):
             place = chunk + tl.arange(0, BLOCK)
-            page = listed(place, picked, few_pages, order, page_ptr, FEW)
+            page = tl.load(page_ptr + place, mask=place < picked, other=0).to(tl.int32)
             of_pages += _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)[1]
         tokens = tl.sum(of_pages, 0)
     tl.store(read_ptr, tl.load(read_ptr) + tokens)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from foveate.ops.gpu.softcap import capped
-from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sums, online, store_part
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sum_exp, log_sums, online, store_part
 
 VARYING = ["batches", "num_kv_heads", "head_tiles", "splits", "places"]
 """Arguments that change from step to step or from batch to batch, so that kernels are not specialised on them."""
@@ -42,21 +42,17 @@ def free_energy(deviation, log_size):
     do_not_specialize=[
         *VARYING,
         "raw_splits",
-        "before",
-        "per",
         "sinks",
         "rank_places",
         "estimate_places",
         "list_stride_b",
         "list_stride_h",
-        "bound_places",
     ]
 )
 def score_nodes(
     q_ptr,
     k_ptr,
     v_ptr,
-    value_ptr,
     node_ptr,
     spread_ptr,
     size_ptr,
@@ -70,8 +66,6 @@ def score_nodes(
     weight_ptr,
     rank_ptr,
     rank_lse_ptr,
-    recent_ptr,
-    bound_ptr,
     raw_ptr,
     part_out_ptr,
     part_lse_ptr,
@@ -80,7 +74,6 @@ def score_nodes(
     q_strides,
     k_strides,
     v_strides,
-    value_strides,
     node_strides,
     spread_strides,
     size_strides,
@@ -88,25 +81,20 @@ def score_nodes(
     count_strides,
     list_stride_b,
     list_stride_h,
-    recent_strides,
     batches,
     num_kv_heads,
     group,
     head_tiles,
     splits,
-    before,
-    per,
     places,
     rank_places,
     estimate_places,
-    bound_places,
     raw_splits,
     sinks,
     scaling,
     log_size,
     reads,
     BRANCH: tl.constexpr,
-    ATTENDS: tl.constexpr,
     PRESERVE: tl.constexpr,
     BIAS: tl.constexpr,
     SCORE: tl.constexpr,
@@ -121,23 +109,15 @@ def score_nodes(
 ):
     """Write ``weight [B, Hq, places]``, the log-weights of the visited nodes of a level; ``rank [B, Hq, rank_places]``
     if the rule ranks them by another estimate (``SCORE`` > 0); and the log-sum-exp of each program's ranks, ``rank_lse
-    [B, Hq, splits]``. All are to the base 2. ``splits`` programs share a row's nodes. Of ``rank_lse``, ``raw`` and
-    ``bound``, what is None is not written.
+    [B, Hq, splits]``. All are to the base 2. ``splits`` programs share a row's nodes.
 
     At the top level (``BRANCH`` 0) these are the first ``count`` nodes. Otherwise they are the children of ``count``
     refined nodes of the level above: ``list`` has the numbers of these, ``chosen`` their places in ``parent [B, Hq,
     places]``, the log-weights of their level.
 
     At the top level the first ``raw_splits`` programs of a row attend to sinks and tail instead of scoring. They write
-    parts ``part_out [raw_splits, B, Hq, Dv]`` and ``part_lse`` and the log-weights ``raw [B, Hq, places]``. ``slots
-    [2, B]`` holds the slots in use and the first slot after the pages.
-
-    ``ATTENDS``: the programs that score also attend to all their nodes, and write one part for every ``per`` blocks,
-    after ``before`` other parts.
-
-    They also write ``bound [B, Hkv, 2 group + 2, bound_places]``, from which bounds on the masses in each block of
-    nodes follow: for each head, its largest rank; for each head, the sum of ``2 ** (rank - largest)``; the largest,
-    over the nodes, of the sum over the heads of the node's share of a head's sum; and the largest ``recent`` attention.
+    parts ``part_out [raw_splits, B, Hq, Dv]`` and ``part_lse`` and, unless it is None, the log-weights ``raw [B, Hq,
+    places]``. ``slots [2, B]`` holds the slots in use and the first slot after the pages.
 
     ``SCORE`` 2: nodes are ranked by ``estimate [B, Hq, estimate_places]``, log-sum-exps to the base e.
 
@@ -147,19 +127,15 @@ def score_nodes(
     one deviation above it.
     """
     RAW: tl.constexpr = BRANCH == 0
-    RANK_LSE: tl.constexpr = rank_lse_ptr is not None
-    BOUNDS: tl.constexpr = bound_ptr is not None
     SPREAD: tl.constexpr = SCORE == 1
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
     node_stride_b, node_stride_h, node_stride_n, node_stride_d = node_strides
-    value_stride_b, value_stride_h, value_stride_n, value_stride_d = value_strides
     spread_stride_b, spread_stride_h, spread_stride_n, spread_stride_d = spread_strides
     size_stride_b, size_stride_h, size_stride_n = size_strides
     entropy_stride_b, entropy_stride_h, entropy_stride_n = entropy_strides
     count_stride_b, count_stride_h = count_strides
-    recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
     row, head_tile, split = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -226,19 +202,10 @@ def score_nodes(
             spread_ptr += batch * spread_stride_b + head * spread_stride_h
             scaled = q.to(tl.float32) * scaling
             squared = tl.minimum(scaled * scaled, LARGEST).to(q.dtype)
-        if BOUNDS:
-            bound_ptr += row.to(tl.int64) * (2 * group + 2) * bound_places
-            if recent_ptr is not None:
-                recent_ptr += batch * recent_stride_b + head * recent_stride_h
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
-        if ATTENDS:
-            value_ptr += batch * value_stride_b + head * value_stride_h
-            highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         blocks, padded = tl.cdiv(count, BLOCK_N), tl.cdiv(count, 16) * 16
-        each = tl.cdiv(tl.cdiv(blocks, per), splits) * per
+        each = tl.cdiv(blocks, splits)
         next_node = split * each * BLOCK_N + lanes
         if BRANCH:  # loaded one block ahead, so that the compiler can pipeline the loads of summaries
             next_node = tl.load(list_ptr + next_node // BRANCH, mask=next_node < count, other=0).to(tl.int32)
@@ -297,40 +264,10 @@ def score_nodes(
             tl.store(weight_ptr + q_heads[:, None] * (places // 16 * 16) + place[None, :], logits, mask=stored)
             if SCORE > 0:
                 tl.store(rank_ptr + q_heads[:, None] * (rank_places // 16 * 16) + place[None, :], ranks, mask=stored)
-            if RANK_LSE or BOUNDS:
-                peak = tl.max(ranks, 1)
-                base = tl.maximum(peak, LOWEST)
-                shares = tl.exp2(ranks - base[:, None])
-                mass = tl.sum(shares, 1)
-            if RANK_LSE:
-                higher = tl.maximum(top, base)
-                weight = weight * tl.exp2(top - higher) + mass * tl.exp2(base - higher)
-                top = higher
-            if BOUNDS:
-                shares = tl.where(exist[:, None], shares / tl.where(mass == 0, 1.0, mass)[:, None], 0.0)
-                recent = tl.zeros([BLOCK_N], tl.float32)
-                if recent_ptr is not None:
-                    recent = tl.load(recent_ptr + node * recent_stride_n, mask=there, other=0.0)
-                of_block = bound_ptr + block
-                tl.store(of_block + member * bound_places, peak, mask=exist)
-                tl.store(of_block + (group + member) * bound_places, mass, mask=exist)
-                tl.store(of_block + 2 * group * bound_places, tl.max(tl.sum(shares, 0), 0))
-                tl.store(of_block + (2 * group + 1) * bound_places, tl.max(recent, 0))
-            if ATTENDS:
-                v_mask = there[:, None]
-                if BLOCK_DV > VALUE_DIM:
-                    v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
-                v_tile = (node * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
-                v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
-                highest, total, out = online(logits, v, highest, total, out)
-                whole = (block % per == per - 1) | (block == blocks - 1)
-                part = (before + block // per).to(tl.int64) * (batches * num_kv_heads * group) + q_heads
-                store_part(part_out_ptr, part_lse_ptr, part, exist & whole, highest, total, out, VALUE_DIM)
-                highest, total = tl.where(whole, LOWEST, highest), tl.where(whole, 0.0, total)
-                out = tl.where(whole, 0.0, out)
-        if RANK_LSE:
-            lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
-            tl.store(rank_lse_ptr + q_heads * splits + split, lse, mask=exist)
+            higher = tl.maximum(top, tl.max(ranks, 1))
+            weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(ranks - higher[:, None]), 1)
+            top = higher
+        tl.store(rank_lse_ptr + q_heads * splits + split, log_sum_exp(top, weight), mask=exist)
         if (split == 0) & (head_tile == 0):
             read = count * reads
             if RAW:

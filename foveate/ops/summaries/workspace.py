@@ -162,7 +162,7 @@ def make_workspace(
         count = above.selection.picked
         parents = (branch, above.selection, above.weights)
         visits.append(Visit(stage, weights_of_level, selection, count, strides_by_head(count), *parents))
-    parts = last.before + last.parts
+    parts = last.before + last.attending
     return Workspace(
         weights=weights,
         raw=raw,

@@ -5,7 +5,7 @@ import torch
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.summaries import launch, plan, reference
+from foveate.ops.summaries import launch, reference
 from tests.trees import Problem, recent_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -54,11 +54,8 @@ def test_what_is_refined(pool):
 
 
 @pytest.mark.parametrize("page", [1, 7, 16, 40])
-@pytest.mark.parametrize("most", ["few", "many"])
-def test_page_sizes(page, most, monkeypatch):
+def test_page_sizes(page):
     """Of a page's tokens one number is kept, or one of each block's."""
-    if most == "many":
-        monkeypatch.setattr(plan, "_FEW", -1)
     check(Problem(sizes=(page,)))
     check(Problem(sizes=(page,), dtype=torch.float16, allowed=(2,)))
 

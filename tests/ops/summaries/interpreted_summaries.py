@@ -4,43 +4,25 @@ import dataclasses
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.summaries import launch, plan, reference, replace_kernel
+from foveate.ops.summaries import launch, reference
 from tests.combinations import every_pair
 from tests.problems import in_buffer
-from tests.trees import Problem, long_parts
+from tests.trees import Problem
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 HALF = ("dtype", [torch.float32, torch.float16])
 MASS = ("mass", ["exact", "preserve"])
 SPLITS = ("splits", [1, 8])
-FEW = ("few", ["few", "few and long parts", "chosen before", "many"])
 
 
 @pytest.fixture
 def splits(request, monkeypatch):
     """Few programs, and so many multiprocessors that rows are split."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: request.param)
-
-
-@pytest.fixture(params=FEW[1])
-def few(request, monkeypatch):
-    """What was attended to with all the others is mended, and every program finds out for itself what is refined, in
-    parts of a block or of several, among all nodes or block by block by bounds, or a launch before chooses; or what is
-    refined is never attended to."""
-    if request.param == "few and long parts":
-        monkeypatch.setattr(plan, "plan_parts", long_parts(2))
-        monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(plan, "_AT_ONCE", 1)
-    elif request.param == "chosen before":
-        monkeypatch.setattr(plan, "_FEW_OF", -1)
-    elif request.param == "many":
-        monkeypatch.setattr(plan, "_FEW", -1)
 
 
 def assert_same(found, expected, number_of_rows):
@@ -78,15 +60,8 @@ def check(problem, how, need_masses=True, softcap=None):
     return found
 
 
-@every_pair(
-    FEW,
-    MASS,
-    (("dtype", "same"), [(torch.float32, False), (torch.float16, True)]),
-    SPLITS,
-    indirect=["few", "splits"],
-    strength=3,
-)
-def test_few_pages(dtype, mass, same, splits, few):
+@every_pair(MASS, (("dtype", "same"), [(torch.float32, False), (torch.float16, True)]), SPLITS, indirect=["splits"])
+def test_few_pages(dtype, mass, same, splits):
     check(Problem(dtype=dtype, same=same), ops.Refinement(mass=mass))
     check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.Refinement(mass=mass), False)
 
@@ -126,13 +101,9 @@ def test_weights_and_scores(bias, score):
 
 
 @every_pair(
-    FEW,
-    ("bias", ["none", "log", "entropy"]),
-    ("score", ["summary", "spread", "lowrank"]),
-    ("softcap", [1.5, 5.0, 50.0]),
-    indirect=["few"],
+    ("bias", ["none", "log", "entropy"]), ("score", ["summary", "spread", "lowrank"]), ("softcap", [1.5, 5.0, 50.0])
 )
-def test_capped_logits(bias, score, softcap, few):
+def test_capped_logits(bias, score, softcap):
     """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
     how = ops.Refinement(bias=bias, score=score)
     found = check(Problem(varied=True), how, softcap=softcap)
@@ -142,8 +113,8 @@ def test_capped_logits(bias, score, softcap, few):
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap=softcap)
 
 
-@every_pair(FEW, MASS, indirect=["few"])
-def test_pages_of_varied_sizes(mass, few):
+@pytest.mark.parametrize(*MASS)
+def test_pages_of_varied_sizes(mass):
     check(Problem(pages=(30, 12), varied=True), ops.Refinement(mass=mass))
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
 
@@ -159,8 +130,8 @@ def test_other_rules(rule, limit, allowed, pool):
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(allowed, 2)), how)
 
 
-@every_pair(FEW, ("prior", [0.5, 0.3, 0.0]), ("pool", ["kv_head", "layer"]), indirect=["few"])
-def test_pools_and_recent_attention(pool, prior, few):
+@every_pair(("prior", [0.5, 0.3, 0.0]), ("pool", ["kv_head", "layer"]))
+def test_pools_and_recent_attention(pool, prior):
     how = ops.Refinement(pool=pool, prior=prior)
     check(Problem(pages=(40, 13), allowed=(6,)), how)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(5, 3)), how)
@@ -171,28 +142,9 @@ def test_head_dims(dim, value_dim):
     check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
 
 
-@every_pair(("score", ["summary", "spread", "lowrank"]), ("prior", [0.0, 0.3]), MASS)
-def test_bounds_of_blocks(mass, score, prior, monkeypatch):
-    """Of the top level, and of nodes that are listed."""
-    replace, bounded = launch.SummariesLaunch._replace, []
-
-    def noted(step, visit, rank, lse, bounds):
-        bounded.append(bounds is not None)
-        replace(step, visit, rank, lse, bounds)
-
-    monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
-    monkeypatch.setattr(plan, "_AT_ONCE", 1)
-    monkeypatch.setattr(launch.SummariesLaunch, "_replace", noted)
-    how = ops.Refinement(mass=mass, score=score, prior=prior)
-    check(Problem(pages=(90, 33), allowed=(6,)), how)
-    check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8)), how)
-    check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8), varied=True), how)
-    assert bounded == [True] * 3
-
-
-@every_pair(FEW, ("nodes", [[7], [7, 8, 39]]), HALF, indirect=["few"])
-def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes, few):
-    """What is left when they are taken out of everything would be rounding."""
+@every_pair(("nodes", [[7], [7, 8, 39]]), HALF)
+def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes):
+    """Nothing of them may be left in the output."""
     problem = Problem((90, 9), sizes=(4,), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 15.0, 0.3)
     assert set(nodes) <= set(check(problem, ops.Refinement()).visited[0].chosen[0, 0].tolist())
@@ -204,51 +156,8 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes, few):
     assert {2 * node + 1 for node in nodes} <= set(chosen.tolist())
 
 
-def test_doing_all_once_more(few, monkeypatch):
-    """Whatever is taken out."""
-    monkeypatch.setattr(replace_kernel, "_LOST", tl.constexpr(-1.0))
-    for mass in ("exact", "preserve"):
-        check(Problem(pages=(90, 33, 0), loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
-        check(Problem(pages=(90, 33), sizes=(2,), dtype=torch.float16, heads=7, kv_heads=1), ops.Refinement(mass=mass))
-        check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
-
-
-@every_pair((("value_dim", "dims"), [(64, 16), (80, 16), (96, 16), (192, 16), (20, 32)]), FEW, MASS, indirect=["few"])
-def test_slices_of_the_output(value_dim, dims, mass, few, monkeypatch):
-    """Of few rows on a large GPU, where programs of a row make some dims each."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 64)
-    if plan._FEW > 0:
-        assert plan.slice_dims(value_dim, 6, 2, 128) == dims
-    check(Problem(dim=24, value_dim=value_dim, loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
-
-
-def test_several_programs_note_what_is_refined(few, monkeypatch):
-    monkeypatch.setattr(replace_kernel, "_GONE", tl.constexpr(16))
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 64)
-    check(Problem((90, 33), value_dim=64, allowed=(5,), loudness=1.0), ops.Refinement(prior=0.3))
-
-
-@pytest.mark.parametrize(
-    ("value_dim", "programs", "heads", "dims"),
-    [(128, 8, 4, 16), (128, 64, 4, 32), (128, 256, 4, 128), (256, 256, 16, 128), (128, 256, 64, 32), (80, 64, 4, 128)],
-)
-def test_how_many_dims_a_program_makes(value_dim, programs, heads, dims):
-    assert plan.slice_dims(value_dim, programs, heads, 264) == dims
-
-
-def test_parts_fill_the_gpu_and_cost_little():
-    """Of one sequence as many programs as run at a time; of many, parts that are the longer the more they cost."""
-    per, splits = plan.plan_parts(8, 128, 0.25, 240)
-    assert 8 * splits <= 240
-    longest = triton.cdiv(triton.cdiv(128, per), splits) * per  # blocks of a program
-    assert longest <= 6  # five would do without parts
-    assert plan.plan_parts(8, 0, 0.25, 240) == (1, 1)
-    free, cheap, dear = (plan.plan_parts(24, 128, cost, 132)[0] for cost in (0, 0.25, 1))
-    assert 1 == free < cheap < dear
-
-
 @pytest.mark.parametrize("prior", [0.0, 0.5])
-def test_ranks_of_one_head_after_the_other(prior, few, monkeypatch):
+def test_ranks_of_one_head_after_the_other(prior, monkeypatch):
     """Where those of all heads are too many to be read at once."""
     monkeypatch.setattr(launch, "_RANKED", 1)
     check(Problem(pages=(70, 33), heads=14, kv_heads=2), ops.Refinement(prior=prior))
@@ -256,12 +165,12 @@ def test_ranks_of_one_head_after_the_other(prior, few, monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (6, 6), (14, 2), (32, 2), (130, 1)])
-def test_groups(heads, kv_heads, few):
+def test_groups(heads, kv_heads):
     check(Problem(heads=heads, kv_heads=kv_heads), ops.Refinement(mass="preserve"))
 
 
 @pytest.mark.parametrize("page", [1, 5, 16, 40])
-def test_page_sizes(page, few):
+def test_page_sizes(page):
     check(Problem(sizes=(page,)), ops.Refinement())
     if page <= 16:
         check(Problem(sizes=(page,)), ops.Refinement(mass="preserve"))
@@ -281,7 +190,7 @@ def test_strides_among_nan(layout):
     check(problem, ops.Refinement(score="spread"))
 
 
-def test_pages_that_are_not_refined_are_not_read(few):
+def test_pages_that_are_not_refined_are_not_read():
     problem, how = Problem(), ops.Refinement()
     found = check(problem, how)
     chosen, slots = found.visited[0].chosen, torch.arange(problem.k.shape[2])
@@ -296,7 +205,7 @@ def test_pages_that_are_not_refined_are_not_read(few):
     assert again.masses == ()
 
 
-def test_room_for_more_than_rows_have(few):
+def test_room_for_more_than_rows_have():
     """As in a step that is replayed while rows grow: what is on the device counts."""
     problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.Refinement(prior=0.5)
     found, rows = check(problem, how), problem.tree.rows
@@ -316,7 +225,7 @@ def test_room_for_more_than_rows_have(few):
     assert torch.equal(roomy.read, found.read)
 
 
-def test_ties_go_to_the_smaller_index(few):
+def test_ties_go_to_the_smaller_index():
     problem = Problem(pages=(40, 13), allowed=(5,))
     problem.tree.levels[0].nodes.k[0, :, 7:31] = problem.tree.levels[0].nodes.k[0, :, 7:8]
     problem.q.zero_()
@@ -324,7 +233,7 @@ def test_ties_go_to_the_smaller_index(few):
     assert (found.visited[0].chosen == torch.arange(5)).all()
 
 
-def test_the_heaviest_lie_behind_more_ties_than_are_chosen(few):
+def test_the_heaviest_lie_behind_more_ties_than_are_chosen():
     problem = Problem(pages=(40, 13), allowed=(5,))
     problem.q.zero_()
     recent = problem.tree.levels[0].recent
