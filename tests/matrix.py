@@ -127,15 +127,13 @@ VARIANTS = [
         for name, settings in {
             "every_token": {"page_size": 8, "sinks": 0, "tail": 5, "compress_every": 1, "top_k": 0.4},
             "preserve": {"score": "spread", "mass": "preserve", "top_k": 3, "compress_every": 5},
-            "threshold": {"tail": 3, "refine": "threshold", "epsilon": 0.07, "bias": "log", "score": "summary"},
-            "threshold_preserve": {"refine": "threshold", "epsilon": 0.07, "mass": "preserve"},
-            "threshold_layer": {"score": "spread", "refine": "threshold", "epsilon": 0.15, "pool": "layer"},
+            "summary": {"tail": 3, "score": "summary"},
+            "preserve_lowrank": {"mass": "preserve", "bias": "none"},
+            "layer": {"score": "spread", "pool": "layer"},
             "attention": {"compressor": "attention", "temperature": 1.0, "bias": "entropy", "score": "summary"},
             "random": {"compressor": "random", "bias": "none", "top_k": 3},
             "zero": {"score": "spread", "zero_values": True, "pool": "layer", "top_k": 2},
             "none_refined": {"top_k": 0},
-            "top_p": {"score": "spread", "refine": "top_p", "top_p": 0.5},
-            "top_p_capped": {"refine": "top_p", "top_p": 0.95, "max_refined": 3},
             "recent": {"score": "spread", "compressor": "recent", "top_k": 2},
             "spread": {"score": "spread", "prior": 0.0, "top_k": 2},
             "prior_layer": {
@@ -157,7 +155,7 @@ VARIANTS = [
                 "expand": 1,
                 "compressor": "attention",
             },
-            "levels_top_p": {"page_size": [3, 6], "refine": "top_p", "top_p": 0.3},
+            "levels_share": {"page_size": [3, 6], "top_k": 0.2, "expand": 0.5},
             **{
                 name: {"score": "spread", "segmenter": "gaussian", "top_k": 1} | settings
                 for name, settings in {

@@ -95,16 +95,6 @@ def test_luka(cost, more):
         assert layer.tokens_evicted == 0
 
 
-@pytest.mark.parametrize(("cap", "notes"), [(1, ["a cap cut selections short"]), (1.0, [])])
-def test_a_cap_that_cut_selections_is_told(cap, notes):
-    model = tiny_model()
-    with foveate.attached(model, f"luka:page_size=4,tail=9,refine=top_p,top_p=0.95,max_refined={cap}"):
-        generate(model, **left_padded([61]))
-        found = foveate.stats(model)
-    assert found.summary()["notes"] == notes
-    assert all((layer.selections_capped > 0) == bool(notes) for layer in found.layers)
-
-
 def test_a_prompt_in_chunks_counts_like_one_in_one_piece():
     method = "h2o:top_k=9,window=8"
     assert layers_after(method, prefill_chunk_size=20) == layers_after(method)

@@ -51,12 +51,8 @@ class Paging:
 class Budgets:
     """How many nodes may be refined: the settings of :class:`~foveate.methods.luka.LuKA` of the same names."""
 
-    refine: str
     top_k: int | float
     expand: int | float
-    max_refined: int | float
-    epsilon: float
-    pool: str
 
 
 def nodes_over(sizes: tuple[int, ...], level: int, pages: int | Tensor) -> int | Tensor:

@@ -25,8 +25,8 @@ class LuKAPaper(LuKA):
     compressor: str = setting(
         "attention", "what stands for a page: mean, recent or attention (weighted by attention), random"
     )
-    top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
-    expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
+    top_k: int | float = setting(3, "pages refined: a number (0: none), or a share of the pages")
+    expand: int | float = setting(0.25, "nodes refined on each level above the pages")
     pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
         "summary",

@@ -43,11 +43,13 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
-    counters: ClassVar[tuple[str, ...]] = ("pages_refined", "selections_capped")
-    """Pages read raw: the mean over KV heads, summed over steps and rows; and selections of a KV head that a fixed
-    capacity cut short."""
-    retired: ClassVar[dict] = {"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0}
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
+    counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
+    """Pages read raw: the mean over KV heads, summed over steps and rows."""
+    retired: ClassVar[dict] = {
+        **{"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0},
+        **{"refine": "top_k", "epsilon": 0.2, "top_p": 0.9, "max_refined": 1.0},
+    }
+    full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
 
     page_size: Any = setting(
@@ -63,12 +65,8 @@ class LuKA(Method):
     )
     temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
     zero_values: bool = setting(False, "summaries have values of zero (the paper's figure 6)")
-    refine: str = setting("top_k", "which pages are read raw: top_k, threshold or top_p")
-    top_k: int | float = setting(0.11, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
-    expand: int | float = setting(0.3, "nodes refined on each level above the pages under refine=top_k")
-    epsilon: float = setting(0.2, "least mass (see prior) of a refined page under refine=threshold")
-    top_p: float = setting(0.9, "mass (see prior) that must not stay in summaries under refine=top_p")
-    max_refined: int | float = setting(1.0, "most nodes of a level refined under refine=top_p: a number, or a share")
+    top_k: int | float = setting(0.11, "pages refined: a number (0: none), or a share of the pages")
+    expand: int | float = setting(0.3, "nodes refined on each level above the pages")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
         "lowrank",
@@ -95,7 +93,6 @@ class LuKA(Method):
             self._check_count(name)
         self._check_choice("segmenter", "fixed", "gaussian")
         self._check_choice("compressor", "mean", "recent", "attention", "random")
-        self._check_choice("refine", "top_k", "threshold", "top_p")
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("score", "summary", "spread", "lowrank")
         if self.score == "lowrank":
@@ -109,13 +106,9 @@ class LuKA(Method):
         for name in ("page_deviation", "temperature"):
             value = getattr(self, name)
             self._check(name, _is_number(value) and value > 0 and math.isfinite(value), "a number above 0")
-        for name in ("epsilon", "top_p"):
-            value = getattr(self, name)
-            self._check(name, _is_number(value) and 0 < value < 1, "between 0 and 1")
         self._check("prior", _is_number(self.prior) and 0 <= self.prior < 1, "at least 0 and below 1")
         self._check_budget("top_k", 0)
-        for name in ("expand", "max_refined"):
-            self._check_budget(name)
+        self._check_budget("expand")
         self._check("zero_values", isinstance(self.zero_values, bool), "true or false")
 
     def _nests(self) -> bool:
@@ -160,7 +153,7 @@ class LuKA(Method):
     @functools.cached_property
     def budgets(self) -> Budgets:
         """How many nodes may be refined."""
-        return Budgets(self.refine, self.top_k, self.expand, self.max_refined, self.epsilon, self.pool)
+        return Budgets(self.top_k, self.expand)
 
     @property
     def weighs_mass(self) -> bool:
@@ -239,7 +232,7 @@ class LuKA(Method):
             return None
         few = isinstance(self.top_k, int) and self.top_k <= 8
         little = few or (isinstance(self.top_k, float) and self.top_k <= _LITTLE)
-        if len(self.sizes) > 1 or self.refine != "top_k" or not little:
+        if len(self.sizes) > 1 or not little:
             return 4 * SPARSE_FROM_TOKENS
         return SPARSE_FROM_TOKENS if few and self.score != "lowrank" else 2 * SPARSE_FROM_TOKENS
 
@@ -282,8 +275,6 @@ class LuKA(Method):
             need_lse=cache.sink_logits is not None,
             sums=ops.Sums(1 / self.window, **sums) if sums else None,
         )
-        if isinstance(covered.capped, Tensor):
-            cache.count("selections_capped", covered.capped)
         cache.count_read(covered.read)
         cache.count("pages_refined", covered.refined)
         # learned sinks scale the output; they do not enter the masses by which pages are chosen
@@ -292,16 +283,7 @@ class LuKA(Method):
     @functools.cached_property
     def refinement(self) -> ops.Refinement:
         """The settings by which nodes are refined, as :func:`foveate.ops.attend_summaries` takes them."""
-        limits = {"threshold": self.epsilon, "top_p": 1.0 - self.top_p}
-        return ops.Refinement(
-            self.refine,
-            limits.get(self.refine, 0.0),
-            self.pool,
-            self.score,
-            self.bias,
-            self.mass,
-            self.prior,
-        )
+        return ops.Refinement(self.pool, self.score, self.bias, self.mass, self.prior)
 
 
 class MakesPages(Replay):

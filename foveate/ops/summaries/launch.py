@@ -26,7 +26,7 @@ from foveate.ops.summaries.plan import (
 )
 from foveate.ops.summaries.score_kernel import score_nodes
 from foveate.ops.summaries.select_kernel import select_nodes
-from foveate.ops.summaries.support import BIASES, RULES, SCORES, check_supported
+from foveate.ops.summaries.support import BIASES, SCORES, check_supported
 from foveate.ops.summaries.tree import Level, Tree
 from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
 from foveate.ops.summaries.workspace import Visit, make_workspace, strides_by_head
@@ -111,9 +111,9 @@ class SummariesLaunch:
 
     def run(self, need_lse: bool) -> Covered:
         """Make the launches and return the results."""
-        space, visited, capped = self.space, [], 0
+        space, visited = self.space, []
         for visit in space.visits:
-            capped = capped + self._select(visit, *self._score(visit))
+            self._select(visit, *self._score(visit))
             self._attend(visit)
             if self.need_masses:
                 visited.append(self._visited(visit))
@@ -121,16 +121,15 @@ class SummariesLaunch:
         if self.sums is not None:
             note(space, self.tree, self.sums)
         lse = space.lse if need_lse else None
-        return Covered(space.out, lse, masses, tuple(visited), space.read, space.refined, capped)
+        return Covered(space.out, lse, masses, tuple(visited), space.read, space.refined)
 
     def _visited(self, visit: Visit) -> VisitedLevel:
-        index, all_chosen = None, self.tree.rows.start is not None and self.how.rule == "top_k"
+        index, complete = None, self.tree.rows.start is not None
         if visit.above is not None:
-            index = page_slots(visit.above.pages, visit.branch, complete=all_chosen).flatten(-2)
+            index = page_slots(visit.above.pages, visit.branch, complete=complete).flatten(-2)
             index = index.expand(-1, self.num_kv_heads, -1)
-        complete = all_chosen or (visit.above is None and self.tree.rows.start is not None)
         chosen = visit.selection.chosen.expand(-1, self.num_kv_heads, -1)
-        return VisitedLevel(visit.stage.level, index, complete, chosen, all_chosen)
+        return VisitedLevel(visit.stage.level, index, complete, chosen)
 
     @property
     def _dims(self) -> dict[str, int]:
@@ -199,12 +198,10 @@ class SummariesLaunch:
         """The recent attention to a level's nodes and its strides, if the rule uses it."""
         return (None, (0, 0, 0)) if not self.how.prior else (level.recent, level.recent.stride())
 
-    def _select(self, visit: Visit, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
-        """Select the nodes to refine; returns how many selections of KV heads were cut short, int64 ``[]`` or 0."""
-        stage, selection, space = visit.stage, visit.selection, self.space
-        how, levels = self.how, self.tree.levels
-        recent, recent_strides = self._recent(levels[stage.level])
-        capped = torch.empty_like(selection.picked) if how.rule == "top_p" else None
+    def _select(self, visit: Visit, rank: Tensor, rank_lse: Tensor) -> None:
+        """Select the nodes to refine."""
+        stage, space, how = visit.stage, self.space, self.how
+        recent, recent_strides = self._recent(self.tree.levels[stage.level])
         held = max(256, triton.next_power_of_2(stage.padded))
         warps = 4 if held <= 1024 else 8 if held <= 4096 else 16
         select_nodes[(self.batch * self.sets,)](
@@ -215,8 +212,7 @@ class SummariesLaunch:
             visit.count,
             self.tree.rows.numbers[2 + stage.level],
             visit.pages_above,
-            *selection,
-            capped,
+            *visit.selection,
             recent_strides,
             *visit.strides,
             self.batch * self.num_heads,
@@ -229,8 +225,6 @@ class SummariesLaunch:
             stage.padded,
             stage.width,
             k=stage.k,
-            limit=how.limit / (len(levels) if how.rule == "top_p" else 1),
-            RULE=RULES[how.rule],
             LAYER=how.pool == "layer",
             SPLITS=triton.next_power_of_2(stage.scoring),
             OTHERS=triton.next_power_of_2(stage.before),
@@ -242,7 +236,6 @@ class SummariesLaunch:
             BRANCH=visit.branch,
             PRIOR=how.prior > 0,
         )
-        return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
 
     def _attend(self, visit: Visit) -> None:
         """Attend to nodes that are not refined; at the last level also to the keys of refined pages, and merge."""

@@ -54,7 +54,7 @@ def _average(
         if places:
             width = tree.branch(nodes.level) if nodes.level else below.shape[-1] // places
             children = below[..., : places * width].unflatten(-1, (places, width)).sum(-1)
-            chosen = nodes.chosen if nodes.all_chosen else nodes.chosen.clamp_min(0)
+            chosen = nodes.chosen if nodes.complete else nodes.chosen.clamp_min(0)
             mass = mass.scatter_add(-1, chosen.long(), children)
         recent = tree.levels[nodes.level].recent
         if nodes.index is None:

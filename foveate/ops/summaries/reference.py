@@ -12,7 +12,6 @@ from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.gather import gather_fields, gather_pages, page_slots
 from foveate.ops.score import page_lse
 from foveate.ops.score.nodes import free_energy, key_logits, logit_deviation
-from foveate.ops.select.mass import by_mass, first_of
 from foveate.ops.select.reference import topk, topk_rows
 from foveate.ops.summaries.cover import Part, attend_cover, refine
 from foveate.ops.summaries.masses import note_masses
@@ -60,7 +59,7 @@ def attend_summaries(
     while nodes.level >= 0:
         read = read + nodes.number * tree.levels[nodes.level].reads
         chosen = reader.choose(nodes, others)
-        visited.append(VisitedLevel(nodes.level, nodes.index, nodes.complete, chosen, reader.complete(nodes)))
+        visited.append(VisitedLevel(nodes.level, nodes.index, nodes.complete, chosen))
         if not chosen.shape[-1]:
             parts.append(Part(nodes.logits, nodes.v))
             refined = 0.0
@@ -69,7 +68,7 @@ def attend_summaries(
         below = reader.below(nodes, chosen, refined)
         children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
         left, children = refine(
-            nodes.logits, chosen, children, preserve=how.mass == "preserve", complete=reader.complete(nodes)
+            nodes.logits, chosen, children, preserve=how.mass == "preserve", complete=nodes.complete
         )
         parts.append(Part(left, nodes.v))
         nodes = below.weighted(children, how)
@@ -87,7 +86,7 @@ def attend_summaries(
     if sums is not None:
         note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
     masses, visited = (masses, tuple(visited)) if need_masses else ((), ())
-    return Covered(out, lse, masses, visited, read, refined, reader.capped)
+    return Covered(out, lse, masses, visited, read, refined)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +144,6 @@ class _Reader:
     ):
         self.tree, self.how, self.keys, self.values = tree, how, k, v
         self.queries, self.scaling, self.softcap = queries, scaling, softcap
-        self.capped: Tensor | int = 0
 
     def raw(self) -> Part:
         """Sinks and tail, as a part of the cover."""
@@ -170,11 +168,7 @@ class _Reader:
 
     def number(self, nodes: _Candidates, chosen: Tensor) -> float | Tensor:
         """How many nodes are chosen: the mean over rows and KV heads, or ``[B, Hkv]``."""
-        return float(chosen.shape[2]) if self.complete(nodes) else (chosen >= 0).sum(-1, dtype=torch.float64)
-
-    def complete(self, nodes: _Candidates) -> bool:
-        """Whether a selection among these nodes has no -1."""
-        return nodes.complete and self.how.rule == "top_k"
+        return float(chosen.shape[2]) if nodes.complete else (chosen >= 0).sum(-1, dtype=torch.float64)
 
     def below(self, nodes: _Candidates, chosen: Tensor, number: float | Tensor) -> _Candidates:
         """The children of chosen nodes, those of each at consecutive places.
@@ -183,7 +177,7 @@ class _Reader:
             chosen: places in ``nodes``, int64 ``[B, Hkv, K]``, -1 for none.
             number: how many are chosen.
         """
-        complete = self.complete(nodes)
+        complete = nodes.complete
         index = chosen if nodes.index is None else nodes.index.gather(-1, chosen if complete else chosen.clamp_min(0))
         if not complete and nodes.index is not None:
             index = index.masked_fill(chosen < 0, -1)
@@ -290,10 +284,6 @@ class _Reader:
         exist = None if nodes.complete else nodes.exist[:, : mass.shape[1]]
         if recent is not None:
             mass = mass.lerp(recent if exist is None else recent.masked_fill(~exist, 0.0), how.prior)
-        if how.rule == "top_p":
-            return self._take(level, *by_mass(mass, how.limit / len(self.tree.levels)))
-        if how.rule == "threshold":
-            mass = mass.masked_fill(mass <= how.limit, float("-inf"))
         if exist is not None:
             mass = mass.masked_fill(~exist, float("-inf"))
         if not rows.most[level]:
@@ -301,18 +291,6 @@ class _Reader:
         if rows.alike:
             return topk(mass, rows.most[level])
         return topk_rows(mass, rows.numbers[2 + level], rows.most[level])
-
-    def _take(self, level: int, order: Tensor, counts: Tensor) -> Tensor:
-        """The first ``counts [B, Hkv or 1]`` nodes of ``order``, at most as many as a row may refine; counts the
-        cuts."""
-        allowed = self.tree.rows.numbers[2 + level][:, None]
-        most = min(order.shape[-1], self.tree.rows.most[level])
-        alike = self.keys.shape[1] // counts.shape[1]  # KV heads that share a selection
-        self.capped = self.capped + (counts > allowed).sum() * alike
-        counts = counts.minimum(allowed)
-        if order.device.type == "cpu" and not self.tree.rows.captured:  # narrower: no host sync on the CPU
-            most = min(most, int(counts.max()))
-        return first_of(order, counts, most)
 
     def _recent(self, nodes: _Candidates) -> Tensor:
         """Recent attention to the nodes, fp32 ``[B, Hkv, C]``."""

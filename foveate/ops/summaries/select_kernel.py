@@ -10,25 +10,6 @@ VARYING = ["num_q_heads", "num_kv_heads", "splits", "others", "rank_places", "li
 """Arguments that change from step to step or from batch to batch, so that kernels are not specialised on them."""
 
 
-@triton.jit
-def _enough(mass, x, limit):
-    """The least number of nodes of largest mass that leave at most ``limit`` in the others, by bisection.
-
-    ``mass [N]``; ``x [N]``: the masses, -inf at unused places.
-    """
-    low, high = tl.zeros([], tl.int32), above_all(x)
-    there = x > float("-inf")
-    while low + 1 < high:
-        middle = low + (high - low) // 2
-        fits = tl.sum(tl.where(there & (x < float_of(middle)), mass, 0.0), 0) <= limit
-        low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
-    value = float_of(low)
-    left = tl.sum(tl.where(there & (x < value), mass, 0.0), 0)
-    ties = tl.sum((x == value).to(tl.int32), 0)
-    spared = tl.where(value > 0, tl.floor((limit - left) / tl.where(value > 0, value, 1.0)), ties.to(tl.float32))
-    return tl.sum((x >= value).to(tl.int32), 0) - tl.minimum(spared, ties.to(tl.float32)).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=[*VARYING, "k", "gone_stride", "gone_places", "width"])
 def select_nodes(
     rank_ptr,
@@ -42,7 +23,6 @@ def select_nodes(
     node_ptr,
     picked_ptr,
     gone_ptr,
-    capped_ptr,
     recent_strides,
     count_strides,
     list_stride_b,
@@ -58,8 +38,6 @@ def select_nodes(
     width,
     k,
     prior,
-    limit,
-    RULE: tl.constexpr,
     BRANCH: tl.constexpr,
     PRIOR: tl.constexpr,
     LAYER: tl.constexpr,
@@ -73,9 +51,9 @@ def select_nodes(
 
     ``chosen [B, sets, k]`` gets the places of the chosen nodes, ascending, then -1; below the top level (``BRANCH``)
     ``node`` their numbers, likewise; ``picked [B, sets]`` how many they are; ``gone [B, sets, gone_places]``, rows
-    ``gone_stride`` apart, which places are refined or unused; ``capped [B, sets]`` whether the rule wanted more than
-    ``allowed``. ``part_lse`` are the parts' log-sum-exps, see :func:`node_masses`. ``GROUP``: query heads of a KV head
-    if they are few and there is no ``LAYER``, else 0. A program holds all nodes, at most ``HELD``.
+    ``gone_stride`` apart, which places are refined or unused. ``part_lse`` are the parts' log-sum-exps, see
+    :func:`node_masses`. ``GROUP``: query heads of a KV head if they are few and there is no ``LAYER``, else 0. A
+    program holds all nodes, at most ``HELD``.
     """
     count_stride_b, count_stride_h = count_strides
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
@@ -140,14 +118,8 @@ def select_nodes(
             OTHERS,
         )
     x = tl.where(mass > float("-inf"), mass, float("-inf"))
-    if RULE == 1:
-        x = tl.where(mass > limit, x, float("-inf"))
     valid = count_valid(x)
     allowed = tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), k)
-    if RULE == 2:
-        wanted = _enough(mass, x, limit)
-        tl.store(capped_ptr + row, (wanted > allowed).to(tl.int32))
-        allowed = tl.minimum(wanted, allowed)
     kth, room, _ = find_kth(x, allowed, LOWEST + 1, valid, above_all(x))
     above, tie = x > float_of(kth), x == float_of(kth)
     seen = tl.cumsum((above.to(tl.int32) + (tie.to(tl.int32) << 16)), 0)  # either is at most 32,768

@@ -11,7 +11,6 @@ from foveate.ops.summaries.types import Refinement, Sums
 
 _LARGEST = 256
 """The largest head dim of keys and values."""
-RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
 SCORES = {"summary": 0, "spread": 1, "lowrank": 2}
 BIASES = {"none": 0, "log": 1, "entropy": 2}
 
@@ -24,8 +23,8 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement
         ValueError: for inconsistent shapes, or other than one query per row.
     """
     (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
-    if how.rule not in RULES or how.score not in SCORES:
-        raise UnsupportedError(f"refinement by {how.rule} and {how.score}")
+    if how.score not in SCORES:
+        raise UnsupportedError(f"refinement by {how.score}")
     vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or any(x.dtype != q.dtype for x in (k, v)):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")

@@ -63,8 +63,6 @@ class Rows:
     means: tuple[float, float] | None
     """Means over the rows of the nodes of the top level, and of sinks and tail; None where only the device knows them.
     """
-    captured: bool = False
-    """Whether the step is captured, so that no width may follow from present values."""
 
     @property
     def nodes(self) -> float | Tensor:

@@ -232,7 +232,7 @@ def _of_perplexity(rows: Sequence[Row]) -> list[Row]:
 def _refined(row: Row) -> float | None:
     """The share of its pages that a row's method refines, if its setting is a share."""
     settings = row["settings"]
-    if not {"compressor", "zero_values", "mass"} <= settings.keys() or settings.get("refine") != "top_k":
+    if not {"compressor", "zero_values", "mass"} <= settings.keys() or settings.get("refine", "top_k") != "top_k":
         return None
     return float(settings["top_k"]) if settings["top_k"] == 0 or isinstance(settings["top_k"], float) else None
 

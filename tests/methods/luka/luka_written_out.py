@@ -56,7 +56,6 @@ class Sequence:
         self.mass = np.zeros(k.shape[:2])  # summed over the heads of the group
         self.keys_read = self.pages_refined = 0.0
         self.held: dict[tuple[int, int, int], np.ndarray] = {}  # keys by low-rank summaries, as of shares_made
-        self.capped = 0
         for h, query in itertools.product(range(len(q)), range(prompt)):
             logits = self.cap(self.k[h // self.group, : query + 1] @ q[h, query] * scaling)
             self.mass[h // self.group, : query + 1] += softmax(logits)
@@ -261,7 +260,6 @@ class Sequence:
 
     def choose(self, level: int, token: int, trees: list[Tree], covers: list, ranks: list) -> list[list[Node]]:
         """The nodes of a level that are refined, for each KV head."""
-        rule = {"top_k": self.top_k, "threshold": self.threshold, "top_p": self.top_p}
         candidates = [sorted((n for n in cover if n.level == level), key=lambda n: n.number) for cover in covers]
         if not any(candidates):
             return candidates
@@ -280,8 +278,7 @@ class Sequence:
         for tree, nodes, mass in zip(trees, candidates, masses):
             size = dict(zip(nodes, mass))
             order = sorted(nodes, key=lambda node: (-size[node], node.number))
-            sizes = [size[node] for node in order]
-            found.append(rule[self.method.refine](level, order, sizes, len(tree.levels[level])))
+            found.append(order[: amount(self.method.expand if level else self.method.top_k, len(tree.levels[level]))])
         return found
 
     def with_prior(self, candidates: list[list[Node]], masses: list[np.ndarray]) -> list[np.ndarray]:
@@ -291,20 +288,6 @@ class Sequence:
         if self.method.pool == "layer":
             recent = [np.max(recent, 0)] * self.heads
         return [mass * (1 - prior) + own * prior for mass, own in zip(masses, recent)]
-
-    def top_k(self, level, order, sizes, total):
-        return order[: amount(self.method.expand if level else self.method.top_k, total)]
-
-    def threshold(self, level, order, sizes, total):
-        return [node for node, size in zip(order, sizes) if size > self.method.epsilon]
-
-    def top_p(self, level, order, sizes, total):
-        count = next(
-            n for n in range(len(order) + 1) if sum(sizes[n:]) <= (1 - self.method.top_p) / len(self.method.sizes)
-        )
-        cap = amount(self.method.max_refined, total)
-        self.capped += count > cap
-        return order[: min(count, cap)]
 
 
 @dataclasses.dataclass

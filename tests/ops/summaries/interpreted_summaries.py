@@ -36,7 +36,7 @@ def assert_same(found, expected, number_of_rows):
         assert mine.level == its.level
         padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
         assert torch.equal(mine.chosen.long(), padded)
-        assert (mine.complete, mine.all_chosen) == (its.complete, its.all_chosen)
+        assert mine.complete == its.complete
         if its.index is not None:
             assert torch.equal(mine.index[..., : its.index.shape[2]], its.index)
             assert (mine.index[..., its.index.shape[2] :] == -1).all()
@@ -47,7 +47,6 @@ def assert_same(found, expected, number_of_rows):
     for mine, its in ((found.read, expected.read), (found.refined, expected.refined)):
         its = its.double().mean(1).sum() if isinstance(its, torch.Tensor) else torch.tensor(its * number_of_rows)
         torch.testing.assert_close(mine.double().mean(1).sum(), its.double(), rtol=1e-6, atol=1e-4)
-    assert int(found.capped) == int(expected.capped)
 
 
 def check(problem, how, need_masses=True, softcap=None):
@@ -117,17 +116,6 @@ def test_capped_logits(bias, score, softcap):
 def test_pages_of_varied_sizes(mass):
     check(Problem(pages=(30, 12), varied=True), ops.Refinement(mass=mass))
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
-
-
-@every_pair(
-    (("limit", "allowed"), [(0.7, 0.9), (0.3, 4), (0.02, 0.9), (1e-6, 4)]),
-    ("rule", ["top_p", "threshold"]),
-    ("pool", ["kv_head", "layer"]),
-)
-def test_other_rules(rule, limit, allowed, pool):
-    how = ops.Refinement(rule, limit, pool)
-    check(Problem(pages=(40, 13), allowed=(allowed,), loudness=1.0), how)
-    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(allowed, 2)), how)
 
 
 @every_pair(("prior", [0.5, 0.3, 0.0]), ("pool", ["kv_head", "layer"]))
@@ -210,9 +198,7 @@ def test_room_for_more_than_rows_have():
     problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.Refinement(prior=0.5)
     found, rows = check(problem, how), problem.tree.rows
     problem.tree = problem.tree._replace(
-        rows=dataclasses.replace(
-            rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), captured=True
-        )
+        rows=dataclasses.replace(rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,))
     )
     roomy = launch.attend_summaries(
         *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True, need_masses=True
@@ -251,7 +237,7 @@ def test_what_it_refuses():
         arguments = dict(zip("qkv", problem.arguments)) | changed
         return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
 
-    with pytest.raises(UnsupportedError, match="refinement by top_k and bound"):
+    with pytest.raises(UnsupportedError, match="refinement by bound"):
         run(Problem(), ops.Refinement(score="bound"))
     with pytest.raises(UnsupportedError, match="float64"):
         run(Problem(dtype=torch.float64))

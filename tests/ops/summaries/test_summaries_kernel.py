@@ -34,7 +34,7 @@ def _compiled(kernel, vectors, options, **given):
         elif axis:
             arguments[name] = "i32"
         else:
-            numbers = ("scaling", "log_size", "reads", "prior", "limit")
+            numbers = ("scaling", "log_size", "reads", "prior")
             arguments[name] = "fp32" if name in numbers else "i32"
     return compile_for(90, kernel, arguments, **options)
 
@@ -126,8 +126,8 @@ def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap)
 
 
 @pytest.mark.parametrize(("held", "warps"), [(1024, 4), (4096, 8), (8192, 16)])
-@pytest.mark.parametrize(("rule", "group"), [(0, 0), (1, 0), (2, 0), (0, 4), (0, 16), (1, 4), (2, 4)])
-def test_selection_compiles_for_hopper(held, warps, rule, group):
+@pytest.mark.parametrize(("layer", "group"), [(False, 0), (True, 0), (False, 4), (False, 16)])
+def test_selection_compiles_for_hopper(held, warps, layer, group):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.summaries.select_kernel").select_nodes
     compiled = _compiled(
@@ -136,12 +136,10 @@ def test_selection_compiles_for_hopper(held, warps, rule, group):
         {"num_warps": warps},
         **dict.fromkeys(("rank_ptr", "rank_lse_ptr", "part_lse_ptr", "recent_ptr"), "*fp32:16"),
         **dict.fromkeys(("count_ptr", "allowed_ptr", "chosen_ptr", "node_ptr", "list_ptr"), "*i64:16"),
-        **dict.fromkeys(("picked_ptr", "capped_ptr"), "*i32:16"),
-        gone_ptr="*i32:16",
-        RULE=rule,
+        **dict.fromkeys(("picked_ptr", "gone_ptr"), "*i32:16"),
         BRANCH=4,
         PRIOR=True,
-        LAYER=rule == 1 and not group,
+        LAYER=layer,
         SPLITS=16,
         OTHERS=4,
         HELD=held,
