@@ -34,7 +34,7 @@ for top_k in 0.01 0.04 0.17; do shares+=("$luka,page_size=32,top_k=$top_k"); don
 base=$luka,top_k=0.12 rules=("$luka,top_k=0.12")
 for change in prior={0.0,0.3,0.7} window={1,4,64,256} compressor={recent,random,attention} \
   compressor=attention,temperature=1 bias={none,entropy} zero_values=true mass=preserve tail={32,256} sinks={0,16} \
-  pool=layer segmenter=gaussian,page_deviation=2.0; do
+  pool=layer; do
   rules+=("$base,$change")
 done
 for change in "" ,prior=0.0 ,compressor=recent; do rules+=("luka:top_k=0.12,score=summary$change"); done

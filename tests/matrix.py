@@ -156,13 +156,6 @@ VARIANTS = [
                 "compressor": "attention",
             },
             "levels_share": {"page_size": [3, 6], "top_k": 0.2, "expand": 0.5},
-            **{
-                name: {"score": "spread", "segmenter": "gaussian", "top_k": 1} | settings
-                for name, settings in {
-                    "gaussian": {"page_size": 8, "page_deviation": 3.0},
-                    "gaussian_levels": {"page_size": [8, 16], "compressor": "attention"},
-                }.items()
-            },
         }.items()
     ),
 ]

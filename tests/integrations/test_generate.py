@@ -51,8 +51,7 @@ SPECS |= {
     "luka_preserve": "luka:page_size=4,tail=9,compress_every=3,mass=preserve",
     "luka_share": "luka:page_size=5,tail=7,compress_every=1,top_k=0.3,bias=log,compressor=attention",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,compress_every=2,top_k=2,expand=1",
-    "luka_gaussian": "luka:score=spread,segmenter=gaussian,page_size=8,page_deviation=3.0,tail=9,compress_every=2,"
-    "top_k=1",
+    "luka_spread": "luka:score=spread,page_size=8,tail=9,compress_every=2,top_k=1",
     "luka_layer": "luka:page_size=8,sinks=1,tail=9,compress_every=2,top_k=2,pool=layer",
 }
 SPARSE = [name for name in SPECS if name != "dense"]

@@ -187,14 +187,12 @@ def test_spread_of_keys_far_apart_stays_finite_in_half_precision():
 # Weights
 
 
-@given(sizes, st.booleans(), st.sampled_from([0.5, 1.0, 7.0]), st.integers(0, 9))
+@given(sizes, st.sampled_from([0.5, 1.0, 7.0]), st.integers(0, 9))
 @settings(max_examples=40)
-def test_importance_is_a_softmax_over_the_page(size, ragged, temperature, seed):
+def test_importance_is_a_softmax_over_the_page(size, temperature, seed):
     mass = torch.rand(size[:4], generator=torch.Generator().manual_seed(seed)) * 9
-    used = draw_used(size[0], size[2], size[3], seed) if ragged else None
-    weights = ops.importance_weights(mass, temperature, used)
+    weights = ops.importance_weights(mass, temperature)
     exp = (mass.double() / temperature).exp()
-    exp = exp if used is None else exp * used
     assert_close(weights, exp / exp.sum(-1, keepdim=True))
     assert weights.dtype == torch.float32
 
@@ -205,12 +203,9 @@ def test_a_large_mass_takes_the_whole_page():
     assert ops.importance_weights(mass, 1.0).tolist() == [[[[0.25] * 4, [0.0, 1.0, 0.0, 0.0]]]]
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_root_weights_are_in_proportion_to_the_square_root(ragged):
+def test_root_weights_are_in_proportion_to_the_square_root():
     recent = torch.rand(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
-    used = draw_used(2, 5, 4, 0) if ragged else None
-    weights = ops.root_weights(recent, used)
-    roots = recent.double().sqrt() if used is None else recent.double().sqrt() * used
+    weights, roots = ops.root_weights(recent), recent.double().sqrt()
     assert_close(weights, roots / roots.sum(-1, keepdim=True))
     assert weights.dtype == torch.float32
 

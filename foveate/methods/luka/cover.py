@@ -27,7 +27,6 @@ def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
         ops.Level(
             ops.Nodes(**{name: field(name, level) for name in names}),
             size,
-            None if paging.fixed else field("tokens", level),
             field("recent", level) if paging.recent else None,
             field("records", level) if paging.records else None,
             pages.record(level, cache.geometry) if paging.records else None,
@@ -40,7 +39,7 @@ def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
         rows = _rows(paging, budgets, paging.spec, *numbers, cache.device)
     else:
         rows = step.once(("tree", paging.spec), lambda: _device_rows(pages, budgets, step))
-    return ops.Tree(levels, rows, pages.width, None if paging.fixed else cache.channel("page_end"))
+    return ops.Tree(levels, rows)
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,8 +23,6 @@ class Paging:
     sinks: int
     tail: int
     compress_every: int
-    segmenter: str
-    page_deviation: float
     compressor: str
     temperature: float
     zero_values: bool
@@ -40,11 +38,6 @@ class Paging:
     """Whether accumulated attention mass is kept for tokens and nodes: :attr:`LuKA.weighs_mass`."""
     recent: bool
     """Whether a running average of attention is kept for tokens and nodes: :attr:`LuKA.looks_back`."""
-
-    @property
-    def fixed(self) -> bool:
-        """Whether all pages have the same size."""
-        return self.segmenter == "fixed"
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class LuKA(Method):
     retired: ClassVar[dict] = {
         **{"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0},
         **{"refine": "top_k", "epsilon": 0.2, "top_p": 0.9, "max_refined": 1.0},
+        **{"segmenter": "fixed", "page_deviation": 16.0},
     }
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
@@ -58,8 +59,6 @@ class LuKA(Method):
     sinks: int = setting(4, "first tokens that stay raw")
     tail: int = setting(128, "least number of recent tokens that stay raw")
     compress_every: int = setting(16, "decoded tokens between two rounds of making pages")
-    segmenter: str = setting("fixed", "where pages end: fixed, or gaussian (random lengths)")
-    page_deviation: float = setting(16.0, "standard deviation of the page lengths under segmenter=gaussian, tokens")
     compressor: str = setting(
         "mean", "what stands for a page: mean, recent or attention (weighted by attention), random"
     )
@@ -77,7 +76,7 @@ class LuKA(Method):
     window: int = setting(16, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("log", "added to a summary's logit: none, log (of its tokens) or entropy")
-    seed: int = setting(0, "of random compression and random page lengths")
+    seed: int = setting(0, "of random compression")
 
     def __post_init__(self):
         if isinstance(self.page_size, (list, tuple)):
@@ -91,21 +90,18 @@ class LuKA(Method):
             self._check_count(name, 1)
         for name in ("sinks", "seed"):
             self._check_count(name)
-        self._check_choice("segmenter", "fixed", "gaussian")
         self._check_choice("compressor", "mean", "recent", "attention", "random")
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("score", "summary", "spread", "lowrank")
         if self.score == "lowrank":
             rule = "with score=lowrank (score=spread takes others)"
-            self._check("segmenter", self.segmenter == "fixed", f"fixed {rule}")
             most = ops.PageRecord.largest_page
             fits = all(2 <= size <= most for size in self.sizes)
             self._check("page_size", fits, f"2 to {most} on every level {rule}")
         self._check_choice("mass", "exact", "preserve")
         self._check_choice("bias", "none", "log", "entropy")
-        for name in ("page_deviation", "temperature"):
-            value = getattr(self, name)
-            self._check(name, _is_number(value) and value > 0 and math.isfinite(value), "a number above 0")
+        value = self.temperature
+        self._check("temperature", _is_number(value) and value > 0 and math.isfinite(value), "a number above 0")
         self._check("prior", _is_number(self.prior) and 0 <= self.prior < 1, "at least 0 and below 1")
         self._check_budget("top_k", 0)
         self._check_budget("expand")
@@ -135,8 +131,6 @@ class LuKA(Method):
                 sinks=self.sinks,
                 tail=self.tail,
                 compress_every=self.compress_every,
-                segmenter=self.segmenter,
-                page_deviation=self.page_deviation,
                 compressor=self.compressor,
                 temperature=self.temperature,
                 zero_values=self.zero_values,
@@ -297,8 +291,8 @@ class MakesPages(Replay):
 
     @property
     def captures_maintenance(self) -> bool:  # type: ignore[override]
-        """True for pages of one size without random weights, which are made by row numbers on the device alone."""
-        return self.pages.fixed and self.pages.paging.compressor != "random"
+        """True without random weights: pages are then made by row numbers on the device alone."""
+        return self.pages.paging.compressor != "random"
 
     def maintenance_due(self, decoded: int) -> bool:
         return decoded % self.pages.paging.compress_every == 0

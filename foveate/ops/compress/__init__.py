@@ -4,7 +4,6 @@ from foveate.ops._dispatch import dispatch
 from foveate.ops.compress import boxes, low_rank
 from foveate.ops.compress.low_rank import PageRecord, channel_weights
 from foveate.ops.compress.reference import Nodes, importance_weights, random_weights, root_weights, summarise
-from foveate.ops.compress.segments import gaussian_ends
 
 bound_newest = dispatch(boxes.bound_newest, "foveate.ops.compress.boxes_kernel")
 compress_newest = dispatch(low_rank.compress_newest, "foveate.ops.compress.low_rank_kernel")
@@ -17,7 +16,6 @@ __all__ = [
     "channel_weights",
     "compress_newest",
     "compress_pages",
-    "gaussian_ends",
     "importance_weights",
     "random_weights",
     "root_weights",

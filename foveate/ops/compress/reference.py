@@ -86,22 +86,20 @@ def _summarise(children: Nodes, weights: Tensor | None, used: Tensor | None, spr
     return Nodes(k.to(children.k.dtype), v.to(children.v.dtype), variance, entropy)
 
 
-def importance_weights(mass: Tensor, temperature: float, used: Tensor | None = None) -> Tensor:
+def importance_weights(mass: Tensor, temperature: float) -> Tensor:
     """Softmax over each group of the accumulated attention mass w (LuKA, section 3.2: pi_i, from w_i / tau).
 
     Args:
         mass: fp32 ``[B, Hkv, N, S]``.
         temperature: tau > 0.
-        used: as in :func:`summarise`; every group has a used child.
 
     Returns:
         fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
     """
-    scaled = mass.float() / temperature
-    return (scaled if used is None else scaled.masked_fill(~used, float("-inf"))).softmax(-1)
+    return (mass.float() / temperature).softmax(-1)
 
 
-def root_weights(recent: Tensor, used: Tensor | None = None) -> Tensor:
+def root_weights(recent: Tensor) -> Tensor:
     """Weights in proportion to the square root of the attention that each child got lately.
 
     The root lies between the mean, which drowns a key that answers queries, and the mass itself, which forgets the
@@ -109,13 +107,11 @@ def root_weights(recent: Tensor, used: Tensor | None = None) -> Tensor:
 
     Args:
         recent: fp32 ``[B, Hkv, N, S]``, at least 0.
-        used: as in :func:`summarise`; every group has a used child.
 
     Returns:
         fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
     """
     roots = recent.float().clamp_min(_LEAST).sqrt()
-    roots = roots if used is None else roots * used
     return roots / roots.sum(-1, keepdim=True)
 
 

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from foveate.ops.gpu.softmax import LOWEST, online, store_part
-from foveate.ops.summaries.pages_kernel import count_refined, refined_tokens
+from foveate.ops.summaries.pages_kernel import refined_tokens
 from foveate.ops.summaries.parts_kernel import finish
 from foveate.ops.summaries.score_kernel import VARYING
 
-_VARYING = ["sinks", "before", "page_places"]
+_VARYING = ["sinks", "before"]
 _STRIDES = [f"{name}_stride_{axis}" for name in ("list", "chosen", "picked", "gone") for axis in "bh"]
 
 
@@ -27,7 +27,6 @@ def attend_nodes(
     page_ptr,
     picked_ptr,
     gone_ptr,
-    end_ptr,
     weight_ptr,
     token_ptr,
     part_out_ptr,
@@ -50,7 +49,6 @@ def attend_nodes(
     picked_stride_h,
     gone_stride_b,
     gone_stride_h,
-    end_strides,
     batches,
     num_kv_heads,
     group,
@@ -59,7 +57,6 @@ def attend_nodes(
     before,
     places,
     sinks,
-    page_places,
     scaling,
     WIDTH: tl.constexpr,
     BRANCH: tl.constexpr,
@@ -92,7 +89,6 @@ def attend_nodes(
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
     value_stride_b, value_stride_h, value_stride_n, value_stride_d = value_strides
     count_stride_b, count_stride_h = count_strides
-    end_stride_b, end_stride_h, end_stride_n = end_strides
     row, head_tile, split = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -139,13 +135,10 @@ def attend_nodes(
         top, weight, out = online(logits, v, top, weight, out)
 
     if LAST:
-        if not WIDTH:
-            end_ptr += batch * end_stride_b + head * end_stride_h
         top, weight, out = refined_tokens(
             q_ptr + batch * q_stride_b,
             k_ptr + batch * k_stride_b + head * k_stride_h,
             v_ptr + batch * v_stride_b + head * v_stride_h,
-            end_ptr,
             weight_ptr,
             token_ptr,
             chosen_ptr,
@@ -156,7 +149,6 @@ def attend_nodes(
             k_stride_d,
             v_stride_l,
             v_stride_d,
-            end_stride_n,
             heads,
             q_heads,
             exist,
@@ -164,7 +156,6 @@ def attend_nodes(
             end - blocks,
             picked,
             places,
-            page_places,
             sinks,
             scaling,
             top,
@@ -186,17 +177,8 @@ def attend_nodes(
     store_part(part_out_ptr, part_lse_ptr, part, exist, top, weight, out, VALUE_DIM)
     if LAST:
         if (split == 0) & (head_tile == 0):
-            count_refined(
-                read_ptr + row,
-                refined_ptr + row,
-                end_ptr,
-                end_stride_n,
-                page_ptr,
-                picked,
-                sinks,
-                WIDTH,
-                PAGES * BLOCK_W,
-            )
+            tl.store(read_ptr + row, tl.load(read_ptr + row) + picked * WIDTH)
+            tl.store(refined_ptr + row, picked.to(tl.float32))
         finish(
             part_out_ptr,
             part_lse_ptr,

@@ -263,9 +263,9 @@ class SummariesLaunch:
         )
 
     def _parts(self, visit: Visit) -> tuple[Tensor | None, ...]:
-        """``(page_end, weights, tokens, part_out, part_lse)`` for a launch that attends."""
+        """``(weights, tokens, part_out, part_lse)`` for a launch that attends."""
         tokens = self.space.of_tokens if self.keeps else None
-        return self.tree.page_end, visit.weights, tokens, *self.space.parts
+        return visit.weights, tokens, *self.space.parts
 
     @property
     def _output(self) -> tuple[Tensor, ...]:
@@ -282,10 +282,9 @@ class SummariesLaunch:
         return (q.stride(0), q.stride(1), q.stride(3)), self.k.stride(), self.v.stride(), level.nodes.v.stride()
 
     def _strides_of_selection(self, visit: Visit) -> tuple[int | tuple[int, ...], ...]:
-        """:attr:`Visit.strides`, and those of the tensors of a selection and of the ends of pages."""
-        end, mine = self.tree.page_end, visit.selection
-        selected = strides_by_head(mine.chosen, mine.picked, mine.gone)
-        return *visit.strides, *selected, (0, 0, 0) if end is None else end.stride()
+        """:attr:`Visit.strides`, and those of the tensors of a selection."""
+        mine = visit.selection
+        return *visit.strides, *strides_by_head(mine.chosen, mine.picked, mine.gone)
 
     def _pages_read(self) -> dict[str, Any]:
         """Arguments of a launch that attends to refined pages, the same on every level."""
@@ -293,8 +292,7 @@ class SummariesLaunch:
         return {
             "scaling": self.scaling,
             "sinks": tree.sinks,
-            "page_places": tree.width,
-            "WIDTH": tree.width if tree.page_end is None else 0,
+            "WIDTH": tree.width,
             "PRESERVE": self.how.mass == "preserve",
             "KEEPS": self.keeps,
             "SOFTCAP": self.softcap,
@@ -304,10 +302,10 @@ class SummariesLaunch:
 
 
 def _fields(level: Level) -> tuple[Tensor | None, ...]:
-    """Keys of summaries, the spread of the keys under them, tokens and entropy."""
-    return level.nodes.k, level.nodes.spread, level.tokens, level.nodes.entropy
+    """Keys of summaries, the spread of the keys under them, and entropy."""
+    return level.nodes.k, level.nodes.spread, level.nodes.entropy
 
 
 def _strides_of_fields(level: Level) -> list[tuple[int, ...]]:
     """Strides of :func:`_fields`."""
-    return [(0,) * axes if x is None else x.stride() for x, axes in zip(_fields(level), (4, 4, 3, 3))]
+    return [(0,) * axes if x is None else x.stride() for x, axes in zip(_fields(level), (4, 4, 3))]

@@ -9,24 +9,10 @@ from foveate.ops.summaries.score_kernel import shared_out
 
 
 @triton.jit
-def _span(page, known, end_ptr, end_stride, sinks, WIDTH: tl.constexpr):
-    """First slot and length of pages: of ``WIDTH`` tokens each or, where that is 0, by their ends in memory."""
-    if WIDTH:
-        start = sinks + page * WIDTH
-        return start, tl.where(known, WIDTH, 0)
-    else:
-        last = page.to(tl.int64) * end_stride
-        start = tl.load(end_ptr + last - end_stride, mask=known & (page > 0), other=0.0).to(tl.int32)
-        start = tl.where(page > 0, start, sinks)
-        return start, tl.where(known, tl.load(end_ptr + last, mask=known, other=0.0).to(tl.int32) - start, 0)
-
-
-@triton.jit
 def refined_tokens(
     q_ptr,
     k_ptr,
     v_ptr,
-    end_ptr,
     weight_ptr,
     token_ptr,
     place_ptr,
@@ -37,7 +23,6 @@ def refined_tokens(
     k_stride_d,
     v_stride_l,
     v_stride_d,
-    end_stride_n,
     heads,
     q_heads,
     exist,
@@ -45,7 +30,6 @@ def refined_tokens(
     end,
     picked,
     places,
-    page_places,
     sinks,
     scaling,
     top,
@@ -64,8 +48,8 @@ def refined_tokens(
 ):
     """Add the keys of ``picked`` pages to a running softmax: tiles ``begin .. end - 1``.
 
-    A page has ``CHUNKS`` chunks of ``BLOCK_W`` tokens; a tile has ``BLOCK_N`` tokens of one or more chunks. ``KEEPS``:
-    log-weights are stored in ``token``, 1: of each token, 2: of each chunk. With ``PRESERVE`` keys
+    A page of ``WIDTH`` tokens has ``CHUNKS`` chunks of ``BLOCK_W`` tokens; a tile has ``BLOCK_N`` tokens of one or more
+    chunks. ``KEEPS``: log-weights are stored in ``token``, 1: of each token, 2: of each chunk. With ``PRESERVE`` keys
     share the log-weight of their page in ``weight``. Pointers are offset to a row and KV head, except these two.
     """
     PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
@@ -80,9 +64,8 @@ def refined_tokens(
         place, inside = piece // CHUNKS, piece % CHUNKS * BLOCK_W + token % BLOCK_W
         page, next_place = next_page, (piece + PAGES) // CHUNKS
         next_page = tl.load(page_ptr + next_place, mask=next_place < picked, other=0).to(tl.int32)
-        start, width = _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)
-        stored = inside < width
-        slot = (start + inside).to(tl.int64)
+        stored = (place < picked) & (inside < WIDTH)
+        slot = (sinks + page * WIDTH + inside).to(tl.int64)
         k_mask, v_mask = stored[:, None], stored[:, None]
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]
@@ -100,9 +83,8 @@ def refined_tokens(
             known = exist[:, None] & (mine < picked)[None, :]
             logits = shared_out(logits, tl.load(of_parent, mask=known, other=0.0), PAGES)
         if KEEPS == 1:
-            kept = (place < picked) & (inside < page_places)
-            at = q_heads[:, None] * places + (place * page_places + inside)[None, :]
-            tl.store(token_ptr + at, logits, mask=exist[:, None] & kept[None, :])
+            at = q_heads[:, None] * places + (place * WIDTH + inside)[None, :]
+            tl.store(token_ptr + at, logits, mask=exist[:, None] & stored[None, :])
         elif KEEPS:
             of_chunk = tile * PAGES + tl.arange(0, PAGES)
             total = log_sums(tl.reshape(logits, [logits.shape[0], PAGES, BLOCK_W]))
@@ -110,29 +92,3 @@ def refined_tokens(
             tl.store(token_ptr + q_heads[:, None] * places + of_chunk[None, :], total, mask=kept)
         top, weight, out = online(logits, v, top, weight, out)
     return top, weight, out
-
-
-@triton.jit
-def count_refined(
-    read_ptr,
-    refined_ptr,
-    end_ptr,
-    end_stride_n,
-    page_ptr,
-    picked,
-    sinks,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add the tokens of refined pages to ``read`` of a row and KV head, and write ``refined``, how many pages."""
-    if WIDTH:
-        tokens = picked * WIDTH
-    else:
-        of_pages = tl.zeros([BLOCK], tl.int32)
-        for chunk in tl.range(0, picked, BLOCK):
-            place = chunk + tl.arange(0, BLOCK)
-            page = tl.load(page_ptr + place, mask=place < picked, other=0).to(tl.int32)
-            of_pages += _span(page, place < picked, end_ptr, end_stride_n, sinks, WIDTH)[1]
-        tokens = tl.sum(of_pages, 0)
-    tl.store(read_ptr, tl.load(read_ptr) + tokens)
-    tl.store(refined_ptr, picked.to(tl.float32))

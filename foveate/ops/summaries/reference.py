@@ -189,28 +189,16 @@ class _Reader:
 
     def _tokens(self, pages: Tensor, complete: bool, number: float | Tensor) -> _Candidates:
         """The tokens of pages, int64 ``[B, Hkv, K]``, -1 for none; ``number``: how many pages."""
-        tree, sinks, width = self.tree, self.tree.sinks, self.tree.width
-        hidden = None
-        if tree.page_end is None:
-            number = number * width
-            keys, values = (
-                gather_pages(x[:, :, sinks:], pages, width, complete=complete) for x in (self.keys, self.values)
-            )
-            if not complete:
-                hidden = (pages < 0).repeat_interleave(width, -1, output_size=keys.shape[2])
-        else:
-            end = tree.page_end.gather(-1, pages.clamp_min(0)).long()
-            start = tree.page_end.gather(-1, (pages - 1).clamp_min(0)).long().where(pages > 0, sinks)
-            slots = start[..., None] + torch.arange(width, device=pages.device)
-            hidden = ((slots >= end[..., None]) | (pages < 0)[..., None]).flatten(-2)
-            slots = slots.flatten(-2).masked_fill(hidden, 0)
-            keys, values = gather_fields([self.keys, self.values], slots, complete=True)
-            number = (~hidden).sum(-1, dtype=torch.float64)
+        sinks, width = self.tree.sinks, self.tree.width
+        keys, values = (
+            gather_pages(x[:, :, sinks:], pages, width, complete=complete) for x in (self.keys, self.values)
+        )
         logits = key_logits(self.queries, keys, self.scaling, self.softcap)
-        if hidden is not None:
+        if not complete:
+            hidden = (pages < 0).repeat_interleave(width, -1, output_size=keys.shape[2])
             logits.masked_fill_(hidden[:, :, None], float("-inf"))
             values = values.masked_fill_(hidden[..., None], 0)
-        return _Candidates(-1, None, logits, number, hidden is None, values)
+        return _Candidates(-1, None, logits, number * width, complete, values)
 
     def _scored(self, level: int, index: Tensor | slice, hidden: Tensor | None, number: float | Tensor) -> _Candidates:
         """Nodes of a level with their log-weights and ranks.
@@ -224,13 +212,11 @@ class _Reader:
         fields = {name: field for name, field in of.nodes._asdict().items() if field is not None}
         if how.score == "lowrank":
             fields["records"] = of.records
-        if of.tokens is not None:
-            fields["log_size"] = of.tokens.clamp_min(1.0).log()
         if isinstance(index, slice):
             fields = {name: field[:, :, index] for name, field in fields.items()}
         else:
             fields = dict(zip(fields, gather_fields(list(fields.values()), index, complete=hidden is None)))
-        log_size = math.log(of.size) if of.tokens is None else fields["log_size"][:, :, None]
+        log_size = math.log(of.size)
         plain = key_logits(self.queries, fields["k"], self.scaling)
         dot = plain if self.softcap is None else capped(plain.clone(), self.softcap)
         bias = {
@@ -253,7 +239,7 @@ class _Reader:
         index = None if isinstance(index, slice) else index
         return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank)
 
-    def _free_energy(self, spread: Tensor, log_size: Tensor | float, plain: Tensor, dot: Tensor) -> Tensor:
+    def _free_energy(self, spread: Tensor, log_size: float, plain: Tensor, dot: Tensor) -> Tensor:
         """:func:`free_energy` of nodes with this variance of keys, whose logits are ``plain``, and ``dot`` capped."""
         deviation = logit_deviation(self.queries, spread, self.scaling)
         if self.softcap is not None:

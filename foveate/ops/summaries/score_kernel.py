@@ -55,7 +55,6 @@ def score_nodes(
     v_ptr,
     node_ptr,
     spread_ptr,
-    size_ptr,
     entropy_ptr,
     estimate_ptr,
     slots_ptr,
@@ -76,7 +75,6 @@ def score_nodes(
     v_strides,
     node_strides,
     spread_strides,
-    size_strides,
     entropy_strides,
     count_strides,
     list_stride_b,
@@ -133,7 +131,6 @@ def score_nodes(
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
     node_stride_b, node_stride_h, node_stride_n, node_stride_d = node_strides
     spread_stride_b, spread_stride_h, spread_stride_n, spread_stride_d = spread_strides
-    size_stride_b, size_stride_h, size_stride_n = size_strides
     entropy_stride_b, entropy_stride_h, entropy_stride_n = entropy_strides
     count_stride_b, count_stride_h = count_strides
     row, head_tile, split = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
@@ -194,8 +191,6 @@ def score_nodes(
         if BRANCH:
             list_ptr += batch * list_stride_b + head * list_stride_h
             chosen_ptr += batch * list_stride_b + head * list_stride_h
-        if size_ptr is not None:
-            size_ptr += batch * size_stride_b + head * size_stride_h
         if BIAS == 2:
             entropy_ptr += batch * entropy_stride_b + head * entropy_stride_h
         if SPREAD:
@@ -225,10 +220,6 @@ def score_nodes(
             plain = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
             dot = capped(plain, SOFTCAP, NATURAL=True)
 
-            size = log_size
-            if size_ptr is not None:
-                tokens = tl.load(size_ptr + node * size_stride_n, mask=there, other=1.0)
-                size = tl.log2(tl.maximum(tokens, 1.0))[None, :] / LOG2E
             if SPREAD:
                 spread_tile = (node * spread_stride_n)[:, None] + dims[None, :] * spread_stride_d
                 spread = tl.load(spread_ptr + spread_tile, mask=node_mask, other=0.0)
@@ -238,14 +229,16 @@ def score_nodes(
                     deviation = capped(plain + deviation, SOFTCAP, NATURAL=True) - dot
             logits = dot
             if BIAS == 1:
-                logits = dot + size
+                logits = dot + log_size
             elif BIAS == 2:
                 entropy = tl.load(entropy_ptr + node * entropy_stride_n, mask=there, other=0.0)
                 logits = dot + entropy[None, :]
             logits = tl.where(there[None, :], logits * LOG2E, float("-inf"))
             ranks = logits
             if SPREAD:
-                ranks = tl.where(there[None, :], (dot + size + free_energy(deviation, size)) * LOG2E, float("-inf"))
+                ranks = tl.where(
+                    there[None, :], (dot + log_size + free_energy(deviation, log_size)) * LOG2E, float("-inf")
+                )
             elif SCORE == 2:
                 of_nodes = estimate_ptr + q_heads[:, None] * estimate_places + place[None, :]
                 estimate = tl.load(of_nodes, mask=exist[:, None] & there[None, :], other=float("-inf"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import random
 
 import numpy as np
 import torch
@@ -112,12 +111,7 @@ class Sequence:
         stop = self.prompt + rounds * self.method.compress_every - self.method.tail
         size, ends = self.method.sizes[0], []
         while True:
-            start = ends[-1] if ends else self.method.sinks
-            if self.method.segmenter == "fixed":
-                end = start + size
-            else:
-                drawn = random.Random(f"{self.method.seed}/{len(ends)}").gauss(size, self.method.page_deviation)
-                end = start + min(max(round(drawn), max(1, size // 4)), 2 * size)
+            end = (ends[-1] if ends else self.method.sinks) + size
             if end > stop:  # pages are made when the node over them is complete
                 return ends[: len(ends) // self.method.pages.group * self.method.pages.group]
             ends.append(end)

@@ -65,7 +65,7 @@ def test_preserved_mass_is_equation_3_written_out(pool):
 
 def test_the_paper_s_settings():
     paper = methods.make("luka_paper")
-    assert (paper.sizes, paper.tail, paper.segmenter, paper.compressor) == ((16,), 128, "fixed", "attention")
+    assert (paper.sizes, paper.tail, paper.compressor) == ((16,), 128, "attention")
     assert (paper.top_k, paper.pool, paper.compress_every) == (3, "layer", 16)
     assert (paper.mass, paper.bias, paper.score, paper.sinks) == ("preserve", "none", "summary", 0)
 
@@ -108,8 +108,6 @@ CHOICES = {
     "sinks": [0, 1, 4],
     "tail": [1, 3, 9, 14],
     "compress_every": [1, 2, 3, 5],
-    "segmenter": ["fixed", "fixed", "gaussian"],
-    "page_deviation": [1.0, 3.0, 20.0],
     "compressor": ["recent", "recent", "attention", "mean", "random"],
     "temperature": [0.3, 1.0, 7.0],
     "zero_values": [False, False, True],
@@ -134,9 +132,8 @@ def any_settings(seed):
 @pytest.mark.parametrize("seed", range(56))
 def test_any_settings_equal_the_method_written_out(seed):
     chance, method = random.Random(seed), any_settings(seed)
-    decoded = 13 if method.segmenter == "fixed" else 26  # pages of decoded tokens
     loudness = chance.choice([0.3, 1.0, 3.0])
-    assert_equals_written_out(method, [chance.randint(15, 60)], decoded, seed, loudness)
+    assert_equals_written_out(method, [chance.randint(15, 60)], 13, seed, loudness)
 
 
 @pytest.mark.parametrize("seed", range(100, 116))
@@ -156,7 +153,7 @@ def test_capped_logits_equal_the_method_written_out(seed):
 @pytest.mark.parametrize("seed", range(300, 316))
 def test_choices_by_low_rank_summaries_equal_the_method_written_out(seed):
     chance, sizes = random.Random(seed), [2, 4, 8, [4, 8], [2, 6], [3, 6, 12]]
-    fitting = {"score": "lowrank", "segmenter": "fixed", "page_size": chance.choice(sizes)}
+    fitting = {"score": "lowrank", "page_size": chance.choice(sizes)}
     method = methods.make(any_settings(seed), **fitting)
     prompts = [60, chance.randint(1, 60)]
     assert_equals_written_out(method, prompts, 9, seed, 1.0, chance.choice([math.inf, 3.0]))
@@ -189,17 +186,10 @@ def test_a_second_turn_after_which_rows_are_equally_long(settings):
     close(driver.feed_steps(padded([row[46:] for row in rows], 4)[0]), torch.cat(lone))
 
 
-@pytest.mark.parametrize("segmenter", ["fixed", "gaussian"])
-def test_pages_of_an_earlier_turn_learn_what_the_next_one_looks_at(segmenter):
+def test_pages_of_an_earlier_turn_learn_what_the_next_one_looks_at():
     """A turn of a whole window takes the place of all that was recent before."""
     tokens = Tokens.random(1, 60)
-    settings = SMALL | {
-        "page_size": [4, 8],
-        "score": "spread",
-        "segmenter": segmenter,
-        "page_deviation": 1.0,
-        "window": 7,
-    }
+    settings = SMALL | {"page_size": [4, 8], "score": "spread", "window": 7}
     driver = Driver(methods.make("luka", **settings), 40)
     driver.feed(tokens[:40])
     driver.feed_steps(tokens[40:43])
@@ -207,16 +197,12 @@ def test_pages_of_an_earlier_turn_learn_what_the_next_one_looks_at(segmenter):
     driver.feed(tokens[43:])
     store, pages = driver.store, driver.layer.method.pages
     recent, sinks = store.channel("recent")[0], driver.layer.method.sinks
-    number = store.rows["pages"][0]
-    if segmenter == "fixed":
-        ends = [sinks + 4 * (page + 1) for page in range(number)]
-    else:
-        ends = store.channel("page_end")[0, 0, :number].int().tolist()
+    edges_of_pages = [sinks + 4 * page for page in range(store.rows["pages"][0] + 1)]
     logits = tokens.q[0, : HEADS // KV_HEADS, 53:] @ tokens.k[0, 0].T * SCALING
     future = torch.ones(7, 60).triu(54).bool()
     close(recent[0], logits.masked_fill(future, float("-inf")).softmax(-1).mean((0, 1)))
     for level, size in enumerate((1, 2)):
-        edges = [sinks, *ends][::size]
+        edges = edges_of_pages[::size]
         beneath = torch.stack([recent[:, a:b].sum(-1) for a, b in itertools.pairwise(edges)], -1)
         close(store.channel(pages.channel("recent", level))[0, :, : beneath.shape[1]], beneath)
 
@@ -251,7 +237,7 @@ BAD = [
     ({"page_size": [0]}, NESTS + "0"),
     *(
         ({name: value}, f"{name} {POSITIVE}{value!r}")
-        for name in ("temperature", "page_deviation")
+        for name in ("temperature",)
         for value in (0, 0.0, -1.0, float("nan"), float("inf"), True, "7", None)
     ),
     *(
@@ -267,14 +253,13 @@ BAD = [
     *(
         ({name: value}, f"{name} must be one of {allowed}, not {value!r}")
         for name, allowed in {
-            "segmenter": "fixed, gaussian",
             "compressor": "mean, recent, attention, random",
             "pool": "kv_head, layer",
             "score": "summary, spread, lowrank",
             "mass": "exact, preserve",
             "bias": "none, log, entropy",
         }.items()
-        for value in ("", "Mean", None, 1, ["fixed"])
+        for value in ("", "Mean", None, 1, ["mean"])
     ),
     *(
         (
@@ -282,7 +267,6 @@ BAD = [
             f"{name} must be {rule} with score=lowrank (score=spread takes others), not {value!r}",
         )
         for name, rule, value, settings in (
-            ("segmenter", "fixed", "gaussian", {"segmenter": "gaussian"}),
             ("page_size", "2 to 64 on every level", 1, {"page_size": 1}),
             ("page_size", "2 to 64 on every level", (32, 128), {"page_size": [32, 128]}),
         )
@@ -301,7 +285,6 @@ def test_bad_settings_are_named_with_what_is_allowed(settings, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"segmenter": "gaussian", "score": "spread", "tail": 1},
         {"temperature": 1},
         {"page_size": [1, 2], "score": "spread"},
         {"top_k": 0},
@@ -379,6 +362,8 @@ def test_specs_with_pages_that_do_not_nest(spec):
         ("kl_threshold", 0.5, 0.4),
         ("max_missed_mass", 0.1, 0.9),
         ("first", 0, 1),
+        ("segmenter", "fixed", "gaussian"),
+        ("page_deviation", 16.0, 2.0),
         ("refine", "top_k", "top_p"),
         ("epsilon", 0.2, 0.002),
         ("top_p", 0.9, 0.8),

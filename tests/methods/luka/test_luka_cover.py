@@ -43,15 +43,11 @@ def tokens_beneath(driver, row, level):
     """``[N, slots]``: which slots each node of a row stands for."""
     store, method = driver.store, driver.layer.method
     number, sinks = store.rows["pages"][row], method.sinks
-    if method.segmenter == "fixed":
-        ends = [sinks + method.sizes[0] * (page + 1) for page in range(number)]
-    else:
-        ends = store.channel("page_end")[row, 0, :number].int().tolist()
-    starts = [sinks, *ends][:number]
+    edges = [sinks + method.sizes[0] * page for page in range(number + 1)]
     ratio = method.sizes[level] // method.sizes[0]
     beneath = torch.zeros(number // ratio, max(store.rows["counts"]) + 1, dtype=torch.bool)
     for node in range(number // ratio):
-        beneath[node, starts[node * ratio] : ends[(node + 1) * ratio - 1]] = True
+        beneath[node, edges[node * ratio] : edges[(node + 1) * ratio]] = True
     return beneath
 
 

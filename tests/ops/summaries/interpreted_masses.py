@@ -46,10 +46,9 @@ def test_levels(sizes, pages, allowed, same):
 
 @pytest.mark.parametrize("pool", ["kv_head", "layer"])
 def test_what_is_refined(pool):
-    """Nothing, most pages, and pages of varied sizes."""
+    """Nothing, and most pages."""
     check(Problem(allowed=(0,)))
     check(Problem(pages=(40, 13), allowed=(0.9,), loudness=1.0), ops.Refinement(pool, prior=0.5))
-    check(Problem(pages=(30, 12), varied=True), ops.Refinement(pool=pool, prior=0.5))
     check(Problem(pages=(30, 12), dim=32, heads=14, kv_heads=2), ops.Refinement(pool=pool, prior=0.5))
 
 

@@ -96,7 +96,6 @@ def test_levels(dtype, mass, sizes, pages, score, splits):
 @pytest.mark.parametrize("score", ["summary", "spread", "lowrank"])
 def test_weights_and_scores(bias, score):
     check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score))
-    check(Problem(varied=True), ops.Refinement(bias=bias, score=score))
 
 
 @every_pair(
@@ -105,17 +104,11 @@ def test_weights_and_scores(bias, score):
 def test_capped_logits(bias, score, softcap):
     """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
     how = ops.Refinement(bias=bias, score=score)
-    found = check(Problem(varied=True), how, softcap=softcap)
-    without = check(Problem(varied=True), how)
+    found = check(Problem(), how, softcap=softcap)
+    without = check(Problem(), how)
     assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
     how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap=softcap)
-
-
-@pytest.mark.parametrize(*MASS)
-def test_pages_of_varied_sizes(mass):
-    check(Problem(pages=(30, 12), varied=True), ops.Refinement(mass=mass))
-    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
 
 
 @every_pair(("prior", [0.5, 0.3, 0.0]), ("pool", ["kv_head", "layer"]))

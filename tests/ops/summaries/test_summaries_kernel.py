@@ -13,7 +13,7 @@ SHAPES = (("dtype", "dim", "group"), [("fp16", 128, 4), ("bf16", 64, 1), ("bf16"
 AXES = {
     **dict.fromkeys(("k", "v"), "bhld"),
     **dict.fromkeys(("node", "value", "spread"), "bhnd"),
-    **dict.fromkeys(("size", "entropy", "recent", "end"), "bhn"),
+    **dict.fromkeys(("entropy", "recent"), "bhn"),
     "q": "bhd",
     "count": "bh",
 }
@@ -76,7 +76,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, softcap):
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "node_ptr"), vector),
         spread_ptr=vector if spread else None,
         estimate_ptr=number if how == "estimate" else None,
-        **dict.fromkeys(("size_ptr", "entropy_ptr"), None),
+        entropy_ptr=None,
         **dict.fromkeys(("slots_ptr", "count_ptr"), "*i64:16"),
         **dict.fromkeys(("list_ptr", "chosen_ptr"), "*i64:16" if children else None),
         parent_ptr=number if children else None,
@@ -94,7 +94,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, softcap):
     assert_compiled_well(compiled, dtype != "fp32", 0 if dtype != "fp32" else 192)
 
 
-@every_pair(SHAPES, ("keeps", [1, 2]), ("width", [16, 0]), ("softcap", [0.0, 50.0]), strength=3)
+@every_pair(SHAPES, ("keeps", [1, 2]), ("width", [16, 40]), ("softcap", [0.0, 50.0]), strength=3)
 def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.summaries.attend_kernel").attend_nodes
@@ -107,19 +107,18 @@ def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap)
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "value_ptr", "out_ptr"), f"*{dtype}:16"),
         **dict.fromkeys(("count_ptr", "chosen_ptr", "page_ptr"), "*i64:16"),
         list_ptr=None,
-        end_ptr=None if width else "*fp32:16",
         **dict.fromkeys(("weight_ptr", "token_ptr", "part_out_ptr", "part_lse_ptr", "lse_ptr"), "*fp32:16"),
         **dict.fromkeys(("read_ptr", "refined_ptr"), "*fp32:16"),
         **dict.fromkeys(("picked_ptr", "arrived_ptr", "gone_ptr"), "*i32:16"),
         WIDTH=width,
         BRANCH=0,
         LAST=True,
-        PRESERVE=bool(width),
+        PRESERVE=width == 16,
         KEEPS=keeps,
         SOFTCAP=softcap,
         AT_ONCE=host.merge_last(tile, 1 << (dim - 1).bit_length(), 64),
-        BLOCK_W=min(16 if width else 32, tile.block_n),
-        CHUNKS=1 if width or tile.block_n >= 32 else 2,
+        BLOCK_W=host.page_block(width, tile),
+        CHUNKS=-(-width // host.page_block(width, tile)),
         **_sizes(tile, dim),
     )
     assert_compiled_well(compiled, dtype != "fp32", 96)
