@@ -32,12 +32,12 @@ for top_k in 0.01 0.04 0.17; do shares+=("$luka,page_size=32,top_k=$top_k"); don
 
 # One change each, with 12 % of the pages refined.
 base=$luka,top_k=0.12 rules=("$luka,top_k=0.12")
-for change in prior={0.0,0.3,0.7} window={1,4,64,256} compressor={recent,random,attention} \
-  compressor=attention,temperature=1 bias={none,entropy} zero_values=true mass=preserve tail={32,256} sinks={0,16} \
+for change in prior={0.0,0.3,0.7} window={1,4,64,256} compressor=attention \
+  bias={none,entropy} mass=preserve tail={32,256} sinks={0,16} \
   pool=layer; do
   rules+=("$base,$change")
 done
-for change in "" ,prior=0.0 ,compressor=recent; do rules+=("luka:top_k=0.12,score=summary$change"); done
+for change in "" ,prior=0.0; do rules+=("luka:top_k=0.12,score=summary$change"); done
 rules+=("per_layer:layers={\"0-1\": \"dense\", \"rest\": \"$base\"}")
 rules+=("per_layer:layers={\"0-1\": \"$luka,top_k=0.04,expand=0.2\", \"rest\": \"$base\"}")
 
@@ -45,9 +45,7 @@ rules+=("per_layer:layers={\"0-1\": \"$luka,top_k=0.04,expand=0.2\", \"rest\": \
 three=(luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head)
 for score in summary spread; do
   for prior in 0.0 0.3 0.5; do
-    for compressor in mean recent; do
-      three+=("luka:page_size=16,top_k=3,compressor=$compressor,score=$score,prior=$prior")
-    done
+    three+=("luka:page_size=16,top_k=3,score=$score,prior=$prior")
   done
 done
 

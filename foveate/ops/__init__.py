@@ -45,7 +45,6 @@ from foveate.ops.compress import (
     compress_newest,
     compress_pages,
     importance_weights,
-    random_weights,
     root_weights,
     summarise,
 )
@@ -186,7 +185,6 @@ __all__ = [
     "prompt_path",
     "put_token",
     "query_mass",
-    "random_weights",
     "refine",
     "replace_weakest",
     "retention_logits",

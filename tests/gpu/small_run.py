@@ -45,7 +45,7 @@ SPECS = (
     "luka:page_size=[8,32],tail=32,top_k=0.3,mass=preserve,score=spread",
     "luka:page_size=[8,32],tail=32,top_k=0.3",
     "luka:page_size=16,tail=32,top_k=3",
-    "luka:page_size=16,tail=32,top_k=0.2,compressor=attention,temperature=1.0",
+    "luka:page_size=16,tail=32,top_k=0.2,compressor=attention",
     "luka_paper:tail=32",
 )
 

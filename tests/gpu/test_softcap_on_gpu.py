@@ -194,8 +194,8 @@ SPECS = [
     "kascade:anchors=[0],top_k=16,min_k=4",
     "omnikv:filters=[0],wait=0,top_k=16,min_k=4",
     "lessismore:selections=[0],top_k=16,min_k=4",
-    "luka:page_size=4,tail=9,compress_every=3,top_k=2",
-    "luka:page_size=4,tail=9,compress_every=3,top_k=2,score=spread",
+    "luka:page_size=4,tail=9,top_k=2",
+    "luka:page_size=4,tail=9,top_k=2,score=spread",
     "luka_paper:page_size=4,tail=9,top_k=2",
 ]
 

@@ -79,17 +79,17 @@ def test_snapkv_keeps_what_it_generates():
 
 @pytest.mark.parametrize(("cost", "more"), [(1, ",score=summary"), (1.5, ",score=spread")])
 def test_luka(cost, more):
-    """2 sinks, and pages of 4 until 9 or more tokens are left, made when the prompt ends and at every third token.
+    """2 sinks, and pages of 4 until 9 or more tokens are left, made when the prompt ends and at every fourth token.
 
     A summary is a key and a value, and half as much for its spread where there is one.
     """
     reads, pages = [], (61 - 11) // 4
     for length in range(62, 73):
         reads.append(cost * pages + 2 * 4 + (length - 4 * pages))
-        if (length - 61) % 3 == 0:
+        if (length - 61) % 4 == 0:
             pages = (length - 11) // 4
-    assert reads[:4] == ([34, 35, 36, 34] if cost == 1 else [40, 41, 42, 40.5])
-    for layer in layers_after(f"luka:page_size=4,sinks=2,tail=9,compress_every=3,top_k=2{more}"):
+    assert reads[:5] == ([34, 35, 36, 37, 35] if cost == 1 else [40, 41, 42, 43, 41.5])
+    for layer in layers_after(f"luka:page_size=4,sinks=2,tail=9,top_k=2{more}"):
         assert layer.keys_read_per_step == pytest.approx(sum(reads) / STEPS)
         assert layer.pages_refined == 2 * 11
         assert layer.tokens_evicted == 0

@@ -16,6 +16,9 @@ from foveate.methods.luka.paging import Paging, nodes_over
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 from foveate.state.device_rows import DeviceRows
 
+_TEMPERATURE = 7.0
+"""Of the attention-weighted compressor (LuKA, section 3.2: tau)."""
+
 
 class Pages:
     """Makes the pages of one LuKA method and the levels above them. All state is in the cache.
@@ -104,20 +107,14 @@ class Pages:
     def extend_in_step(self, cache: SlotCache) -> None:
         """:meth:`extend` in captured maintenance: all rows at once, by row numbers on the device.
 
-        The number of pages cannot depend on them, so every row gets :attr:`most_new` groups. Those that are not due yet
-        are not counted in ``pages``, so they are not read, and are made again when they are due.
+        The number of pages cannot depend on them, so every row gets a group. One that is not due yet is not counted in
+        ``pages``, so it is not read, and is made again when it is due.
         """
         step = cache.step
         pages, start, after = step.once(("new pages", self.paging.spec), lambda: self._due(step))
-        new = RaggedPages(pages, start, self.most_new * self.group, self.sizes[0], step, self.paging.spec)
+        new = RaggedPages(pages, start, self.group, self.sizes[0], step, self.paging.spec)
         self._make(cache, new)
         step.after(("new pages", self.paging.spec), lambda: [step[name].copy_(after[name]) for name in after])
-
-    @property
-    def most_new(self) -> int:
-        """The most nodes of the top level that ``compress_every`` tokens can complete in a row."""
-        tokens = self.group * self.sizes[0]
-        return (tokens - 1 + self.paging.compress_every) // tokens
 
     def _due(self, rows: Mapping[str, Tensor] | DeviceRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Which pages are due.
@@ -131,9 +128,8 @@ class Pages:
         """
         pages, paged = rows["pages"].clone(), rows["paged"]
         start = torch.where(paged > 0, paged, self.paging.sinks)
-        tokens = self.group * self.sizes[0]
-        due = ((rows["lengths"] - self.paging.tail - start) // tokens).clamp(0, self.most_new)
-        after = {"pages": pages + due * self.group, "paged": torch.where(due > 0, start + due * tokens, paged)}
+        due = rows["lengths"] - self.paging.tail - start >= self.sizes[-1]
+        after = {"pages": pages + due * self.group, "paged": torch.where(due, start + self.sizes[-1], paged)}
         return pages, start, after
 
     def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -182,10 +178,8 @@ class Pages:
         paging, pages_under = self.paging, self._pages_under(level)
         mass = self._attention("mass", cache, level, new) if paging.mass else None
         recent = self._attention("recent", cache, level, new) if paging.recent else None
-        weights = self._weights(pages_under, new, children, recent if paging.compressor == "recent" else mass)
-        nodes = ops.summarise(children, weights, spread=self.paging.spread)
-        if self.paging.zero_values:
-            nodes = nodes._replace(v=torch.zeros_like(nodes.v))
+        weights = None if mass is None else ops.importance_weights(mass, _TEMPERATURE)
+        nodes = ops.summarise(children, weights, spread=paging.spread)
         fields = dict(zip(ops.Nodes._fields, nodes))
         if paging.records:  # made of raw keys on every level
             keys = new.tokens(cache.keys).flatten(2, 3)
@@ -196,25 +190,6 @@ class Pages:
         for name, value in fields.items():
             if value is not None:
                 new.write(cache.channel(self.channel(name, level)), pages_under, value)
-
-    def _weights(
-        self, pages_under: int, new: UniformPages | RaggedPages, children: ops.Nodes, attention: Tensor | None
-    ) -> Tensor | None:
-        """Weights of the children in their summaries, fp32 ``[B, Hkv, n, S]``; None: the mean.
-
-        Args:
-            attention: to each child, ``[B, Hkv, n, S]``, where the compressor uses it.
-        """
-        paging = self.paging
-        if paging.compressor == "mean":
-            return None
-        if paging.compressor == "recent":
-            return ops.root_weights(attention)
-        if paging.compressor == "attention":
-            return ops.importance_weights(attention, paging.temperature)
-        heads, width, device = children.k.shape[1], children.k.shape[3], children.k.device
-        number = torch.arange(new.first // pages_under, new.last // pages_under, device=device)
-        return ops.random_weights(number, torch.full_like(number, width), width, heads, paging.seed)
 
     def _attention(self, name: str, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> Tensor:
         """Attention to each child, accumulated (``mass``) or ``recent``, mean over the group: ``[B, Hkv, n, S]``."""

@@ -22,11 +22,7 @@ class Paging:
     """Tokens under a node of each level, level 0 (pages) first."""
     sinks: int
     tail: int
-    compress_every: int
     compressor: str
-    temperature: float
-    zero_values: bool
-    seed: int
     window: int
     spread: bool
     """Whether nodes keep the variance of the keys under them."""
@@ -38,6 +34,11 @@ class Paging:
     """Whether accumulated attention mass is kept for tokens and nodes: :attr:`LuKA.weighs_mass`."""
     recent: bool
     """Whether a running average of attention is kept for tokens and nodes: :attr:`LuKA.looks_back`."""
+
+    @property
+    def compress_every(self) -> int:
+        """Decoded tokens between two rounds of making pages: never more than a round's nodes hold."""
+        return min(16, self.sizes[-1])
 
 
 @dataclass(frozen=True)

@@ -113,23 +113,3 @@ def root_weights(recent: Tensor) -> Tensor:
     """
     roots = recent.float().clamp_min(_LEAST).sqrt()
     return roots / roots.sum(-1, keepdim=True)
-
-
-def random_weights(node: Tensor, sizes: Tensor, width: int, num_kv_heads: int, seed: int) -> Tensor:
-    """All weight on one child, drawn uniformly (LuKA, section 3.2, "Random"): a pure function of node, head and seed.
-
-    Args:
-        node: int64 ``[N]``: numbers of the groups.
-        sizes: int64 ``[N]``: children of each.
-        width: S, the largest size.
-
-    Returns:
-        fp32 ``[1, Hkv, N, S]``.
-    """
-    head = torch.arange(num_kv_heads, device=node.device)[:, None]
-    start = (seed * 0xC2B2AE3D + 1) & 0xFFFFFFFF
-    x = (node * 0x9E3779B1 + head * 0x85EBCA77 + start) & 0xFFFFFFFF
-    for _ in range(2):  # a 32-bit integer hash, so that neighbours are unrelated
-        x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
-    chosen = ((x >> 16) ^ x) % sizes
-    return torch.nn.functional.one_hot(chosen, width).float()[None]

@@ -107,8 +107,8 @@ class Sequence:
 
     def ends(self, token: int) -> list[int]:
         """Where the pages end that are there when a token is decoded."""
-        rounds = (token - self.prompt) // self.method.compress_every
-        stop = self.prompt + rounds * self.method.compress_every - self.method.tail
+        every = min(16, self.method.sizes[-1])
+        stop = self.prompt + (token - self.prompt) // every * every - self.method.tail
         size, ends = self.method.sizes[0], []
         while True:
             end = (ends[-1] if ends else self.method.sinks) + size
@@ -141,7 +141,7 @@ class Sequence:
         tokens = [at for child in children for at in child.tokens]
         name = head, children[0].level + 1, number
         if name not in self.shares_made:  # once: what made it may get more attention later
-            self.shares_made[name] = self.shares(head, number, children)
+            self.shares_made[name] = self.shares(head, children)
             self.recent_of_nodes[name] = sum(self.recently(head, child) for child in children)
         shares = self.shares_made[name]
         weights = np.concatenate([share * child.weights for share, child in zip(shares, children)])
@@ -153,7 +153,7 @@ class Sequence:
             tokens,
             weights,
             key,
-            np.zeros_like(value) if self.method.zero_values else value,
+            value,
             children,
             spread=weights @ (keys - key) ** 2,
         )
@@ -167,20 +167,12 @@ class Sequence:
             return self.recent[head, node.tokens[0]]
         return self.recent_of_nodes[head, node.level, node.number]
 
-    def shares(self, head: int, number: int, children: list[Node]) -> np.ndarray:
+    def shares(self, head: int, children: list[Node]) -> np.ndarray:
         """Weights of the children in their parent."""
-        if self.method.compressor == "recent":
-            roots = np.sqrt([self.recently(head, child) for child in children])
-            return roots / roots.sum()
         if self.method.compressor == "mean":
             return np.full(len(children), 1 / len(children))
-        if self.method.compressor == "attention":
-            received = np.array([self.mass[head, child.tokens].sum() for child in children]) / self.group
-            return softmax(received / self.method.temperature)
-        x = (number * 0x9E3779B1 + head * 0x85EBCA77 + self.method.seed * 0xC2B2AE3D + 1) % 2**32
-        for _ in range(2):
-            x = ((x >> 16) ^ x) * 0x45D9F3B % 2**32
-        return np.eye(len(children))[((x >> 16) ^ x) % len(children)]
+        received = np.array([self.mass[head, child.tokens].sum() for child in children]) / self.group
+        return softmax(received / 7.0)
 
     # What nodes weigh
 

@@ -115,7 +115,7 @@ def test_every_token_is_represented_once_under_any_settings(seed):
 def test_all_levels_are_met_and_left():
     """The tests above see nodes of every level in the cover, and refined ones."""
     met, refined = [0, 0, 0], [0, 0, 0]
-    method = methods.make("luka", page_size=[2, 4, 8], sinks=1, tail=3, compress_every=1, top_k=2, expand=2)
+    method = methods.make("luka", page_size=[2, 4, 8], sinks=1, tail=3, top_k=2, expand=2)
     for driver, token in walk(method, (60,), 8):
         _, levels = assert_is_cover(driver, token)
         for level, masses in enumerate(levels):
