@@ -58,7 +58,6 @@ class Problem:
                 self.draw(*shape, dim),
                 self.draw(*shape, value_dim),
                 (self.uniform(*shape, dim) / 4).to(dtype),
-                entropy=self.uniform(*shape),
             )
             recent = self.uniform(*shape) / shape[2]
             for b, number in enumerate(of_level):
@@ -100,7 +99,6 @@ class Problem:
                 k=field(of.nodes.k),
                 v=field(of.nodes.v),
                 spread=field(of.nodes.spread, how.score == "spread"),
-                entropy=field(of.nodes.entropy, how.bias == "entropy"),
             )
             of = of._replace(nodes=nodes, recent=field(of.recent, how.prior > 0))
             levels.append(self._with_records(of, as_read) if how.score == "lowrank" else of)

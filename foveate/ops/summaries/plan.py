@@ -14,7 +14,6 @@ import triton
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile, group_tile, split
 from foveate.ops.summaries.tree import Tree
-from foveate.ops.summaries.types import Refinement
 
 _SCORING, _ATTENDING = 3, 2
 """Resident programs per multiprocessor of ``score_nodes`` and of ``attend_nodes``."""
@@ -22,8 +21,6 @@ _MERGING = 1 / 4
 """Cost of merging a part of the output, in units of reading a block of nodes."""
 _HELD = 32768
 """The most nodes from which ``select_nodes`` selects."""
-FEW_HEADS = 16
-"""In groups of at most this many query heads, a program computes the masses of all heads together."""
 _SHARED = 96 << 10
 """Bytes of shared memory for a program's loads in flight: two programs fit on a multiprocessor, or three that use three
 quarters of it."""
@@ -49,6 +46,11 @@ def merge_last(tile: Tile, dims: int, parts: int) -> int:
     return max(1, min(32, triton.next_power_of_2(parts), numbers // (tile.block_m * dims)))
 
 
+def chunks_of(width: int, tile: Tile) -> int:
+    """Chunks of a page of ``width`` tokens that a program reads at once: powers of two that fit into a block."""
+    return triton.cdiv(width, min(tile.block_n, triton.next_power_of_2(width)))
+
+
 @dataclass(frozen=True)
 class Stage:
     """Sizes of the launches at one level of the tree: capacities, and how the work is split."""
@@ -67,59 +69,33 @@ class Stage:
     attending: int
     """Programs of ``attend_nodes`` that share them; each adds a part of the output."""
     before: int
-    """Parts of the output that earlier launches have written."""
+    """Parts of the output that earlier launches have written; at the top level those of sinks and tail."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The sizes of a call, from which its :class:`Stage` objects follow."""
+def stages(tree: Tree, tile: Tile, programs: int, multiprocessors: int) -> list[Stage]:
+    """The stages of a call, from the top level down.
 
-    tile: Tile
-    programs: int
-    """Programs if nothing were split: rows times KV heads times tiles of query heads."""
-    multiprocessors: int
+    Args:
+        programs: programs if nothing were split: rows times KV heads times tiles of query heads.
 
-    def raw_splits(self, tree: Tree) -> int:
-        """Programs that share sinks and tail of a row and KV head, in the launch that scores the top level."""
-        blocks = triton.cdiv(tree.rows.width, self.tile.block_n)
-        return max(1, min(blocks, _SCORING * self.multiprocessors // (2 * self.programs)))
-
-    def stages(self, tree: Tree, how: Refinement) -> list[Stage]:
-        """The stages of a call, from the top level down.
-
-        Raises:
-            UnsupportedError: for more than 32,768 nodes in a selection, or children of ``mass="preserve"`` whose number
-                is not a power of two that fits into a block.
-        """
-        stages: list[Stage] = []
-        width, begin, before = tree.rows.places, 0, self.raw_splits(tree)
-        for level in reversed(range(len(tree.levels))):
-            k = min(tree.rows.most[level], width)
-            last = not k or not level
-            stage = self._stage(tree, level, width, k, begin, before, last)
-            stages.append(stage)
-            begin, before = begin + stage.padded, before + stage.attending
-            if last:
-                break
-            branch = tree.branch(level)
-            if how.mass == "preserve" and (branch & (branch - 1) or branch > self.tile.block_n):
-                raise UnsupportedError(f"{branch} children of a node under mass=preserve")
-            width = k * branch
-        return stages
-
-    def _stage(self, tree: Tree, level: int, width: int, k: int, begin: int, before: int, last: bool) -> Stage:
-        block, room = self.tile.block_n, _SCORING * self.multiprocessors
-        blocks, padded = triton.cdiv(width, block), triton.cdiv(width, 16) * 16
+    Raises:
+        UnsupportedError: for more than 32,768 nodes in a selection.
+    """
+    found, width, begin, room = [], tree.rows.places, 0, _SCORING * multiprocessors
+    before = max(1, min(triton.cdiv(tree.rows.width, tile.block_n), room // (2 * programs)))
+    left = max(room - programs * before, room // 2)  # at the top level, beside those that attend to sinks and tail
+    for level in reversed(range(len(tree.levels))):
         if width > _HELD:
             raise UnsupportedError(f"more than {_HELD} nodes of a level")
-        raw_programs = 0 if begin else self.programs * before  # those that attend to sinks and tail
-        scoring, _ = split(self.programs, blocks, max(room - raw_programs, room // 2))
-        block_w = page_block(tree.width, self.tile)
-        tiles = triton.cdiv(k * triton.cdiv(tree.width, block_w) * block_w, block) if last else 0
-        attending, _ = split(self.programs, blocks + tiles, _ATTENDING * self.multiprocessors, _MERGING)
-        return Stage(level, width, k, begin, padded, scoring, attending, before)
-
-
-def page_block(width: int, tile: Tile) -> int:
-    """Tokens of a page that a program reads at once, a power of two: the page, or a chunk of it."""
-    return min(triton.next_power_of_2(width), tile.block_n)
+        k = min(tree.rows.most[level], width)
+        last = not k or not level
+        blocks, padded = triton.cdiv(width, tile.block_n), triton.cdiv(width, 16) * 16
+        pages_at_once = max(1, tile.block_n // triton.next_power_of_2(tree.width))
+        tiles = triton.cdiv(k * chunks_of(tree.width, tile), pages_at_once) if last else 0
+        scoring, _ = split(programs, blocks, room if found else left)
+        attending, _ = split(programs, blocks + tiles, _ATTENDING * multiprocessors, _MERGING)
+        found.append(Stage(level, width, k, begin, padded, scoring, attending, before))
+        if last:
+            break
+        begin, before, width = begin + padded, before + attending, k * tree.branch(level)
+    return found

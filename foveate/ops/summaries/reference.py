@@ -14,9 +14,9 @@ from foveate.ops.score import page_lse
 from foveate.ops.score.nodes import free_energy, key_logits, logit_deviation
 from foveate.ops.select.reference import topk, topk_rows
 from foveate.ops.summaries.cover import Part, attend_cover, refine
-from foveate.ops.summaries.masses import note_masses
+from foveate.ops.summaries.masses import VisitedLevel, note_masses
 from foveate.ops.summaries.tree import Tree
-from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
+from foveate.ops.summaries.types import Covered, Refinement, Sums
 
 
 def attend_summaries(
@@ -29,7 +29,6 @@ def attend_summaries(
     scaling: float,
     softcap: float | None = None,
     need_lse: bool = False,
-    need_masses: bool = False,
     sums: Sums | None = None,
 ) -> Covered:
     """Attention of one query per row over sinks, tail and summaries, of which the rule refines some.
@@ -49,9 +48,26 @@ def attend_summaries(
         how: the rule.
         scaling: factor of the logits.
         softcap: each scaled logit x becomes ``softcap * tanh(x / softcap)``; None: there is no cap.
-        need_lse, need_masses: whether to return ``lse``, and ``masses`` with ``visited``.
+        need_lse: whether to return ``lse``.
         sums: running sums to update in place; None: none.
     """
+    covered, masses, visited = with_masses(q, k, v, tree, how, scaling, softcap, need_lse)
+    if sums is not None:
+        note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
+    return covered
+
+
+def with_masses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree: Tree,
+    how: Refinement,
+    scaling: float,
+    softcap: float | None = None,
+    need_lse: bool = True,
+) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
+    """:func:`attend_summaries` without sums: ``(covered, masses, visited)``, see :func:`note_masses`."""
     reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling, softcap)
     parts = [reader.raw()]
     others, read = parts[0].logits.logsumexp(-1, keepdim=True), tree.rows.raw
@@ -81,12 +97,8 @@ def attend_summaries(
     lse = None
     if need_lse:
         lse = unfold_group(torch.cat([part.logits for part in parts], -1).logsumexp(-1), q.shape[1])
-    if need_masses or sums is not None:
-        masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
-    if sums is not None:
-        note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
-    masses, visited = (masses, tuple(visited)) if need_masses else ((), ())
-    return Covered(out, lse, masses, visited, read, refined)
+    masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
+    return Covered(out, lse, read, refined), masses, visited
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,19 +32,6 @@ class Refinement:
     """Weight of the recent attention (:attr:`Level.recent`) in the mass by which nodes are chosen, 0 to 1."""
 
 
-class VisitedLevel(NamedTuple):
-    """The visited nodes of one level, and which of them were refined."""
-
-    level: int
-    index: Tensor | None
-    """int64 ``[B, Hkv, C]``: numbers of the nodes in their level, by place; -1 for unused places. None: place and
-    number are the same."""
-    complete: bool
-    """Whether neither ``index`` nor ``chosen`` has a -1."""
-    chosen: Tensor
-    """int ``[B, Hkv, K]``: places of the refined nodes, ascending, then -1."""
-
-
 class Covered(NamedTuple):
     """Results of :func:`attend_summaries`."""
 
@@ -52,12 +39,6 @@ class Covered(NamedTuple):
     """``[B, Hq, 1, Dv]``, in the dtype of the values."""
     lse: Tensor | None
     """fp32 ``[B, Hq, 1]``: log-sum-exp of the cover's log-weights, natural; None unless ``need_lse``."""
-    masses: tuple[Tensor, ...]
-    """Softmax over the cover, summed over the group, fp32 ``[B, Hkv, places]`` each: of sinks and tail; of the visited
-    nodes of each level from the top down (0 where refined); and of the tokens of refined pages, page after page, if any
-    may be refined. Empty unless ``need_masses``."""
-    visited: tuple[VisitedLevel, ...]
-    """The levels of ``masses``, from the top down; empty unless ``need_masses``."""
     read: float | Tensor
     """Keys read, a summary counted as :attr:`Level.reads`: the mean over rows and KV heads, or ``[B, Hkv]``."""
     refined: float | Tensor

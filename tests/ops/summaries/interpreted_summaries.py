@@ -15,7 +15,6 @@ from tests.trees import Problem
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 HALF = ("dtype", [torch.float32, torch.float16])
-MASS = ("mass", ["exact", "preserve"])
 SPLITS = ("splits", [1, 8])
 
 
@@ -25,49 +24,39 @@ def splits(request, monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: request.param)
 
 
-def assert_same(found, expected, number_of_rows):
-    """The whole result; the reference may have left away places that nothing is in."""
+def check(problem, how, softcap=None):
+    """The kernels' results and selections against the reference's, which may leave away places that nothing is in.
+
+    Returns:
+        ``(result, chosen)``: of each level from the top down the places of refined nodes.
+    """
+    q, k, v = problem.arguments
+    tree, scaling = problem.looked_at(how, True), 0.3
+    expected, _, visited = reference.with_masses(q, k.nan_to_num(0.0), v.nan_to_num(0.0), tree, how, scaling, softcap)
+    steps = launch.SummariesLaunch(q, k, v, problem.looked_at(how, False), how, scaling, softcap, None)
+    found, chosen = steps.run(True), [visit.selection.chosen for visit in steps.space.visits]
     half = found.out.dtype != torch.float32
     tolerance = 3e-3 if half else 2e-5
     torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=2e-3 if half else 1e-4)
-    assert len(found.visited) == len(expected.visited)
-    for mine, its in zip(found.visited, expected.visited):
-        assert mine.level == its.level
-        padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
-        assert torch.equal(mine.chosen.long(), padded)
-        assert mine.complete == its.complete
-        if its.index is not None:
-            assert torch.equal(mine.index[..., : its.index.shape[2]], its.index)
-            assert (mine.index[..., its.index.shape[2] :] == -1).all()
-    assert len(found.masses) == len(expected.masses)
-    for mine, its in zip(found.masses, expected.masses):
-        torch.testing.assert_close(mine[..., : its.shape[2]], its, rtol=4e-3 if half else 1e-4, atol=1e-5)
-        assert not mine[..., its.shape[2] :].any()
+    for mine, its in zip(chosen, visited, strict=True):
+        padded = torch.nn.functional.pad(its.chosen, (0, mine.shape[2] - its.chosen.shape[2]), value=-1)
+        assert torch.equal(mine, padded)
     for mine, its in ((found.read, expected.read), (found.refined, expected.refined)):
-        its = its.double().mean(1).sum() if isinstance(its, torch.Tensor) else torch.tensor(its * number_of_rows)
+        its = its.double().mean(1).sum() if isinstance(its, torch.Tensor) else torch.tensor(its * len(q))
         torch.testing.assert_close(mine.double().mean(1).sum(), its.double(), rtol=1e-6, atol=1e-4)
+    return found, chosen
 
 
-def check(problem, how, need_masses=True, softcap=None):
-    q, k, v = problem.arguments
-    given = {"scaling": 0.3, "softcap": softcap, "need_lse": True, "need_masses": need_masses}
-    k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0)
-    expected = reference.attend_summaries(q, k_, v_, problem.looked_at(how, True), how, **given)
-    found = launch.attend_summaries(q, k, v, problem.looked_at(how, False), how, **given)
-    assert_same(found, expected, len(q))
-    return found
+@every_pair((("dtype", "same"), [(torch.float32, False), (torch.float16, True)]), SPLITS, indirect=["splits"])
+def test_few_pages(dtype, same, splits):
+    check(Problem(dtype=dtype, same=same), ops.Refinement())
+    check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.Refinement())
 
 
-@every_pair(MASS, (("dtype", "same"), [(torch.float32, False), (torch.float16, True)]), SPLITS, indirect=["splits"])
-def test_few_pages(dtype, mass, same, splits):
-    check(Problem(dtype=dtype, same=same), ops.Refinement(mass=mass))
-    check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.Refinement(mass=mass), False)
-
-
-@every_pair(("allowed", [0, 1, 0.4, 1.0]), MASS)
-def test_budgets(mass, allowed):
-    check(Problem(pages=(40, 13), allowed=(allowed,)), ops.Refinement(mass=mass))
+@pytest.mark.parametrize("allowed", [0, 1, 0.4, 1.0])
+def test_budgets(allowed):
+    check(Problem(pages=(40, 13), allowed=(allowed,)), ops.Refinement())
 
 
 @every_pair(
@@ -81,39 +70,34 @@ def test_budgets(mass, allowed):
             ((4, 8, 32), (40, 24, 0), "lowrank"),
         ],
     ),
-    MASS,
     HALF,
     SPLITS,
     indirect=["splits"],
 )
-def test_levels(dtype, mass, sizes, pages, score, splits):
-    how = ops.Refinement(mass=mass, score=score)
+def test_levels(dtype, sizes, pages, score, splits):
+    how = ops.Refinement(score=score)
     check(Problem(pages, sizes, (5, *[2] * (len(sizes) - 1)), dtype=dtype), how)
     check(Problem(pages, sizes, (0.3, *[0.5] * (len(sizes) - 1)), dtype=dtype, same=True), how)
 
 
-@pytest.mark.parametrize("bias", ["none", "log", "entropy"])
 @pytest.mark.parametrize("score", ["summary", "spread", "lowrank"])
-def test_weights_and_scores(bias, score):
-    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score))
+def test_scores(score):
+    check(Problem(dtype=torch.float16), ops.Refinement(score=score))
 
 
-@every_pair(
-    ("bias", ["none", "log", "entropy"]), ("score", ["summary", "spread", "lowrank"]), ("softcap", [1.5, 5.0, 50.0])
-)
-def test_capped_logits(bias, score, softcap):
+@every_pair(("score", ["summary", "spread", "lowrank"]), ("softcap", [1.5, 5.0, 50.0]))
+def test_capped_logits(score, softcap):
     """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
-    how = ops.Refinement(bias=bias, score=score)
-    found = check(Problem(), how, softcap=softcap)
-    without = check(Problem(), how)
+    how = ops.Refinement(score=score)
+    (found, _), (without, _) = check(Problem(), how, softcap), check(Problem(), how)
     assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
-    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3)
-    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap=softcap)
+    how = ops.Refinement(score=score, prior=0.3)
+    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap)
 
 
-@every_pair(("prior", [0.5, 0.3, 0.0]), ("pool", ["kv_head", "layer"]))
-def test_pools_and_recent_attention(pool, prior):
-    how = ops.Refinement(pool=pool, prior=prior)
+@pytest.mark.parametrize("prior", [0.5, 0.3, 0.0])
+def test_recent_attention(prior):
+    how = ops.Refinement(prior=prior)
     check(Problem(pages=(40, 13), allowed=(6,)), how)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(5, 3)), how)
 
@@ -128,13 +112,13 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes):
     """Nothing of them may be left in the output."""
     problem = Problem((90, 9), sizes=(4,), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 15.0, 0.3)
-    assert set(nodes) <= set(check(problem, ops.Refinement()).visited[0].chosen[0, 0].tolist())
+    assert set(nodes) <= set(check(problem, ops.Refinement())[1][0][0, 0].tolist())
     problem = Problem((180, 20), sizes=(2, 4), allowed=(5, 40), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 25.0, 0.3)  # so that their children are looked at
     problem.overrate([2 * node + 1 for node in nodes], 15.0, 0.3, level=0)
-    looked = check(problem, ops.Refinement()).visited[1]
-    chosen = looked.index[0, 0][looked.chosen[0, 0][looked.chosen[0, 0] >= 0]]
-    assert {2 * node + 1 for node in nodes} <= set(chosen.tolist())
+    above, below = (chosen[0, 0] for chosen in check(problem, ops.Refinement())[1])
+    below = below[below >= 0]
+    assert {2 * node + 1 for node in nodes} <= set((above[below // 2] * 2 + below % 2).tolist())
 
 
 @pytest.mark.parametrize("prior", [0.0, 0.5])
@@ -147,14 +131,12 @@ def test_ranks_of_one_head_after_the_other(prior, monkeypatch):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (6, 6), (14, 2), (32, 2), (130, 1)])
 def test_groups(heads, kv_heads):
-    check(Problem(heads=heads, kv_heads=kv_heads), ops.Refinement(mass="preserve"))
+    check(Problem(heads=heads, kv_heads=kv_heads), ops.Refinement(prior=0.3))
 
 
 @pytest.mark.parametrize("page", [1, 5, 16, 40])
 def test_page_sizes(page):
     check(Problem(sizes=(page,)), ops.Refinement())
-    if page <= 16:
-        check(Problem(sizes=(page,)), ops.Refinement(mass="preserve"))
 
 
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
@@ -173,8 +155,8 @@ def test_strides_among_nan(layout):
 
 def test_pages_that_are_not_refined_are_not_read():
     problem, how = Problem(), ops.Refinement()
-    found = check(problem, how)
-    chosen, slots = found.visited[0].chosen, torch.arange(problem.k.shape[2])
+    found, (chosen,) = check(problem, how)
+    slots = torch.arange(problem.k.shape[2])
     for b in range(3):
         start = int(problem.tree.rows.numbers[1, b])
         for head in range(2):
@@ -183,24 +165,21 @@ def test_pages_that_are_not_refined_are_not_read():
             problem.k[b, head, ~read], problem.v[b, head, ~read] = torch.nan, torch.nan
     again = launch.attend_summaries(*problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True)
     assert torch.equal(again.out, found.out)
-    assert again.masses == ()
 
 
 def test_room_for_more_than_rows_have():
     """As in a step that is replayed while rows grow: what is on the device counts."""
     problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.Refinement(prior=0.5)
-    found, rows = check(problem, how), problem.tree.rows
+    (found, (chosen,)), rows = check(problem, how), problem.tree.rows
     problem.tree = problem.tree._replace(
         rows=dataclasses.replace(rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,))
     )
-    roomy = launch.attend_summaries(
-        *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True, need_masses=True
-    )
-    for mine, its in zip((roomy.out, roomy.lse, *roomy.masses), (found.out, found.lse, *found.masses), strict=True):
-        torch.testing.assert_close(mine[..., : its.shape[-1]], its, rtol=1e-5, atol=1e-6)
-        assert not mine[..., its.shape[-1] :].any()
-    assert torch.equal(roomy.visited[0].chosen[..., : rows.most[0]], found.visited[0].chosen)
-    assert (roomy.visited[0].chosen[..., rows.most[0] :] == -1).all()
+    steps = launch.SummariesLaunch(*problem.arguments, problem.looked_at(how, False), how, 0.3, None, None)
+    roomy, mine = steps.run(True), steps.space.visits[0].selection.chosen
+    torch.testing.assert_close(roomy.out, found.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(roomy.lse, found.lse, rtol=1e-5, atol=1e-6)
+    assert torch.equal(mine[..., : rows.most[0]], chosen)
+    assert (mine[..., rows.most[0] :] == -1).all()
     assert torch.equal(roomy.read, found.read)
 
 
@@ -208,8 +187,8 @@ def test_ties_go_to_the_smaller_index():
     problem = Problem(pages=(40, 13), allowed=(5,))
     problem.tree.levels[0].nodes.k[0, :, 7:31] = problem.tree.levels[0].nodes.k[0, :, 7:8]
     problem.q.zero_()
-    found = check(problem, ops.Refinement())
-    assert (found.visited[0].chosen == torch.arange(5)).all()
+    _, (chosen,) = check(problem, ops.Refinement())
+    assert (chosen == torch.arange(5)).all()
 
 
 def test_the_heaviest_lie_behind_more_ties_than_are_chosen():
@@ -219,9 +198,9 @@ def test_the_heaviest_lie_behind_more_ties_than_are_chosen():
     recent.zero_()
     for row, places in enumerate(([20, 37], [10, 12])):
         recent[row, :, places] = 0.5
-    found = check(problem, ops.Refinement(prior=0.5))
+    _, (chosen,) = check(problem, ops.Refinement(prior=0.5))
     expected = torch.tensor([[0, 1, 2, 20, 37], [0, 1, 2, 10, 12]])
-    assert torch.equal(found.visited[0].chosen, expected[:, None].expand_as(found.visited[0].chosen))
+    assert torch.equal(chosen, expected[:, None].expand_as(chosen))
 
 
 def test_what_it_refuses():
@@ -230,15 +209,12 @@ def test_what_it_refuses():
         arguments = dict(zip("qkv", problem.arguments)) | changed
         return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
 
-    with pytest.raises(UnsupportedError, match="refinement by bound"):
-        run(Problem(), ops.Refinement(score="bound"))
+    for option in ({"score": "bound"}, {"pool": "layer"}, {"bias": "none"}, {"bias": "entropy"}, {"mass": "preserve"}):
+        with pytest.raises(UnsupportedError, match="{}={} of summaries".format(*next(iter(option.items())))):
+            run(Problem(), ops.Refinement(**option))
     with pytest.raises(UnsupportedError, match="float64"):
         run(Problem(dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
         run(Problem(dim=257))
-    with pytest.raises(UnsupportedError, match="mass=preserve"):
-        run(Problem(sizes=(100,)), ops.Refinement(mass="preserve"))
-    with pytest.raises(UnsupportedError, match="3 children"):
-        run(Problem((6,), (2, 6), (2, 1)), ops.Refinement(mass="preserve"))
     with pytest.raises(ValueError, match="do not fit one query"):
         run(Problem(), q=torch.zeros(3, 4, 2, 16))
