@@ -18,7 +18,7 @@ compare() { # NAME TASK LENGTH SPLIT LIMIT METHOD...
     --out "$parts/$1.jsonl" "${chosen[@]}"
 }
 
-# Levels, page sizes and shares, from a twentieth to a quarter of the keys, and rules that spend by difficulty.
+# Levels, page sizes and shares, from a twentieth to a quarter of the keys.
 luka=luka:score=spread
 shares=(luka_paper "$luka" "$luka,top_k=0.12" snapkv:top_k=0.1 snapkv:top_k=0.25 h2o:top_k=0.25,window=64 tova:top_k=0.25)
 for budget in 0.08,expand=0.25 0.06,expand=0.2 0.04,expand=0.15 0.02,expand=0.1 0.01,expand=0.06; do
@@ -29,17 +29,15 @@ shares+=("$luka,page_size=[4,16],top_k=0.06,expand=0.2" "$luka,page_size=[8,32,1
 shares+=("$luka,page_size=[8,32,128],top_k=0.04,expand=0.2" "$luka,page_size=[8,16,32],top_k=0.1,expand=0.4")
 for top_k in 0.02 0.06 0.12; do shares+=("$luka,page_size=16,top_k=$top_k"); done
 for top_k in 0.01 0.04 0.17; do shares+=("$luka,page_size=32,top_k=$top_k"); done
-for top_p in 0.6 0.75 0.8 0.85 0.9; do shares+=("$luka,refine=top_p,top_p=$top_p,max_refined=0.4"); done
-shares+=("$luka,refine=threshold,epsilon=0.002" "$luka,refine=threshold,epsilon=0.005")
 
 # One change each, with 12 % of the pages refined.
 base=$luka,top_k=0.12 rules=("$luka,top_k=0.12")
-for change in prior={0.0,0.3,0.7} window={1,4,64,256} compressor={recent,random,attention} \
-  compressor=attention,temperature=1 bias={none,entropy} zero_values=true mass=preserve tail={32,256} sinks={0,16} \
-  pool=layer segmenter=gaussian,page_deviation=2.0; do
+for change in prior={0.0,0.3,0.7} window={1,4,64,256} compressor=attention \
+  bias={none,entropy} mass=preserve tail={32,256} sinks={0,16} \
+  pool=layer; do
   rules+=("$base,$change")
 done
-for change in "" ,prior=0.0 ,compressor=recent; do rules+=("luka:top_k=0.12,score=summary$change"); done
+for change in "" ,prior=0.0; do rules+=("luka:top_k=0.12,score=summary$change"); done
 rules+=("per_layer:layers={\"0-1\": \"dense\", \"rest\": \"$base\"}")
 rules+=("per_layer:layers={\"0-1\": \"$luka,top_k=0.04,expand=0.2\", \"rest\": \"$base\"}")
 
@@ -47,9 +45,7 @@ rules+=("per_layer:layers={\"0-1\": \"$luka,top_k=0.04,expand=0.2\", \"rest\": \
 three=(luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head)
 for score in summary spread; do
   for prior in 0.0 0.3 0.5; do
-    for compressor in mean recent; do
-      three+=("luka:page_size=16,top_k=3,compressor=$compressor,score=$score,prior=$prior")
-    done
+    three+=("luka:page_size=16,top_k=3,score=$score,prior=$prior")
   done
 done
 

@@ -122,30 +122,19 @@ VARIANTS = [
     *(
         (
             f"luka/{name}",
-            methods.make("luka", **({"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3} | settings)),
+            methods.make("luka", **({"page_size": 4, "sinks": 2, "tail": 9} | settings)),
         )
         for name, settings in {
-            "every_token": {"page_size": 8, "sinks": 0, "tail": 5, "compress_every": 1, "top_k": 0.4},
-            "preserve": {"score": "spread", "mass": "preserve", "top_k": 3, "compress_every": 5},
-            "threshold": {"tail": 3, "refine": "threshold", "epsilon": 0.07, "bias": "log", "score": "summary"},
-            "threshold_preserve": {"refine": "threshold", "epsilon": 0.07, "mass": "preserve"},
-            "threshold_layer": {"score": "spread", "refine": "threshold", "epsilon": 0.15, "pool": "layer"},
-            "attention": {"compressor": "attention", "temperature": 1.0, "bias": "entropy", "score": "summary"},
-            "random": {"compressor": "random", "bias": "none", "top_k": 3},
-            "zero": {"score": "spread", "zero_values": True, "pool": "layer", "top_k": 2},
+            "few_tokens": {"page_size": 2, "sinks": 0, "tail": 5, "top_k": 0.4},
+            "many_tokens": {"page_size": 20, "top_k": 1},
+            "preserve": {"score": "spread", "mass": "preserve", "top_k": 3, "page_size": 5},
+            "summary": {"tail": 3, "score": "summary"},
+            "preserve_lowrank": {"mass": "preserve", "bias": "none"},
+            "layer": {"score": "spread", "pool": "layer"},
+            "attention": {"compressor": "attention", "bias": "entropy", "score": "summary"},
             "none_refined": {"top_k": 0},
-            "top_p": {"score": "spread", "refine": "top_p", "top_p": 0.5},
-            "top_p_capped": {"refine": "top_p", "top_p": 0.95, "max_refined": 3},
-            "recent": {"score": "spread", "compressor": "recent", "top_k": 2},
             "spread": {"score": "spread", "prior": 0.0, "top_k": 2},
-            "prior_layer": {
-                "prior": 0.8,
-                "window": 5,
-                "pool": "layer",
-                "compressor": "recent",
-                "page_size": [4, 8],
-                "top_k": 2,
-            },
+            "prior_layer": {"prior": 0.8, "window": 5, "pool": "layer", "page_size": [4, 8], "top_k": 2},
             "lowrank": {"top_k": 2, "prior": 0.0},
             "lowrank_levels": {"page_size": [4, 8], "top_k": 2, "expand": 2, "bias": "entropy"},
             "two_levels": {"score": "spread", "page_size": [4, 8], "top_k": 2, "expand": 2},
@@ -157,14 +146,7 @@ VARIANTS = [
                 "expand": 1,
                 "compressor": "attention",
             },
-            "levels_top_p": {"page_size": [3, 6], "refine": "top_p", "top_p": 0.3},
-            **{
-                name: {"score": "spread", "segmenter": "gaussian", "top_k": 1} | settings
-                for name, settings in {
-                    "gaussian": {"page_size": 8, "page_deviation": 3.0},
-                    "gaussian_levels": {"page_size": [8, 16], "compressor": "attention"},
-                }.items()
-            },
+            "levels_share": {"page_size": [3, 6], "top_k": 0.2, "expand": 0.5},
         }.items()
     ),
 ]

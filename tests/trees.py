@@ -7,9 +7,6 @@ from torch import Tensor
 
 from foveate import ops
 
-LONGEST = 3
-"""Pages of varied sizes have at most so many times the tokens of the shortest."""
-
 
 class Problem:
     """Rows of different lengths above one cache, whose unused entries are NaN.
@@ -18,7 +15,6 @@ class Problem:
         pages: pages of each row, multiples of what a node of the top level stands for.
         sizes: tokens of a node, by level, the finest first.
         allowed: nodes that may be refined, by level: a number for all rows, or a share of each row's.
-        varied: whether pages have sizes of their own, up to ``LONGEST`` times ``sizes[0]``.
         same: whether all rows end alike (the first one's pages and tail).
     """
 
@@ -35,7 +31,6 @@ class Problem:
         tail=11,
         dtype=torch.float32,
         device="cpu",
-        varied=False,
         same=False,
         seed=0,
         loudness=3.0,
@@ -44,17 +39,8 @@ class Problem:
         self.loudness = loudness
         pages = [pages[0]] * len(pages) if same else list(pages)
         batch, value_dim, self.kv_heads, self.sizes = len(pages), value_dim or dim, kv_heads, sizes
-        widths = torch.full((batch, max(pages)), sizes[0], dtype=torch.long, device=device)
-        if varied:
-            widths = torch.randint(
-                sizes[0], LONGEST * sizes[0] + 1, widths.shape, generator=self.generator, device=device
-            )
-        ends = sinks + widths.cumsum(-1)
-        starts = [int(ends[b, n - 1]) if n else 0 for b, n in enumerate(pages)]
-        lengths = [start + tail + (0 if same or varied else 3 * b) for b, start in enumerate(starts)]
-        if same:
-            starts, lengths = [starts[0]] * batch, [lengths[0]] * batch
-            ends = ends[:1].expand(batch, -1)
+        starts = [sinks + n * sizes[0] if n else 0 for n in pages]
+        lengths = [start + tail + (0 if same else 3 * b) for b, start in enumerate(starts)]
         counts = [[n * sizes[0] // size for n in pages] for size in sizes]
         allowed = [
             [max(1, int(share * n)) if isinstance(share, float) else share for n in of_level]
@@ -68,21 +54,18 @@ class Problem:
         levels = []
         for size, of_level in zip(sizes, counts):
             shape = (batch, kv_heads, max(of_level) + 5)
-            beneath = torch.where(self.uniform(*shape) < 0.5, 1.0, 2.0) * size
             nodes = ops.Nodes(
                 self.draw(*shape, dim),
                 self.draw(*shape, value_dim),
                 (self.uniform(*shape, dim) / 4).to(dtype),
-                entropy=self.uniform(*shape),
             )
             recent = self.uniform(*shape) / shape[2]
             for b, number in enumerate(of_level):
-                for field in (*(x for x in nodes if x is not None), beneath, recent):
+                for field in (*(x for x in nodes if x is not None), recent):
                     field[b, :, number:] = torch.nan
-            levels.append(ops.Level(nodes, size, beneath if varied else None, recent))
-        page_end = ends[:, None].expand(-1, kv_heads, -1).float().contiguous() if varied else None
+            levels.append(ops.Level(nodes, size, recent))
         rows = self._rows(lengths, starts, pages, sinks, counts, allowed)
-        self.tree = ops.Tree(tuple(levels), rows, LONGEST * sizes[0] if varied else sizes[0], page_end)
+        self.tree = ops.Tree(tuple(levels), rows)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
@@ -116,9 +99,8 @@ class Problem:
                 k=field(of.nodes.k),
                 v=field(of.nodes.v),
                 spread=field(of.nodes.spread, how.score == "spread"),
-                entropy=field(of.nodes.entropy, how.bias == "entropy"),
             )
-            of = of._replace(nodes=nodes, tokens=field(of.tokens), recent=field(of.recent, how.prior > 0))
+            of = of._replace(nodes=nodes, recent=field(of.recent, how.prior > 0))
             levels.append(self._with_records(of, as_read) if how.score == "lowrank" else of)
         return self.tree._replace(levels=tuple(levels))
 
@@ -150,8 +132,3 @@ def recent_attention(tree):
     for level, count in zip(tree.levels, counts):
         there = torch.arange(level.recent.shape[2], device=count.device) < count[:, None, None]
         yield level.recent[there.expand_as(level.recent)]
-
-
-def long_parts(per):
-    """In place of ``plan_parts``: parts of ``per`` blocks, some of them to a program."""
-    return lambda programs, blocks, *rest: (per, max(1, min(3, -(-blocks // per))))

@@ -21,7 +21,7 @@ class PerLayer(Method):
     source: ClassVar[str] = "LuKA, section 3.3"
     full_budget: ClassVar[dict] = {"layers": {"0": "dense", "rest": "luka:top_k=1.0,expand=1.0"}}
     small_budget: ClassVar[dict] = {
-        "layers": {"0": "streaming:sinks=2,window=11", "rest": "luka:page_size=4,tail=9,compress_every=3,top_k=2"}
+        "layers": {"0": "streaming:sinks=2,window=11", "rest": "luka:page_size=4,tail=9,top_k=2"}
     }
 
     layers: Any = setting(None, 'method specs by layer, e.g. {"0-1": "h2o", "rest": "luka"}')
@@ -75,7 +75,7 @@ class Mixed(Method):
     full_budget: ClassVar[dict] = {"lined": "h2o:top_k=1.0", "clustered": "luka:top_k=1.0,expand=1.0"}
     small_budget: ClassVar[dict] = {
         "lined": "h2o:top_k=9,window=8",
-        "clustered": "luka:page_size=4,tail=9,compress_every=3,top_k=2",
+        "clustered": "luka:page_size=4,tail=9,top_k=2",
     }
 
     lined: Any = setting("h2o", "method of the first and last layers")

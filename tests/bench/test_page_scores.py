@@ -40,7 +40,6 @@ TOKENS = Tokens.random(1, PROMPT + 3)
 QUERIES = [PROMPT, PROMPT + 2]
 SETTINGS = {
     "summary": {"compressor": "mean", "score": "summary", "bias": "log"},
-    "recent": {"compressor": "recent", "score": "summary", "bias": "log"},
     "spread": {"compressor": "mean", "score": "spread", "bias": "log"},
 }
 

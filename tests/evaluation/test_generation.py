@@ -159,9 +159,7 @@ def test_methods_go_on_from_one_prompt(model, tokenizer, stop):
         assert batch.decode_ms_per_token > 0
 
 
-@pytest.mark.parametrize(
-    "method", ["dense", METHODS[1], "luka:page_size=4,tail=3,compress_every=1,top_k=0,bias=none", METHODS[3]]
-)
+@pytest.mark.parametrize("method", ["dense", METHODS[1], "luka:page_size=2,tail=3,top_k=0,bias=none", METHODS[3]])
 def test_predictions_along_the_answers_of_dense(model, tokenizer, monkeypatch, method):
     """Row by row and by hand: what dense answers, and then what the method makes of each of these tokens."""
     items = [question(tokenizer, text, new=20) for text in TEXTS]

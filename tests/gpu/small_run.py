@@ -42,11 +42,8 @@ SPECS = (
     "luka:page_size=16,tail=32,score=spread",
     "luka:page_size=16,tail=32,top_k=3,score=spread",
     "luka:page_size=16,tail=32,top_k=3,prior=0.0,score=summary",
-    "luka:page_size=[8,32],tail=32,top_k=0.3,mass=preserve,score=spread",
     "luka:page_size=[8,32],tail=32,top_k=0.3",
     "luka:page_size=16,tail=32,top_k=3",
-    "luka:page_size=16,tail=32,refine=top_p,top_p=0.5,compressor=attention,temperature=1.0",
-    "luka_paper:tail=32",
 )
 
 

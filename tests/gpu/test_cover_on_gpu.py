@@ -6,18 +6,16 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.ops import _dispatch
-from foveate.ops.summaries import launch, masses, plan, reference
+from foveate.ops.summaries import launch, reference
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
-from tests.trees import Problem, long_parts, recent_attention
+from tests.trees import Problem, recent_attention
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = ("dtype", [torch.bfloat16, torch.float16, torch.float32])
 GROUPS = (("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (32, 4), (16, 1), (70, 1)])
 DIMS = (("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
-MASS = ("mass", ["exact", "preserve"])
-FEW = ("few", ["few", "few and long parts", "chosen before", "many"])
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
 SCALING = 0.1
 
@@ -31,19 +29,6 @@ def kernels_only(monkeypatch):
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
-@pytest.fixture(params=FEW[1])
-def few(request, monkeypatch):
-    """See the fixture of this name in ``tests/ops/summaries/interpreted_summaries.py``."""
-    if request.param == "few and long parts":
-        monkeypatch.setattr(plan, "plan_parts", long_parts(3))
-        monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(plan, "_AT_ONCE", 1)
-    elif request.param == "chosen before":
-        monkeypatch.setattr(plan, "_FEW_OF", -1)
-    elif request.param == "many":
-        monkeypatch.setattr(plan, "_FEW", -1)
-
-
 def problem(pages, **more):
     return Problem(pages, device="cuda", **{"dim": 128, "heads": 8, "kv_heads": 2, "loudness": 1.0} | more)
 
@@ -52,129 +37,84 @@ def in_fp32(tree):
     def single(x):
         return None if x is None else x.float()
 
-    levels = [
-        of._replace(nodes=ops.Nodes(*map(single, of.nodes)), tokens=single(of.tokens), recent=single(of.recent))
-        for of in tree.levels
-    ]
+    levels = [of._replace(nodes=ops.Nodes(*map(single, of.nodes)), recent=single(of.recent)) for of in tree.levels]
     return tree._replace(levels=tuple(levels))
 
 
-def check(some, how, need_masses=True):
+def run(some, how):
+    """The kernels' result, and the places of refined nodes of each level."""
+    steps = launch.SummariesLaunch(*some.arguments, some.looked_at(how, False), how, SCALING, None, None)
+    return steps.run(True), [visit.selection.chosen for visit in steps.space.visits]
+
+
+def check(some, how):
     """Against the reference in fp32; which nodes are refined may differ where their masses hardly do."""
     q, k, v = some.arguments
-    given = {"scaling": SCALING, "need_lse": True, "need_masses": need_masses}
     k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
-    expected = reference.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
+    tree = in_fp32(some.looked_at(how, True))
+    expected, _, visited = reference.with_masses(q.float(), k_, v_, tree, how, SCALING)
     with poisoned_memory("cuda"):
-        found = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
-    again = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
-    for mine, its in zip((found.out, found.lse, *found.masses), (again.out, again.lse, *again.masses), strict=True):
+        found, chosen = run(some, how)
+    again, also = run(some, how)
+    for mine, its in zip((found.out, found.lse, *chosen), (again.out, again.lse, *also), strict=True):
         assert torch.equal(mine, its)
     alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
-    for mine, its in zip(found.visited, expected.visited, strict=True):
-        padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
-        same = (mine.chosen == padded).all(-1)
-        alike &= same.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    for mine, its in zip(chosen, visited, strict=True):
+        padded = torch.nn.functional.pad(its.chosen, (0, mine.shape[2] - its.chosen.shape[2]), value=-1)
+        alike &= (mine == padded).all(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
     assert alike.float().mean() > (0.6 if q.dtype == torch.bfloat16 else 0.85)
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(found.out[alike].float(), expected.out[alike], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(
         found.lse[alike], expected.lse[alike], rtol=1e-4, atol=3e-3 if tolerance > 1e-3 else 1e-4
     )
-    rows = alike[:, :: q.shape[1] // k.shape[1]]
-    for mine, its in zip(found.masses, expected.masses, strict=True):
-        its = torch.nn.functional.pad(its, (0, mine.shape[2] - its.shape[2]))
-        torch.testing.assert_close(mine[rows], its[rows], rtol=max(tolerance, 1e-3), atol=1e-5)
-    total = sum(mass.sum(-1) for mass in found.masses)
-    if need_masses:
-        torch.testing.assert_close(total, torch.full_like(total, q.shape[1] / k.shape[1]), rtol=1e-3, atol=0)
-    return found
+    return found, chosen
 
 
-@every_pair(DTYPES, GROUPS, MASS, ("pages", [(1,), (37, 4, 0), (700, 699), (5000,)]), FEW, strength=3, indirect=["few"])
-def test_few_pages_of_any_group(dtype, heads, kv_heads, mass, pages, few):
-    check(problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype), ops.Refinement(mass=mass))
+@every_pair(DTYPES, GROUPS, ("pages", [(1,), (37, 4, 0), (700, 699), (5000,)]), strength=3)
+def test_few_pages_of_any_group(dtype, heads, kv_heads, pages):
+    check(problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype), ops.Refinement())
 
 
 @every_pair(DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 1)])
-def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads, few):
-    """What is left when they are taken out of everything would be rounding."""
+def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads):
+    """Nothing of them may be left in the output."""
     for pages in ((700, 40), (5000,)):
         some = problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype)
         some.overrate([7, 8, 699], 15.0, SCALING)
-        found = check(some, ops.Refinement())
-        assert (found.visited[0].chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
+        _, (chosen,) = check(some, ops.Refinement())
+        assert (chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
 
 
-@every_pair(DTYPES, DIMS, MASS, FEW, indirect=["few"])
-def test_any_head_dim(dtype, dim, value_dim, mass, few):
-    how = ops.Refinement(mass=mass, score="spread")
+@every_pair(DTYPES, DIMS)
+def test_any_head_dim(dtype, dim, value_dim):
+    how = ops.Refinement(score="spread")
     check(problem((300, 41), dim=dim, value_dim=value_dim, sizes=(16,), dtype=dtype), how)
 
 
 @every_pair(
     DTYPES,
-    MASS,
     ("sizes", [(8, 32), (16, 64, 256), (16,)]),
     ("score", ["summary", "spread", "lowrank"]),
     strength=3,
 )
-def test_shares_of_levels(dtype, mass, sizes, score):
+def test_shares_of_levels(dtype, sizes, score):
     pages, allowed = (1600, 1024, 64), (0.11, 0.3, 0.5)[: len(sizes)]
-    check(problem(pages, sizes=sizes, allowed=allowed, dtype=dtype), ops.Refinement(mass=mass, score=score, prior=0.5))
+    check(problem(pages, sizes=sizes, allowed=allowed, dtype=dtype), ops.Refinement(score=score, prior=0.5))
 
 
-@every_pair(DTYPES)
-@pytest.mark.parametrize("rule", [("top_p", 0.1), ("threshold", 0.004)])
-@pytest.mark.parametrize("pool", ["kv_head", "layer"])
-def test_other_rules_and_pools(dtype, rule, pool):
-    check(problem((800, 123), sizes=(16,), allowed=(0.4,), dtype=dtype), ops.Refinement(*rule, pool))
-    check(problem((800, 123), sizes=(16,), allowed=(5,), dtype=dtype), ops.Refinement(pool=pool))
-
-
-@every_pair(DTYPES, MASS, FEW, indirect=["few"])
-def test_pages_of_varied_sizes(dtype, mass, few):
-    size, how = 4 if dtype == torch.float32 else 8, ops.Refinement(mass=mass)  # fp32 preserves up to 16 tokens
-    check(problem((500, 33), sizes=(size,), varied=True, dtype=dtype), how)
-    check(problem((512, 32), sizes=(size, 4 * size), allowed=(0.1, 0.3), varied=True, dtype=dtype), how)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("prior", [0.0, 0.5])
-@pytest.mark.parametrize("score", ["summary", "spread"])
-def test_all_ways_to_choose_few_choose_the_same(dtype, prior, score, monkeypatch):
-    how = ops.Refinement(score=score, prior=prior)
-    for pages in ((9000, 8999, 3), (2100, 64)):
-        some = problem(pages, heads=32, kv_heads=8, sizes=(16,), allowed=(5,), dtype=dtype)
-        tree, chosen = some.looked_at(how, False), []
-        ways = [("_NO_BOUNDS", 0), ("_FEW_OF", -1), ("_FEW", -1), *[("_NO_BOUNDS", 1 << 15)] * (max(pages) < 4096)]
-        for name, number in ways:
-            with monkeypatch.context() as patch:
-                patch.setattr(plan, name, number)
-                found = ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_masses=True)
-                chosen.append(found.visited[0].chosen)
-        assert all(torch.equal(chosen[0], other) for other in chosen[1:])
-
-
-@pytest.mark.parametrize("bias", ["none", "log", "entropy"])
-def test_biases(bias):
-    check(problem((500, 33), sizes=(16,), dtype=torch.float16), ops.Refinement(bias=bias))
-
-
-def test_pages_that_are_not_refined_are_not_read(few):
+def test_pages_that_are_not_refined_are_not_read():
     some, how = problem((90, 40), sizes=(16,), dtype=torch.float16), ops.Refinement()
-    found = check(some, how)
+    found, (chosen,) = check(some, how)
     slots = torch.arange(some.k.shape[2], device="cuda")
     for b in range(2):
         start = int(some.tree.rows.numbers[1, b])
         for head in range(2):
-            pages = found.visited[0].chosen[b, head]
+            pages = chosen[b, head]
             read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 16, pages[pages >= 0])
             some.k[b, head, ~read], some.v[b, head, ~read] = torch.nan, torch.inf
-    again = ops.attend_summaries(
-        *some.arguments, some.looked_at(how, False), how, scaling=SCALING, need_lse=True, need_masses=True
-    )
+    again = ops.attend_summaries(*some.arguments, some.looked_at(how, False), how, scaling=SCALING, need_lse=True)
     assert torch.equal(again.out, found.out)
     assert torch.equal(again.lse, found.lse)
 
@@ -190,10 +130,9 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
     second.tree.rows.numbers[0] -= 3  # three tokens of the tail fewer, in all rows
 
     def step(some):
-        found = ops.attend_summaries(
-            some.q, some.k, some.v, some.looked_at(how, False), how, scaling=SCALING, need_lse=True, need_masses=True
-        )
-        return found.out, found.lse, *found.masses, found.read, found.refined
+        tree = some.looked_at(how, False)
+        found = ops.attend_summaries(some.q, some.k, some.v, tree, how, scaling=SCALING, need_lse=True)
+        return found.out, found.lse, found.read, found.refined
 
     def contents(some):
         levels = [x for of in some.tree.levels for x in (*of.nodes, of.recent) if x is not None]
@@ -221,28 +160,22 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
 @pytest.mark.parametrize(
     ("pages", "sizes", "allowed"), [((4000, 70, 0), (16,), (3,)), ((512,) * 16, (8, 32), (0.1, 0.3))]
 )
-@pytest.mark.parametrize("rule", [("top_k", 0.0), ("top_p", 0.1)])
-def test_running_sums(pages, sizes, allowed, rule):
-    """Of what a step has looked at, in the memory of a larger cache, against the reference on the same masses."""
-    some = problem(pages, sizes=sizes, allowed=allowed, dtype=torch.float16)
-    how, slots = ops.Refinement(*rule, prior=0.5), some.k.shape[2]
-    tree, sums, made = some.looked_at(how, False), some.uniform(2, len(pages), 2, some.k.shape[2] + 9), []
-    for noted_within in (True, False):
-        own = tree._replace(levels=tuple(x._replace(recent=x.recent.nan_to_num(0.5)) for x in tree.levels))
-        kept = ops.Sums(0.2, *sums.clone()[..., :slots])
-        given = {"sums": kept} if noted_within else {"need_masses": True}
-        covered = ops.attend_summaries(*some.arguments, own, how, scaling=SCALING, **given)
-        if not noted_within:
-            masses.note_masses(covered.masses, covered.visited, own, 4, kept)
-        made.append([*kept[1:], *recent_attention(own)])
+def test_running_averages(pages, sizes, allowed):
+    """Of what a step has looked at, in the memory of a larger cache."""
+    some = problem(pages, sizes=sizes, allowed=allowed, dtype=torch.float32)
+    how, (q, k, v), made = ops.Refinement(prior=0.5), some.arguments, []
+    tree, averages = some.looked_at(how, True), some.uniform(*k.shape[:2], k.shape[2] + 9)
+    for attend in (ops.attend_summaries, reference.attend_summaries):
+        own = tree._replace(levels=tuple(x._replace(recent=x.recent.clone()) for x in tree.levels))
+        kept = ops.Sums(0.2, recent=averages.clone()[..., : k.shape[2]])
+        attend(q, k.nan_to_num(0.0), v.nan_to_num(0.0), own, how, scaling=SCALING, sums=kept)
+        made.append([kept.recent, *recent_attention(own)])
     for mine, its in zip(*made, strict=True):
-        torch.testing.assert_close(mine, its)
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("few", [8, -1])
-def test_many_steps_are_equal_bit_for_bit(few, monkeypatch):
+def test_many_steps_are_equal_bit_for_bit():
     """However programs are scheduled: the last one of a row to be ready merges."""
-    monkeypatch.setattr(plan, "_FEW", few)
     some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
     tree = some.looked_at(how, False)
     outs = [ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_lse=True)[:2] for _ in range(300)]
@@ -256,11 +189,9 @@ def test_methods_run_on_the_kernels(monkeypatch):
     cuda = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
     specs = (
         "luka",
-        "luka_paper:tail=16",
         "luka:page_size=16,top_k=3,prior=0.0,score=summary",
         "luka:page_size=16,top_k=3,score=spread",
         "luka:score=spread",
-        "luka:refine=top_p",
     )
     for spec in specs:
         outs = []

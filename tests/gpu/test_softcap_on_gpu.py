@@ -18,6 +18,7 @@ from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
 from foveate.ops.score import reference as masses
 from foveate.ops.score import tiles_kernel as tile_mass_kernel
+from foveate.ops.summaries import launch
 from foveate.ops.summaries import reference as summaries_reference
 from foveate.runtime import CudaRecorder
 from tests.combinations import every_pair
@@ -149,33 +150,29 @@ def test_a_long_prompt_has_no_matrix(much_memory):
     (("heads", "kv_heads"), [(3, 3), (8, 2), (14, 2), (32, 4), (16, 1)]),
     ("dim", [64, 80, 128, 256]),
     CAPS,
-    ("mass", ["exact", "preserve"]),
-    (
-        ("score", "bias"),
-        [("summary", "none"), ("spread", "log"), ("spread", "entropy"), ("lowrank", "log")],
-    ),
+    ("score", ["summary", "spread", "lowrank"]),
     ("few", [True, False]),
 )
-def test_summaries(dtype, heads, kv_heads, dim, softcap, mass, score, bias, few):
+def test_summaries(dtype, heads, kv_heads, dim, softcap, score, few):
     """Pages refined may differ where their masses hardly do."""
-    how = ops.Refinement(mass=mass, score=score, bias=bias)
+    how = ops.Refinement(score=score)
     sizes, pages, allowed = ((16,), (301, 77), (3 if few else 40,)) if dim != 80 else ((4, 16), (320, 80), (5, 4))
     more = {"device": "cuda", "dtype": dtype, "tail": 130, "loudness": 3.0, "seed": 2}
     some = Problem(pages, sizes, allowed, heads, kv_heads, dim, **more)
     q, k, v = some.arguments
-    given = {"scaling": dim**-0.5, "softcap": softcap, "need_lse": True, "need_masses": True}
     k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
-    expected = summaries_reference.attend_summaries(q.float(), k_, v_, in_fp32(some.looked_at(how, True)), how, **given)
-    found = ops.attend_summaries(q, k, v, some.looked_at(how, False), how, **given)
+    tree, scaling = in_fp32(some.looked_at(how, True)), dim**-0.5
+    expected, _, visited = summaries_reference.with_masses(q.float(), k_, v_, tree, how, scaling, softcap)
+    steps = launch.SummariesLaunch(q, k, v, some.looked_at(how, False), how, scaling, softcap, None)
+    found = steps.run(True)
     alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
-    for mine, its in zip(found.visited, expected.visited, strict=True):
-        padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
-        alike &= (mine.chosen == padded).all(-1).repeat_interleave(heads // kv_heads, 1)
+    for visit, its in zip(steps.space.visits, visited, strict=True):
+        mine = visit.selection.chosen
+        padded = torch.nn.functional.pad(its.chosen, (0, mine.shape[2] - its.chosen.shape[2]), value=-1)
+        alike &= (mine == padded).all(-1).repeat_interleave(heads // kv_heads, 1)
     assert alike.float().mean() > 0.6
     close(found.out[alike], expected.out[alike], dtype)
     torch.testing.assert_close(found.lse[alike], expected.lse[alike], rtol=1e-3, atol=5e-3)
-    total = sum(mass.sum(-1) for mass in found.masses)
-    torch.testing.assert_close(total, torch.full_like(total, heads / kv_heads), rtol=1e-3, atol=0)
 
 
 def loud_tokens(number):
@@ -194,9 +191,8 @@ SPECS = [
     "kascade:anchors=[0],top_k=16,min_k=4",
     "omnikv:filters=[0],wait=0,top_k=16,min_k=4",
     "lessismore:selections=[0],top_k=16,min_k=4",
-    "luka:page_size=4,tail=9,compress_every=3,top_k=2",
-    "luka:page_size=4,tail=9,compress_every=3,top_k=2,score=spread",
-    "luka_paper:page_size=4,tail=9,top_k=2",
+    "luka:page_size=4,tail=9,top_k=2",
+    "luka:page_size=4,tail=9,top_k=2,score=spread",
 ]
 
 

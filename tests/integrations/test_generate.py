@@ -49,12 +49,11 @@ SPECS |= {
     "kascade_decode": "kascade:top_k=6,anchors=1,decode_only=true",
     "tova_kv_head": "tova:top_k=9,pool=kv_head",
     "snapkv_max": "snapkv:top_k=0.2,window=5,kernel_size=3,pooling=max",
-    "luka_threshold": "luka:page_size=4,tail=9,compress_every=3,refine=threshold,epsilon=0.1,mass=preserve",
-    "luka_share": "luka:page_size=5,tail=7,compress_every=1,top_k=0.3,bias=log,compressor=attention",
-    "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,compress_every=2,top_k=2,expand=1",
-    "luka_gaussian": "luka:score=spread,segmenter=gaussian,page_size=8,page_deviation=3.0,tail=9,compress_every=2,"
-    "top_k=1",
-    "luka_top_p": "luka:page_size=8,sinks=1,tail=9,compress_every=2,refine=top_p,top_p=0.4,max_refined=2",
+    "luka_preserve": "luka:page_size=4,tail=9,mass=preserve",
+    "luka_share": "luka:page_size=5,tail=7,top_k=0.3,bias=log,compressor=attention",
+    "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
+    "luka_spread": "luka:score=spread,page_size=8,tail=9,top_k=1",
+    "luka_layer": "luka:page_size=8,sinks=1,tail=9,top_k=2,pool=layer",
 }
 SPARSE = [name for name in SPECS if name != "dense"]
 PROMPT = 61

@@ -10,6 +10,7 @@ import torch
 import foveate
 from foveate import methods
 from foveate.integrations.transformers.decode_calls import DecodeCall
+from foveate.methods.luka.policy import MakesPages
 from foveate.runtime import ReplayedSteps
 from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, tiny_model, tokens
 from tests.recorded import record
@@ -67,9 +68,10 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
     assert foveate.stats(plain).graphs.replayed == 0
 
 
-def test_steps_whose_maintenance_cannot_be_captured_run_alone():
-    """Every fifth: those that new pages of unequal sizes follow."""
-    spec = "luka:score=spread,segmenter=gaussian,page_size=4,sinks=2,tail=9,top_k=3,compress_every=5"
+def test_steps_whose_maintenance_cannot_be_captured_run_alone(monkeypatch):
+    """Every fifth: those that new pages follow."""
+    monkeypatch.setattr(MakesPages, "captures_maintenance", False)
+    spec = "luka:page_size=5,sinks=2,tail=9,top_k=3"
     plain, model = attached(spec, cuda_graph=False), attached(spec)
     batch = {"input_ids": tokens(60, 2), "do_sample": False, "max_new_tokens": 61, "min_new_tokens": 61}
     assert torch.equal(model.generate(**batch), plain.generate(**batch))
@@ -227,8 +229,6 @@ def test_insisting_is_refused_with_the_reason_and_leaves_the_model_as_it_was():
         foveate.attach(model, "dense", cuda_graph="yes")
     with pytest.raises(ValueError, match="layers 0, 2 stay as they are"):
         foveate.attach(tiny_model("gemma3"), "dense", cuda_graph=True)
-    with pytest.raises(ValueError, match="compress_every=1 makes pages at every step"):
-        foveate.attach(model, "luka:compress_every=1", cuda_graph=True)
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ValueError, match="dynamic rotary embeddings"):
         foveate.attach(model, "dense", cuda_graph=True)

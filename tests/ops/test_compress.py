@@ -187,14 +187,12 @@ def test_spread_of_keys_far_apart_stays_finite_in_half_precision():
 # Weights
 
 
-@given(sizes, st.booleans(), st.sampled_from([0.5, 1.0, 7.0]), st.integers(0, 9))
+@given(sizes, st.sampled_from([0.5, 1.0, 7.0]), st.integers(0, 9))
 @settings(max_examples=40)
-def test_importance_is_a_softmax_over_the_page(size, ragged, temperature, seed):
+def test_importance_is_a_softmax_over_the_page(size, temperature, seed):
     mass = torch.rand(size[:4], generator=torch.Generator().manual_seed(seed)) * 9
-    used = draw_used(size[0], size[2], size[3], seed) if ragged else None
-    weights = ops.importance_weights(mass, temperature, used)
+    weights = ops.importance_weights(mass, temperature)
     exp = (mass.double() / temperature).exp()
-    exp = exp if used is None else exp * used
     assert_close(weights, exp / exp.sum(-1, keepdim=True))
     assert weights.dtype == torch.float32
 
@@ -205,12 +203,9 @@ def test_a_large_mass_takes_the_whole_page():
     assert ops.importance_weights(mass, 1.0).tolist() == [[[[0.25] * 4, [0.0, 1.0, 0.0, 0.0]]]]
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_root_weights_are_in_proportion_to_the_square_root(ragged):
+def test_root_weights_are_in_proportion_to_the_square_root():
     recent = torch.rand(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
-    used = draw_used(2, 5, 4, 0) if ragged else None
-    weights = ops.root_weights(recent, used)
-    roots = recent.double().sqrt() if used is None else recent.double().sqrt() * used
+    weights, roots = ops.root_weights(recent), recent.double().sqrt()
     assert_close(weights, roots / roots.sum(-1, keepdim=True))
     assert weights.dtype == torch.float32
 
@@ -223,54 +218,6 @@ def test_children_that_got_nothing_weigh_alike():
     assert weights[0].tolist() == [0.25] * 4
     assert_close(weights[1], torch.tensor([0.0, 0.0, 1.0, 0.0]))
     assert_close(weights[2], torch.tensor([0.5, 0.5, 0.0, 0.0]))
-
-
-def chosen_by_chance(numbers, width, heads=1, seed=0, sizes=None):
-    """``[heads, N]``: which child each node takes."""
-    numbers = torch.as_tensor(numbers)
-    sizes = torch.full_like(numbers, width) if sizes is None else torch.as_tensor(sizes)
-    weights = ops.random_weights(numbers, sizes, width, heads, seed)
-    assert weights.shape == (1, heads, len(numbers), width)
-    assert weights.dtype == torch.float32
-    assert ((weights == 1).sum(-1) == 1).all()
-    assert ((weights == 0).sum(-1) == width - 1).all()
-    return weights[0].argmax(-1)
-
-
-def unevenness(choices, number):
-    """Chi-square of the choices' frequencies against equal ones, in standard deviations from what it should be."""
-    counts = torch.bincount(choices.flatten(), minlength=number).double()
-    freedom = number - 1
-    return float(((counts - counts.mean()) ** 2 / counts.mean()).sum() - freedom) / math.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize("width", [2, 7, 16, 30])
-@pytest.mark.parametrize("seed", [0, 1, 12345])
-def test_random_choices_are_uniform_and_unrelated(width, seed):
-    chosen = chosen_by_chance(torch.arange(8192), width, heads=4, seed=seed)
-    assert all(unevenness(head, width) < 5 for head in chosen)
-    pairs = {
-        "neighbours": chosen[:, :-1] * width + chosen[:, 1:],
-        "heads": chosen[:-1] * width + chosen[1:],
-        "seeds": chosen * width + chosen_by_chance(torch.arange(8192), width, heads=4, seed=seed + 1),
-    }
-    for name, pair in pairs.items():
-        assert unevenness(pair, width**2) < 5, name
-
-
-def test_random_choices_depend_on_the_node_the_head_and_the_seed_alone():
-    whole = chosen_by_chance(torch.arange(50), 16, heads=3)
-    assert torch.equal(chosen_by_chance(torch.arange(20, 30), 16, heads=3), whole[:, 20:30])
-    assert torch.equal(chosen_by_chance([49, 7], 16, heads=2), whole[:2, [49, 7]])
-    ragged = chosen_by_chance(torch.arange(50), 16, heads=3, sizes=[16] * 25 + [5] * 25)
-    assert torch.equal(ragged[:, :25], whole[:, :25])
-    assert ragged[:, 25:].max() == 4
-    assert not torch.equal(chosen_by_chance(torch.arange(50), 16, heads=3, seed=1), whole)
-
-
-@pytest.mark.parametrize("seed", [2**32 - 1, 2**33 + 5, 10**30])
-def test_any_seed_will_do(seed):
-    assert chosen_by_chance(torch.arange(2000), 4, seed=seed).float().mean().item() == pytest.approx(1.5, abs=0.2)
 
 
 # bound_newest

@@ -49,7 +49,7 @@ def printed(renderable):
 
 
 WORST = row(
-    "luka:compressor=attention,page_size=16,temperature=7.25,top_k=0.125",
+    "luka:compressor=attention,page_size=16,prior=0.25,top_k=0.125",
     score=0.0,
     low=0.0,
     high=0.0,
@@ -67,7 +67,7 @@ def test_everything_fits_into_100_columns_and_nothing_is_cut():
     assert "niah / single · 16,384 tokens · 200 items · smollm2-135m · bfloat16 · cuda · batch 8" in text
     for cell in ["[100.0, 100.0]", "-100.0", "[-100.0, -100.0]", "100.0 %", "1.2 GB", "50.1 MB", "1.28 s", "123.4 ms"]:
         assert cell in text
-    for setting in ["compressor=attention", "page_size=16", "temperature=7.25", "top_k=0.125"]:
+    for setting in ["compressor=attention", "page_size=16", "prior=0.25", "top_k=0.125"]:
         assert setting in text
     assert "top_k=0.125: sliding-window layers stay as they are" in " ".join(text.split())
     assert "It is 1234567" in text

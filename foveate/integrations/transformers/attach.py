@@ -193,7 +193,6 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 mass_read_share=float(own["mass_read"]) / rows if "mass_read" in own else None,
                 indices_reused=round(float(own.get("indices_reused", 0))),
                 dense_steps=counted.dense_steps,
-                selections_capped=round(float(own.get("selections_capped", 0))),
             )
         )
         if reset:

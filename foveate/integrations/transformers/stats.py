@@ -29,8 +29,6 @@ class LayerStats:
     indices_reused: int = 0
     dense_steps: int = 0
     """Decode steps that read everything, because so short a context is not read faster in another way."""
-    selections_capped: int = 0
-    """Selections, one a step, sequence, KV head and level, that a cap such as LuKA's ``max_refined`` cut short."""
     selections_lost: int = 0
     """Selections of decode steps on a GPU, which do not wait to look, that were nothing because a score was NaN."""
     note: str = ""
@@ -71,8 +69,6 @@ class Stats:
 
     def _notes(self) -> list[str]:
         notes = sorted({layer.note for layer in self.layers if layer.note})
-        if any(layer.selections_capped for layer in self.layers):
-            notes.append("a cap cut selections short")
         dense = max((layer.dense_steps for layer in self.layers), default=0)
         if dense:
             notes.append(f"{dense} decode steps read everything: their contexts were short (dense_below)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from foveate import ops
 from foveate.methods.budgets import Number, budget
 from foveate.methods.luka.pages import Pages
 from foveate.methods.luka.paging import Budgets, Paging, nodes_over
-from foveate.state import Geometry, SlotCache
+from foveate.state import SlotCache
 from foveate.state.device_rows import DeviceRows
 
 
@@ -28,7 +27,6 @@ def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
         ops.Level(
             ops.Nodes(**{name: field(name, level) for name in names}),
             size,
-            None if paging.fixed else field("tokens", level),
             field("recent", level) if paging.recent else None,
             field("records", level) if paging.records else None,
             pages.record(level, cache.geometry) if paging.records else None,
@@ -38,10 +36,10 @@ def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
     step = cache.step
     if step is None:
         numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
-        rows = _rows(paging, budgets, paging.spec, *numbers, cache.geometry.num_heads, cache.device)
+        rows = _rows(paging, budgets, paging.spec, *numbers, cache.device)
     else:
-        rows = step.once(("tree", paging.spec), lambda: _device_rows(pages, budgets, step, cache.geometry))
-    return ops.Tree(levels, rows, pages.width, None if paging.fixed else cache.channel("page_end"))
+        rows = step.once(("tree", paging.spec), lambda: _device_rows(pages, budgets, step))
+    return ops.Tree(levels, rows)
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,7 +50,6 @@ def _rows(
     lengths: tuple[int, ...],
     pages: tuple[int, ...],
     paged: tuple[int, ...],
-    num_heads: int,
     device: torch.device,
 ) -> ops.Rows:
     """The numbers of each row, from row numbers on the host. Cached, so that all layers of a step share the tensors.
@@ -61,7 +58,7 @@ def _rows(
     """
     even, levels, sinks = len(set(zip(lengths, pages, paged))) == 1, range(len(paging.sizes)), paging.sinks
     nodes = [[nodes_over(paging.sizes, level, n) for n in pages] for level in levels]
-    allowed = [[_allowed(paging.sizes, budgets, level, n, num_heads) for n in nodes[level]] for level in levels]
+    allowed = [[_allowed(budgets, level, n) for n in nodes[level]] for level in levels]
     raw = [length - start + (sinks if start else 0) for length, start in zip(lengths, paged)]
     with torch.inference_mode(False):
         numbers = _to_device(torch.tensor([lengths, paged, *allowed, *nodes]), device)
@@ -77,39 +74,29 @@ def _rows(
     )
 
 
-def _device_rows(pages: Pages, budgets: Budgets, rows: DeviceRows, geometry: Geometry) -> ops.Rows:
+def _device_rows(pages: Pages, budgets: Budgets, rows: DeviceRows) -> ops.Rows:
     """The same for a captured step, from row numbers on the device; widths suffice for all later replays."""
-    sizes, levels = pages.sizes, range(len(pages.sizes))
+    levels = range(len(pages.sizes))
     lengths, paged, number = (rows[name] for name in ("lengths", "paged", "pages"))
     nodes = [pages.count(level, number) for level in levels]
-    allowed = [_allowed(sizes, budgets, level, n, geometry.num_heads) for level, n in zip(levels, nodes)]
+    allowed = [_allowed(budgets, level, n) for level, n in zip(levels, nodes)]
     allowed = [n if isinstance(n, Tensor) else torch.full_like(number, n) for n in allowed]
     most = [pages.count(level, pages.most(rows.bound)) for level in levels]
     return ops.Rows(
         torch.stack([lengths, paged, *allowed, *nodes]),
-        most=tuple(int(_allowed(sizes, budgets, level, n, geometry.num_heads)) for level, n in zip(levels, most)),
+        most=tuple(int(_allowed(budgets, level, n)) for level, n in zip(levels, most)),
         places=max(1, most[-1]),
         width=pages.most_raw,
         sinks=pages.paging.sinks,
         start=None,
         alike=False,
         means=None,
-        captured=True,
     )
 
 
-def _allowed(sizes: tuple[int, ...], budgets: Budgets, level: int, nodes: Number, num_heads: int) -> Number:
-    """How many nodes of a level a row refines under refine=top_k, and at most refines under the other rules.
-
-    Args:
-        nodes: nodes of the level, an int or int64 ``[B]``.
-        num_heads: query heads of the layer.
-    """
-    if budgets.refine == "threshold":
-        # a head's masses sum to at most 1: so do means over a group, and maxima over all heads to at most num_heads
-        return math.ceil((1 if budgets.pool == "kv_head" else num_heads) / budgets.epsilon)
-    share = budgets.max_refined if budgets.refine != "top_k" else budgets.expand if level else budgets.top_k
-    return budget(share, nodes, 1)
+def _allowed(budgets: Budgets, level: int, nodes: Number) -> Number:
+    """How many of a level's ``nodes``, an int or int64 ``[B]``, a row refines."""
+    return budget(budgets.expand if level else budgets.top_k, nodes, 1)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ class UniformPages(NamedTuple):
     start: int
     """Slot of the first token of the first new page."""
     size: int
-    """Tokens of a page; meaningless for pages of different sizes."""
+    """Tokens of a page."""
 
     def tokens(self, x: Tensor) -> Tensor:
         """Entries of the new pages' tokens: ``[B, Hkv, n, size, ...]``, from a field per slot ``[B, Hkv, L, ...]``."""

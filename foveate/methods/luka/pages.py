@@ -13,9 +13,11 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods.luka.new_pages import RaggedPages, UniformPages
 from foveate.methods.luka.paging import Paging, nodes_over
-from foveate.ops.compress import segments
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 from foveate.state.device_rows import DeviceRows
+
+_TEMPERATURE = 7.0
+"""Of the attention-weighted compressor (LuKA, section 3.2: tau)."""
 
 
 class Pages:
@@ -30,9 +32,6 @@ class Pages:
     def __init__(self, paging: Paging):
         self.paging = paging
         self.sizes = paging.sizes
-        self.fixed = paging.fixed
-        self.width = self.sizes[0] if self.fixed else segments.longest(self.sizes[0])
-        """Tokens of the longest page."""
         self.group = self.sizes[-1] // self.sizes[0]
         """Pages under a node of the top level, which are made together."""
 
@@ -46,13 +45,12 @@ class Pages:
 
     def most(self, length: int) -> int:
         """An upper bound of the pages of a row of ``length`` tokens."""
-        least = self.sizes[0] if self.paging.segmenter != "gaussian" else segments.shortest(self.sizes[0])
-        return max(0, length - self.paging.tail - self.paging.sinks) // least
+        return max(0, length - self.paging.tail - self.paging.sinks) // self.sizes[0]
 
     @property
     def most_raw(self) -> int:
         """An upper bound of a row's tokens without a page, just before pages are made."""
-        return self.paging.sinks + self.paging.tail + self.group * self.width + self.paging.compress_every
+        return self.paging.sinks + self.paging.tail + self.sizes[-1] + self.paging.compress_every
 
     def even(self, cache: SlotCache) -> bool:
         """Whether all rows have the same length and the same pages."""
@@ -61,9 +59,7 @@ class Pages:
     def channels(self, geometry: Geometry) -> dict[str, Channel | RowNumber]:
         """See :meth:`Method.channels`: for each level a channel for each field, with room for all possible nodes."""
         paging, channels = self.paging, {}
-        least = self.sizes[0] if paging.segmenter != "gaussian" else segments.shortest(self.sizes[0])
-        for level in range(len(self.sizes)):
-            per = least * (self.sizes[level] // self.sizes[0])
+        for level, per in enumerate(self.sizes):
             vector = Channel((geometry.head_dim,), per=per, dtype=None, recomputed=True)
             number = Channel(per=per, recomputed=True)
             fields = {"k": vector, "v": Channel((geometry.value_dim,), per=per, dtype=None, recomputed=True)}
@@ -75,14 +71,10 @@ class Pages:
                 record = self.record(level, geometry)
                 fields["records"] = Channel((record.bytes,), per=per, dtype=torch.uint8, recomputed=True)
             channels |= {self.channel(field, level): channel for field, channel in fields.items()}
-            if not self.fixed:
-                channels[self.channel("tokens", level)] = number
             if paging.mass and level < len(self.sizes) - 1:
                 channels[self.channel("mass", level)] = number
             if paging.recent:
                 channels[self.channel("recent", level)] = Channel(per=per)
-        if not self.fixed:
-            channels["page_end"] = Channel(per=least, recomputed=True)
         channels |= {"pages": RowNumber(), "paged": RowNumber()}
         if paging.mass:
             channels["mass"] = Channel()
@@ -104,7 +96,7 @@ class Pages:
 
     def extend(self, cache: SlotCache) -> None:
         """Make all pages that fill nodes of the top level before the tail, and the nodes above them."""
-        if self.fixed and self.even(cache):
+        if self.even(cache):
             self._extend(cache)
             return
         for b in range(cache.batch_size):
@@ -115,25 +107,17 @@ class Pages:
     def extend_in_step(self, cache: SlotCache) -> None:
         """:meth:`extend` in captured maintenance: all rows at once, by row numbers on the device.
 
-        The number of pages cannot depend on them, so every row gets :attr:`most_new` groups. Those that are not due yet
-        are not counted in ``pages``, so they are not read, and are made again when they are due.
+        The number of pages cannot depend on them, so every row gets a group. One that is not due yet is not counted in
+        ``pages``, so it is not read, and is made again when it is due.
         """
         step = cache.step
         pages, start, after = step.once(("new pages", self.paging.spec), lambda: self._due(step))
-        new = RaggedPages(pages, start, self.most_new * self.group, self.sizes[0], step, self.paging.spec)
-        self._make(cache, 0, new, *self._tokens(cache, new))
-        for level in range(1, len(self.sizes)):
-            self._make(cache, level, new, self._below(cache, level, new), None)
+        new = RaggedPages(pages, start, self.group, self.sizes[0], step, self.paging.spec)
+        self._make(cache, new)
         step.after(("new pages", self.paging.spec), lambda: [step[name].copy_(after[name]) for name in after])
 
-    @property
-    def most_new(self) -> int:
-        """The most nodes of the top level that ``compress_every`` tokens can complete in a row."""
-        tokens = self.group * self.sizes[0]
-        return (tokens - 1 + self.paging.compress_every) // tokens
-
     def _due(self, rows: Mapping[str, Tensor] | DeviceRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Which pages are due, for pages of one size.
+        """Which pages are due.
 
         Args:
             rows: row numbers, int64 ``[B]`` for each name.
@@ -144,9 +128,8 @@ class Pages:
         """
         pages, paged = rows["pages"].clone(), rows["paged"]
         start = torch.where(paged > 0, paged, self.paging.sinks)
-        tokens = self.group * self.sizes[0]
-        due = ((rows["lengths"] - self.paging.tail - start) // tokens).clamp(0, self.most_new)
-        after = {"pages": pages + due * self.group, "paged": torch.where(due > 0, start + due * tokens, paged)}
+        due = rows["lengths"] - self.paging.tail - start >= self.sizes[-1]
+        after = {"pages": pages + due * self.group, "paged": torch.where(due, start + self.sizes[-1], paged)}
         return pages, start, after
 
     def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -157,42 +140,13 @@ class Pages:
     def _extend(self, cache: SlotCache) -> None:
         """:meth:`extend` for rows that have the same lengths and pages."""
         first, start = cache.rows["pages"][0], cache.rows["paged"][0] or self.paging.sinks
-        ends = self._ends(cache, first, start, cache.lengths[0] - self.paging.tail)
-        ends = ends[: len(ends) // self.group * self.group]
-        if not ends:
+        groups = max(0, cache.lengths[0] - self.paging.tail - start) // self.sizes[-1]
+        if not groups:
             return
-        new = UniformPages(first, first + len(ends), start, self.sizes[0])
-        self._make(cache, 0, new, *(self._tokens(cache, new) if self.fixed else self._varied(cache, start, ends)))
-        if not self.fixed:
-            cache.channel("page_end")[:, :, first : new.last] = cache.on_device(ends)
-        for level in range(1, len(self.sizes)):
-            self._make(cache, level, new, self._below(cache, level, new), None)
+        new = UniformPages(first, first + groups * self.group, start, self.sizes[0])
+        self._make(cache, new)
         cache.rows["pages"] = [new.last] * cache.batch_size
-        cache.rows["paged"] = [ends[-1]] * cache.batch_size
-
-    def _ends(self, cache: SlotCache, first: int, start: int, stop: int) -> list[int]:
-        """Exclusive ends of the pages, from number ``first`` on, that fit into slots ``start .. stop - 1``."""
-        paging, size = self.paging, self.sizes[0]
-        if paging.segmenter == "fixed":
-            return list(range(start + size, stop + 1, size))
-        return ops.gaussian_ends(first, start, stop, size, paging.page_deviation, paging.seed)
-
-    def _tokens(self, cache: SlotCache, new: UniformPages | RaggedPages) -> tuple[ops.Nodes, None]:
-        """The tokens of new pages of one size, fields ``[B, Hkv, n, S, ...]``, and None: all places are used."""
-        return self._raw(*(new.tokens(x) for x in (cache.keys, cache.values))), None
-
-    def _varied(self, cache: SlotCache, start: int, ends: list[int]) -> tuple[ops.Nodes, Tensor]:
-        """The tokens of new pages of different sizes, and which of the S places are used: bool ``[1, 1, n, S]``."""
-        begins = cache.on_device([start, *ends[:-1]])[:, None]
-        slots = begins + torch.arange(self.width, device=cache.device)
-        used = slots < cache.on_device(ends)[:, None]
-        slots = slots.where(used, 0)
-        return self._raw(*(x[:, :, slots] for x in (cache.keys, cache.values))), used[None, None]
-
-    def _raw(self, keys: Tensor, values: Tensor) -> ops.Nodes:
-        """Tokens as the children of pages, with the fields that :func:`foveate.ops.summarise` needs."""
-        entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.paging.entropy else None
-        return ops.Nodes(keys, values, entropy=entropy)
+        cache.rows["paged"] = [start + groups * self.sizes[-1]] * cache.batch_size
 
     def _pages_under(self, level: int) -> int:
         """Pages under a node of a level."""
@@ -202,8 +156,12 @@ class Pages:
         """A field of the children of new nodes, ``[B, Hkv, n, branch, ...]``, for a level above the pages."""
         return new.nodes(cache.channel(self.channel(name, level - 1)), self._pages_under(level), self.branch(level))
 
-    def _below(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> ops.Nodes:
-        """All fields of the children of new nodes, for a level above the pages."""
+    def _made_of(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> ops.Nodes:
+        """The children of new nodes, fields ``[B, Hkv, n, S, ...]``: tokens, or nodes of the level below."""
+        if not level:
+            keys, values = (new.tokens(x) for x in (cache.keys, cache.values))
+            entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.paging.entropy else None
+            return ops.Nodes(keys, values, entropy=entropy)
         return ops.Nodes(
             *(
                 self._children(cache, name, level, new) if self.channel(name, level - 1) in cache.specs else None
@@ -211,28 +169,21 @@ class Pages:
             )
         )
 
-    def _make(
-        self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes, used: Tensor | None
-    ) -> None:
-        """Compute the new nodes of a level from their children and write them to the cache.
+    def _make(self, cache: SlotCache, new: UniformPages | RaggedPages) -> None:
+        """Compute the new nodes of each level from their children and write them to the cache."""
+        for level in range(len(self.sizes)):
+            self._make_level(cache, level, new, self._made_of(cache, level, new))
 
-        Args:
-            children: fields ``[B, Hkv, n, S, ...]``.
-            used: bool ``[1, 1, n, S]``: children that exist; None: all.
-        """
+    def _make_level(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes) -> None:
         paging, pages_under = self.paging, self._pages_under(level)
-        mass = self._attention("mass", cache, level, new, used) if paging.mass else None
-        recent = self._attention("recent", cache, level, new, used) if paging.recent else None
-        weights = self._weights(pages_under, new, children, recent if paging.compressor == "recent" else mass, used)
-        nodes = ops.summarise(children, weights, used, spread=self.paging.spread)
-        if self.paging.zero_values:
-            nodes = nodes._replace(v=torch.zeros_like(nodes.v))
+        mass = self._attention("mass", cache, level, new) if paging.mass else None
+        recent = self._attention("recent", cache, level, new) if paging.recent else None
+        weights = None if mass is None else ops.importance_weights(mass, _TEMPERATURE)
+        nodes = ops.summarise(children, weights, spread=paging.spread)
         fields = dict(zip(ops.Nodes._fields, nodes))
         if paging.records:  # made of raw keys on every level
             keys = new.tokens(cache.keys).flatten(2, 3)
             fields["records"] = ops.compress_pages(keys, self.record(level, cache.geometry))
-        if not self.fixed:
-            fields["tokens"] = (used if level == 0 else self._children(cache, "tokens", level, new)).sum(-1)
         for name, attention in (("mass", mass), ("recent", recent)):
             if attention is not None and self.channel(name, level) in cache.specs:
                 fields[name] = attention.sum(-1)
@@ -240,45 +191,11 @@ class Pages:
             if value is not None:
                 new.write(cache.channel(self.channel(name, level)), pages_under, value)
 
-    def _weights(
-        self,
-        pages_under: int,
-        new: UniformPages | RaggedPages,
-        children: ops.Nodes,
-        attention: Tensor | None,
-        used: Tensor | None,
-    ) -> Tensor | None:
-        """Weights of the children in their summaries, fp32 ``[B, Hkv, n, S]``; None: the mean.
-
-        Args:
-            attention: to each child, ``[B, Hkv, n, S]``, where the compressor uses it.
-        """
-        paging = self.paging
-        if paging.compressor == "mean":
-            return None
-        if paging.compressor == "recent":
-            return ops.root_weights(attention, used)
-        if paging.compressor == "attention":
-            return ops.importance_weights(attention, paging.temperature, used)
-        heads, width, device = children.k.shape[1], children.k.shape[3], children.k.device
-        number = torch.arange(new.first // pages_under, new.last // pages_under, device=device)
-        sizes = torch.full_like(number, width) if used is None else used.sum(-1)[0, 0]
-        return ops.random_weights(number, sizes, width, heads, paging.seed)
-
-    def _attention(
-        self, name: str, cache: SlotCache, level: int, new: UniformPages | RaggedPages, used: Tensor | None
-    ) -> Tensor:
+    def _attention(self, name: str, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> Tensor:
         """Attention to each child, accumulated (``mass``) or ``recent``, mean over the group: ``[B, Hkv, n, S]``."""
         if level:
             return self._children(cache, name, level, new)
-        attention = cache.channel(name)
-        if used is None:
-            attention = new.tokens(attention)
-        else:
-            lengths, width = used.sum(-1)[0, 0], used.shape[-1]
-            begins = new.start + lengths.cumsum(0) - lengths
-            slots = (begins[:, None] + torch.arange(width, device=used.device)).where(used[0, 0], 0)
-            attention = attention[:, :, slots] * used
+        attention = new.tokens(cache.channel(name))
         return attention / cache.geometry.group if name == "mass" else attention
 
     def look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
@@ -303,12 +220,7 @@ class Pages:
         if not pages:
             return
         start, size = self.paging.sinks, self.sizes[0]
-        if self.fixed:
-            attention = recent[:, :, start : start + pages * size].unflatten(2, (pages, size)).sum(-1)
-        else:
-            ends = cache.channel("page_end")[:, :, :pages].long()
-            total = torch.nn.functional.pad(recent.cumsum(-1), (1, 0))
-            attention = total.gather(2, ends).diff(dim=-1, prepend=total[:, :, start : start + 1])
+        attention = recent[:, :, start : start + pages * size].unflatten(2, (pages, size)).sum(-1)
         for level in range(len(self.sizes)):
             nodes = self.count(level, pages)
             if level:

@@ -22,13 +22,7 @@ class Paging:
     """Tokens under a node of each level, level 0 (pages) first."""
     sinks: int
     tail: int
-    compress_every: int
-    segmenter: str
-    page_deviation: float
     compressor: str
-    temperature: float
-    zero_values: bool
-    seed: int
     window: int
     spread: bool
     """Whether nodes keep the variance of the keys under them."""
@@ -42,21 +36,17 @@ class Paging:
     """Whether a running average of attention is kept for tokens and nodes: :attr:`LuKA.looks_back`."""
 
     @property
-    def fixed(self) -> bool:
-        """Whether all pages have the same size."""
-        return self.segmenter == "fixed"
+    def compress_every(self) -> int:
+        """Decoded tokens between two rounds of making pages: never more than a round's nodes hold."""
+        return min(16, self.sizes[-1])
 
 
 @dataclass(frozen=True)
 class Budgets:
     """How many nodes may be refined: the settings of :class:`~foveate.methods.luka.LuKA` of the same names."""
 
-    refine: str
     top_k: int | float
     expand: int | float
-    max_refined: int | float
-    epsilon: float
-    pool: str
 
 
 def nodes_over(sizes: tuple[int, ...], level: int, pages: int | Tensor) -> int | Tensor:

@@ -22,11 +22,9 @@ class LuKAPaper(LuKA):
 
     page_size: Any = setting(16, "tokens of a page; several, each a multiple of the one before, for several levels")
     sinks: int = setting(0, "first tokens that stay raw")
-    compressor: str = setting(
-        "attention", "what stands for a page: mean, recent or attention (weighted by attention), random"
-    )
-    top_k: int | float = setting(3, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
-    expand: int | float = setting(0.25, "nodes refined on each level above the pages under refine=top_k")
+    compressor: str = setting("attention", "what stands for a page: its mean, or an average weighted by attention")
+    top_k: int | float = setting(3, "pages refined: a number (0: none), or a share of the pages")
+    expand: int | float = setting(0.25, "nodes refined on each level above the pages")
     pool: str = setting("layer", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
         "summary",

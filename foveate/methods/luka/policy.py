@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,9 +31,9 @@ _LITTLE = 0.12
 class LuKA(Method):
     """Each query reads summaries of old pages, the raw tokens of the refined pages, raw sinks and a raw tail.
 
-    The prefill is dense. When the prompt ends, and then every ``compress_every`` decoded tokens, pages are made of the
-    oldest tokens without a summary that are not in the tail; nothing is evicted. With several page sizes, summaries are
-    themselves summarised, and a decode step goes from the coarsest level down the nodes that it refines.
+    The prefill is dense. When the prompt ends, and then every :attr:`Paging.compress_every` tokens, pages are made of
+    the oldest tokens without a summary that are not in the tail; nothing is evicted. With several page sizes, summaries
+    are themselves summarised, and a decode step goes from the coarsest level down the nodes that it refines.
 
     ``mass="preserve"`` is the paper's equation 3: the children of a refined node share the mass of its summary. With
     ``mass="exact"`` they enter the softmax with their own logits.
@@ -43,32 +42,25 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
-    counters: ClassVar[tuple[str, ...]] = ("pages_refined", "selections_capped")
-    """Pages read raw: the mean over KV heads, summed over steps and rows; and selections of a KV head that a fixed
-    capacity cut short."""
-    retired: ClassVar[dict] = {"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0}
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "refine": "top_k", "mass": "exact"}
-    small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "compress_every": 3, "top_k": 2}
+    counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
+    """Pages read raw: the mean over KV heads, summed over steps and rows."""
+    retired: ClassVar[dict] = {
+        **{"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0},
+        **{"refine": "top_k", "epsilon": 0.2, "top_p": 0.9, "max_refined": 1.0},
+        **{"segmenter": "fixed", "page_deviation": 16.0, "compress_every": 16},
+        **{"temperature": 7.0, "zero_values": False, "seed": 0},
+    }
+    full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "mass": "exact"}
+    small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2}
 
     page_size: Any = setting(
         (8, 32), "tokens of a page; several, each a multiple of the one before, for several levels"
     )
     sinks: int = setting(4, "first tokens that stay raw")
     tail: int = setting(128, "least number of recent tokens that stay raw")
-    compress_every: int = setting(16, "decoded tokens between two rounds of making pages")
-    segmenter: str = setting("fixed", "where pages end: fixed, or gaussian (random lengths)")
-    page_deviation: float = setting(16.0, "standard deviation of the page lengths under segmenter=gaussian, tokens")
-    compressor: str = setting(
-        "mean", "what stands for a page: mean, recent or attention (weighted by attention), random"
-    )
-    temperature: float = setting(7.0, "temperature of the attention-weighted compressor")
-    zero_values: bool = setting(False, "summaries have values of zero (the paper's figure 6)")
-    refine: str = setting("top_k", "which pages are read raw: top_k, threshold or top_p")
-    top_k: int | float = setting(0.11, "pages refined under refine=top_k: a number (0: none), or a share of the pages")
-    expand: int | float = setting(0.3, "nodes refined on each level above the pages under refine=top_k")
-    epsilon: float = setting(0.2, "least mass (see prior) of a refined page under refine=threshold")
-    top_p: float = setting(0.9, "mass (see prior) that must not stay in summaries under refine=top_p")
-    max_refined: int | float = setting(1.0, "most nodes of a level refined under refine=top_p: a number, or a share")
+    compressor: str = setting("mean", "what stands for a page: its mean, or an average weighted by attention")
+    top_k: int | float = setting(0.11, "pages refined: a number (0: none), or a share of the pages")
+    expand: int | float = setting(0.3, "nodes refined on each level above the pages")
     pool: str = setting("kv_head", "who chooses pages: each kv_head, or the whole layer (by the largest mass)")
     score: str = setting(
         "lowrank",
@@ -79,7 +71,6 @@ class LuKA(Method):
     window: int = setting(16, "queries over which recent attention is averaged")
     mass: str = setting("exact", "mass of a refined page: exact (its children's own) or preserve (its summary's)")
     bias: str = setting("log", "added to a summary's logit: none, log (of its tokens) or entropy")
-    seed: int = setting(0, "of random compression and random page lengths")
 
     def __post_init__(self):
         if isinstance(self.page_size, (list, tuple)):
@@ -87,40 +78,28 @@ class LuKA(Method):
                 self, "page_size", self.page_size[0] if len(self.page_size) == 1 else tuple(self.page_size)
             )
         self._check(
-            "page_size", self._nests(), "an integer of at least 1, or several, each a multiple of the one before"
+            "page_size", self._nests(), "an integer of at least 2, or several, each a multiple of the one before"
         )
-        for name in ("tail", "compress_every", "window"):
+        self._check_count("sinks")
+        for name in ("tail", "window"):
             self._check_count(name, 1)
-        for name in ("sinks", "seed"):
-            self._check_count(name)
-        self._check_choice("segmenter", "fixed", "gaussian")
-        self._check_choice("compressor", "mean", "recent", "attention", "random")
-        self._check_choice("refine", "top_k", "threshold", "top_p")
+        self._check_choice("compressor", "mean", "attention")
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("score", "summary", "spread", "lowrank")
         if self.score == "lowrank":
             rule = "with score=lowrank (score=spread takes others)"
-            self._check("segmenter", self.segmenter == "fixed", f"fixed {rule}")
             most = ops.PageRecord.largest_page
-            fits = all(2 <= size <= most for size in self.sizes)
-            self._check("page_size", fits, f"2 to {most} on every level {rule}")
+            self._check("page_size", self.sizes[-1] <= most, f"at most {most} on every level {rule}")
         self._check_choice("mass", "exact", "preserve")
         self._check_choice("bias", "none", "log", "entropy")
-        for name in ("page_deviation", "temperature"):
-            value = getattr(self, name)
-            self._check(name, _is_number(value) and value > 0 and math.isfinite(value), "a number above 0")
-        for name in ("epsilon", "top_p"):
-            value = getattr(self, name)
-            self._check(name, _is_number(value) and 0 < value < 1, "between 0 and 1")
-        self._check("prior", _is_number(self.prior) and 0 <= self.prior < 1, "at least 0 and below 1")
+        share = isinstance(self.prior, (int, float)) and not isinstance(self.prior, bool)
+        self._check("prior", share and 0 <= self.prior < 1, "at least 0 and below 1")
         self._check_budget("top_k", 0)
-        for name in ("expand", "max_refined"):
-            self._check_budget(name)
-        self._check("zero_values", isinstance(self.zero_values, bool), "true or false")
+        self._check_budget("expand")
 
     def _nests(self) -> bool:
         sizes = self.page_size if isinstance(self.page_size, tuple) else (self.page_size,)
-        if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 2 for size in sizes):
             return False
         return all(big > small and big % small == 0 for small, big in itertools.pairwise(sizes))
 
@@ -141,13 +120,7 @@ class LuKA(Method):
                 sizes=self.sizes,
                 sinks=self.sinks,
                 tail=self.tail,
-                compress_every=self.compress_every,
-                segmenter=self.segmenter,
-                page_deviation=self.page_deviation,
                 compressor=self.compressor,
-                temperature=self.temperature,
-                zero_values=self.zero_values,
-                seed=self.seed,
                 window=self.window,
                 spread=self.uses_spread,
                 records=self.uses_records,
@@ -160,7 +133,7 @@ class LuKA(Method):
     @functools.cached_property
     def budgets(self) -> Budgets:
         """How many nodes may be refined."""
-        return Budgets(self.refine, self.top_k, self.expand, self.max_refined, self.epsilon, self.pool)
+        return Budgets(self.top_k, self.expand)
 
     @property
     def weighs_mass(self) -> bool:
@@ -170,7 +143,7 @@ class LuKA(Method):
     @property
     def looks_back(self) -> bool:
         """Whether a running average of the attention to each token and node is kept, over ``window`` queries."""
-        return self.prior > 0 or self.compressor == "recent"
+        return self.prior > 0
 
     @property
     def uses_spread(self) -> bool:
@@ -232,14 +205,12 @@ class LuKA(Method):
         return out
 
     @property
-    def sparse_from_tokens(self) -> int | None:  # type: ignore[override]
+    def sparse_from_tokens(self) -> int:  # type: ignore[override]
         """More tokens on several levels, and where many pages are refined or low-rank summaries scored: that takes more
-        launches. None where summaries depend on the recent attention, which dense steps do not update."""
-        if self.compressor == "recent":
-            return None
+        launches."""
         few = isinstance(self.top_k, int) and self.top_k <= 8
         little = few or (isinstance(self.top_k, float) and self.top_k <= _LITTLE)
-        if len(self.sizes) > 1 or self.refine != "top_k" or not little:
+        if len(self.sizes) > 1 or not little:
             return 4 * SPARSE_FROM_TOKENS
         return SPARSE_FROM_TOKENS if few and self.score != "lowrank" else 2 * SPARSE_FROM_TOKENS
 
@@ -253,8 +224,7 @@ class LuKA(Method):
 
     @functools.cached_property
     def replay(self) -> Replay:  # type: ignore[override]
-        every_step = f"{self.name} with compress_every=1 makes pages at every step"
-        return MakesPages(self.pages, every_step if self.compress_every == 1 else "")
+        return MakesPages(self.pages)
 
     def _attend_raw(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Dense attention while no row has a page yet; keeps the running sums of attention up to date."""
@@ -282,8 +252,6 @@ class LuKA(Method):
             need_lse=cache.sink_logits is not None,
             sums=ops.Sums(1 / self.window, **sums) if sums else None,
         )
-        if isinstance(covered.capped, Tensor):
-            cache.count("selections_capped", covered.capped)
         cache.count_read(covered.read)
         cache.count("pages_refined", covered.refined)
         # learned sinks scale the output; they do not enter the masses by which pages are chosen
@@ -292,31 +260,18 @@ class LuKA(Method):
     @functools.cached_property
     def refinement(self) -> ops.Refinement:
         """The settings by which nodes are refined, as :func:`foveate.ops.attend_summaries` takes them."""
-        limits = {"threshold": self.epsilon, "top_p": 1.0 - self.top_p}
-        return ops.Refinement(
-            self.refine,
-            limits.get(self.refine, 0.0),
-            self.pool,
-            self.score,
-            self.bias,
-            self.mass,
-            self.prior,
-        )
+        return ops.Refinement(self.pool, self.score, self.bias, self.mass, self.prior)
 
 
 class MakesPages(Replay):
     """Capture of LuKA's decode steps; maintenance makes pages after every ``compress_every``-th step."""
 
     maintains: ClassVar[bool] = True
+    captures_maintenance = True
 
-    def __init__(self, pages: Pages, obstacle: str):
-        super().__init__(obstacle)
+    def __init__(self, pages: Pages):
+        super().__init__()
         self.pages = pages
-
-    @property
-    def captures_maintenance(self) -> bool:  # type: ignore[override]
-        """True for pages of one size without random weights, which are made by row numbers on the device alone."""
-        return self.pages.fixed and self.pages.paging.compressor != "random"
 
     def maintenance_due(self, decoded: int) -> bool:
         return decoded % self.pages.paging.compress_every == 0
@@ -329,7 +284,3 @@ class MakesPages(Replay):
 
     def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
         return self.pages.numbers_after(rows)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

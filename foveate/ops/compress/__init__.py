@@ -3,8 +3,7 @@
 from foveate.ops._dispatch import dispatch
 from foveate.ops.compress import boxes, low_rank
 from foveate.ops.compress.low_rank import PageRecord, channel_weights
-from foveate.ops.compress.reference import Nodes, importance_weights, random_weights, root_weights, summarise
-from foveate.ops.compress.segments import gaussian_ends
+from foveate.ops.compress.reference import Nodes, importance_weights, root_weights, summarise
 
 bound_newest = dispatch(boxes.bound_newest, "foveate.ops.compress.boxes_kernel")
 compress_newest = dispatch(low_rank.compress_newest, "foveate.ops.compress.low_rank_kernel")
@@ -17,9 +16,7 @@ __all__ = [
     "channel_weights",
     "compress_newest",
     "compress_pages",
-    "gaussian_ends",
     "importance_weights",
-    "random_weights",
     "root_weights",
     "summarise",
 ]

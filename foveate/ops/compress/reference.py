@@ -86,22 +86,20 @@ def _summarise(children: Nodes, weights: Tensor | None, used: Tensor | None, spr
     return Nodes(k.to(children.k.dtype), v.to(children.v.dtype), variance, entropy)
 
 
-def importance_weights(mass: Tensor, temperature: float, used: Tensor | None = None) -> Tensor:
+def importance_weights(mass: Tensor, temperature: float) -> Tensor:
     """Softmax over each group of the accumulated attention mass w (LuKA, section 3.2: pi_i, from w_i / tau).
 
     Args:
         mass: fp32 ``[B, Hkv, N, S]``.
         temperature: tau > 0.
-        used: as in :func:`summarise`; every group has a used child.
 
     Returns:
         fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
     """
-    scaled = mass.float() / temperature
-    return (scaled if used is None else scaled.masked_fill(~used, float("-inf"))).softmax(-1)
+    return (mass.float() / temperature).softmax(-1)
 
 
-def root_weights(recent: Tensor, used: Tensor | None = None) -> Tensor:
+def root_weights(recent: Tensor) -> Tensor:
     """Weights in proportion to the square root of the attention that each child got lately.
 
     The root lies between the mean, which drowns a key that answers queries, and the mass itself, which forgets the
@@ -109,31 +107,9 @@ def root_weights(recent: Tensor, used: Tensor | None = None) -> Tensor:
 
     Args:
         recent: fp32 ``[B, Hkv, N, S]``, at least 0.
-        used: as in :func:`summarise`; every group has a used child.
 
     Returns:
         fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
     """
     roots = recent.float().clamp_min(_LEAST).sqrt()
-    roots = roots if used is None else roots * used
     return roots / roots.sum(-1, keepdim=True)
-
-
-def random_weights(node: Tensor, sizes: Tensor, width: int, num_kv_heads: int, seed: int) -> Tensor:
-    """All weight on one child, drawn uniformly (LuKA, section 3.2, "Random"): a pure function of node, head and seed.
-
-    Args:
-        node: int64 ``[N]``: numbers of the groups.
-        sizes: int64 ``[N]``: children of each.
-        width: S, the largest size.
-
-    Returns:
-        fp32 ``[1, Hkv, N, S]``.
-    """
-    head = torch.arange(num_kv_heads, device=node.device)[:, None]
-    start = (seed * 0xC2B2AE3D + 1) & 0xFFFFFFFF
-    x = (node * 0x9E3779B1 + head * 0x85EBCA77 + start) & 0xFFFFFFFF
-    for _ in range(2):  # a 32-bit integer hash, so that neighbours are unrelated
-        x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
-    chosen = ((x >> 16) ^ x) % sizes
-    return torch.nn.functional.one_hot(chosen, width).float()[None]

@@ -14,17 +14,17 @@ Terms, used throughout the folder:
 - *part*: the attention output over some entries, normalised by itself, with its log-sum-exp; parts are merged exactly,
   as in FlashDecoding.
 
-``reference`` is the specification. ``launch`` is the host side of the kernels, ``plan`` cuts them into programs,
-``workspace`` allocates their intermediates, ``support`` says what they refuse. Kernels: ``score`` (with attention to
-raw tokens), ``select``, ``attend`` (many refined pages) or ``replace`` (few), ``masses`` (running sums); the other
-``_kernel`` files are functions that these call.
+``reference`` is the specification, with ``cover`` and ``masses``. ``launch`` is the host side of the kernels, ``plan``
+cuts them into programs, ``workspace`` allocates their intermediates, ``support`` says what they refuse: the options of
+the paper, which the reference runs. Kernels: ``score`` (with attention to raw tokens), ``select``, ``attend``, and
+``masses`` (running averages).
 """
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops.summaries import reference
 from foveate.ops.summaries.cover import Part, attend_cover, refine
 from foveate.ops.summaries.tree import Level, Rows, Tree
-from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
+from foveate.ops.summaries.types import Covered, Refinement, Sums
 
 attend_summaries = dispatch(reference.attend_summaries, "foveate.ops.summaries.launch")
 
@@ -36,7 +36,6 @@ __all__ = [
     "Rows",
     "Sums",
     "Tree",
-    "VisitedLevel",
     "attend_cover",
     "attend_summaries",
     "refine",

@@ -1,21 +1,53 @@
-"""Triton kernel of :func:`attend_summaries` for many refined pages: attends to the nodes that are not refined.
+"""Triton kernel of :func:`attend_summaries`: attends to the nodes that are not refined, and to refined pages.
 
-Names as in ``score_kernel``; ``chosen_stride`` are the strides of ``chosen`` and ``page``.
+Names as in ``score_kernel``.
 """
 
 import triton
 import triton.language as tl
 
-from foveate.ops.gpu.softmax import LOWEST, online, store_part
-from foveate.ops.summaries.pages_kernel import count_refined, refined_tokens
-from foveate.ops.summaries.parts_kernel import finish
-from foveate.ops.summaries.score_kernel import VARYING
-
-_VARYING = ["sinks", "before", "page_places"]
-_STRIDES = [f"{name}_stride_{axis}" for name in ("list", "chosen", "picked", "gone") for axis in "bh"]
+from foveate.ops.gpu.softcap import capped
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sums, merge, online, store_part
+from foveate.ops.summaries.score_kernel import VARYING, node_at, visited
 
 
-@triton.jit(do_not_specialize=[*VARYING, *_VARYING, *_STRIDES])
+@triton.jit
+def _finish(
+    part_out_ptr,
+    part_lse_ptr,
+    arrived_ptr,
+    out_ptr,
+    lse_ptr,
+    q_heads,
+    exist,
+    num_q_heads,
+    parts,
+    splits,
+    AT_ONCE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Merge the ``parts`` of ``q_heads [M]``, in the last of ``splits`` programs that arrive, always in one order."""
+    tl.debug_barrier()  # all threads have written before the program counts as ready
+    ready = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel")
+    if ready == splits - 1:
+        top, weight = tl.full(q_heads.shape, LOWEST, tl.float32), tl.zeros(q_heads.shape, tl.float32)
+        out = tl.zeros([q_heads.shape[0], BLOCK_DV], tl.float32)
+        dims, turn = tl.arange(0, BLOCK_DV), tl.arange(0, AT_ONCE)
+        for first in tl.range(0, parts, AT_ONCE):
+            part = first + turn
+            at = part.to(tl.int64)[:, None] * num_q_heads + q_heads[None, :]
+            mask = (part < parts)[:, None] & exist[None, :]
+            # past the L1 cache, since other programs of this launch have written some
+            lse = tl.load(part_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            tile = part_out_ptr + at[:, :, None] * VALUE_DIM + dims[None, None, :]
+            there = mask[:, :, None] & (dims < VALUE_DIM)[None, None, :]
+            outs = tl.load(tile, mask=there, other=0.0, cache_modifier=".cg")
+            top, weight, out = merge(outs, lse, top, weight, out)
+        store_part(out_ptr, lse_ptr, q_heads, exist, top, weight, out, VALUE_DIM, NATURAL=True)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "sinks", "before", "most", "gone_places"])
 def attend_nodes(
     q_ptr,
     k_ptr,
@@ -23,11 +55,9 @@ def attend_nodes(
     value_ptr,
     count_ptr,
     list_ptr,
-    chosen_ptr,
     page_ptr,
     picked_ptr,
     gone_ptr,
-    end_ptr,
     weight_ptr,
     token_ptr,
     part_out_ptr,
@@ -41,82 +71,64 @@ def attend_nodes(
     k_strides,
     v_strides,
     value_strides,
-    count_strides,
-    list_stride_b,
-    list_stride_h,
-    chosen_stride_b,
-    chosen_stride_h,
-    picked_stride_b,
-    picked_stride_h,
-    gone_stride_b,
-    gone_stride_h,
-    end_strides,
-    batches,
     num_kv_heads,
-    group,
-    head_tiles,
-    splits,
-    before,
     places,
+    list_places,
+    gone_places,
+    most,
+    before,
     sinks,
-    page_places,
     scaling,
     WIDTH: tl.constexpr,
     BRANCH: tl.constexpr,
     LAST: tl.constexpr,
-    PRESERVE: tl.constexpr,
-    KEEPS: tl.constexpr,
+    GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
     """Write ``splits`` parts ``part_out [before + splits, B, Hq, Dv]`` and ``part_lse``, after the ``before`` parts of
     earlier launches.
 
     The parts are attention to a level's visited nodes that are not refined (``count``, ``list`` and ``weight`` as in
-    :func:`score_nodes`) and, in the ``LAST`` launch, to the keys of refined pages (:func:`refined_tokens`); there the
-    program of a row that finishes last merges all parts into ``out`` and ``lse``. ``chosen [B, sets, most]``, ``page``,
-    ``picked`` and ``gone`` are the selection, see :class:`Selection`.
+    :func:`score_nodes`) and, in the ``LAST`` launch, to the keys of refined pages of ``WIDTH`` tokens. The program of a
+    row that then finishes last merges all parts into ``out`` and ``lse``, ``AT_ONCE`` at a time.
+    ``page [B, Hkv, most]``, ``picked`` and ``gone [B, Hkv, gone_places]`` are the selection, see :class:`Selection`.
 
-    ``KEEPS``: log-weights of refined pages are stored in ``token [B, Hq, places]``, see :func:`refined_tokens`.
+    Refined pages are read in tiles of ``BLOCK_N`` tokens, one or more chunks of a page each. The log-weight of each
+    chunk is stored in ``token [B, Hq, places]``, unless that is None.
     """
+    BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
+    BLOCK_DV: tl.constexpr = max(16, triton.next_power_of_2(VALUE_DIM))
+    HEAD_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    BLOCK_W: tl.constexpr = min(BLOCK_N, triton.next_power_of_2(WIDTH))
+    CHUNKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
+    PAGES: tl.constexpr = BLOCK_N // BLOCK_W
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
     value_stride_b, value_stride_h, value_stride_n, value_stride_d = value_strides
-    count_stride_b, count_stride_h = count_strides
-    end_stride_b, end_stride_h, end_stride_n = end_strides
-    row, head_tile, split = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
+    row, head_tile, split = tl.program_id(0) // HEAD_TILES, tl.program_id(0) % HEAD_TILES, tl.program_id(1)
+    num_q_heads, splits = tl.num_programs(0) // HEAD_TILES * GROUP, tl.num_programs(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    exist = member < group
-    heads = head * group + tl.where(exist, member, 0)
-    num_q_heads = batches * num_kv_heads * group
-    q_heads = batch * num_kv_heads * group + heads
+    exist = member < GROUP
+    heads = head * GROUP + tl.where(exist, member, 0)
+    q_heads = batch * num_kv_heads * GROUP + heads
     lanes, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)
-    count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
-    picked = tl.load(picked_ptr + batch * picked_stride_b + head * picked_stride_h)
+    count, picked = visited(count_ptr, row, num_kv_heads, BRANCH), tl.load(picked_ptr + row)
     if BRANCH:
-        count = count * BRANCH
-        list_ptr += batch * list_stride_b + head * list_stride_h
-    chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
-    page_ptr += batch * chosen_stride_b + head * chosen_stride_h
-    gone_ptr += batch * gone_stride_b + head * gone_stride_h
+        list_ptr += row.to(tl.int64) * list_places
+    gone_ptr += row.to(tl.int64) * gone_places
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    blocks, tiles = tl.cdiv(count, BLOCK_N), 0
-    if LAST:
-        PAGES: tl.constexpr = max(1, BLOCK_N // BLOCK_W)
-        tiles = tl.cdiv(picked * CHUNKS, PAGES)
+    blocks = tl.cdiv(count, BLOCK_N)
+    tiles = tl.cdiv(picked * CHUNKS, PAGES) if LAST else 0
     each = tl.cdiv(blocks + tiles, splits)
     begin, end = split * each, tl.minimum((split + 1) * each, blocks + tiles)
 
@@ -125,11 +137,10 @@ def attend_nodes(
     padded = tl.cdiv(count, 16) * 16  # loads are vectorised only where a mask is constant over 16 bytes
     for block in tl.range(begin, tl.minimum(end, blocks)):
         place = block * BLOCK_N + lanes
-        node, there = place, place < count
+        there = place < count
         logits = tl.load(logit_ptr + place[None, :], mask=exist[:, None] & (place < padded)[None, :], other=0.0)
         gone = tl.load(gone_ptr + place, mask=place < padded, other=1)
-        if BRANCH:
-            node = tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
+        node = node_at(place, there, list_ptr, BRANCH)
         v_mask = there[:, None]
         if BLOCK_DV > VALUE_DIM:
             v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
@@ -139,74 +150,47 @@ def attend_nodes(
         top, weight, out = online(logits, v, top, weight, out)
 
     if LAST:
-        if not WIDTH:
-            end_ptr += batch * end_stride_b + head * end_stride_h
-        none = tl.full([1], -1, tl.int32)
-        top, weight, out = refined_tokens(
-            q_ptr + batch * q_stride_b,
-            k_ptr + batch * k_stride_b + head * k_stride_h,
-            v_ptr + batch * v_stride_b + head * v_stride_h,
-            end_ptr,
-            weight_ptr,
-            token_ptr,
-            chosen_ptr,
-            page_ptr,
-            none,
-            none,
-            none,
-            q_stride_h,
-            q_stride_d,
-            k_stride_l,
-            k_stride_d,
-            v_stride_l,
-            v_stride_d,
-            end_stride_n,
-            heads,
-            q_heads,
-            exist,
-            tl.maximum(begin - blocks, 0),
-            end - blocks,
-            picked,
-            places,
-            page_places,
-            sinks,
-            scaling,
-            top,
-            weight,
-            out,
-            True,
-            False,
-            WIDTH,
-            PRESERVE,
-            KEEPS,
-            SOFTCAP,
-            DIM,
-            VALUE_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            BLOCK_W,
-            CHUNKS,
-        )
+        k_ptr += batch * k_stride_b + head * k_stride_h
+        v_ptr += batch * v_stride_b + head * v_stride_h
+        page_ptr += row.to(tl.int64) * most
+        dims = tl.arange(0, BLOCK_D)
+        q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
+        q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+        first = tl.maximum(begin - blocks, 0)
+        next_turn = (first * PAGES + lanes // BLOCK_W) // CHUNKS
+        # loaded one tile ahead, so that the compiler can pipeline the loads of keys
+        next_page = tl.load(page_ptr + next_turn, mask=next_turn < picked, other=0).to(tl.int32)
+        for tile in tl.range(first, end - blocks):
+            chunk = tile * PAGES + lanes // BLOCK_W
+            inside = chunk % CHUNKS * BLOCK_W + lanes % BLOCK_W
+            page, next_turn = next_page, (chunk + PAGES) // CHUNKS
+            next_page = tl.load(page_ptr + next_turn, mask=next_turn < picked, other=0).to(tl.int32)
+            stored = (chunk // CHUNKS < picked) & (inside < WIDTH)
+            slot = (sinks + page * WIDTH + inside).to(tl.int64)
+            k_mask, v_mask = stored[:, None], stored[:, None]
+            if BLOCK_D > DIM:
+                k_mask = k_mask & (dims < DIM)[None, :]
+            if BLOCK_DV > VALUE_DIM:
+                v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
+            k = tl.load(k_ptr + (slot * k_stride_l)[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
+            v_tile = (slot * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
+            v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
+            logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E), SOFTCAP)
+            logits = tl.where(stored[None, :], logits, float("-inf"))
+            if token_ptr is not None:
+                of_chunk = tile * PAGES + tl.arange(0, PAGES)
+                total = log_sums(tl.reshape(logits, [BLOCK_M, PAGES, BLOCK_W]))
+                kept = exist[:, None] & (of_chunk < picked * CHUNKS)[None, :]
+                tl.store(token_ptr + q_heads[:, None] * places + of_chunk[None, :], total, mask=kept)
+            top, weight, out = online(logits, v, top, weight, out)
 
     part = (before + split).to(tl.int64) * num_q_heads + q_heads
     store_part(part_out_ptr, part_lse_ptr, part, exist, top, weight, out, VALUE_DIM)
     if LAST:
         if (split == 0) & (head_tile == 0):
-            count_refined(
-                read_ptr + row,
-                refined_ptr + row,
-                end_ptr,
-                end_stride_n,
-                page_ptr,
-                none,
-                none,
-                picked,
-                sinks,
-                False,
-                WIDTH,
-                PAGES * BLOCK_W,
-            )
-        finish(
+            tl.store(read_ptr + row, tl.load(read_ptr + row) + picked * WIDTH)
+            tl.store(refined_ptr + row, picked.to(tl.float32))
+        _finish(
             part_out_ptr,
             part_lse_ptr,
             arrived_ptr,
@@ -215,7 +199,6 @@ def attend_nodes(
             q_heads,
             exist,
             num_q_heads,
-            0,
             before + splits,
             splits,
             AT_ONCE,

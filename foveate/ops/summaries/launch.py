@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend.gather import page_slots
+from foveate.ops._math import fold_group
 from foveate.ops.gpu.softcap import constant
 from foveate.ops.gpu.tiles import multiprocessors, padded
+from foveate.ops.score import page_lse
 from foveate.ops.summaries.attend_kernel import attend_nodes
-from foveate.ops.summaries.estimate import low_rank_ranks
-from foveate.ops.summaries.masses_kernel import note, pooled
-from foveate.ops.summaries.plan import (
-    FEW_HEADS,
-    Work,
-    merge_at_once,
-    merge_last,
-    page_block,
-    replacing_options,
-    scoring_options,
-    tile_for,
-)
-from foveate.ops.summaries.replace_kernel import replace_refined
+from foveate.ops.summaries.masses_kernel import note
+from foveate.ops.summaries.plan import chunks_of, merge_last, scoring_options, stages, tile_for
 from foveate.ops.summaries.score_kernel import score_nodes
 from foveate.ops.summaries.select_kernel import select_nodes
-from foveate.ops.summaries.support import BIASES, RULES, SCORES, check_supported
+from foveate.ops.summaries.support import check_supported
 from foveate.ops.summaries.tree import Level, Tree
-from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
-from foveate.ops.summaries.workspace import Visit, make_workspace, strides_by_head
+from foveate.ops.summaries.types import Covered, Refinement, Sums
+from foveate.ops.summaries.workspace import Visit, make_workspace
 
-_REREAD = 32
-"""The most nodes per block when a program of ``replace_refined`` recomputes attention without the refined ones."""
 _RANKED = 64
 """Ranks that a thread of ``select_nodes`` reads at once."""
 
@@ -50,21 +36,14 @@ def attend_summaries(
     scaling: float,
     softcap: float | None = None,
     need_lse: bool = False,
-    need_masses: bool = False,
     sums: Sums | None = None,
 ) -> Covered:
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
-    A tree of one level with few refined pages takes two launches, and one before them where low-rank summaries rank
-    its nodes. ``score_nodes`` scores all summaries and attends to them, to sinks and to the tail; it writes parts of
-    the output and bounds on the masses in each block of summaries. Each program of ``replace_refined`` owns some dims
-    of the output: it merges the parts, selects the pages to refine, subtracts their summaries and attends to their
-    keys.
-
-    ``select_nodes`` runs between them where many pages are refined, where there are very many pages, or where the whole
-    layer makes one selection. If many pages are refined, ``attend_nodes`` replaces ``replace_refined``: it reads the
-    summaries' values after the selection, and the last program to finish merges (FlashDecoding, Dao et al. 2023). Each
-    further level takes two or three more launches, and its running sums one.
+    On each level ``score_nodes`` scores the visited nodes, at the top level beside attending to sinks and tail;
+    ``select_nodes`` selects the nodes to refine; ``attend_nodes`` reads the values of the others and, on the last
+    level, the keys of refined pages, and the last program to finish merges all parts (FlashDecoding, Dao et al. 2023).
+    A launch before them ranks nodes by low-rank summaries, and running averages take one launch more a level.
 
     The kernels read ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` are capacities, so a
     captured step can be replayed with larger numbers. Results are deterministic, and fp32 is multiplied in full
@@ -75,7 +54,7 @@ def attend_summaries(
         ValueError: for inconsistent shapes.
     """
     check_supported(q, k, v, tree, how, sums)
-    return SummariesLaunch(q, k, v, tree, how, scaling, softcap, need_masses, sums).run(need_lse)
+    return SummariesLaunch(q, k, v, tree, how, scaling, softcap, sums).run(need_lse)
 
 
 class SummariesLaunch:
@@ -90,321 +69,165 @@ class SummariesLaunch:
         how: Refinement,
         scaling: float,
         softcap: float | None,
-        need_masses: bool,
         sums: Sums | None,
     ):
-        self.q, self.k, self.v, self.tree, self.how, self.scaling = q, k, v, tree, how, scaling
-        self.softcap = constant(softcap)
-        self.need_masses, self.sums, self.keeps_raw = need_masses, sums, need_masses or sums is not None
-        self.batch, self.num_heads, _, self.dim = q.shape
-        self.num_kv_heads, self.value_dim = v.shape[1], v.shape[3]
-        self.group = self.num_heads // self.num_kv_heads
-        self.sets = 1 if how.pool == "layer" else self.num_kv_heads
+        self.q, self.k, self.v, self.tree, self.how, self.sums = q, k, v, tree, how, sums
+        self.scaling, self.softcap = scaling, softcap
+        (batch, num_heads, _, dim), (_, self.num_kv_heads, _, value_dim) = q.shape, v.shape
+        self.group = num_heads // self.num_kv_heads
         self.capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-        self.tile = tile_for(q.dtype, max(self.dim, self.value_dim), self.group, self.capability)
-        self.block_w = page_block(tree.width, self.tile)
-        self.head_tiles = triton.cdiv(self.group, self.tile.block_m)
-        """Programs that share the query heads of a KV head: the kernels' ``head_tiles``."""
-        self.programs = self.batch * self.num_kv_heads * self.head_tiles
-        self.chunks = triton.cdiv(tree.width, self.block_w)
-        """Chunks of ``block_w`` tokens in a page."""
-        self.keeps = 1 if need_masses else 2 if sums is not None and sums.recent is not None else 0
-        """Which log-weights of refined pages are stored, see :func:`refined_tokens`: 0 none, 1 of tokens, 2 of
-        chunks."""
-        self.block_dv = padded(self.value_dim)
-        if how.mass == "preserve" and tree.width > self.tile.block_n:
-            raise UnsupportedError(f"pages of more than {self.tile.block_n} tokens under mass=preserve")
-        size = q.element_size()
-        work = Work(self.tile, self.programs, self.group, self.value_dim, size, multiprocessors(q.device))
-        self.raw_splits, self.stages = work.raw_splits(tree), work.stages(tree, how)
-        kept, keeps = tree.width if need_masses else self.chunks, "raw" if self.keeps_raw else "nodes"
-        keeps = "all" if self.keeps else keeps
-        self.space = make_workspace(q, v, tree, self.stages, self.programs, self.sets, kept, keeps)
+        self.tile = tile_for(q.dtype, max(dim, value_dim), self.group, self.capability)
+        self.programs = batch * self.num_kv_heads * triton.cdiv(self.group, self.tile.block_m)
+        self.stages = stages(tree, self.tile, self.programs, multiprocessors(q.device))
+        chunks, ranked, keeps = chunks_of(tree.width, self.tile), how.score != "summary", sums is not None
+        self.space = make_workspace(q, v, tree, self.stages, self.programs, chunks, ranked, keeps)
+        self.sizes = {
+            **{"GROUP": self.group, "SOFTCAP": constant(softcap), "DIM": dim, "VALUE_DIM": value_dim},
+            **{"BLOCK_M": self.tile.block_m, "BLOCK_N": self.tile.block_n},
+        }
+        """Constants of the kernels that read keys."""
 
     def run(self, need_lse: bool) -> Covered:
         """Make the launches and return the results."""
-        space, visited, capped = self.space, [], 0
+        space = self.space
         for visit in space.visits:
-            *ranks, bounds = self._score(visit)
-            if not visit.stage.few:
-                capped = capped + self._select(visit, *ranks)
-            if visit.stage.replaces:
-                self._replace(visit, *ranks, bounds)
-            else:
-                self._attend(visit)
-            if self.need_masses:
-                visited.append(self._visited(visit))
-        masses = pooled(space, self.tree) if self.need_masses else ()
+            self._select(visit, self._score(visit))
+            self._attend(visit)
         if self.sums is not None:
             note(space, self.tree, self.sums)
-        lse = space.lse if need_lse else None
-        return Covered(space.out, lse, masses, tuple(visited), space.read, space.refined, capped)
+        return Covered(space.out, space.lse if need_lse else None, space.read, space.refined)
 
-    def _visited(self, visit: Visit) -> VisitedLevel:
-        index, all_chosen = None, self.tree.rows.start is not None and self.how.rule == "top_k"
-        if visit.above is not None:
-            index = page_slots(visit.above.pages, visit.branch, complete=all_chosen).flatten(-2)
-            index = index.expand(-1, self.num_kv_heads, -1)
-        complete = all_chosen or (visit.above is None and self.tree.rows.start is not None)
-        chosen = visit.selection.chosen.expand(-1, self.num_kv_heads, -1)
-        return VisitedLevel(visit.stage.level, index, complete, chosen, all_chosen)
-
-    @property
-    def _dims(self) -> dict[str, int]:
-        return self.tile.sizes(self.dim, self.value_dim)
-
-    @property
-    def _heads(self) -> tuple[int, int, int, int]:
-        """``(batches, num_kv_heads, group, head_tiles)``."""
-        return self.batch, self.num_kv_heads, self.group, self.head_tiles
-
-    @property
-    def _scores(self) -> dict[str, Any]:
-        """Arguments of the launch that scores, the same on every level."""
-        how = self.how
-        return self._dims | {
-            "scaling": self.scaling,
-            "raw_splits": self.raw_splits,
-            "sinks": self.tree.sinks,
-            "PRESERVE": how.mass == "preserve",
-            "BIAS": BIASES[how.bias],
-            "SCORE": SCORES[how.score],
-            "LARGEST": torch.finfo(self.q.dtype).max,
-            "SOFTCAP": self.softcap,
-        }
-
-    def _score(self, visit: Visit) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Score the nodes of a level.
-
-        Returns:
-            ``(rank, rank_lse, bounds)``, see :func:`score_nodes`; the last two are None where they are not needed.
-        """
-        stage, above, space = visit.stage, visit.above, self.space
-        level, how, q, raw = self.tree.levels[stage.level], self.how, self.q, above is None
-        rank = visit.weights
-        if how.score != "summary":
-            rank = q.new_empty(self.batch, self.num_heads, stage.padded, dtype=torch.float32)
-        rank_lse = None
-        if not stage.few or how.score != "summary":  # otherwise masses follow from the parts' log-sum-exps
-            rank_lse = q.new_empty(self.batch, self.num_heads, stage.scoring, dtype=torch.float32)
-        blocks, bounds, recent, recent_strides = triton.cdiv(stage.width, self.tile.block_n), None, None, (0, 0, 0)
-        if stage.few and blocks > stage.at_once:
-            bounds = torch.empty(self.programs, 2 * self.group + 2, blocks, dtype=torch.float32, device=q.device)
-            recent, recent_strides = self._recent(level)
-        by_records = how.score == "lowrank"
-        estimate = low_rank_ranks(q, level, visit, self.scaling, self.softcap or None) if by_records else None
-        read = [self.dim] * (1 + (level.nodes.spread is not None)) + [self.value_dim] * stage.replaces
-        of_node = sum(map(padded, read))
-        score_nodes[self.programs, stage.scoring + (self.raw_splits if raw else 0)](
-            *self._vectors(level),
-            *_fields(level),
+    def _score(self, visit: Visit) -> Tensor:
+        """Score the nodes of a level; returns the log-sum-exps of each program's ranks, fp32 ``[B, Hq, splits]``."""
+        stage, space, q = visit.stage, self.space, self.q
+        level, raw_splits = self.tree.levels[stage.level], 0 if visit.branch else stage.before
+        rank_lse = q.new_empty(*q.shape[:2], stage.scoring, dtype=torch.float32)
+        estimate = self._low_rank_ranks(level, visit) if self.how.score == "lowrank" else None
+        nodes = level.nodes
+        of_node = padded(q.shape[3]) * (1 + (nodes.spread is not None))
+        score_nodes[self.programs, stage.scoring + raw_splits](
+            q,
+            self.k,
+            self.v,
+            nodes.k,
+            nodes.spread,
             estimate,
             self.tree.rows.numbers,
-            *visit.nodes,
-            rank,
+            visit.count,
+            visit.listed,
+            visit.weights,
+            visit.ranks,
             rank_lse,
-            recent,
-            bounds,
-            space.of_raw if self.keeps_raw else None,
-            *space.parts,
+            space.of_raw,
+            space.part_out,
+            space.part_lse,
             space.arrived,
             space.read,
-            *self._strides_of_vectors(level),
-            *_strides_of_fields(level),
-            *visit.strides,
-            recent_strides,
-            *self._heads,
-            stage.scoring,
-            stage.before,
-            stage.per,
-            space.places,
-            rank.stride(1),
+            self._q_strides,
+            self.k.stride(),
+            self.v.stride(),
+            nodes.k.stride(),
+            (0, 0, 0, 0) if nodes.spread is None else nodes.spread.stride(),
+            *self._places(visit),
             0 if estimate is None else estimate.stride(1),
-            0 if bounds is None else bounds.shape[2],
-            log_size=math.log(level.size),
-            reads=level.reads,
+            raw_splits,
+            self.tree.sinks,
+            self.scaling,
+            math.log(level.size),
+            level.reads,
             BRANCH=visit.branch,
-            ATTENDS=stage.replaces,
-            **self._scores,
+            **self.sizes,
             **scoring_options(self.tile, q.dtype, of_node, self.capability),
         )
-        return rank, rank_lse, bounds
+        return rank_lse
 
-    def _selected_by(self, visit: Visit) -> dict[str, Any]:
-        """Arguments of the kernels that select."""
-        return {
-            "prior": self.how.prior,
-            "BRANCH": visit.branch,
-            "PRIOR": self.how.prior > 0,
-        }
+    def _low_rank_ranks(self, level: Level, visit: Visit) -> Tensor:
+        """The log-sum-exp of each visited node's keys by its low-rank summary, fp32 ``[B, Hq, C]`` of equal strides
+        between rows of C places; what is at places of no node is not to be read. See :func:`foveate.ops.page_lse`."""
+        records, how = level.records, {"lengths": visit.count, "softcap": self.softcap}
+        if visit.above is None:
+            records = records[:, :, : visit.stage.width]
+        else:  # read where they are
+            how |= {"pages": visit.listed, "branch": visit.branch, "lengths": visit.count * visit.branch}
+        rows = fold_group(self.q, self.num_kv_heads)
+        return page_lse(rows, records, level.record, self.scaling, **how).flatten(1, 2)
 
-    def _recent(self, level: Level) -> tuple[Tensor | None, tuple[int, int, int]]:
-        """The recent attention to a level's nodes and its strides, if the rule uses it."""
-        return (None, (0, 0, 0)) if not self.how.prior else (level.recent, level.recent.stride())
-
-    def _select(self, visit: Visit, rank: Tensor, rank_lse: Tensor) -> Tensor | int:
-        """Select the nodes to refine; returns how many selections of KV heads were cut short, int64 ``[]`` or 0."""
-        stage, selection, space = visit.stage, visit.selection, self.space
-        how, levels = self.how, self.tree.levels
-        recent, recent_strides = self._recent(levels[stage.level])
-        capped = torch.empty_like(selection.picked) if how.rule == "top_p" else None
+    def _select(self, visit: Visit, rank_lse: Tensor) -> None:
+        """Select the nodes to refine."""
+        stage, space, how = visit.stage, self.space, self.how
+        recent = self.tree.levels[stage.level].recent if how.prior else None
         held = max(256, triton.next_power_of_2(stage.padded))
         warps = 4 if held <= 1024 else 8 if held <= 4096 else 16
-        select_nodes[(self.batch * self.sets,)](
-            rank,
+        select_nodes[(len(self.q) * self.num_kv_heads,)](
+            visit.ranks,
             rank_lse,
             space.part_lse,
             recent,
             visit.count,
             self.tree.rows.numbers[2 + stage.level],
-            visit.pages_above,
-            *selection,
-            capped,
-            recent_strides,
-            *visit.strides,
-            self.batch * self.num_heads,
-            self.num_kv_heads,
-            self.group,
+            visit.listed,
+            *visit.selection,
+            (0, 0, 0) if recent is None else recent.stride(),
+            *self._places(visit),
+            space.gone.shape[2],
             stage.scoring,
             stage.before,
-            rank.stride(1),
-            space.raw,
-            stage.padded,
             stage.width,
-            k=stage.k,
-            limit=how.limit / (len(levels) if how.rule == "top_p" else 1),
-            RULE=RULES[how.rule],
-            LAYER=how.pool == "layer",
+            stage.k,
+            how.prior,
+            BRANCH=visit.branch,
+            GROUP=self.group,
             SPLITS=triton.next_power_of_2(stage.scoring),
             OTHERS=triton.next_power_of_2(stage.before),
             HELD=held,
-            GROUP=self.group if self.group <= FEW_HEADS and how.pool == "kv_head" else 0,
             AT_ONCE=warps * 32 * _RANKED,
             num_warps=warps,
-            **self._selected_by(visit),
         )
-        return 0 if capped is None else capped.sum() * (self.num_kv_heads // self.sets)
 
     def _attend(self, visit: Visit) -> None:
         """Attend to nodes that are not refined; at the last level also to the keys of refined pages, and merge."""
-        stage, space, level = visit.stage, self.space, self.tree.levels[visit.stage.level]
+        stage, space, selection = visit.stage, self.space, visit.selection
+        values = self.tree.levels[stage.level].nodes.v
         attend_nodes[self.programs, stage.attending](
-            *self._vectors(level),
+            self.q,
+            self.k,
+            self.v,
+            values,
             visit.count,
-            visit.pages_above,
-            *visit.selection,
-            *self._parts(visit),
+            visit.listed,
+            *selection[1:],
+            visit.weights,
+            space.of_chunks,
+            space.part_out,
+            space.part_lse,
             space.arrived,
-            *self._output,
-            *self._strides_of_vectors(level),
-            *self._strides_of_selection(visit),
-            *self._heads,
-            stage.attending,
+            space.out,
+            space.lse,
+            space.read,
+            space.refined,
+            self._q_strides,
+            self.k.stride(),
+            self.v.stride(),
+            values.stride(),
+            *self._places(visit),
+            space.gone.shape[2],
+            stage.k,
             stage.before,
-            space.places,
+            self.tree.sinks,
+            self.scaling,
+            WIDTH=self.tree.width,
             BRANCH=visit.branch,
             LAST=stage is self.stages[-1],
-            AT_ONCE=merge_last(self.tile, self.block_dv, stage.before + stage.attending),
-            **self._pages_read(),
-            **self._dims,
+            AT_ONCE=merge_last(self.tile, padded(self.v.shape[3]), stage.before + stage.attending),
+            **self.sizes,
             **self.tile.options,
         )
 
-    def _replace(self, visit: Visit, rank: Tensor, rank_lse: Tensor | None, bounds: Tensor | None) -> None:
-        """Merge the parts that ``score_nodes`` wrote, with the refined nodes replaced by their keys."""
-        stage, space, tree, level = visit.stage, self.space, self.tree, self.tree.levels[visit.stage.level]
-        recent, recent_strides = self._recent(level)
-        blocks = triton.next_power_of_2(max(1, triton.cdiv(stage.width, self.tile.block_n)))
-        block_s = padded(triton.cdiv(self.value_dim, stage.attending))
-        ranked = stage.few and self.how.score != "summary"
-        choosing = {"FEW": 0, "GROUP": 1, "BLOCKS": 1, "BLOCKS_AT_ONCE": 1, "SPLITS": 1, "OTHERS": 1}
-        if stage.few:
-            choosing |= {"FEW": max(1, stage.k), "GROUP": self.group, "BLOCKS": blocks, "BLOCKS_AT_ONCE": stage.at_once}
-        if ranked:
-            choosing |= {
-                "SPLITS": triton.next_power_of_2(stage.scoring),
-                "OTHERS": triton.next_power_of_2(stage.before),
-            }
-        sizes = {name: size for name, size in self._dims.items() if name != "BLOCK_DV"}
-        sizes |= {"BLOCK_S": block_s, "BLOCK_R": min(_REREAD, self.tile.block_n)}
-        replace_refined[self.programs, stage.attending](
-            *self._vectors(level),
-            visit.count,
-            visit.pages_above,
-            tree.rows.numbers[2 + stage.level],
-            recent,
-            rank,
-            rank_lse,
-            bounds,
-            *visit.selection,
-            *self._parts(visit),
-            *self._output,
-            *self._strides_of_vectors(level),
-            recent_strides,
-            *self._strides_of_selection(visit),
-            *self._heads,
-            stage.scoring,
-            stage.before,
-            stage.per,
-            stage.k,
-            space.places,
-            rank.stride(1),
-            0 if bounds is None else bounds.shape[2],
-            stage.padded,
-            ROOM=max(2, triton.next_power_of_2(stage.k)),
-            AT_ONCE=merge_at_once(self.tile, block_s),
-            **choosing | sizes,
-            **self._pages_read(),
-            **self._selected_by(visit),
-            **replacing_options(self.tile, triton.next_power_of_2(self.group) * blocks if stage.few else 0),
-        )
-
-    def _parts(self, visit: Visit) -> tuple[Tensor | None, ...]:
-        """``(page_end, weights, tokens, part_out, part_lse)`` for a launch that attends."""
-        tokens = self.space.of_tokens if self.keeps else None
-        return self.tree.page_end, visit.weights, tokens, *self.space.parts
-
     @property
-    def _output(self) -> tuple[Tensor, ...]:
-        """``(out, lse, read, refined)``."""
-        return self.space.out, self.space.lse, self.space.read, self.space.refined
+    def _q_strides(self) -> tuple[int, int, int]:
+        """By row, head and dim."""
+        return self.q.stride(0), self.q.stride(1), self.q.stride(3)
 
-    def _vectors(self, level: Level) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys, values and the values of summaries."""
-        return self.q, self.k, self.v, level.nodes.v
-
-    def _strides_of_vectors(self, level: Level) -> tuple[tuple[int, ...], ...]:
-        """Strides of :meth:`_vectors`."""
-        q = self.q
-        return (q.stride(0), q.stride(1), q.stride(3)), self.k.stride(), self.v.stride(), level.nodes.v.stride()
-
-    def _strides_of_selection(self, visit: Visit) -> tuple[int | tuple[int, ...], ...]:
-        """:attr:`Visit.strides`, and those of the tensors of a selection and of the ends of pages."""
-        end, mine = self.tree.page_end, visit.selection
-        selected = strides_by_head(mine.chosen, mine.picked, mine.gone)
-        return *visit.strides, *selected, (0, 0, 0) if end is None else end.stride()
-
-    def _pages_read(self) -> dict[str, Any]:
-        """Arguments of a launch that attends to refined pages, the same on every level."""
-        tree = self.tree
-        return {
-            "scaling": self.scaling,
-            "sinks": tree.sinks,
-            "page_places": tree.width,
-            "WIDTH": tree.width if tree.page_end is None else 0,
-            "PRESERVE": self.how.mass == "preserve",
-            "KEEPS": self.keeps,
-            "SOFTCAP": self.softcap,
-            "BLOCK_W": self.block_w,
-            "CHUNKS": self.chunks,
-        }
-
-
-def _fields(level: Level) -> tuple[Tensor | None, ...]:
-    """Keys of summaries, the spread of the keys under them, tokens and entropy."""
-    return level.nodes.k, level.nodes.spread, level.tokens, level.nodes.entropy
-
-
-def _strides_of_fields(level: Level) -> list[tuple[int, ...]]:
-    """Strides of :func:`_fields`."""
-    return [(0,) * axes if x is None else x.stride() for x, axes in zip(_fields(level), (4, 4, 3, 3))]
+    def _places(self, visit: Visit) -> tuple[int, int, int]:
+        """``(num_kv_heads, places, list_places)``, see ``score_kernel``."""
+        return self.num_kv_heads, self.space.weights.shape[2], 0 if visit.above is None else visit.listed.shape[2]

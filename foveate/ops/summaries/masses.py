@@ -1,20 +1,37 @@
-"""Updates of the running sums of attention (:class:`Sums`), in PyTorch: part of the reference."""
+"""Updates of the running sums of attention (:class:`Sums`), in PyTorch: a part of the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from foveate.ops.summaries.tree import Tree
-from foveate.ops.summaries.types import Sums, VisitedLevel
+from foveate.ops.summaries.types import Sums
+
+
+class VisitedLevel(NamedTuple):
+    """The visited nodes of one level, and which of them were refined."""
+
+    level: int
+    index: Tensor | None
+    """int64 ``[B, Hkv, C]``: numbers of the nodes in their level, by place; -1 for unused places. None: place and
+    number are the same."""
+    complete: bool
+    """Whether neither ``index`` nor ``chosen`` has a -1."""
+    chosen: Tensor
+    """int ``[B, Hkv, K]``: places of the refined nodes, ascending, then -1."""
 
 
 def note_masses(masses: Sequence[Tensor], visited: Sequence[VisitedLevel], tree: Tree, group: int, sums: Sums) -> None:
     """Update running sums by the attention of one query per row, see :class:`Sums`.
 
     Args:
-        masses, visited: as in :class:`Covered`.
+        masses: softmax over the cover, summed over the group, fp32 ``[B, Hkv, places]`` each: of sinks and tail; of the
+            visited nodes of each level from the top down (0 where refined); and of the tokens of refined pages, page
+            after page, if any may be refined.
+        visited: the levels, from the top down.
         tree: the tree that was visited.
         group: query heads of a KV head.
     """
@@ -54,7 +71,7 @@ def _average(
         if places:
             width = tree.branch(nodes.level) if nodes.level else below.shape[-1] // places
             children = below[..., : places * width].unflatten(-1, (places, width)).sum(-1)
-            chosen = nodes.chosen if nodes.all_chosen else nodes.chosen.clamp_min(0)
+            chosen = nodes.chosen if nodes.complete else nodes.chosen.clamp_min(0)
             mass = mass.scatter_add(-1, chosen.long(), children)
         recent = tree.levels[nodes.level].recent
         if nodes.index is None:

@@ -12,12 +12,11 @@ from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.gather import gather_fields, gather_pages, page_slots
 from foveate.ops.score import page_lse
 from foveate.ops.score.nodes import free_energy, key_logits, logit_deviation
-from foveate.ops.select.mass import by_mass, first_of
 from foveate.ops.select.reference import topk, topk_rows
 from foveate.ops.summaries.cover import Part, attend_cover, refine
-from foveate.ops.summaries.masses import note_masses
+from foveate.ops.summaries.masses import VisitedLevel, note_masses
 from foveate.ops.summaries.tree import Tree
-from foveate.ops.summaries.types import Covered, Refinement, Sums, VisitedLevel
+from foveate.ops.summaries.types import Covered, Refinement, Sums
 
 
 def attend_summaries(
@@ -30,7 +29,6 @@ def attend_summaries(
     scaling: float,
     softcap: float | None = None,
     need_lse: bool = False,
-    need_masses: bool = False,
     sums: Sums | None = None,
 ) -> Covered:
     """Attention of one query per row over sinks, tail and summaries, of which the rule refines some.
@@ -50,9 +48,26 @@ def attend_summaries(
         how: the rule.
         scaling: factor of the logits.
         softcap: each scaled logit x becomes ``softcap * tanh(x / softcap)``; None: there is no cap.
-        need_lse, need_masses: whether to return ``lse``, and ``masses`` with ``visited``.
+        need_lse: whether to return ``lse``.
         sums: running sums to update in place; None: none.
     """
+    covered, masses, visited = with_masses(q, k, v, tree, how, scaling, softcap, need_lse)
+    if sums is not None:
+        note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
+    return covered
+
+
+def with_masses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree: Tree,
+    how: Refinement,
+    scaling: float,
+    softcap: float | None = None,
+    need_lse: bool = True,
+) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
+    """:func:`attend_summaries` without sums: ``(covered, masses, visited)``, see :func:`note_masses`."""
     reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling, softcap)
     parts = [reader.raw()]
     others, read = parts[0].logits.logsumexp(-1, keepdim=True), tree.rows.raw
@@ -60,7 +75,7 @@ def attend_summaries(
     while nodes.level >= 0:
         read = read + nodes.number * tree.levels[nodes.level].reads
         chosen = reader.choose(nodes, others)
-        visited.append(VisitedLevel(nodes.level, nodes.index, nodes.complete, chosen, reader.complete(nodes)))
+        visited.append(VisitedLevel(nodes.level, nodes.index, nodes.complete, chosen))
         if not chosen.shape[-1]:
             parts.append(Part(nodes.logits, nodes.v))
             refined = 0.0
@@ -69,7 +84,7 @@ def attend_summaries(
         below = reader.below(nodes, chosen, refined)
         children = below.logits.unflatten(-1, (chosen.shape[-1], -1))
         left, children = refine(
-            nodes.logits, chosen, children, preserve=how.mass == "preserve", complete=reader.complete(nodes)
+            nodes.logits, chosen, children, preserve=how.mass == "preserve", complete=nodes.complete
         )
         parts.append(Part(left, nodes.v))
         nodes = below.weighted(children, how)
@@ -82,12 +97,8 @@ def attend_summaries(
     lse = None
     if need_lse:
         lse = unfold_group(torch.cat([part.logits for part in parts], -1).logsumexp(-1), q.shape[1])
-    if need_masses or sums is not None:
-        masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
-    if sums is not None:
-        note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
-    masses, visited = (masses, tuple(visited)) if need_masses else ((), ())
-    return Covered(out, lse, masses, visited, read, refined, reader.capped)
+    masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
+    return Covered(out, lse, read, refined), masses, visited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +156,6 @@ class _Reader:
     ):
         self.tree, self.how, self.keys, self.values = tree, how, k, v
         self.queries, self.scaling, self.softcap = queries, scaling, softcap
-        self.capped: Tensor | int = 0
 
     def raw(self) -> Part:
         """Sinks and tail, as a part of the cover."""
@@ -170,11 +180,7 @@ class _Reader:
 
     def number(self, nodes: _Candidates, chosen: Tensor) -> float | Tensor:
         """How many nodes are chosen: the mean over rows and KV heads, or ``[B, Hkv]``."""
-        return float(chosen.shape[2]) if self.complete(nodes) else (chosen >= 0).sum(-1, dtype=torch.float64)
-
-    def complete(self, nodes: _Candidates) -> bool:
-        """Whether a selection among these nodes has no -1."""
-        return nodes.complete and self.how.rule == "top_k"
+        return float(chosen.shape[2]) if nodes.complete else (chosen >= 0).sum(-1, dtype=torch.float64)
 
     def below(self, nodes: _Candidates, chosen: Tensor, number: float | Tensor) -> _Candidates:
         """The children of chosen nodes, those of each at consecutive places.
@@ -183,7 +189,7 @@ class _Reader:
             chosen: places in ``nodes``, int64 ``[B, Hkv, K]``, -1 for none.
             number: how many are chosen.
         """
-        complete = self.complete(nodes)
+        complete = nodes.complete
         index = chosen if nodes.index is None else nodes.index.gather(-1, chosen if complete else chosen.clamp_min(0))
         if not complete and nodes.index is not None:
             index = index.masked_fill(chosen < 0, -1)
@@ -195,28 +201,16 @@ class _Reader:
 
     def _tokens(self, pages: Tensor, complete: bool, number: float | Tensor) -> _Candidates:
         """The tokens of pages, int64 ``[B, Hkv, K]``, -1 for none; ``number``: how many pages."""
-        tree, sinks, width = self.tree, self.tree.sinks, self.tree.width
-        hidden = None
-        if tree.page_end is None:
-            number = number * width
-            keys, values = (
-                gather_pages(x[:, :, sinks:], pages, width, complete=complete) for x in (self.keys, self.values)
-            )
-            if not complete:
-                hidden = (pages < 0).repeat_interleave(width, -1, output_size=keys.shape[2])
-        else:
-            end = tree.page_end.gather(-1, pages.clamp_min(0)).long()
-            start = tree.page_end.gather(-1, (pages - 1).clamp_min(0)).long().where(pages > 0, sinks)
-            slots = start[..., None] + torch.arange(width, device=pages.device)
-            hidden = ((slots >= end[..., None]) | (pages < 0)[..., None]).flatten(-2)
-            slots = slots.flatten(-2).masked_fill(hidden, 0)
-            keys, values = gather_fields([self.keys, self.values], slots, complete=True)
-            number = (~hidden).sum(-1, dtype=torch.float64)
+        sinks, width = self.tree.sinks, self.tree.width
+        keys, values = (
+            gather_pages(x[:, :, sinks:], pages, width, complete=complete) for x in (self.keys, self.values)
+        )
         logits = key_logits(self.queries, keys, self.scaling, self.softcap)
-        if hidden is not None:
+        if not complete:
+            hidden = (pages < 0).repeat_interleave(width, -1, output_size=keys.shape[2])
             logits.masked_fill_(hidden[:, :, None], float("-inf"))
             values = values.masked_fill_(hidden[..., None], 0)
-        return _Candidates(-1, None, logits, number, hidden is None, values)
+        return _Candidates(-1, None, logits, number * width, complete, values)
 
     def _scored(self, level: int, index: Tensor | slice, hidden: Tensor | None, number: float | Tensor) -> _Candidates:
         """Nodes of a level with their log-weights and ranks.
@@ -230,13 +224,11 @@ class _Reader:
         fields = {name: field for name, field in of.nodes._asdict().items() if field is not None}
         if how.score == "lowrank":
             fields["records"] = of.records
-        if of.tokens is not None:
-            fields["log_size"] = of.tokens.clamp_min(1.0).log()
         if isinstance(index, slice):
             fields = {name: field[:, :, index] for name, field in fields.items()}
         else:
             fields = dict(zip(fields, gather_fields(list(fields.values()), index, complete=hidden is None)))
-        log_size = math.log(of.size) if of.tokens is None else fields["log_size"][:, :, None]
+        log_size = math.log(of.size)
         plain = key_logits(self.queries, fields["k"], self.scaling)
         dot = plain if self.softcap is None else capped(plain.clone(), self.softcap)
         bias = {
@@ -259,7 +251,7 @@ class _Reader:
         index = None if isinstance(index, slice) else index
         return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank)
 
-    def _free_energy(self, spread: Tensor, log_size: Tensor | float, plain: Tensor, dot: Tensor) -> Tensor:
+    def _free_energy(self, spread: Tensor, log_size: float, plain: Tensor, dot: Tensor) -> Tensor:
         """:func:`free_energy` of nodes with this variance of keys, whose logits are ``plain``, and ``dot`` capped."""
         deviation = logit_deviation(self.queries, spread, self.scaling)
         if self.softcap is not None:
@@ -290,10 +282,6 @@ class _Reader:
         exist = None if nodes.complete else nodes.exist[:, : mass.shape[1]]
         if recent is not None:
             mass = mass.lerp(recent if exist is None else recent.masked_fill(~exist, 0.0), how.prior)
-        if how.rule == "top_p":
-            return self._take(level, *by_mass(mass, how.limit / len(self.tree.levels)))
-        if how.rule == "threshold":
-            mass = mass.masked_fill(mass <= how.limit, float("-inf"))
         if exist is not None:
             mass = mass.masked_fill(~exist, float("-inf"))
         if not rows.most[level]:
@@ -301,18 +289,6 @@ class _Reader:
         if rows.alike:
             return topk(mass, rows.most[level])
         return topk_rows(mass, rows.numbers[2 + level], rows.most[level])
-
-    def _take(self, level: int, order: Tensor, counts: Tensor) -> Tensor:
-        """The first ``counts [B, Hkv or 1]`` nodes of ``order``, at most as many as a row may refine; counts the
-        cuts."""
-        allowed = self.tree.rows.numbers[2 + level][:, None]
-        most = min(order.shape[-1], self.tree.rows.most[level])
-        alike = self.keys.shape[1] // counts.shape[1]  # KV heads that share a selection
-        self.capped = self.capped + (counts > allowed).sum() * alike
-        counts = counts.minimum(allowed)
-        if order.device.type == "cpu" and not self.tree.rows.captured:  # narrower: no host sync on the CPU
-            most = min(most, int(counts.max()))
-        return first_of(order, counts, most)
 
     def _recent(self, nodes: _Candidates) -> Tensor:
         """Recent attention to the nodes, fp32 ``[B, Hkv, C]``."""

@@ -1,34 +1,18 @@
 """Triton kernel of :func:`attend_summaries`: scores the nodes of a level, and attends to sinks and tail.
 
-Names in this and the other kernels: ``row`` is a row of the batch and a KV head; ``group`` the number of query heads of
-a KV head, ``member`` one of them; ``head_tiles`` the number of programs that share a group, ``head_tile`` one of them;
-``q_heads`` indices of query heads over the whole batch, ``num_q_heads`` how many these are; ``places`` the stride
-between query heads in an array of places.
+Names in this and the other kernels: ``row`` is a row of the batch and a KV head; ``GROUP`` the number of query heads of
+a KV head, ``member`` one of them; ``head_tile`` one of the programs that share a group; ``q_heads`` indices of query
+heads over the whole batch; ``places`` the stride between query heads in arrays of places, a multiple of 16.
 """
 
 import triton
 import triton.language as tl
 
 from foveate.ops.gpu.softcap import capped
-from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sums, online, store_part
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sum_exp, online, store_part
 
-VARYING = ["batches", "num_kv_heads", "head_tiles", "splits", "places"]
+VARYING = ["num_kv_heads", "places", "list_places"]
 """Arguments that change from step to step or from batch to batch, so that kernels are not specialised on them."""
-
-
-@triton.jit
-def shared_out(logits, mass, GROUPS: tl.constexpr):
-    """Log-weights with which children share their parents' mass (LuKA, equation 3), to the base 2.
-
-    ``logits [M, N]``: of the children of ``GROUPS`` parents, one parent's after another's, -inf at unused places;
-    ``mass [M, GROUPS]``: log-weights of the parents.
-    """
-    M: tl.constexpr = logits.shape[0]
-    EACH: tl.constexpr = logits.shape[1] // GROUPS
-    of_group = tl.reshape(logits, [M, GROUPS, EACH])
-    total = log_sums(of_group)
-    share = tl.where(total == float("-inf"), float("-inf"), mass - total)
-    return tl.reshape(of_group + share[:, :, None], [M, GROUPS * EACH])
 
 
 @triton.jit
@@ -38,40 +22,38 @@ def free_energy(deviation, log_size):
     return (deviation - 0.5 * within) * within
 
 
-@triton.jit(
-    do_not_specialize=[
-        *VARYING,
-        "raw_splits",
-        "before",
-        "per",
-        "sinks",
-        "rank_places",
-        "estimate_places",
-        "list_stride_b",
-        "list_stride_h",
-        "bound_places",
-    ]
-)
+@triton.jit
+def visited(count_ptr, row, num_kv_heads, BRANCH: tl.constexpr):
+    """How many nodes of a level a row visits, see :func:`score_nodes`."""
+    if BRANCH:
+        return tl.load(count_ptr + row).to(tl.int32) * BRANCH
+    else:
+        return tl.load(count_ptr + row // num_kv_heads).to(tl.int32)
+
+
+@triton.jit
+def node_at(place, there, list_ptr, BRANCH: tl.constexpr):
+    """Numbers of the visited nodes at places; ``list_ptr`` is offset to a row."""
+    if BRANCH:
+        return tl.load(list_ptr + place // BRANCH, mask=there, other=0).to(tl.int32) * BRANCH + place % BRANCH
+    else:
+        return place
+
+
+@triton.jit(do_not_specialize=[*VARYING, "estimate_places", "raw_splits", "sinks"])
 def score_nodes(
     q_ptr,
     k_ptr,
     v_ptr,
-    value_ptr,
     node_ptr,
     spread_ptr,
-    size_ptr,
-    entropy_ptr,
     estimate_ptr,
     slots_ptr,
     count_ptr,
     list_ptr,
-    chosen_ptr,
-    parent_ptr,
     weight_ptr,
     rank_ptr,
     rank_lse_ptr,
-    recent_ptr,
-    bound_ptr,
     raw_ptr,
     part_out_ptr,
     part_lse_ptr,
@@ -80,104 +62,71 @@ def score_nodes(
     q_strides,
     k_strides,
     v_strides,
-    value_strides,
     node_strides,
     spread_strides,
-    size_strides,
-    entropy_strides,
-    count_strides,
-    list_stride_b,
-    list_stride_h,
-    recent_strides,
-    batches,
     num_kv_heads,
-    group,
-    head_tiles,
-    splits,
-    before,
-    per,
     places,
-    rank_places,
+    list_places,
     estimate_places,
-    bound_places,
     raw_splits,
     sinks,
     scaling,
     log_size,
     reads,
     BRANCH: tl.constexpr,
-    ATTENDS: tl.constexpr,
-    PRESERVE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCORE: tl.constexpr,
-    LARGEST: tl.constexpr,
+    GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write ``weight [B, Hq, places]``, the log-weights of the visited nodes of a level; ``rank [B, Hq, rank_places]``
-    if the rule ranks them by another estimate (``SCORE`` > 0); and the log-sum-exp of each program's ranks, ``rank_lse
-    [B, Hq, splits]``. All are to the base 2. ``splits`` programs share a row's nodes. Of ``rank_lse``, ``raw`` and
-    ``bound``, what is None is not written.
+    """Write ``weight [B, Hq, places]``, the log-weights of the visited nodes of a level; ``rank``, likewise, if another
+    estimate than the log-weight ranks them; and the log-sum-exp of each program's ranks, ``rank_lse [B, Hq, splits]``.
+    All are to the base 2.
 
-    At the top level (``BRANCH`` 0) these are the first ``count`` nodes. Otherwise they are the children of ``count``
-    refined nodes of the level above: ``list`` has the numbers of these, ``chosen`` their places in ``parent [B, Hq,
-    places]``, the log-weights of their level.
+    At the top level (``BRANCH`` 0) the visited nodes are the first ``count [B]``. Otherwise they are the children of
+    ``count [B, Hkv]`` refined nodes of the level above, whose numbers are ``list [B, Hkv, list_places]``.
 
     At the top level the first ``raw_splits`` programs of a row attend to sinks and tail instead of scoring. They write
-    parts ``part_out [raw_splits, B, Hq, Dv]`` and ``part_lse`` and the log-weights ``raw [B, Hq, places]``. ``slots
-    [2, B]`` holds the slots in use and the first slot after the pages.
+    parts ``part_out [raw_splits, B, Hq, Dv]`` and ``part_lse`` and, unless it is None, the log-weights ``raw [B, Hq,
+    places]``. ``slots [2, B]`` holds the slots in use and the first slot after the pages.
 
-    ``ATTENDS``: the programs that score also attend to all their nodes, and write one part for every ``per`` blocks,
-    after ``before`` other parts.
-
-    They also write ``bound [B, Hkv, 2 group + 2, bound_places]``, from which bounds on the masses in each block of
-    nodes follow: for each head, its largest rank; for each head, the sum of ``2 ** (rank - largest)``; the largest,
-    over the nodes, of the sum over the heads of the node's share of a head's sum; and the largest ``recent`` attention.
-
-    ``SCORE`` 2: nodes are ranked by ``estimate [B, Hq, estimate_places]``, log-sum-exps to the base e.
+    Nodes are ranked by the ``spread`` of the keys under them, by ``estimate [B, Hq, estimate_places]``, log-sum-exps to
+    the base e, or where both are None by their log-weights.
 
     ``arrived`` is set to 0 for the launch that merges. ``read [B, Hkv]`` counts the keys read.
 
-    ``SOFTCAP``: the cap of logits, 0 for none. A summary's logit is capped before the bias is added; so is the logit
-    one deviation above it.
+    ``SOFTCAP``: the cap of logits, 0 for none. A summary's logit is capped before the logarithm of its tokens is added;
+    so is the logit one deviation above it.
     """
     RAW: tl.constexpr = BRANCH == 0
-    RANK_LSE: tl.constexpr = rank_lse_ptr is not None
-    BOUNDS: tl.constexpr = bound_ptr is not None
-    SPREAD: tl.constexpr = SCORE == 1
+    SPREAD: tl.constexpr = spread_ptr is not None
+    ESTIMATE: tl.constexpr = estimate_ptr is not None
+    BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
+    BLOCK_DV: tl.constexpr = max(16, triton.next_power_of_2(VALUE_DIM))
+    HEAD_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
     node_stride_b, node_stride_h, node_stride_n, node_stride_d = node_strides
-    value_stride_b, value_stride_h, value_stride_n, value_stride_d = value_strides
     spread_stride_b, spread_stride_h, spread_stride_n, spread_stride_d = spread_strides
-    size_stride_b, size_stride_h, size_stride_n = size_strides
-    entropy_stride_b, entropy_stride_h, entropy_stride_n = entropy_strides
-    count_stride_b, count_stride_h = count_strides
-    recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
-    row, head_tile, split = tl.program_id(0) // head_tiles, tl.program_id(0) % head_tiles, tl.program_id(1)
+    row, head_tile, split = tl.program_id(0) // HEAD_TILES, tl.program_id(0) % HEAD_TILES, tl.program_id(1)
+    rows = tl.num_programs(0) // HEAD_TILES
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    exist = member < group
-    heads = head * group + tl.where(exist, member, 0)
-    q_heads = batch * num_kv_heads * group + heads
-    dims = tl.arange(0, BLOCK_D)
+    exist = member < GROUP
+    heads = head * GROUP + tl.where(exist, member, 0)
+    q_heads = batch * num_kv_heads * GROUP + heads
+    dims, lanes, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    lanes, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)
-    count = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h).to(tl.int32)
-    if BRANCH:
-        count = count * BRANCH
+    count = visited(count_ptr, row, num_kv_heads, BRANCH)
 
     first_node = raw_splits if RAW else 0
     if RAW:
         length = tl.load(slots_ptr + batch).to(tl.int32)
-        start = tl.load(slots_ptr + batches + batch).to(tl.int32)
+        start = tl.load(slots_ptr + rows // num_kv_heads + batch).to(tl.int32)
         lead = tl.where(start > 0, sinks, 0)
         number = length - start + lead
         if split < raw_splits:
@@ -207,38 +156,26 @@ def score_nodes(
                     kept = raw_ptr + q_heads[:, None] * places + place[None, :]
                     tl.store(kept, logits, mask=exist[:, None] & stored[None, :])
                 top, weight, out = online(logits, v, top, weight, out)
-            part = split.to(tl.int64) * (batches * num_kv_heads * group) + q_heads
+            part = split.to(tl.int64) * (rows * GROUP) + q_heads
             store_part(part_out_ptr, part_lse_ptr, part, exist, top, weight, out, VALUE_DIM)
         if split == 0:
             tl.store(arrived_ptr + tl.program_id(0), 0)
 
     if split >= first_node:
         split -= first_node
+        splits = tl.num_programs(1) - first_node
         node_ptr += batch * node_stride_b + head * node_stride_h
         if BRANCH:
-            list_ptr += batch * list_stride_b + head * list_stride_h
-            chosen_ptr += batch * list_stride_b + head * list_stride_h
-        if size_ptr is not None:
-            size_ptr += batch * size_stride_b + head * size_stride_h
-        if BIAS == 2:
-            entropy_ptr += batch * entropy_stride_b + head * entropy_stride_h
+            list_ptr += row.to(tl.int64) * list_places
         if SPREAD:
+            LARGEST: tl.constexpr = 65504.0 if q.dtype == tl.float16 else 3.38e38
             spread_ptr += batch * spread_stride_b + head * spread_stride_h
             scaled = q.to(tl.float32) * scaling
             squared = tl.minimum(scaled * scaled, LARGEST).to(q.dtype)
-        if BOUNDS:
-            bound_ptr += row.to(tl.int64) * (2 * group + 2) * bound_places
-            if recent_ptr is not None:
-                recent_ptr += batch * recent_stride_b + head * recent_stride_h
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
-        if ATTENDS:
-            value_ptr += batch * value_stride_b + head * value_stride_h
-            highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         blocks, padded = tl.cdiv(count, BLOCK_N), tl.cdiv(count, 16) * 16
-        each = tl.cdiv(tl.cdiv(blocks, per), splits) * per
+        each = tl.cdiv(blocks, splits)
         next_node = split * each * BLOCK_N + lanes
         if BRANCH:  # loaded one block ahead, so that the compiler can pipeline the loads of summaries
             next_node = tl.load(list_ptr + next_node // BRANCH, mask=next_node < count, other=0).to(tl.int32)
@@ -257,11 +194,7 @@ def score_nodes(
             k = tl.load(node_ptr + k_tile, mask=node_mask, other=0.0)
             plain = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
             dot = capped(plain, SOFTCAP, NATURAL=True)
-
-            size = log_size
-            if size_ptr is not None:
-                tokens = tl.load(size_ptr + node * size_stride_n, mask=there, other=1.0)
-                size = tl.log2(tl.maximum(tokens, 1.0))[None, :] / LOG2E
+            logits = tl.where(there[None, :], (dot + log_size) * LOG2E, float("-inf"))
             if SPREAD:
                 spread_tile = (node * spread_stride_n)[:, None] + dims[None, :] * spread_stride_d
                 spread = tl.load(spread_ptr + spread_tile, mask=node_mask, other=0.0)
@@ -269,68 +202,21 @@ def score_nodes(
                 deviation = tl.sqrt(tl.maximum(variance, 0.0))
                 if SOFTCAP > 0:
                     deviation = capped(plain + deviation, SOFTCAP, NATURAL=True) - dot
-            logits = dot
-            if BIAS == 1:
-                logits = dot + size
-            elif BIAS == 2:
-                entropy = tl.load(entropy_ptr + node * entropy_stride_n, mask=there, other=0.0)
-                logits = dot + entropy[None, :]
-            logits = tl.where(there[None, :], logits * LOG2E, float("-inf"))
-            ranks = logits
-            if SPREAD:
-                ranks = tl.where(there[None, :], (dot + size + free_energy(deviation, size)) * LOG2E, float("-inf"))
-            elif SCORE == 2:
+                ranks = logits + free_energy(deviation, log_size) * LOG2E
+            elif ESTIMATE:
                 of_nodes = estimate_ptr + q_heads[:, None] * estimate_places + place[None, :]
-                estimate = tl.load(of_nodes, mask=exist[:, None] & there[None, :], other=float("-inf"))
-                ranks = estimate * LOG2E
-            if BRANCH and PRESERVE:
-                GROUPS: tl.constexpr = BLOCK_N // BRANCH
-                sibling = block * GROUPS + tl.arange(0, GROUPS)
-                known = sibling * BRANCH < count
-                parent = tl.load(chosen_ptr + sibling, mask=known, other=0).to(tl.int64)
-                of_parent = q_heads[:, None] * places + parent[None, :]
-                mass = tl.load(parent_ptr + of_parent, mask=exist[:, None] & known[None, :], other=0.0)
-                given = shared_out(logits, mass, GROUPS)
-                moved = tl.where(there[None, :], ranks + (given - logits), float("-inf"))
-                ranks, logits = moved if SCORE > 0 else given, given
+                ranks = tl.load(of_nodes, mask=exist[:, None] & there[None, :], other=float("-inf")) * LOG2E
+            else:
+                ranks = logits
             stored = exist[:, None] & (place < padded)[None, :]  # up to the padding
-            tl.store(weight_ptr + q_heads[:, None] * (places // 16 * 16) + place[None, :], logits, mask=stored)
-            if SCORE > 0:
-                tl.store(rank_ptr + q_heads[:, None] * (rank_places // 16 * 16) + place[None, :], ranks, mask=stored)
-            if RANK_LSE or BOUNDS:
-                peak = tl.max(ranks, 1)
-                base = tl.maximum(peak, LOWEST)
-                shares = tl.exp2(ranks - base[:, None])
-                mass = tl.sum(shares, 1)
-            if RANK_LSE:
-                higher = tl.maximum(top, base)
-                weight = weight * tl.exp2(top - higher) + mass * tl.exp2(base - higher)
-                top = higher
-            if BOUNDS:
-                shares = tl.where(exist[:, None], shares / tl.where(mass == 0, 1.0, mass)[:, None], 0.0)
-                recent = tl.zeros([BLOCK_N], tl.float32)
-                if recent_ptr is not None:
-                    recent = tl.load(recent_ptr + node * recent_stride_n, mask=there, other=0.0)
-                of_block = bound_ptr + block
-                tl.store(of_block + member * bound_places, peak, mask=exist)
-                tl.store(of_block + (group + member) * bound_places, mass, mask=exist)
-                tl.store(of_block + 2 * group * bound_places, tl.max(tl.sum(shares, 0), 0))
-                tl.store(of_block + (2 * group + 1) * bound_places, tl.max(recent, 0))
-            if ATTENDS:
-                v_mask = there[:, None]
-                if BLOCK_DV > VALUE_DIM:
-                    v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
-                v_tile = (node * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
-                v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
-                highest, total, out = online(logits, v, highest, total, out)
-                whole = (block % per == per - 1) | (block == blocks - 1)
-                part = (before + block // per).to(tl.int64) * (batches * num_kv_heads * group) + q_heads
-                store_part(part_out_ptr, part_lse_ptr, part, exist & whole, highest, total, out, VALUE_DIM)
-                highest, total = tl.where(whole, LOWEST, highest), tl.where(whole, 0.0, total)
-                out = tl.where(whole, 0.0, out)
-        if RANK_LSE:
-            lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
-            tl.store(rank_lse_ptr + q_heads * splits + split, lse, mask=exist)
+            at = q_heads[:, None] * (places // 16 * 16) + place[None, :]  # a multiple of 16, for the compiler
+            tl.store(weight_ptr + at, logits, mask=stored)
+            if SPREAD or ESTIMATE:
+                tl.store(rank_ptr + at, ranks, mask=stored)
+            higher = tl.maximum(top, tl.max(ranks, 1))
+            weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(ranks - higher[:, None]), 1)
+            top = higher
+        tl.store(rank_lse_ptr + q_heads * splits + split, log_sum_exp(top, weight), mask=exist)
         if (split == 0) & (head_tile == 0):
             read = count * reads
             if RAW:

@@ -3,33 +3,22 @@
 import triton
 import triton.language as tl
 
+from foveate.ops.gpu.softmax import LOWEST as LEAST
 from foveate.ops.select.kth_kernel import LOWEST, above_all, count_valid, find_kth, float_of, put_end
-from foveate.ops.summaries.ranks_kernel import group_masses, node_masses
-
-VARYING = ["num_q_heads", "num_kv_heads", "splits", "others", "rank_places", "list_stride_b", "list_stride_h"]
-"""Arguments that change from step to step or from batch to batch, so that kernels are not specialised on them."""
+from foveate.ops.summaries.score_kernel import VARYING, node_at, visited
 
 
 @triton.jit
-def _enough(mass, x, limit):
-    """The least number of nodes of largest mass that leave at most ``limit`` in the others, by bisection.
-
-    ``mass [N]``; ``x [N]``: the masses, -inf at unused places.
-    """
-    low, high = tl.zeros([], tl.int32), above_all(x)
-    there = x > float("-inf")
-    while low + 1 < high:
-        middle = low + (high - low) // 2
-        fits = tl.sum(tl.where(there & (x < float_of(middle)), mass, 0.0), 0) <= limit
-        low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
-    value = float_of(low)
-    left = tl.sum(tl.where(there & (x < value), mass, 0.0), 0)
-    ties = tl.sum((x == value).to(tl.int32), 0)
-    spared = tl.where(value > 0, tl.floor((limit - left) / tl.where(value > 0, value, 1.0)), ties.to(tl.float32))
-    return tl.sum((x >= value).to(tl.int32), 0) - tl.minimum(spared, ties.to(tl.float32)).to(tl.int32)
+def _log_sums(lse_ptr, q_heads, exist, number, stride_head, stride_part, PARTS: tl.constexpr):
+    """Log-sum-exps over ``number`` parts, to the base 2, of query heads ``q_heads [M]``."""
+    part = tl.arange(0, PARTS)
+    at = lse_ptr + q_heads[:, None] * stride_head + part[None, :].to(tl.int64) * stride_part
+    lse = tl.load(at, mask=exist[:, None] & (part < number)[None, :], other=float("-inf"))
+    top = tl.maximum(tl.max(lse, 1), LEAST)
+    return top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
 
 
-@triton.jit(do_not_specialize=[*VARYING, "k", "gone_stride", "gone_places", "width"])
+@triton.jit(do_not_specialize=[*VARYING, "splits", "others", "gone_places", "width", "k"])
 def select_nodes(
     rank_ptr,
     rank_lse_ptr,
@@ -42,112 +31,75 @@ def select_nodes(
     node_ptr,
     picked_ptr,
     gone_ptr,
-    capped_ptr,
     recent_strides,
-    count_strides,
-    list_stride_b,
-    list_stride_h,
-    num_q_heads,
     num_kv_heads,
-    group,
+    places,
+    list_places,
+    gone_places,
     splits,
     others,
-    rank_places,
-    gone_stride,
-    gone_places,
     width,
     k,
     prior,
-    limit,
-    RULE: tl.constexpr,
     BRANCH: tl.constexpr,
-    PRIOR: tl.constexpr,
-    LAYER: tl.constexpr,
+    GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     OTHERS: tl.constexpr,
     HELD: tl.constexpr,
-    GROUP: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Write the selection of each KV head, or one for all (``LAYER``), see :class:`Selection`.
+    """Write the selection of each KV head among its ``count`` visited nodes, at most ``width``, see :class:`Selection`.
 
-    ``chosen [B, sets, k]`` gets the places of the chosen nodes, ascending, then -1; below the top level (``BRANCH``)
-    ``node`` their numbers, likewise; ``picked [B, sets]`` how many they are; ``gone [B, sets, gone_places]``, rows
-    ``gone_stride`` apart, which places are refined or unused; ``capped [B, sets]`` whether the rule wanted more than
-    ``allowed``. ``part_lse`` are the parts' log-sum-exps, see :func:`node_masses`. ``GROUP``: query heads of a KV head
-    if they are few and there is no ``LAYER``, else 0. A program holds all nodes, at most ``HELD``.
+    A node's mass is the mean over the group, mixed with its ``recent`` attention of weight ``prior``. A head's masses
+    are normalised over the whole cover: ``rank_lse [B, Hq, splits]`` are log-sum-exps of ranks, ``part_lse [others, B,
+    Hq]`` those of the rest.
+
+    ``chosen [B, Hkv, k]`` gets the places of the chosen nodes, ascending, then -1; below the top level (``BRANCH``)
+    ``node`` their numbers, likewise; ``picked [B, Hkv]`` how many they are; ``gone [B, Hkv, gone_places]`` which of
+    ``width`` places, padded to 16, are refined or unused. A program holds all nodes, at most ``HELD``; if there are at
+    most ``AT_ONCE`` ranks, all are loaded together, before ``count`` is known.
     """
-    count_stride_b, count_stride_h = count_strides
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
-    sets = 1 if LAYER else num_kv_heads
+    PRIOR: tl.constexpr = recent_ptr is not None
+    MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
     row = tl.program_id(0).to(tl.int64)
-    batch, kv_head = row // sets, row % sets
-    members = group * num_kv_heads if LAYER else group
-    index = tl.arange(0, HELD)
-    count = tl.load(count_ptr + batch * count_stride_b + kv_head * count_stride_h).to(tl.int32)
-    if BRANCH:
-        count = count * BRANCH
-        list_ptr += batch * list_stride_b + kv_head * list_stride_h
+    member, index = tl.arange(0, MEMBERS), tl.arange(0, HELD)
+    # arrays are padded to 16, since loads are vectorised only where a mask is constant over 16 bytes
+    padded, places = tl.cdiv(width, 16) * 16, places // 16 * 16
+    exist = member < GROUP
+    q_heads = row * GROUP + tl.where(exist, member, 0)
+    if MEMBERS * HELD <= AT_ONCE:
+        mask = exist[:, None] & (index < padded)[None, :]
+        ranks = tl.load(rank_ptr + q_heads[:, None] * places + index[None, :], mask=mask, other=float("-inf"))
     if PRIOR:
-        recent_ptr += batch * recent_stride_b + kv_head * recent_stride_h
-    if GROUP:
-        mass, node = group_masses(
-            rank_ptr,
-            rank_lse_ptr,
-            part_lse_ptr,
-            recent_ptr,
-            recent_stride_n,
-            list_ptr,
-            index,
-            width,
-            count,
-            row * members,
-            num_q_heads,
-            splits,
-            others,
-            rank_places,
-            prior,
-            BRANCH,
-            PRIOR,
-            GROUP,
-            SPLITS,
-            OTHERS,
-            AT_ONCE,
-        )
+        recent_ptr += row // num_kv_heads * recent_stride_b + row % num_kv_heads * recent_stride_h
+    if PRIOR and not BRANCH:
+        recent = tl.load(recent_ptr + index.to(tl.int64) * recent_stride_n, mask=index < width, other=0.0)
+    own = _log_sums(rank_lse_ptr, q_heads, exist, splits, splits, 1, SPLITS)
+    rest = _log_sums(part_lse_ptr, q_heads, exist, others, 1, tl.num_programs(0) * GROUP, OTHERS)
+    top = tl.maximum(tl.maximum(own, rest), LEAST)
+    lse = top + tl.log2(tl.exp2(own - top) + tl.exp2(rest - top))
+    if MEMBERS * HELD <= AT_ONCE:
+        mass = tl.sum(tl.where(exist[:, None], tl.exp2(ranks - lse[:, None]), 0.0), 0)
     else:
-        mass, node = node_masses(
-            rank_ptr,
-            rank_lse_ptr,
-            part_lse_ptr,
-            recent_ptr,
-            recent_stride_h,
-            recent_stride_n,
-            list_ptr,
-            index,
-            count,
-            row * members,
-            members,
-            group,
-            num_q_heads,
-            splits,
-            others,
-            rank_places,
-            prior,
-            BRANCH,
-            PRIOR,
-            LAYER,
-            SPLITS,
-            OTHERS,
-        )
-    x = tl.where(mass > float("-inf"), mass, float("-inf"))
-    if RULE == 1:
-        x = tl.where(mass > limit, x, float("-inf"))
+        UNROLLED: tl.constexpr = min(GROUP, 16)
+        mass = tl.zeros([HELD], tl.float32)
+        for turn in tl.range(0, GROUP, loop_unroll_factor=UNROLLED):
+            of_head = tl.sum(tl.where(member == turn, lse, 0.0), 0)
+            of_nodes = rank_ptr + (row * GROUP + turn) * places + index
+            mass += tl.exp2(tl.load(of_nodes, mask=index < padded, other=float("-inf")) - of_head)
+    count = visited(count_ptr, row, num_kv_heads, BRANCH)
+    there = index < count
+    mass = mass / GROUP
+    node = node_at(index, there, list_ptr + row * list_places if BRANCH else list_ptr, BRANCH)
+    if PRIOR and BRANCH:
+        recent = tl.load(recent_ptr + node.to(tl.int64) * recent_stride_n, mask=there, other=0.0)
+    if PRIOR:
+        mass = mass + prior * (recent - mass)
+
+    x = tl.where(there & (mass > float("-inf")), mass, float("-inf"))
     valid = count_valid(x)
-    allowed = tl.minimum(tl.load(allowed_ptr + batch).to(tl.int32), k)
-    if RULE == 2:
-        wanted = _enough(mass, x, limit)
-        tl.store(capped_ptr + row, (wanted > allowed).to(tl.int32))
-        allowed = tl.minimum(wanted, allowed)
+    allowed = tl.minimum(tl.load(allowed_ptr + row // num_kv_heads).to(tl.int32), k)
     kth, room, _ = find_kth(x, allowed, LOWEST + 1, valid, above_all(x))
     above, tie = x > float_of(kth), x == float_of(kth)
     seen = tl.cumsum((above.to(tl.int32) + (tie.to(tl.int32) << 16)), 0)  # either is at most 32,768
@@ -160,5 +112,5 @@ def select_nodes(
         tl.store(node_ptr + row * k + place, node, mask=chosen)
         put_end(node_ptr + row * k, picked, k, 1024)
     tl.store(picked_ptr + row, picked)
-    gone = gone_ptr + row * (gone_stride // 16 * 16) + index
-    tl.store(gone, (chosen | (index >= count)).to(tl.int32), mask=index < gone_places // 16 * 16)
+    gone = gone_ptr + row * (gone_places // 16 * 16) + index
+    tl.store(gone, (chosen | ~there).to(tl.int32), mask=index < padded)

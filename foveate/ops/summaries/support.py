@@ -1,4 +1,4 @@
-"""Which calls of :func:`attend_summaries` the kernels support, and the constants that encode its options for them."""
+"""What the kernels of :func:`attend_summaries` compute, and what they leave to the reference."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from foveate.ops.summaries.types import Refinement, Sums
 
 _LARGEST = 256
 """The largest head dim of keys and values."""
-RULES = {"top_k": 0, "threshold": 1, "top_p": 2}
-SCORES = {"summary": 0, "spread": 1, "lowrank": 2}
-BIASES = {"none": 0, "log": 1, "entropy": 2}
+_OF_KERNELS = {"pool": ("kv_head",), "score": ("summary", "spread", "lowrank"), "bias": ("log",), "mass": ("exact",)}
+"""The rules that kernels follow; the others are options of the paper."""
 
 
 def check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, sums: Sums | None) -> None:
@@ -24,8 +23,9 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement
         ValueError: for inconsistent shapes, or other than one query per row.
     """
     (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
-    if how.rule not in RULES or how.score not in SCORES:
-        raise UnsupportedError(f"refinement by {how.rule} and {how.score}")
+    for name, known in _OF_KERNELS.items():
+        if getattr(how, name) not in known:
+            raise UnsupportedError(f"{name}={getattr(how, name)} of summaries")
     vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or any(x.dtype != q.dtype for x in (k, v)):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
@@ -36,7 +36,7 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement
     if length != 1 or num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, number, dim):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
         raise ValueError(f"shapes do not fit one query a row: {shapes}")
-    if sums is not None and any(x is not None and x.dtype != torch.float32 for x in sums[1:]):
-        raise UnsupportedError("running sums in other dtypes than float32")
-    if sums is not None and any(x is not None and x.stride(2) != 1 and x.shape[2] > 1 for x in sums[1:]):
-        raise UnsupportedError("running sums whose entries are not contiguous along the slots")
+    if sums is not None and (sums.total is not None or sums.recent is None):
+        raise UnsupportedError("running totals of the attention to tokens")
+    if sums is not None and (sums.recent.dtype != torch.float32 or sums.recent.stride(2) != 1 < sums.recent.shape[2]):
+        raise UnsupportedError("running averages that are not fp32 and contiguous along the slots")

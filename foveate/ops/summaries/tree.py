@@ -19,9 +19,7 @@ class Level(NamedTuple):
     nodes: Nodes
     """Fields ``[B, Hkv, N, ...]``; those that the rule does not need are None."""
     size: int
-    """Tokens under a node if all pages have one size; otherwise the nominal size."""
-    tokens: Tensor | None = None
-    """fp32 ``[B, Hkv, N]``: tokens under each node; None where pages have one size."""
+    """Tokens under a node."""
     recent: Tensor | None = None
     """fp32 ``[B, Hkv, N]``: moving average of the attention to each node, see :class:`Sums`; None: not kept."""
     records: Tensor | None = None
@@ -63,8 +61,6 @@ class Rows:
     means: tuple[float, float] | None
     """Means over the rows of the nodes of the top level, and of sinks and tail; None where only the device knows them.
     """
-    captured: bool = False
-    """Whether the step is captured, so that no width may follow from present values."""
 
     @property
     def nodes(self) -> float | Tensor:
@@ -116,10 +112,11 @@ class Tree(NamedTuple):
     levels: tuple[Level, ...]
     """Level 0 (pages) first."""
     rows: Rows
-    width: int
-    """Tokens of the longest page."""
-    page_end: Tensor | None = None
-    """``[B, Hkv, pages]``: the exclusive end slot of each page; None: all pages have ``width`` tokens."""
+
+    @property
+    def width(self) -> int:
+        """Tokens of a page."""
+        return self.levels[0].size
 
     @property
     def sinks(self) -> int:

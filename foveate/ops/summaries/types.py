@@ -12,14 +12,9 @@ from torch import Tensor
 class Refinement:
     """The rule by which nodes are refined, and the weights of summaries.
 
-    :attr:`Rows.numbers` says how many nodes of a level are refined under ``top_k``, and at most under the other rules.
+    The nodes of largest mass are refined, of each level as many as :attr:`Rows.numbers` says.
     """
 
-    rule: str = "top_k"
-    """``top_k``: the nodes of largest mass; ``threshold``: those of more than ``limit`` mass; ``top_p``: the nodes of
-    largest mass, as many as leave at most ``limit`` in the other nodes of all levels."""
-    limit: float = 0.0
-    """Share of the softmax, 0 to 1, see ``rule``."""
     pool: str = "kv_head"
     """``kv_head``: each KV head chooses by the mean mass over its group; ``layer``: one choice for all KV heads, by the
     largest mass in any query head."""
@@ -37,21 +32,6 @@ class Refinement:
     """Weight of the recent attention (:attr:`Level.recent`) in the mass by which nodes are chosen, 0 to 1."""
 
 
-class VisitedLevel(NamedTuple):
-    """The visited nodes of one level, and which of them were refined."""
-
-    level: int
-    index: Tensor | None
-    """int64 ``[B, Hkv, C]``: numbers of the nodes in their level, by place; -1 for unused places. None: place and
-    number are the same."""
-    complete: bool
-    """Whether ``index`` has no -1."""
-    chosen: Tensor
-    """int ``[B, Hkv, K]``: places of the refined nodes, ascending, then -1."""
-    all_chosen: bool
-    """Whether ``chosen`` has no -1."""
-
-
 class Covered(NamedTuple):
     """Results of :func:`attend_summaries`."""
 
@@ -59,18 +39,10 @@ class Covered(NamedTuple):
     """``[B, Hq, 1, Dv]``, in the dtype of the values."""
     lse: Tensor | None
     """fp32 ``[B, Hq, 1]``: log-sum-exp of the cover's log-weights, natural; None unless ``need_lse``."""
-    masses: tuple[Tensor, ...]
-    """Softmax over the cover, summed over the group, fp32 ``[B, Hkv, places]`` each: of sinks and tail; of the visited
-    nodes of each level from the top down (0 where refined); and of the tokens of refined pages, page after page, if any
-    may be refined. Empty unless ``need_masses``."""
-    visited: tuple[VisitedLevel, ...]
-    """The levels of ``masses``, from the top down; empty unless ``need_masses``."""
     read: float | Tensor
     """Keys read, a summary counted as :attr:`Level.reads`: the mean over rows and KV heads, or ``[B, Hkv]``."""
     refined: float | Tensor
     """Pages refined, likewise."""
-    capped: Tensor | int
-    """Selections under ``top_p`` that :attr:`Rows.numbers` cut short, summed over rows, KV heads and levels."""
 
 
 class Sums(NamedTuple):

@@ -15,16 +15,16 @@ from foveate.ops.summaries.tree import Tree
 
 
 class Selection(NamedTuple):
-    """The refined nodes of one level. ``sets``: Hkv, or 1 where the whole layer makes one selection."""
+    """The refined nodes of one level."""
 
     chosen: Tensor
-    """int64 ``[B, sets, k]``: places of the refined nodes, ascending, then -1."""
+    """int64 ``[B, Hkv, k]``: places of the refined nodes, ascending, then -1."""
     pages: Tensor
-    """int64 ``[B, sets, k]``: their numbers in the level, likewise; at the top level the same tensor as ``chosen``."""
+    """int64 ``[B, Hkv, k]``: their numbers in the level, likewise; at the top level the same tensor as ``chosen``."""
     picked: Tensor
-    """int32 ``[B, sets]``: how many nodes are refined."""
+    """int32 ``[B, Hkv]``: how many nodes are refined."""
     gone: Tensor
-    """int32 ``[B, sets, padded]``: 1 at places that are refined or unused, else 0."""
+    """int32 ``[B, Hkv, padded]``, of :attr:`Workspace.gone`: 1 at places that are refined or unused, else 0."""
 
 
 class Visit(NamedTuple):
@@ -33,52 +33,40 @@ class Visit(NamedTuple):
     stage: Stage
     weights: Tensor
     """fp32 ``[B, Hq, ..]``: :attr:`Workspace.weights` from the level's first place on."""
+    ranks: Tensor
+    """The same of the logarithms by which nodes are chosen; ``weights`` where these choose."""
     selection: Selection
-    """Which of the nodes are refined."""
     count: Tensor
-    """Visited nodes at the top level; below it the refined nodes of the level above, whose children are visited."""
-    count_strides: tuple[int, int]
-    """Strides of ``count`` by row and by KV head."""
+    """``[B]``: visited nodes at the top level; below it ``[B, Hkv]``, the refined nodes of the level above."""
     branch: int = 0
     """Children of a node of the level above; 0 at the top level."""
     above: Selection | None = None
     """Selection of the level above; None at the top level."""
-    parents: Tensor | None = None
-    """``weights`` of the level above; None at the top level."""
 
     @property
-    def pages_above(self) -> Tensor | None:
+    def listed(self) -> Tensor | None:
         """Numbers of the refined nodes of the level above, whose children are visited; None at the top level."""
         return None if self.above is None else self.above.pages
-
-    @property
-    def nodes(self) -> tuple[Tensor | None, ...]:
-        """``count``; of the level above the refined nodes' numbers and places, and its log-weights; and ``weights``."""
-        places_above = None if self.above is None else self.above.chosen
-        return self.count, self.pages_above, places_above, self.parents, self.weights
-
-    @property
-    def strides(self) -> tuple[tuple[int, int], int, int]:
-        """Strides of ``count`` and, by row and by KV head, of :attr:`pages_above`."""
-        return self.count_strides, *strides_by_head(self.pages_above)
 
 
 @dataclass(frozen=True)
 class Workspace:
     """Results and intermediates of a call. Log-weights and log-sum-exps are to the base 2, except ``lse``.
 
-    A head's ``weights`` are those of the visited nodes of each level from the top down (from :attr:`Stage.begin` on),
-    of sinks and tail (from ``raw`` on), and of the tokens of refined pages (from ``tokens`` on).
+    A head's ``weights`` are those of the visited nodes of each level from the top down (from :attr:`Stage.begin` on)
+    and, where running averages need them, of sinks and tail (from ``raw`` on) and of the chunks of refined pages.
     """
 
     weights: Tensor
     """fp32 ``[B, Hq, places]``, places a multiple of 16: log-weights."""
-    raw: int
-    tokens: int
-    kept: int
-    """Log-weights stored for a refined page: one for each token, or one for each chunk that a program reads at once."""
+    of_raw: Tensor | None
+    """``weights`` from those of sinks and tail on; None: not kept."""
+    of_chunks: Tensor | None
+    """``weights`` from those of refined pages on, one for each chunk that a program reads at once; None: not kept."""
+    chunks: int
+    """Chunks of a page."""
     gone: Tensor
-    """int32 ``[B, sets, raw]``: :attr:`Selection.gone` of all levels."""
+    """int32 ``[B, Hkv, ..]``: :attr:`Selection.gone` of all levels, from :attr:`Stage.begin` on."""
     visits: tuple[Visit, ...]
     """The levels, from the top down."""
     part_out: Tensor
@@ -96,38 +84,9 @@ class Workspace:
     lse: Tensor
     """fp32 ``[B, Hq, 1]``: natural log-sum-exp."""
 
-    @property
-    def of_raw(self) -> Tensor:
-        """``weights`` from those of sinks and tail on."""
-        return self.weights[:, :, self.raw :]
-
-    @property
-    def of_tokens(self) -> Tensor:
-        """``weights`` from those of tokens of refined pages on."""
-        return self.weights[:, :, self.tokens :]
-
-    def log_weights(self, visit: Visit) -> tuple[Tensor, Tensor, Tensor]:
-        """``weights`` from a level's first place on, :attr:`of_raw` and :attr:`of_tokens`."""
-        return visit.weights, self.of_raw, self.of_tokens
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """``(part_out, part_lse)``."""
-        return self.part_out, self.part_lse
-
-    @property
-    def places(self) -> int:
-        """Log-weights of a head."""
-        return self.weights.shape[2]
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.weights.shape[1] // self.read.shape[1]
-
 
 def make_workspace(
-    q: Tensor, v: Tensor, tree: Tree, stages: Sequence[Stage], programs: int, sets: int, kept: int, keeps: str
+    q: Tensor, v: Tensor, tree: Tree, stages: Sequence[Stage], programs: int, chunks: int, ranked: bool, keeps: bool
 ) -> Workspace:
     """Uninitialised memory for a call.
 
@@ -136,38 +95,34 @@ def make_workspace(
         v: ``[B, Hkv, Lk, Dv]``.
         stages: the launches' sizes, from the top level down.
         programs: rows times KV heads times tiles of query heads.
-        sets: selections of a row: Hkv, or 1 for one of the whole layer.
-        kept: log-weights to store for a refined page.
-        keeps: which log-weights to store: of ``nodes``; of nodes, sinks and tail (``raw``); or also of the tokens of
-            refined pages (``all``).
+        chunks: of a page.
+        ranked: whether other numbers than the log-weights choose nodes.
+        keeps: whether to store log-weights of sinks, tail and refined pages.
     """
     (batch, heads, _, _), (_, num_kv_heads, _, value_dim), last = q.shape, v.shape, stages[-1]
-    raw = last.begin + last.padded
-    tokens = raw + triton.cdiv(tree.rows.width, 16) * 16
-    places = {"nodes": raw, "raw": tokens, "all": tokens + last.k * kept}[keeps]
     new, number = {"device": q.device}, {"dtype": torch.float32, "device": q.device}
-    weights = torch.empty(batch, heads, triton.cdiv(places, 16) * 16, **number)
-    gone, visits = torch.empty(batch, sets, raw, dtype=torch.int32, **new), []
+    raw = last.begin + last.padded
+    of_chunks = raw + triton.cdiv(tree.rows.width, 16) * 16
+    places = triton.cdiv(of_chunks + last.k * chunks, 16) * 16 if keeps else raw
+    weights = torch.empty(batch, heads, places, **number)
+    ranks = torch.empty_like(weights) if ranked else weights
+    gone, visits = torch.empty(batch, num_kv_heads, raw, dtype=torch.int32, **new), []
     for stage in stages:
-        chosen = torch.empty(batch, sets, stage.k, dtype=torch.int64, **new)
+        chosen = torch.empty(batch, num_kv_heads, stage.k, dtype=torch.int64, **new)
+        picked = torch.empty(batch, num_kv_heads, dtype=torch.int32, **new)
         pages = torch.empty_like(chosen) if visits else chosen
-        picked = torch.empty(batch, sets, dtype=torch.int32, **new)
         selection = Selection(chosen, pages, picked, gone[:, :, stage.begin : stage.begin + stage.padded])
-        weights_of_level = weights[:, :, stage.begin :]
-        if not visits:
-            nodes = tree.rows.numbers[2 + len(tree.levels) + stage.level]
-            visits.append(Visit(stage, weights_of_level, selection, nodes, (1, 0)))
-            continue
-        above, branch = visits[-1], tree.branch(stage.level + 1)
-        count = above.selection.picked
-        parents = (branch, above.selection, above.weights)
-        visits.append(Visit(stage, weights_of_level, selection, count, strides_by_head(count), *parents))
-    parts = last.before + last.parts
+        count, links = tree.rows.numbers[2 + len(tree.levels) + stage.level], ()
+        if visits:
+            above = visits[-1].selection
+            count, links = above.picked, (tree.branch(stage.level + 1), above)
+        visits.append(Visit(stage, weights[:, :, stage.begin :], ranks[:, :, stage.begin :], selection, count, *links))
+    parts = last.before + last.attending
     return Workspace(
         weights=weights,
-        raw=raw,
-        tokens=tokens,
-        kept=kept,
+        of_raw=weights[:, :, raw:] if keeps else None,
+        of_chunks=weights[:, :, of_chunks:] if keeps else None,
+        chunks=chunks,
         gone=gone,
         visits=tuple(visits),
         part_out=torch.empty(parts, batch, heads, value_dim, **number),
@@ -178,10 +133,3 @@ def make_workspace(
         out=q.new_empty(batch, heads, 1, value_dim),
         lse=torch.empty(batch, heads, 1, **number),
     )
-
-
-def strides_by_head(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Strides by row and by KV head of tensors ``[B, sets, ...]``, of one after the other; 0 by head where ``sets`` is
-    1, and for None."""
-    known = ((0, 0) if x is None else (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0) for x in tensors)
-    return tuple(stride for strides in known for stride in strides)

@@ -164,7 +164,7 @@ def perplexity(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[s
     rows = lines.with_dense(shown, rows)
     names, cells = lines.names(shown, _ALONG_FRACTION), lines.cells(rows)
     value, looks = _measure(to_dense, cells), _compressor_looks(names)
-    zeroed = any(row["settings"]["zero_values"] for row in shown)
+    zeroed = any(_zeroed(row) for row in shown)
     with figure.drawing(out, figure.height(len(cells), (1 + zeroed) * len(names))) as page:
         axes = figure.panels(page, len(cells))
         for axis, cell in zip(axes, cells.values()):
@@ -173,7 +173,7 @@ def perplexity(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[s
                 aside = _ASIDE * (index - (len(names) - 1) / 2)
                 own = [row for row in cell if lines.line(row, _ALONG_FRACTION) == line]
                 for zero, words in ((False, name), (True, f"{name}, values zeroed")):
-                    of_kind = [row for row in own if row["settings"]["zero_values"] == zero]
+                    of_kind = [row for row in own if _zeroed(row) == zero]
                     points = sorted(value(row)._replace(x=_refined(row) + aside) for row in of_kind)
                     figure.line(axis, points, words, looks[line], int(zero))
             figure.log_if_wide(axis.yaxis, axis.set_yscale, [value(row).y for row in cell])
@@ -232,9 +232,14 @@ def _of_perplexity(rows: Sequence[Row]) -> list[Row]:
 def _refined(row: Row) -> float | None:
     """The share of its pages that a row's method refines, if its setting is a share."""
     settings = row["settings"]
-    if not {"compressor", "zero_values", "mass"} <= settings.keys() or settings.get("refine") != "top_k":
+    if not {"compressor", "mass"} <= settings.keys() or settings.get("refine", "top_k") != "top_k":
         return None
     return float(settings["top_k"]) if settings["top_k"] == 0 or isinstance(settings["top_k"], float) else None
+
+
+def _zeroed(row: Row) -> bool:
+    """Whether a row's summaries have values of zero, a setting of older rows."""
+    return row["settings"].get("zero_values", False)
 
 
 def _of_several_shares(rows: Sequence[Row]) -> list[Row]:

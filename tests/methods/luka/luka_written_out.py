@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import random
 
 import numpy as np
 import torch
@@ -56,7 +55,6 @@ class Sequence:
         self.mass = np.zeros(k.shape[:2])  # summed over the heads of the group
         self.keys_read = self.pages_refined = 0.0
         self.held: dict[tuple[int, int, int], np.ndarray] = {}  # keys by low-rank summaries, as of shares_made
-        self.capped = 0
         for h, query in itertools.product(range(len(q)), range(prompt)):
             logits = self.cap(self.k[h // self.group, : query + 1] @ q[h, query] * scaling)
             self.mass[h // self.group, : query + 1] += softmax(logits)
@@ -109,16 +107,11 @@ class Sequence:
 
     def ends(self, token: int) -> list[int]:
         """Where the pages end that are there when a token is decoded."""
-        rounds = (token - self.prompt) // self.method.compress_every
-        stop = self.prompt + rounds * self.method.compress_every - self.method.tail
+        every = min(16, self.method.sizes[-1])
+        stop = self.prompt + (token - self.prompt) // every * every - self.method.tail
         size, ends = self.method.sizes[0], []
         while True:
-            start = ends[-1] if ends else self.method.sinks
-            if self.method.segmenter == "fixed":
-                end = start + size
-            else:
-                drawn = random.Random(f"{self.method.seed}/{len(ends)}").gauss(size, self.method.page_deviation)
-                end = start + min(max(round(drawn), max(1, size // 4)), 2 * size)
+            end = (ends[-1] if ends else self.method.sinks) + size
             if end > stop:  # pages are made when the node over them is complete
                 return ends[: len(ends) // self.method.pages.group * self.method.pages.group]
             ends.append(end)
@@ -148,7 +141,7 @@ class Sequence:
         tokens = [at for child in children for at in child.tokens]
         name = head, children[0].level + 1, number
         if name not in self.shares_made:  # once: what made it may get more attention later
-            self.shares_made[name] = self.shares(head, number, children)
+            self.shares_made[name] = self.shares(head, children)
             self.recent_of_nodes[name] = sum(self.recently(head, child) for child in children)
         shares = self.shares_made[name]
         weights = np.concatenate([share * child.weights for share, child in zip(shares, children)])
@@ -160,7 +153,7 @@ class Sequence:
             tokens,
             weights,
             key,
-            np.zeros_like(value) if self.method.zero_values else value,
+            value,
             children,
             spread=weights @ (keys - key) ** 2,
         )
@@ -174,20 +167,12 @@ class Sequence:
             return self.recent[head, node.tokens[0]]
         return self.recent_of_nodes[head, node.level, node.number]
 
-    def shares(self, head: int, number: int, children: list[Node]) -> np.ndarray:
+    def shares(self, head: int, children: list[Node]) -> np.ndarray:
         """Weights of the children in their parent."""
-        if self.method.compressor == "recent":
-            roots = np.sqrt([self.recently(head, child) for child in children])
-            return roots / roots.sum()
         if self.method.compressor == "mean":
             return np.full(len(children), 1 / len(children))
-        if self.method.compressor == "attention":
-            received = np.array([self.mass[head, child.tokens].sum() for child in children]) / self.group
-            return softmax(received / self.method.temperature)
-        x = (number * 0x9E3779B1 + head * 0x85EBCA77 + self.method.seed * 0xC2B2AE3D + 1) % 2**32
-        for _ in range(2):
-            x = ((x >> 16) ^ x) * 0x45D9F3B % 2**32
-        return np.eye(len(children))[((x >> 16) ^ x) % len(children)]
+        received = np.array([self.mass[head, child.tokens].sum() for child in children]) / self.group
+        return softmax(received / 7.0)
 
     # What nodes weigh
 
@@ -261,7 +246,6 @@ class Sequence:
 
     def choose(self, level: int, token: int, trees: list[Tree], covers: list, ranks: list) -> list[list[Node]]:
         """The nodes of a level that are refined, for each KV head."""
-        rule = {"top_k": self.top_k, "threshold": self.threshold, "top_p": self.top_p}
         candidates = [sorted((n for n in cover if n.level == level), key=lambda n: n.number) for cover in covers]
         if not any(candidates):
             return candidates
@@ -280,8 +264,7 @@ class Sequence:
         for tree, nodes, mass in zip(trees, candidates, masses):
             size = dict(zip(nodes, mass))
             order = sorted(nodes, key=lambda node: (-size[node], node.number))
-            sizes = [size[node] for node in order]
-            found.append(rule[self.method.refine](level, order, sizes, len(tree.levels[level])))
+            found.append(order[: amount(self.method.expand if level else self.method.top_k, len(tree.levels[level]))])
         return found
 
     def with_prior(self, candidates: list[list[Node]], masses: list[np.ndarray]) -> list[np.ndarray]:
@@ -291,20 +274,6 @@ class Sequence:
         if self.method.pool == "layer":
             recent = [np.max(recent, 0)] * self.heads
         return [mass * (1 - prior) + own * prior for mass, own in zip(masses, recent)]
-
-    def top_k(self, level, order, sizes, total):
-        return order[: amount(self.method.expand if level else self.method.top_k, total)]
-
-    def threshold(self, level, order, sizes, total):
-        return [node for node, size in zip(order, sizes) if size > self.method.epsilon]
-
-    def top_p(self, level, order, sizes, total):
-        count = next(
-            n for n in range(len(order) + 1) if sum(sizes[n:]) <= (1 - self.method.top_p) / len(self.method.sizes)
-        )
-        cap = amount(self.method.max_refined, total)
-        self.capped += count > cap
-        return order[: min(count, cap)]
 
 
 @dataclasses.dataclass

@@ -43,15 +43,11 @@ def tokens_beneath(driver, row, level):
     """``[N, slots]``: which slots each node of a row stands for."""
     store, method = driver.store, driver.layer.method
     number, sinks = store.rows["pages"][row], method.sinks
-    if method.segmenter == "fixed":
-        ends = [sinks + method.sizes[0] * (page + 1) for page in range(number)]
-    else:
-        ends = store.channel("page_end")[row, 0, :number].int().tolist()
-    starts = [sinks, *ends][:number]
+    edges = [sinks + method.sizes[0] * page for page in range(number + 1)]
     ratio = method.sizes[level] // method.sizes[0]
     beneath = torch.zeros(number // ratio, max(store.rows["counts"]) + 1, dtype=torch.bool)
     for node in range(number // ratio):
-        beneath[node, starts[node * ratio] : ends[(node + 1) * ratio - 1]] = True
+        beneath[node, edges[node * ratio] : edges[(node + 1) * ratio]] = True
     return beneath
 
 
@@ -119,7 +115,7 @@ def test_every_token_is_represented_once_under_any_settings(seed):
 def test_all_levels_are_met_and_left():
     """The tests above see nodes of every level in the cover, and refined ones."""
     met, refined = [0, 0, 0], [0, 0, 0]
-    method = methods.make("luka", page_size=[2, 4, 8], sinks=1, tail=3, compress_every=1, top_k=2, expand=2)
+    method = methods.make("luka", page_size=[2, 4, 8], sinks=1, tail=3, top_k=2, expand=2)
     for driver, token in walk(method, (60,), 8):
         _, levels = assert_is_cover(driver, token)
         for level, masses in enumerate(levels):

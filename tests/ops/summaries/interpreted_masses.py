@@ -5,17 +5,17 @@ import torch
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.summaries import launch, plan, reference
+from foveate.ops.summaries import launch, reference
 from tests.trees import Problem, recent_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def check(problem, how=None, total=True, recent=True):
+def check(problem, how=None):
     how = how or ops.Refinement(prior=0.5)
     q, k, v = problem.arguments
     tree, generator = problem.looked_at(how, True), torch.Generator().manual_seed(1)
-    first = torch.rand(2, *k.shape[:3], generator=generator)
+    first = torch.rand(k.shape[:3], generator=generator)
     before = [torch.rand(level.recent.shape, generator=generator) for level in tree.levels]
     kept = []
     for run, keys, values in (
@@ -23,18 +23,17 @@ def check(problem, how=None, total=True, recent=True):
         (reference.attend_summaries, k.nan_to_num(0.0), v.nan_to_num(0.0)),
     ):
         own = tree._replace(levels=tuple(x._replace(recent=y.clone()) for x, y in zip(tree.levels, before)))
-        sums = ops.Sums(0.2, *(x if wanted else None for x, wanted in zip(first.clone(), (total, recent))))
+        sums = ops.Sums(0.2, recent=first.clone())
         run(q, keys, values, own, how, scaling=0.3, sums=sums)
-        kept.append([*(x for x in sums[1:] if x is not None), *recent_attention(own)])
+        kept.append([sums.recent, *recent_attention(own)])
     for mine, its in zip(*kept, strict=True):
         torch.testing.assert_close(mine, its)
 
 
-@pytest.mark.parametrize(("total", "recent"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("same", [False, True])
-def test_one_level(same, total, recent):
-    check(Problem(same=same), total=total, recent=recent)
-    check(Problem(pages=(700, 33, 0), allowed=(0.3,), sinks=0, same=same), total=total, recent=recent)
+def test_one_level(same):
+    check(Problem(same=same))
+    check(Problem(pages=(700, 33, 0), allowed=(0.3,), sinks=0, same=same))
 
 
 @pytest.mark.parametrize(("sizes", "pages"), [((2, 8), (32, 12)), ((4, 8, 32), (40, 24, 0)), ((3, 12), (40, 8))])
@@ -44,28 +43,28 @@ def test_levels(sizes, pages, allowed, same):
     check(Problem(pages, sizes, (allowed,) * len(sizes), same=same))
 
 
-@pytest.mark.parametrize("pool", ["kv_head", "layer"])
-def test_what_is_refined(pool):
-    """Nothing, by a rule that refines fewer than it may, and pages of varied sizes."""
+def test_what_is_refined():
+    """Nothing, and most pages."""
     check(Problem(allowed=(0,)))
-    check(Problem(pages=(40, 13), allowed=(0.9,), loudness=1.0), ops.Refinement("top_p", 0.3, pool, prior=0.5))
-    check(Problem(pages=(30, 12), varied=True), ops.Refinement(pool=pool, prior=0.5))
-    check(Problem(pages=(30, 12), dim=32, heads=14, kv_heads=2), ops.Refinement(pool=pool, prior=0.5))
+    check(Problem(pages=(40, 13), allowed=(0.9,), loudness=1.0))
+    check(Problem(pages=(30, 12), dim=32, heads=14, kv_heads=2))
 
 
 @pytest.mark.parametrize("page", [1, 7, 16, 40])
-@pytest.mark.parametrize("most", ["few", "many"])
-def test_page_sizes(page, most, monkeypatch):
+def test_page_sizes(page):
     """Of a page's tokens one number is kept, or one of each block's."""
-    if most == "many":
-        monkeypatch.setattr(plan, "_FEW", -1)
     check(Problem(sizes=(page,)))
     check(Problem(sizes=(page,), dtype=torch.float16, allowed=(2,)))
 
 
 def test_what_is_refused():
     problem, how = Problem(), ops.Refinement()
-    for wrong, what in ((lambda x: x.double(), "float32"), (lambda x: x.mT.contiguous().mT, "contiguous along")):
-        sums = ops.Sums(0.2, wrong(torch.zeros(problem.arguments[1].shape[:3])))
+    some = torch.zeros(problem.arguments[1].shape[:3])
+    for sums, what in (
+        (ops.Sums(0.2, recent=some.double()), "fp32"),
+        (ops.Sums(0.2, recent=some.mT.contiguous().mT), "contiguous along"),
+        (ops.Sums(0.2, some, some), "running totals"),
+        (ops.Sums(0.2, some), "running totals"),
+    ):
         with pytest.raises(UnsupportedError, match=what):
             launch.attend_summaries(*problem.arguments, problem.looked_at(how, True), how, scaling=0.3, sums=sums)

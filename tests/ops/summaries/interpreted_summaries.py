@@ -4,22 +4,18 @@ import dataclasses
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from foveate import ops
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.summaries import launch, plan, reference, replace_kernel
+from foveate.ops.summaries import launch, reference
 from tests.combinations import every_pair
 from tests.problems import in_buffer
-from tests.trees import Problem, long_parts
+from tests.trees import Problem
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 HALF = ("dtype", [torch.float32, torch.float16])
-MASS = ("mass", ["exact", "preserve"])
 SPLITS = ("splits", [1, 8])
-FEW = ("few", ["few", "few and long parts", "chosen before", "many"])
 
 
 @pytest.fixture
@@ -28,72 +24,39 @@ def splits(request, monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: request.param)
 
 
-@pytest.fixture(params=FEW[1])
-def few(request, monkeypatch):
-    """What was attended to with all the others is mended, and every program finds out for itself what is refined, in
-    parts of a block or of several, among all nodes or block by block by bounds, or a launch before chooses; or what is
-    refined is never attended to."""
-    if request.param == "few and long parts":
-        monkeypatch.setattr(plan, "plan_parts", long_parts(2))
-        monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
-        monkeypatch.setattr(plan, "_AT_ONCE", 1)
-    elif request.param == "chosen before":
-        monkeypatch.setattr(plan, "_FEW_OF", -1)
-    elif request.param == "many":
-        monkeypatch.setattr(plan, "_FEW", -1)
+def check(problem, how, softcap=None):
+    """The kernels' results and selections against the reference's, which may leave away places that nothing is in.
 
-
-def assert_same(found, expected, number_of_rows):
-    """The whole result; the reference may have left away places that nothing is in."""
+    Returns:
+        ``(result, chosen)``: of each level from the top down the places of refined nodes.
+    """
+    q, k, v = problem.arguments
+    tree, scaling = problem.looked_at(how, True), 0.3
+    expected, _, visited = reference.with_masses(q, k.nan_to_num(0.0), v.nan_to_num(0.0), tree, how, scaling, softcap)
+    steps = launch.SummariesLaunch(q, k, v, problem.looked_at(how, False), how, scaling, softcap, None)
+    found, chosen = steps.run(True), [visit.selection.chosen for visit in steps.space.visits]
     half = found.out.dtype != torch.float32
     tolerance = 3e-3 if half else 2e-5
     torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=2e-3 if half else 1e-4)
-    assert len(found.visited) == len(expected.visited)
-    for mine, its in zip(found.visited, expected.visited):
-        assert mine.level == its.level
-        padded = torch.nn.functional.pad(its.chosen, (0, mine.chosen.shape[2] - its.chosen.shape[2]), value=-1)
-        assert torch.equal(mine.chosen.long(), padded)
-        assert (mine.complete, mine.all_chosen) == (its.complete, its.all_chosen)
-        if its.index is not None:
-            assert torch.equal(mine.index[..., : its.index.shape[2]], its.index)
-            assert (mine.index[..., its.index.shape[2] :] == -1).all()
-    assert len(found.masses) == len(expected.masses)
-    for mine, its in zip(found.masses, expected.masses):
-        torch.testing.assert_close(mine[..., : its.shape[2]], its, rtol=4e-3 if half else 1e-4, atol=1e-5)
-        assert not mine[..., its.shape[2] :].any()
+    for mine, its in zip(chosen, visited, strict=True):
+        padded = torch.nn.functional.pad(its.chosen, (0, mine.shape[2] - its.chosen.shape[2]), value=-1)
+        assert torch.equal(mine, padded)
     for mine, its in ((found.read, expected.read), (found.refined, expected.refined)):
-        its = its.double().mean(1).sum() if isinstance(its, torch.Tensor) else torch.tensor(its * number_of_rows)
+        its = its.double().mean(1).sum() if isinstance(its, torch.Tensor) else torch.tensor(its * len(q))
         torch.testing.assert_close(mine.double().mean(1).sum(), its.double(), rtol=1e-6, atol=1e-4)
-    assert int(found.capped) == int(expected.capped)
+    return found, chosen
 
 
-def check(problem, how, need_masses=True, softcap=None):
-    q, k, v = problem.arguments
-    given = {"scaling": 0.3, "softcap": softcap, "need_lse": True, "need_masses": need_masses}
-    k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0)
-    expected = reference.attend_summaries(q, k_, v_, problem.looked_at(how, True), how, **given)
-    found = launch.attend_summaries(q, k, v, problem.looked_at(how, False), how, **given)
-    assert_same(found, expected, len(q))
-    return found
+@every_pair((("dtype", "same"), [(torch.float32, False), (torch.float16, True)]), SPLITS, indirect=["splits"])
+def test_few_pages(dtype, same, splits):
+    check(Problem(dtype=dtype, same=same), ops.Refinement())
+    check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.Refinement())
 
 
-@every_pair(
-    FEW,
-    MASS,
-    (("dtype", "same"), [(torch.float32, False), (torch.float16, True)]),
-    SPLITS,
-    indirect=["few", "splits"],
-    strength=3,
-)
-def test_few_pages(dtype, mass, same, splits, few):
-    check(Problem(dtype=dtype, same=same), ops.Refinement(mass=mass))
-    check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.Refinement(mass=mass), False)
-
-
-@every_pair(("allowed", [0, 1, 0.4, 1.0]), MASS)
-def test_budgets(mass, allowed):
-    check(Problem(pages=(40, 13), allowed=(allowed,)), ops.Refinement(mass=mass))
+@pytest.mark.parametrize("allowed", [0, 1, 0.4, 1.0])
+def test_budgets(allowed):
+    check(Problem(pages=(40, 13), allowed=(allowed,)), ops.Refinement())
 
 
 @every_pair(
@@ -107,61 +70,34 @@ def test_budgets(mass, allowed):
             ((4, 8, 32), (40, 24, 0), "lowrank"),
         ],
     ),
-    MASS,
     HALF,
     SPLITS,
     indirect=["splits"],
 )
-def test_levels(dtype, mass, sizes, pages, score, splits):
-    how = ops.Refinement(mass=mass, score=score)
+def test_levels(dtype, sizes, pages, score, splits):
+    how = ops.Refinement(score=score)
     check(Problem(pages, sizes, (5, *[2] * (len(sizes) - 1)), dtype=dtype), how)
     check(Problem(pages, sizes, (0.3, *[0.5] * (len(sizes) - 1)), dtype=dtype, same=True), how)
 
 
-@pytest.mark.parametrize("bias", ["none", "log", "entropy"])
 @pytest.mark.parametrize("score", ["summary", "spread", "lowrank"])
-def test_weights_and_scores(bias, score):
-    check(Problem(dtype=torch.float16), ops.Refinement(bias=bias, score=score))
-    check(Problem(varied=True), ops.Refinement(bias=bias, score=score))
+def test_scores(score):
+    check(Problem(dtype=torch.float16), ops.Refinement(score=score))
 
 
-@every_pair(
-    FEW,
-    ("bias", ["none", "log", "entropy"]),
-    ("score", ["summary", "spread", "lowrank"]),
-    ("softcap", [1.5, 5.0, 50.0]),
-    indirect=["few"],
-)
-def test_capped_logits(bias, score, softcap, few):
+@every_pair(("score", ["summary", "spread", "lowrank"]), ("softcap", [1.5, 5.0, 50.0]))
+def test_capped_logits(score, softcap):
     """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
-    how = ops.Refinement(bias=bias, score=score)
-    found = check(Problem(varied=True), how, softcap=softcap)
-    without = check(Problem(varied=True), how)
+    how = ops.Refinement(score=score)
+    (found, _), (without, _) = check(Problem(), how, softcap), check(Problem(), how)
     assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
-    how = ops.Refinement(bias=bias, score=score, mass="preserve", prior=0.3)
-    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap=softcap)
+    how = ops.Refinement(score=score, prior=0.3)
+    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap)
 
 
-@every_pair(FEW, MASS, indirect=["few"])
-def test_pages_of_varied_sizes(mass, few):
-    check(Problem(pages=(30, 12), varied=True), ops.Refinement(mass=mass))
-    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
-
-
-@every_pair(
-    (("limit", "allowed"), [(0.7, 0.9), (0.3, 4), (0.02, 0.9), (1e-6, 4)]),
-    ("rule", ["top_p", "threshold"]),
-    ("pool", ["kv_head", "layer"]),
-)
-def test_other_rules(rule, limit, allowed, pool):
-    how = ops.Refinement(rule, limit, pool)
-    check(Problem(pages=(40, 13), allowed=(allowed,), loudness=1.0), how)
-    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(allowed, 2)), how)
-
-
-@every_pair(FEW, ("prior", [0.5, 0.3, 0.0]), ("pool", ["kv_head", "layer"]), indirect=["few"])
-def test_pools_and_recent_attention(pool, prior, few):
-    how = ops.Refinement(pool=pool, prior=prior)
+@pytest.mark.parametrize("prior", [0.5, 0.3, 0.0])
+def test_recent_attention(prior):
+    how = ops.Refinement(prior=prior)
     check(Problem(pages=(40, 13), allowed=(6,)), how)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(5, 3)), how)
 
@@ -171,84 +107,22 @@ def test_head_dims(dim, value_dim):
     check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
 
 
-@every_pair(("score", ["summary", "spread", "lowrank"]), ("prior", [0.0, 0.3]), MASS)
-def test_bounds_of_blocks(mass, score, prior, monkeypatch):
-    """Of the top level, and of nodes that are listed."""
-    replace, bounded = launch.SummariesLaunch._replace, []
-
-    def noted(step, visit, rank, lse, bounds):
-        bounded.append(bounds is not None)
-        replace(step, visit, rank, lse, bounds)
-
-    monkeypatch.setattr(plan, "_NO_BOUNDS", 0)
-    monkeypatch.setattr(plan, "_AT_ONCE", 1)
-    monkeypatch.setattr(launch.SummariesLaunch, "_replace", noted)
-    how = ops.Refinement(mass=mass, score=score, prior=prior)
-    check(Problem(pages=(90, 33), allowed=(6,)), how)
-    check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8)), how)
-    check(Problem(pages=(96, 40), sizes=(2, 16), allowed=(3, 8), varied=True), how)
-    assert bounded == [True] * 3
-
-
-@every_pair(FEW, ("nodes", [[7], [7, 8, 39]]), HALF, indirect=["few"])
-def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes, few):
-    """What is left when they are taken out of everything would be rounding."""
+@every_pair(("nodes", [[7], [7, 8, 39]]), HALF)
+def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes):
+    """Nothing of them may be left in the output."""
     problem = Problem((90, 9), sizes=(4,), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 15.0, 0.3)
-    assert set(nodes) <= set(check(problem, ops.Refinement()).visited[0].chosen[0, 0].tolist())
+    assert set(nodes) <= set(check(problem, ops.Refinement())[1][0][0, 0].tolist())
     problem = Problem((180, 20), sizes=(2, 4), allowed=(5, 40), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 25.0, 0.3)  # so that their children are looked at
     problem.overrate([2 * node + 1 for node in nodes], 15.0, 0.3, level=0)
-    looked = check(problem, ops.Refinement()).visited[1]
-    chosen = looked.index[0, 0][looked.chosen[0, 0][looked.chosen[0, 0] >= 0]]
-    assert {2 * node + 1 for node in nodes} <= set(chosen.tolist())
-
-
-def test_doing_all_once_more(few, monkeypatch):
-    """Whatever is taken out."""
-    monkeypatch.setattr(replace_kernel, "_LOST", tl.constexpr(-1.0))
-    for mass in ("exact", "preserve"):
-        check(Problem(pages=(90, 33, 0), loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
-        check(Problem(pages=(90, 33), sizes=(2,), dtype=torch.float16, heads=7, kv_heads=1), ops.Refinement(mass=mass))
-        check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), varied=True), ops.Refinement(mass=mass))
-
-
-@every_pair((("value_dim", "dims"), [(64, 16), (80, 16), (96, 16), (192, 16), (20, 32)]), FEW, MASS, indirect=["few"])
-def test_slices_of_the_output(value_dim, dims, mass, few, monkeypatch):
-    """Of few rows on a large GPU, where programs of a row make some dims each."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 64)
-    if plan._FEW > 0:
-        assert plan.slice_dims(value_dim, 6, 2, 128) == dims
-    check(Problem(dim=24, value_dim=value_dim, loudness=1.0), ops.Refinement(mass=mass, prior=0.3))
-
-
-def test_several_programs_note_what_is_refined(few, monkeypatch):
-    monkeypatch.setattr(replace_kernel, "_GONE", tl.constexpr(16))
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 64)
-    check(Problem((90, 33), value_dim=64, allowed=(5,), loudness=1.0), ops.Refinement(prior=0.3))
-
-
-@pytest.mark.parametrize(
-    ("value_dim", "programs", "heads", "dims"),
-    [(128, 8, 4, 16), (128, 64, 4, 32), (128, 256, 4, 128), (256, 256, 16, 128), (128, 256, 64, 32), (80, 64, 4, 128)],
-)
-def test_how_many_dims_a_program_makes(value_dim, programs, heads, dims):
-    assert plan.slice_dims(value_dim, programs, heads, 264) == dims
-
-
-def test_parts_fill_the_gpu_and_cost_little():
-    """Of one sequence as many programs as run at a time; of many, parts that are the longer the more they cost."""
-    per, splits = plan.plan_parts(8, 128, 0.25, 240)
-    assert 8 * splits <= 240
-    longest = triton.cdiv(triton.cdiv(128, per), splits) * per  # blocks of a program
-    assert longest <= 6  # five would do without parts
-    assert plan.plan_parts(8, 0, 0.25, 240) == (1, 1)
-    free, cheap, dear = (plan.plan_parts(24, 128, cost, 132)[0] for cost in (0, 0.25, 1))
-    assert 1 == free < cheap < dear
+    above, below = (chosen[0, 0] for chosen in check(problem, ops.Refinement())[1])
+    below = below[below >= 0]
+    assert {2 * node + 1 for node in nodes} <= set((above[below // 2] * 2 + below % 2).tolist())
 
 
 @pytest.mark.parametrize("prior", [0.0, 0.5])
-def test_ranks_of_one_head_after_the_other(prior, few, monkeypatch):
+def test_ranks_of_one_head_after_the_other(prior, monkeypatch):
     """Where those of all heads are too many to be read at once."""
     monkeypatch.setattr(launch, "_RANKED", 1)
     check(Problem(pages=(70, 33), heads=14, kv_heads=2), ops.Refinement(prior=prior))
@@ -256,15 +130,13 @@ def test_ranks_of_one_head_after_the_other(prior, few, monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (6, 6), (14, 2), (32, 2), (130, 1)])
-def test_groups(heads, kv_heads, few):
-    check(Problem(heads=heads, kv_heads=kv_heads), ops.Refinement(mass="preserve"))
+def test_groups(heads, kv_heads):
+    check(Problem(heads=heads, kv_heads=kv_heads), ops.Refinement(prior=0.3))
 
 
 @pytest.mark.parametrize("page", [1, 5, 16, 40])
-def test_page_sizes(page, few):
+def test_page_sizes(page):
     check(Problem(sizes=(page,)), ops.Refinement())
-    if page <= 16:
-        check(Problem(sizes=(page,)), ops.Refinement(mass="preserve"))
 
 
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
@@ -281,10 +153,10 @@ def test_strides_among_nan(layout):
     check(problem, ops.Refinement(score="spread"))
 
 
-def test_pages_that_are_not_refined_are_not_read(few):
+def test_pages_that_are_not_refined_are_not_read():
     problem, how = Problem(), ops.Refinement()
-    found = check(problem, how)
-    chosen, slots = found.visited[0].chosen, torch.arange(problem.k.shape[2])
+    found, (chosen,) = check(problem, how)
+    slots = torch.arange(problem.k.shape[2])
     for b in range(3):
         start = int(problem.tree.rows.numbers[1, b])
         for head in range(2):
@@ -293,47 +165,42 @@ def test_pages_that_are_not_refined_are_not_read(few):
             problem.k[b, head, ~read], problem.v[b, head, ~read] = torch.nan, torch.nan
     again = launch.attend_summaries(*problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True)
     assert torch.equal(again.out, found.out)
-    assert again.masses == ()
 
 
-def test_room_for_more_than_rows_have(few):
+def test_room_for_more_than_rows_have():
     """As in a step that is replayed while rows grow: what is on the device counts."""
     problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.Refinement(prior=0.5)
-    found, rows = check(problem, how), problem.tree.rows
+    (found, (chosen,)), rows = check(problem, how), problem.tree.rows
     problem.tree = problem.tree._replace(
-        rows=dataclasses.replace(
-            rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,), captured=True
-        )
+        rows=dataclasses.replace(rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,))
     )
-    roomy = launch.attend_summaries(
-        *problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True, need_masses=True
-    )
-    for mine, its in zip((roomy.out, roomy.lse, *roomy.masses), (found.out, found.lse, *found.masses), strict=True):
-        torch.testing.assert_close(mine[..., : its.shape[-1]], its, rtol=1e-5, atol=1e-6)
-        assert not mine[..., its.shape[-1] :].any()
-    assert torch.equal(roomy.visited[0].chosen[..., : rows.most[0]], found.visited[0].chosen)
-    assert (roomy.visited[0].chosen[..., rows.most[0] :] == -1).all()
+    steps = launch.SummariesLaunch(*problem.arguments, problem.looked_at(how, False), how, 0.3, None, None)
+    roomy, mine = steps.run(True), steps.space.visits[0].selection.chosen
+    torch.testing.assert_close(roomy.out, found.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(roomy.lse, found.lse, rtol=1e-5, atol=1e-6)
+    assert torch.equal(mine[..., : rows.most[0]], chosen)
+    assert (mine[..., rows.most[0] :] == -1).all()
     assert torch.equal(roomy.read, found.read)
 
 
-def test_ties_go_to_the_smaller_index(few):
+def test_ties_go_to_the_smaller_index():
     problem = Problem(pages=(40, 13), allowed=(5,))
     problem.tree.levels[0].nodes.k[0, :, 7:31] = problem.tree.levels[0].nodes.k[0, :, 7:8]
     problem.q.zero_()
-    found = check(problem, ops.Refinement())
-    assert (found.visited[0].chosen == torch.arange(5)).all()
+    _, (chosen,) = check(problem, ops.Refinement())
+    assert (chosen == torch.arange(5)).all()
 
 
-def test_the_heaviest_lie_behind_more_ties_than_are_chosen(few):
+def test_the_heaviest_lie_behind_more_ties_than_are_chosen():
     problem = Problem(pages=(40, 13), allowed=(5,))
     problem.q.zero_()
     recent = problem.tree.levels[0].recent
     recent.zero_()
     for row, places in enumerate(([20, 37], [10, 12])):
         recent[row, :, places] = 0.5
-    found = check(problem, ops.Refinement(prior=0.5))
+    _, (chosen,) = check(problem, ops.Refinement(prior=0.5))
     expected = torch.tensor([[0, 1, 2, 20, 37], [0, 1, 2, 10, 12]])
-    assert torch.equal(found.visited[0].chosen, expected[:, None].expand_as(found.visited[0].chosen))
+    assert torch.equal(chosen, expected[:, None].expand_as(chosen))
 
 
 def test_what_it_refuses():
@@ -342,15 +209,12 @@ def test_what_it_refuses():
         arguments = dict(zip("qkv", problem.arguments)) | changed
         return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
 
-    with pytest.raises(UnsupportedError, match="refinement by top_k and bound"):
-        run(Problem(), ops.Refinement(score="bound"))
+    for option in ({"score": "bound"}, {"pool": "layer"}, {"bias": "none"}, {"bias": "entropy"}, {"mass": "preserve"}):
+        with pytest.raises(UnsupportedError, match="{}={} of summaries".format(*next(iter(option.items())))):
+            run(Problem(), ops.Refinement(**option))
     with pytest.raises(UnsupportedError, match="float64"):
         run(Problem(dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
         run(Problem(dim=257))
-    with pytest.raises(UnsupportedError, match="mass=preserve"):
-        run(Problem(sizes=(100,)), ops.Refinement(mass="preserve"))
-    with pytest.raises(UnsupportedError, match="3 children"):
-        run(Problem((6,), (2, 6), (2, 1)), ops.Refinement(mass="preserve"))
     with pytest.raises(ValueError, match="do not fit one query"):
         run(Problem(), q=torch.zeros(3, 4, 2, 16))

@@ -61,14 +61,18 @@ def row(*args, **more):
     return spelled(written(*args, **more))
 
 
-def of_text(spec="dense", extra=0.0, tokens=512, **more):
-    """A row of the task perplexity: the texts of dense, so many nats a token worse."""
+def of_text(spec="dense", extra=0.0, tokens=512, gone=None, **more):
+    """A row of the task perplexity: the texts of dense, so many nats a token worse; ``gone``: settings of that time."""
     nll = [tokens * (3.0 + 0.1 * text + extra * (1 + 0.1 * (text % 3))) for text in range(12)]
     values = {"nll": nll, "tokens": [float(tokens)] * 12, "bytes": [4.0 * tokens] * 12}
     worth = math.exp(np.mean(nll) / tokens)
     metrics = {"perplexity": {"value": worth, "low": 0.8 * worth, "high": 1.2 * worth}}
     settings = {"split": "books", "length": 1, "continuation": tokens}
-    return row(spec) | {
+    old = written(spec)
+    if gone:
+        spec += "," + ",".join(f"{name}={value}" for name, value in gone.items())
+        old |= {"spec": spec, "settings": old["settings"] | methods.get(old["method"]).retired | gone}
+    return spelled(old) | {
         "task": "perplexity",
         "task_settings": settings,
         "split": "books",
@@ -90,11 +94,14 @@ SHARES = (0, 0.125, 1.0)
 FIGURE_4 = [
     of_text(),
     *(
-        of_text(f"luka_paper:compressor={c},top_k={s}", (1 - s) * k)
+        of_text(f"luka_paper:top_k={s}", (1 - s) * k, gone={"temperature": 1, "compressor": c})
         for s in SHARES
         for c, k in (("mean", 0.9), ("random", 1.2))
     ),
-    *(of_text(f"luka_paper:compressor=mean,top_k={s},zero_values=true", (1 - s) * 2) for s in SHARES),
+    *(
+        of_text(f"luka_paper:compressor=mean,top_k={s}", (1 - s) * 2, gone={"temperature": 1, "zero_values": True})
+        for s in SHARES
+    ),
 ]
 MODES = [of_text(spec, extra, 1024) for spec, extra in (("dense", 0), ("h2o", 0.1), ("luka", 0.01), ("mixed", 0.2))]
 
