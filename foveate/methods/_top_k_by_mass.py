@@ -42,9 +42,6 @@ class TopKByMass(SelectOnce):
         "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are",
         before="none",
     )
-    score_queries: float = setting(
-        1.0, "share of a tile's queries whose attention is averaged: 1.0, or less (approximate)", later=True
-    )
     tile_pooling: str = setting(
         "mean", "a key's score for a prompt's tile: the mean attention of its queries, or the largest (max)", later=True
     )
@@ -61,11 +58,6 @@ class TopKByMass(SelectOnce):
         self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", f"1.0 with {self.pooling} pooling")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
-        share = isinstance(self.score_queries, float) and 0 < self.score_queries <= 1
-        self._check("score_queries", share, "a float in (0, 1]")
-        if self.score_queries < 1:
-            dense = self.decode_only or self.pooling == "pre_softmax"
-            self._check("score_queries", not dense, "1.0 with decode_only, and with pre_softmax pooling")
         self._check_choice("tile_pooling", "mean", "max")
         if self.tile_pooling == "max":
             other = self.decode_only or self.pooling == "pre_softmax" or self.top_p < 1
@@ -192,7 +184,7 @@ class TopKByMass(SelectOnce):
         else:
             power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
             how["softcap"] = None if cache.softcap is None else power * cache.softcap
-            how |= {"share": self.score_queries, "largest": self.tile_pooling == "max"}
+            how["largest"] = self.tile_pooling == "max"
             blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]

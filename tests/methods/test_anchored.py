@@ -409,9 +409,6 @@ def test_evenly_spaced_anchors_and_depths():
             {"first_layer": "pages", "score_keys": "fp8"},
             "first_layer must be dense without score_keys=pages, not 'pages'",
         ),
-        ("kascade", {"score_queries": 1}, r"score_queries must be a float in \(0, 1\], not 1"),
-        ("kascade", {"score_queries": 0.5, "decode_only": True}, "score_queries must be 1.0 with decode_only"),
-        ("kascade", {"score_queries": 0.5, "pooling": "pre_softmax"}, "score_queries must be 1.0 with decode_only"),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
         ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
@@ -842,19 +839,6 @@ def test_scores_of_a_prompt_are_there_of_a_few_tiles_at_a_time(monkeypatch):
     method = methods.make("kascade", anchors=[0, 1], top_k=9, tile=12)
     Stack(method, 3, 200).feed(part(draw(3, 1, 200), 200))
     assert len(seen) > 10
-
-
-@pytest.mark.parametrize("share", [0.5, 0.25])
-def test_a_share_of_queries_chooses_by_their_attention(share):
-    """Keys that all queries of a tile agree on are found by any of them; of others some are not."""
-    tokens = draw(2, 1, 96)
-    exact, other = (methods.make("kascade", anchors=[0], top_k=9, tile=24, score_queries=x) for x in (1.0, share))
-    assert "score_queries" not in exact.settings()
-    assert methods.parse(other.spec) == other == methods.recorded("kascade", **other.settings())
-    assert (Stack(exact, 2, 96).feed(tokens) - Stack(other, 2, 96).feed(tokens)).abs().max() > 1e-3
-    # the queries of a tile, 8 positions of a group's heads, are one
-    alike = [(q[:, ::3, ::8].repeat_interleave(8, 2).repeat_interleave(3, 1), k, v) for q, k, v in tokens]
-    assert_close(Stack(other, 2, 96).feed(alike), Stack(exact, 2, 96).feed(alike))
 
 
 @pytest.mark.parametrize(("exact", "choosing"), [(False, [1, 3]), (True, [1])])

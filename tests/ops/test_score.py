@@ -170,25 +170,6 @@ def test_query_mass_in_half_precision(dtype):
     assert_close(mass, expected.weights.sum(2), dtype)
 
 
-@pytest.mark.parametrize(
-    ("share", "places"), [(1.0, range(8)), (0.5, [1, 3, 5, 7]), (0.4, [1, 4, 6]), (0.25, [2, 6]), (0.01, [4])]
-)
-@pytest.mark.parametrize("offset", [0, 14, 16, 23])
-def test_mass_of_a_share_of_a_tile_s_queries(share, places, offset):
-    """Evenly spaced ones, or the nearest of a tile's part."""
-    shape = Shape(batch=2, kv_heads=2, group=3, queries=21, offset=offset, dim=16, value_dim=16)
-    q, k, expected = causal(shape)
-    blocks = ops.tile_mass(q, k, expected.lse.float(), tile=8, scaling=0.3, offset=offset, share=share)
-    tiles = {first + t: mass[:, :, t] for first, mass in blocks for t in range(mass.shape[2])}
-    assert list(tiles) == list(range(offset // 8, -(-(offset + 21) // 8)))
-    for t, mass in tiles.items():
-        picked = [min(max(8 * t + place - offset, 0), 20) for place in places]
-        picked = picked if share < 1 else sorted(set(picked))
-        mean = expected.weights[:, :, picked].mean(2).unflatten(1, (2, 3)).mean(2)
-        assert_close(mass[..., : 8 * t], mean[..., : 8 * t])
-        assert bool(mass[..., 8 * t :].isneginf().all())
-
-
 # Memory
 
 

@@ -195,43 +195,6 @@ def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softca
     assert_compiled_well(compiled, capability, half, spilled=60)
 
 
-@every_pair(
-    CAPABILITIES,
-    SHAPES,
-    ("rows", [8, 16]),
-    ("softcap", [0.0, 50.0]),
-    ("largest", [False, True]),
-    besides=[(90, "fp16", 128, 32, 0.0, False)],
-)
-def test_mass_of_small_tiles_compiles_for_ampere_and_hopper(capability, dtype, dim, rows, softcap, largest):
-    triton = pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.score.tiles_kernel")
-    half = dtype != "fp32"
-    tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, dim, kernel._MOST)
-    compiled = compile_for(
-        capability,
-        kernel._mass_of_small_tiles,
-        {
-            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k")},
-            **{f"k_stride_{axis}": "i32:16" for axis in "bhl"},
-            **dict.fromkeys(("heads", "tiles", "rows", "number", "groups"), "i32"),
-            **dict.fromkeys(("lse_ptr", "mass_ptr"), "*fp32:16"),
-            "begin_ptr": "*i64:16",
-            "k_stride_d": 1,
-            "scale": "fp32",
-            "DIM": dim,
-            "BLOCK_D": triton.next_power_of_2(dim),
-            "EACH": rows,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "SOFTCAP": softcap,
-            "LARGEST": largest,
-        },
-        **tile.options,
-    )
-    assert_compiled_well(compiled, capability, half, spilled=60)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("largest", [False, True])
