@@ -68,9 +68,6 @@ VARIANTS = [
             "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4, "rank": 1},
             "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3, "exact_anchors": False},
             "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
-            "dense_last": {"anchors": [1], "dense_last": 15},
-            "tile_max": {"anchors": [1], "tile_pooling": "max", "pool": "layer", "exact_anchors": False},
-            "window": {"anchors": [1], "window": 5, "dense_last": 6},
         }.items()
     ),
     *(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,11 +41,6 @@ class TopKByMass(SelectOnce):
         "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are",
         before="none",
     )
-    tile_pooling: str = setting(
-        "mean", "a key's score for a prompt's tile: the mean attention of its queries, or the largest (max)", later=True
-    )
-    dense_last: int = setting(0, "last tokens of a prompt, such as its question, that read all keys", later=True)
-    window: int = setting(0, "keys right before a prompt's tile that are chosen first, whatever their mass", later=True)
 
     def __post_init__(self):
         self._check_budget("top_k")
@@ -58,18 +52,10 @@ class TopKByMass(SelectOnce):
         self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", f"1.0 with {self.pooling} pooling")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
-        self._check_choice("tile_pooling", "mean", "max")
-        if self.tile_pooling == "max":
-            other = self.decode_only or self.pooling == "pre_softmax" or self.top_p < 1
-            self._check("tile_pooling", not other, "mean with decode_only, pre_softmax pooling, or top_p below 1.0")
         self._check_choice("rest", "none", "mean")
         self._check(
             "rest", self.rest == "none" or not self.decode_only, "none with decode_only: prompts are read densely"
         )
-        for name in ("dense_last", "window"):
-            self._check_count(name)
-            dense = self.decode_only and getattr(self, name) > 0
-            self._check(name, not dense, "0 with decode_only: prompts are read densely")
 
     # Decode
 
@@ -149,30 +135,24 @@ class TopKByMass(SelectOnce):
         return max(1, self.tile // group) if self.sparse_prompt else 1
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
-        place, length = self.place, q.shape[2]
-        offset = cache.used - length
-        sparse = min(max(length + cache.to_come - self.dense_last, 0), length)  # the first of them, in tiles
-        if not self.sparse_prompt or not sparse:
+        if not self.sparse_prompt:
             return super().prompt(cache, q, scaling)
-        tile, heads, first = self.prompt_tile(cache.geometry.group), None, q[:, :, :sparse]
-        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        place, offset, heads = self.place, cache.used - q.shape[2], None
+        tile = self.prompt_tile(cache.geometry.group)
+        how = {"scaling": scaling, "offset": offset, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
         if place.chooses:
-            attended = ops.attend_causal(q, cache.keys, cache.values, offset=offset, need_lse=True, **how)
-            lse, exact = attended.lse[:, :, :sparse], place.dense or self.exact_anchors
-            if not exact:  # the dense output is freed before scores are there
-                outs, attended = [attended.out[:, :, sparse:].clone()], None
+            attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
+            lse, exact = attended.lse, place.dense or self.exact_anchors
+            attended = attended if exact else None  # the dense output is freed before scores are there
             with torch.no_grad():
-                chosen = self.select_tiles(cache, first, lse, tile, scaling, offset)
+                chosen = self.select_tiles(cache, q, lse, tile, scaling, offset)
             self._hand_on(cache, chosen)
-            if exact:
+            if attended is not None:
                 return attended
         else:
             chosen, heads = self._handed_on(cache)
-            last = [q[:, :, sparse:]] if sparse < length else []
-            outs = [ops.attend_causal(x, cache.keys, cache.values, offset=offset + sparse, **how).out for x in last]
-        how |= {"tile": tile, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
-        tiles = ops.attend_tile_keys(first, *cache.memory, chosen, block_table=cache.block_table, **how)
-        return ops.Attended(torch.cat([tiles.out, *outs], 2)) if sparse < length else tiles
+        how |= {"tile": tile, "heads": heads, "rest": self.rest == "mean", "block_table": cache.block_table}
+        return ops.attend_tile_keys(q, *cache.memory, chosen, **how)
 
     def select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
@@ -184,7 +164,6 @@ class TopKByMass(SelectOnce):
         else:
             power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
             how["softcap"] = None if cache.softcap is None else power * cache.softcap
-            how["largest"] = self.tile_pooling == "max"
             blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
@@ -196,20 +175,9 @@ class TopKByMass(SelectOnce):
         for first, scores in blocks:
             some = slice(first - start, first - start + scores.shape[2])
             own, begins = counts[some], chosen.begins[some.start : some.stop + 1]
-            if self.pool == "layer" and self.tile_pooling == "max":
-                scores = scores.amax(1, keepdim=True)
-            if self.window:
-                scores = self._window_first(scores, first, tile, own)
             how = (on_device(tuple(own), q.device), max(own), len(set(own)) == 1)
             for row in range(len(q)):
                 best = self._best(scores[row].transpose(0, 1), *how)
                 ops.set_bits(words[row, None], best.transpose(0, 1)[None], begins)
             del scores, best  # before those of the next tiles are there
         return chosen
-
-    def _window_first(self, scores: Tensor, first: int, tile: int, counts: Sequence[int]) -> Tensor:
-        """Scores ``[B, H, T, N]``, infinite for keys right before each tile: no more of them than are chosen."""
-        begins = tile * torch.arange(first, first + len(counts), device=scores.device)[:, None]
-        window = on_device(tuple(min(self.window, count) for count in counts), scores.device)[:, None]
-        key = torch.arange(scores.shape[-1], device=scores.device)
-        return scores.masked_fill((key < begins) & (key >= begins - window), float("inf"))

@@ -10,7 +10,7 @@ import torch
 from foveate import methods, ops
 from foveate.methods import kascade
 from foveate.ops.compress.low_rank import factors
-from foveate.runtime import Layer, Phase, handed_on, without_cache
+from foveate.runtime import Layer, Phase, handed_on
 from foveate.state import Counters, SlotCache
 from tests.helpers import assert_close
 
@@ -84,21 +84,17 @@ def best(scores, k):
     return set(scores.topk(k).indices.tolist())
 
 
-def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax", top_p=1.0, window=0, largest=False):
+def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax", top_p=1.0):
     """The keys before a position that a tile of queries attends to most, by KV head."""
     if pooling == "pre_softmax":
         mean = q[:, list(queries)].double().unflatten(0, (KV_HEADS, GROUP)).mean((1, 2))
         scores = torch.einsum("hd,hnd->hn", mean, k[:, :before].double())
-    elif largest:
-        most = torch.stack([weights(q, k, i)[:, :before] for i in queries]).amax(0)
-        scores = most.unflatten(0, (KV_HEADS, GROUP)).amax(1)
     else:
         power = 0.5 if pooling == "sqrt" else 1.0
         mass = torch.stack([weights(q, k, i)[:, :before] ** power for i in queries]).mean(0)
         scores = mass.unflatten(0, (KV_HEADS, GROUP)).mean(1)
     if pool == "layer":
-        scores = (scores.amax(0, keepdim=True) if largest else scores.mean(0, keepdim=True)).expand(KV_HEADS, -1)
-    scores = scores.masked_fill(torch.arange(before) >= before - min(window, k_of(before)), math.inf)
+        scores = scores.mean(0, keepdim=True).expand(KV_HEADS, -1)
     chosen = []
     for row in scores:
         ordered, order = row.sort(descending=True)
@@ -128,13 +124,6 @@ def in_eight_bits(k, prompt):
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
         {"anchors": [1], "exact_anchors": True, "tile": 5},
         {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
-        {"anchors": [0, 2], "dense_last": 9, "heads": {"1": [1, 0]}},
-        {"anchors": [1, 2], "dense_last": 8, "rest": "mean"},
-        {"anchors": [1], "dense_last": 60},
-        {"anchors": [0, 2], "window": 3, "pool": "layer"},
-        {"anchors": [0, 2], "tile_pooling": "max", "pooling": "sqrt"},
-        {"anchors": [1], "tile_pooling": "max", "pool": "layer", "dense_last": 7},
-        {"anchors": [1], "window": 30, "top_p": 0.5, "dense_last": 5},
         {"anchors": [0, 2], "score_keys": "fp8"},
         {"anchors": [1, 3], "score_keys": "fp8", "pool": "layer", "pooling": "sqrt", "decode_only": True},
     ],
@@ -159,24 +148,21 @@ def test_kascade_written_out(settings, top_k):
     for i in range(total):
         decoded = i >= prompt
         begin = i + 1 if decoded else i // tile * tile
-        last = prompt - settings.get("dense_last", 0)  # the first token that reads all keys
-        queries = [i] if decoded else range(begin, min(begin + tile, max(last, i + 1)))
-        how["window"] = 0 if decoded else settings.get("window", 0)
-        how["largest"] = not decoded and settings.get("tile_pooling") == "max"
+        queries = [i] if decoded else range(begin, min(begin + tile, prompt))
         selection = None
         for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
             everything = [set(range(i + 1))] * KV_HEADS
             if layer in settings["anchors"]:
                 copied = settings.get("score_keys") == "fp8" and decoded and layer != 0
                 selection = by_mass(q, in_eight_bits(k, prompt) if copied else k, queries, begin, budget, **how)
-                exact = not decoded and (settings.get("exact_anchors") or i >= last)
+                exact = not decoded and settings.get("exact_anchors")
                 chosen = everything if layer == 0 or exact else selection
             elif selection is None:
                 chosen = everything
             else:
                 heads = settings.get("heads", {}).get(str(layer), range(KV_HEADS))
                 chosen = [selection[h] for h in heads]
-            dense = settings.get("decode_only") or selection is None or chosen is everything or i >= last
+            dense = settings.get("decode_only") or selection is None or chosen is everything
             if not decoded:
                 chosen = everything if dense else [one | set(range(begin, i + 1)) for one in chosen]
             mean_of = begin if "rest" in settings and not decoded and not dense else 0
@@ -189,27 +175,6 @@ def test_kascade_written_out(settings, top_k):
         (total - prompt) * (layer not in settings["anchors"] and layer > settings["anchors"][0])
         for layer in range(layers)
     ]
-
-
-@pytest.mark.parametrize("dense_last", [4, 5, 9, 22])
-def test_the_last_tokens_are_those_of_the_last_columns(dense_last):
-    """In pieces as in one, without a cache, and where a row is padded behind its end: of it fewer tokens are dense."""
-    settings = {"anchors": [1], "tile": 12, "top_k": 3, "dense_last": dense_last}
-    method, layers, length, behind = methods.make("kascade", **settings), 3, 41, 4
-    tokens, mask = draw(layers, 2, length), torch.ones(2, length, dtype=torch.bool)
-    mask[0, length - behind :] = False
-    whole = Stack(method, layers, length).feed(tokens, mask)
-    stack, cuts = Stack(method, layers, length), [0, 16, 36, length]
-    pieces = [stack.feed(part(tokens, *cut), mask[:, : cut[1]]) for cut in itertools.pairwise(cuts)]
-    assert_close(torch.cat(pieces, 3), whole)
-    forward = {}
-    for number, (q, k, v) in enumerate(tokens):
-        out = without_cache(method.for_layer(number, layers), q, k, v, mask, SCALING, forward)
-        assert_close(out, whole[number])
-    for row, end in enumerate((length - behind, length)):
-        fewer = methods.make(method, dense_last=max(dense_last - (length - end), 0))
-        alone = Stack(fewer, layers, end).feed([tuple(x[row : row + 1, :, :end] for x in layer) for layer in tokens])
-        assert_close(whole[:, row : row + 1, :, :end], alone)
 
 
 @pytest.mark.parametrize(
@@ -376,14 +341,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
         ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
-        ("kascade", {"tile_pooling": "min"}, "tile_pooling must be one of mean, max, not 'min'"),
-        ("kascade", {"tile_pooling": "max", "top_p": 0.5}, "tile_pooling must be mean with decode_only"),
-        ("oracle_topk", {"tile_pooling": "max", "decode_only": True}, "tile_pooling must be mean with decode_only"),
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
-        ("kascade", {"dense_last": -1}, "dense_last must be an integer of at least 0"),
-        ("kascade", {"dense_last": 0.1}, "dense_last must be an integer of at least 0, not 0.1"),
-        ("kascade", {"dense_last": 8, "decode_only": True}, "dense_last must be 0 with decode_only"),
-        ("oracle_topk", {"window": 8, "decode_only": True}, "window must be 0 with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
         ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, fp8, pages, not 'int8'"),
         (
@@ -500,8 +458,6 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
         ("exact_anchors", True, False),
         ("score_keys", "fp8", "exact"),
         ("first_layer", "pages", "dense"),
-        ("dense_last", 9, 0),
-        ("tile_pooling", "max", "mean"),
     ],
 )
 def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):

@@ -17,7 +17,7 @@ FEWEST_PROMPTS = 2
 _FEWEST_TOKENS, _ANCHORS, _ANSWER_TOKENS, _ROUNDS = 2, 5, 16, 1
 PROMPTS = ("dense", "sparse")
 """How prompts are read before answers are compared."""
-_OF_PROMPTS = ("tile", "rest", "exact_anchors", "dense_last", "window")
+_OF_PROMPTS = ("tile", "rest", "exact_anchors")
 TIMES = ("time_share", "time_context", "time_batch")
 """The settings of a budget of time."""
 

@@ -70,7 +70,6 @@ def tile_mass(
     scaling: float,
     offset: int = 0,
     softcap: float | None = None,
-    largest: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
     """Attention that tiles of queries pay to the keys before them (Kascade, section 3.4: post-softmax pooling).
 
@@ -83,11 +82,10 @@ def tile_mass(
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees.
         tile: positions in a tile.
         softcap: see :func:`column_mass`.
-        largest: the largest attention of the tile's queries and heads in place of their mean.
 
     Yields:
         ``(t, mass)``: the tiles ``t .. t + T - 1``, a few at a time, and fp32 ``[B, Hkv, T, n]`` for the n keys before
-        the last of them: the mean (or maximum) over the tile's queries and the heads of the group; -inf from its first
+        the last of them: the mean over the tile's queries and the heads of the group; -inf from its first
         position on.
     """
     group, lead = q.shape[1] // k.shape[1], offset % tile
@@ -95,23 +93,14 @@ def tile_mass(
     for first, last, rows, begins in _tile_blocks(q, k.shape[1], tile, offset):
         of_rows = lse[:, :, first * tile : last * tile].unflatten(2, (-1, tile)).unflatten(1, (-1, group))
         of_rows = of_rows.transpose(2, 3).flatten(3)
-        if not largest:
-            number = (of_rows[0, 0] < float("inf")).sum(1).clamp_min(1)
-            of_rows = of_rows + number.log()[:, None]  # so that the sum is the mean
+        number = (of_rows[0, 0] < float("inf")).sum(1).clamp_min(1)
+        of_rows = of_rows + number.log()[:, None]  # so that the sum is the mean
         keys = k[:, :, : (offset // tile + last - 1) * tile]
-        how = {"scaling": scaling, "softcap": softcap, "largest": largest}
-        yield offset // tile + first, _block_mass(rows, keys, of_rows, begins, **how)
+        yield offset // tile + first, _block_mass(rows, keys, of_rows, begins, scaling=scaling, softcap=softcap)
 
 
 def tile_block_mass(
-    queries: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    begins: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    largest: bool = False,
+    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
 ) -> Tensor:
     """Attention that some tiles of queries pay to keys before them.
 
@@ -121,7 +110,6 @@ def tile_block_mass(
         lse: ``[B, H, T, W]`` fp32: the log-sum-exp of each query; one with inf adds nothing.
         begins: int64 ``[T]``: the first position of each tile.
         softcap: see :func:`column_mass`.
-        largest: the maximum in place of the sum.
 
     Returns:
         fp32 ``[B, H, T, n]``, summed over a tile's queries; -inf from its first position on.
@@ -131,9 +119,8 @@ def tile_block_mass(
     for start in range(0, keys, step):
         some = k[:, :, start : min(start + step, keys)].transpose(-1, -2)
         logits = matmul_fp32(queries.flatten(2, 3), some).mul_(scaling)
-        weights = capped(logits, softcap).unflatten(2, queries.shape[2:4])
-        weights = weights.sub_(lse[..., None])
-        mass[..., start : start + step] = weights.amax(3).exp_() if largest else weights.exp_().sum(3)
+        weights = capped(logits, softcap).unflatten(2, queries.shape[2:4]).sub_(lse[..., None]).exp_()
+        mass[..., start : start + step] = weights.sum(3)
     return mass.masked_fill_(_not_before(keys, begins), float("-inf"))
 
 

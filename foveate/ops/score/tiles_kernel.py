@@ -37,14 +37,7 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
 
 
 def tile_block_mass(
-    queries: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    begins: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    largest: bool = False,
+    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
 ) -> Tensor:
     """See :func:`foveate.ops.score.reference.tile_block_mass`.
 
@@ -65,27 +58,18 @@ def tile_block_mass(
     if _HOPPER and not cap and number and k.is_cuda and torch.cuda.get_device_capability(k.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
         if hopper.fits(queries, k):
-            return hopper.tile_block_mass(queries, k, lse, begins, scaling=scaling, largest=largest)
+            return hopper.tile_block_mass(queries, k, lse, begins, scaling=scaling)
     mass = queries.new_empty(batch, heads, tiles, number, dtype=torch.float32)
     if not number:
         return mass
     queries, lse = queries.contiguous(), lse.contiguous()
     inputs = (queries, k, lse, begins, mass, *k.stride(), heads, tiles, rows, number)
-    sizes = {"SOFTCAP": cap, "LARGEST": largest, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    sizes = {"SOFTCAP": cap, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     tile = tile_for(k.dtype, dim, rows)
     sizes |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **tile.options}
     walks, scale = triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value), scaling * _LOG2E.value
     _tile_block_mass[walks * tiles, batch * heads](*inputs, scale, ONE=rows <= tile.block_m, **sizes)
     return mass
-
-
-@triton.jit
-def _pool(logs, axis: tl.constexpr, LARGEST: tl.constexpr):
-    """Attention, of which the logarithms (base 2) are given, summed or at its largest along an axis."""
-    if LARGEST:
-        return tl.exp2(tl.max(logs, axis))
-    else:
-        return tl.sum(tl.exp2(logs), axis)
 
 
 @triton.jit(do_not_specialize=["heads", "tiles", "rows", "number"])
@@ -105,7 +89,6 @@ def _tile_block_mass(
     number,
     scale,
     SOFTCAP: tl.constexpr,
-    LARGEST: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -138,7 +121,7 @@ def _tile_block_mass(
         k = tl.load(k_ptr + k_tile, mask=(keys < begin)[:, None] & (dims < DIM)[None, :], other=0.0)
         if ONE:
             logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-            mass = _pool(logits - lse[None, :], 1, LARGEST)
+            mass = tl.sum(tl.exp2(logits - lse[None, :]), 1)
         else:
             mass = tl.zeros([BLOCK_N], tl.float32)
             for some in tl.range(0, rows, BLOCK_M):
@@ -150,8 +133,7 @@ def _tile_block_mass(
                 )
                 lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * _LOG2E
                 logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-                some_mass = _pool(logits - lse[None, :], 1, LARGEST)
-                mass = tl.maximum(mass, some_mass) if LARGEST else mass + some_mass
+                mass += tl.sum(tl.exp2(logits - lse[None, :]), 1)
         tl.store(mass_ptr + keys, tl.where(keys < begin, mass, float("-inf")), mask=keys < last)
     behind = first + tl.maximum(tl.cdiv(tl.minimum(last, begin) - first, BLOCK_N), 0) * BLOCK_N
     for start in tl.range(behind, last, BLOCK_N):

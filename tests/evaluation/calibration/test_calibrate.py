@@ -522,7 +522,7 @@ class TestBadPlans:
                     {"by": "divergence", "method": Kascade(**idle)},
                     f"{next(iter(idle))} has no effect: what is measured is decoding after dense prompts",
                 )
-                for idle in ({"tile": 9}, {"rest": "mean"}, {"dense_last": 32})
+                for idle in ({"tile": 9}, {"rest": "mean"})
             ),
             ({"by": "divergence", "method": Kascade(top_k=1.0)}, r"all keys of a prompt of 29\d tokens are read under"),
             ({"by": "divergence", "method": Kascade(min_k=299)}, r"all keys of a prompt .* under kascade:min_k=299"),
@@ -726,9 +726,9 @@ class TestTogether:
     def test_prompts_may_be_sparse(self, plan, monkeypatch):
         seen, together = [], divergence.together
         monkeypatch.setattr(divergence, "together", lambda *more: seen.extend(more[2]) or together(*more))
-        method = Kascade(top_k=5, pool="layer", tile=12, dense_last=20)
+        method = Kascade(top_k=5, pool="layer", tile=12)
         artefact = run(dataclasses.replace(plan, prompts="sparse", method=method))
-        assert {(one.decode_only, one.tile, one.dense_last) for one in seen} == {(False, 12, 20)}
+        assert {(one.decode_only, one.tile) for one in seen} == {(False, 12)}
         assert artefact.found["run"]["answers"]["prompts"] == "sparse"
         assert "--rounds 1 --prompts sparse" in artefact.found["command"]
 
