@@ -56,7 +56,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"tile": 32},
 )
 """Settings that are changed in the base; `oracle`: the same keys chosen anew in every layer."""
-_OF_ANCHORS = ("calibration", "anchors", "heads", "remap", "exact_anchors", "score_keys", "first_layer")
+_OF_ANCHORS = ("calibration", "anchors", "heads", "exact_anchors", "score_keys", "first_layer")
 
 
 def variant(base: str, changed: dict[str, Any]) -> str:

@@ -57,7 +57,6 @@ VARIANTS = [
         for name, settings in {
             "tiles": {"anchors": [1], "exact_anchors": False},
             "decode_only": {"anchors": [1], "decode_only": True},
-            "pre_softmax": {"anchors": [1], "pooling": "pre_softmax", "exact_anchors": False},
             "layer": {"anchors": [1], "pool": "layer", "tile": 5, "exact_anchors": False},
             "sqrt": {"anchors": [1], "pooling": "sqrt", "exact_anchors": False},
             "exact_anchors": {"anchors": [1]},
@@ -66,7 +65,7 @@ VARIANTS = [
             "pages": {"anchors": [1], "score_keys": "pages", "pooling": "sqrt"},
             "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
             "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4, "rank": 1},
-            "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3, "exact_anchors": False},
+            "share": {"anchors": [1], "top_k": 0.3, "min_k": 6, "exact_anchors": False},
             "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
         }.items()
     ),
@@ -307,7 +306,7 @@ def test_context_shorter_than_the_budget_is_dense(method):
     tokens = Tokens.random(2, 6)
     driver = Driver(method, prompt_end=4)
     out = torch.cat([driver.feed(tokens[:4]), driver.feed_steps(tokens[4:5])], 2)
-    if getattr(method, "tail", 9) >= 5 and not (hasattr(method, "place") and getattr(method, "top_p", 1) < 1):
+    if getattr(method, "tail", 9) >= 5:
         close(out, dense(tokens[:5]))
 
 

@@ -24,16 +24,14 @@ class TopKByMass(SelectOnce):
     keys of its own, as many as it attends to.
     """
 
+    retired: ClassVar[dict] = {"top_p": 1.0}
     exact_anchors: ClassVar[bool] = False
     """Whether layers that choose read all keys in prompts."""
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")
-    top_p: float = setting(1.0, "attention mass after which no more keys are chosen, however many top_k allows")
     pool: str = setting("kv_head", "whose attention is averaged: the heads of each kv_head, or of the whole layer")
-    pooling: str = setting(
-        "post_softmax", "what is averaged: attention (post_softmax), its square root (sqrt) or queries (pre_softmax)"
-    )
+    pooling: str = setting("post_softmax", "what is averaged: attention (post_softmax) or its square root (sqrt)")
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
     rest: str = setting(
@@ -45,11 +43,8 @@ class TopKByMass(SelectOnce):
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("min_k")
-        top_p = isinstance(self.top_p, float) and 0 < self.top_p <= 1
-        self._check("top_p", top_p, "a float in (0, 1]")
         self._check_choice("pool", "kv_head", "layer")
-        self._check_choice("pooling", "post_softmax", "sqrt", "pre_softmax")
-        self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", f"1.0 with {self.pooling} pooling")
+        self._check_choice("pooling", "post_softmax", "sqrt")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
         self._check_choice("rest", "none", "mean")
@@ -60,28 +55,17 @@ class TopKByMass(SelectOnce):
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        num_kv_heads = cache.geometry.num_kv_heads
-        if self.pooling == "pre_softmax":
-            rows = ops.fold_group(q, num_kv_heads)
-            mean = rows.float().mean(2, keepdim=True).to(rows.dtype)
-            scores = ops.key_logits(mean, cache.keys, scaling, cache.softcap)[:, :, 0]
-            holes = cache.holes()
-            scores = scores if holes is None else scores.masked_fill_(~holes, float("-inf"))
-        else:
-            mask, lengths = cache.stored()
-            how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
-            how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-            k, where = self._scored_keys(cache)
-            scores = ops.pooled_mass(q, k, scaling=scaling, **how, **where)
-        return self._chosen(cache, scores)
+        mask, lengths = cache.stored()
+        how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
+        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        k, where = self._scored_keys(cache)
+        return self._chosen(cache, ops.pooled_mass(q, k, scaling=scaling, **how, **where))
 
     def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
         """The keys whose mass a decoded token goes by, and their block table, or the scales of a copy in fp8."""
         return cache.memory[0], {"block_table": cache.block_table}
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        if self.pooling == "pre_softmax":
-            return super().select_densely(cache, q, scaling)
         mask, lengths = cache.stored()
         cache.count_read(cache.held(mask, lengths))
         mask = None if mask is None else mask[:, :, None]
@@ -97,7 +81,7 @@ class TopKByMass(SelectOnce):
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
-        if self.top_p < 1 or cache.stored()[0] is not None:
+        if cache.stored()[0] is not None:
             return super()._read(cache, indices)
         return cache.each_row(self.count)[:, None].expand(indices.shape[:2])  # one number for all layers of a step
 
@@ -111,9 +95,6 @@ class TopKByMass(SelectOnce):
         """
         if self.pool == "layer" and scores.shape[1] > 1:
             scores = scores.mean(1, keepdim=True)
-        if self.top_p < 1:
-            order, enough = ops.by_mass(scores.clamp_min(0.0), 1 - self.top_p)
-            return ops.first_of(order, enough.clamp_min(1).minimum(counts[:, None]), most)
         if scores.is_cuda or not (alike and most):
             return ops.topk_rows(scores, counts, most, dtype=torch.int32)
         return ops.topk(scores, most)
@@ -158,13 +139,10 @@ class TopKByMass(SelectOnce):
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
     ) -> ops.TileKeys:
         """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""
-        how = {"tile": tile, "offset": offset, "softcap": cache.softcap}
-        if self.pooling == "pre_softmax":
-            blocks = ops.tile_logits(q, cache.keys, scaling=scaling, **how)
-        else:
-            power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
-            how["softcap"] = None if cache.softcap is None else power * cache.softcap
-            blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
+        power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
+        softcap = None if cache.softcap is None else power * cache.softcap
+        how = {"tile": tile, "offset": offset, "scaling": power * scaling, "softcap": softcap}
+        blocks = ops.tile_mass(q, cache.keys, power * lse, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
         places = tuple(itertools.accumulate(counts, initial=0))

@@ -55,12 +55,12 @@ class Kascade(TopKByMass):
     source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, arXiv:2512.16391"
     full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
     small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
+    retired: ClassVar[dict] = TopKByMass.retired | {"remap": True}
     among: ClassVar[tuple[int, ...]] = ()
     """The layers that the method is applied to; set by :meth:`for_layer`."""
 
     anchors: Any = setting(_ANCHORS, "anchor layers: their numbers, or how many, evenly spaced from layer 0 on")
     heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
-    remap: bool = setting(True, "read the heads that `heads` or the calibration names; false: those of the same number")
     calibration: str = setting("", "file of `foveate calibrate` with both; or auto: from the first long prompt")
 
     exact_anchors: bool = setting(
@@ -91,15 +91,12 @@ class Kascade(TopKByMass):
             object.__setattr__(self, "exact_anchors", True)
         self._check_choice("score_keys", "exact", "fp8", "pages")
         if self.score_keys != "exact":
-            rule = "exact with pre_softmax pooling, which scores by mean queries"
-            self._check("score_keys", self.pooling != "pre_softmax", rule)
             rule = "exact under calibration=auto, which has no anchors yet when the cache is made"
             self._check("score_keys", self.calibration != AUTO, rule)
         self._check_choice("first_layer", "dense", "pages")
         summarised = self.first_layer == "dense" or self.score_keys == "pages"
         self._check("first_layer", summarised, "dense without score_keys=pages")
         self._check_summaries()
-        self._check("remap", isinstance(self.remap, bool), "true or false")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`, or auto")
         if self.calibration == AUTO:
             self._check("anchors", isinstance(self.anchors, int), "how many under calibration=auto")
@@ -204,7 +201,7 @@ class Kascade(TopKByMass):
                 f"not of layer {strange[0]}"
             )
         anchor = nearest(anchors, layer)
-        heads = (self.heads or {}).get(str(layer)) if self.remap and anchor != layer else None
+        heads = (self.heads or {}).get(str(layer)) if anchor != layer else None
         return Place(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
     # Approximate scores

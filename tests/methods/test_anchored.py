@@ -84,23 +84,14 @@ def best(scores, k):
     return set(scores.topk(k).indices.tolist())
 
 
-def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax", top_p=1.0):
+def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax"):
     """The keys before a position that a tile of queries attends to most, by KV head."""
-    if pooling == "pre_softmax":
-        mean = q[:, list(queries)].double().unflatten(0, (KV_HEADS, GROUP)).mean((1, 2))
-        scores = torch.einsum("hd,hnd->hn", mean, k[:, :before].double())
-    else:
-        power = 0.5 if pooling == "sqrt" else 1.0
-        mass = torch.stack([weights(q, k, i)[:, :before] ** power for i in queries]).mean(0)
-        scores = mass.unflatten(0, (KV_HEADS, GROUP)).mean(1)
+    power = 0.5 if pooling == "sqrt" else 1.0
+    mass = torch.stack([weights(q, k, i)[:, :before] ** power for i in queries]).mean(0)
+    scores = mass.unflatten(0, (KV_HEADS, GROUP)).mean(1)
     if pool == "layer":
         scores = scores.mean(0, keepdim=True).expand(KV_HEADS, -1)
-    chosen = []
-    for row in scores:
-        ordered, order = row.sort(descending=True)
-        enough = int((ordered.flip(0).cumsum(0).flip(0) > 1 - top_p).sum()) if top_p < 1 else before
-        chosen.append(set(order[: min(k_of(before), max(enough, 1))].tolist()))
-    return chosen
+    return [best(row, min(k_of(before), before)) for row in scores]
 
 
 def in_eight_bits(k, prompt):
@@ -116,11 +107,9 @@ def in_eight_bits(k, prompt):
         {},
         {"anchors": [0, 2], "heads": {"1": [1, 0], "3": [1, 1]}},
         {"anchors": [0, 1, 3], "pool": "layer", "tile": 9},
-        {"anchors": [0, 1], "pooling": "pre_softmax", "tile": 100},
+        {"anchors": [0, 1], "tile": 100},
         {"anchors": [0, 2], "pooling": "sqrt", "pool": "layer"},
         {"anchors": [1], "decode_only": True, "heads": {"3": [1, 0]}},
-        {"anchors": [0, 2], "top_p": 0.5},
-        {"anchors": [0, 2], "top_p": 0.5, "heads": {"1": [1, 1], "3": [0, 0]}},
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
         {"anchors": [1], "exact_anchors": True, "tile": 5},
         {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
@@ -144,7 +133,7 @@ def test_kascade_written_out(settings, top_k):
         return min(max(math.floor(top_k * length), 5) if isinstance(top_k, float) else top_k, length)
 
     tile, counted = max(1, settings["tile"] // GROUP), torch.zeros(layers)
-    how = {name: settings[name] for name in ("pool", "pooling", "top_p") if name in settings}
+    how = {name: settings[name] for name in ("pool", "pooling") if name in settings}
     for i in range(total):
         decoded = i >= prompt
         begin = i + 1 if decoded else i // tile * tile
@@ -279,8 +268,7 @@ def test_lessismore_reads_every_key_once_where_its_budget_is_the_context(recent,
         methods.make("omnikv", filters=[0, 3], wait=0, top_k=5),
         methods.make("lessismore", selections=[0, 3], top_k=9, sinks=1),
         methods.make("kascade", anchors=[0, 2], top_k=5, tile=12),
-        methods.make("kascade", anchors=[0, 2], top_k=5, tile=12, pool="layer", pooling="pre_softmax"),
-        methods.make("kascade", anchors=[0, 2], top_k=0.4, min_k=3, tile=12, top_p=0.6),
+        methods.make("kascade", anchors=[0, 2], top_k=0.4, min_k=3, tile=12, pool="layer"),
         methods.make("kascade", anchors=[0, 2], top_k=5, tile=12, pool="layer", pooling="sqrt"),
     ],
     ids=lambda method: method.spec,
@@ -333,8 +321,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [0, 4]}, "anchors must be among the layers that it is applied to, .* not 4"),
         ("kascade", {"anchors": 6}, "anchors must be at most 4, the layers that it is applied to, not 6$"),
         ("kascade", {}, r"anchors must be at most 4, the layers that it is applied to, not 5 \(the default\)"),
-        ("kascade", {"top_p": 0.5, "pooling": "pre_softmax"}, "top_p must be 1.0 with pre_softmax"),
-        ("kascade", {"top_p": 0.5, "pooling": "sqrt"}, "top_p must be 1.0 with sqrt"),
+        ("kascade", {"pooling": "pre_softmax"}, "pooling must be one of post_softmax, sqrt, not 'pre_softmax'"),
         ("kascade", {"heads": [0, 1]}, "heads must be lists of KV heads by layer"),
         ("kascade", {"heads": {"1": [True, False]}}, "heads must be lists of KV heads by layer"),
         ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
@@ -344,11 +331,6 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
         ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, fp8, pages, not 'int8'"),
-        (
-            "kascade",
-            {"score_keys": "fp8", "pooling": "pre_softmax"},
-            "score_keys must be exact with pre_softmax pooling, which scores by mean queries, not 'fp8'",
-        ),
         (
             "kascade",
             {"score_keys": "fp8", "calibration": "auto"},
@@ -446,7 +428,7 @@ def test_dense_layers_choose_at_a_step_only_for_others(monkeypatch, method, laye
 def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
     tokens = [tuple(x.half() for x in layer) for layer in draw(2, 1, 40)]
     tokens = [(q * 600, k, v) for q, k, v in tokens]
-    for pooling in ("pre_softmax", "post_softmax", "sqrt"):
+    for pooling in ("post_softmax", "sqrt"):
         stack = Stack(methods.make("kascade", anchors=[1], top_k=5, tile=24, pooling=pooling), 2, 39)
         assert stack.feed(part(tokens, 39)).isfinite().all()
         assert stack.feed(part(tokens, 39, 40)).isfinite().all()

@@ -11,7 +11,7 @@ from foveate.ops.score.nodes import (
     logit_deviation,
 )
 from foveate.ops.score.pooled import pool_logits
-from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
+from foveate.ops.score.reference import query_mass, tile_mass
 from foveate.ops.score.retention import Convolution
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel")
@@ -42,7 +42,6 @@ __all__ = [
     "pooled_mass_of_records",
     "query_mass",
     "retention_logits",
-    "tile_logits",
     "tile_mass",
     "unseen_keys",
     "visible_keys",

@@ -127,21 +127,6 @@ def tile_block_mass(
 _block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel")
 
 
-def tile_logits(
-    q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int = 0, softcap: float | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """What the mean query of each tile makes of the keys before it (Kascade, section 3.4: pre-softmax pooling).
-
-    As :func:`tile_mass`, with scaled and capped logits instead of attention. Queries that a tile is not given count as
-    zeros, which leaves the order of the keys as it is.
-    """
-    for first, last, rows, begins in _tile_blocks(q, k.shape[1], tile, offset):
-        keys = k[:, :, : offset - offset % tile + (last - 1) * tile]
-        queries = rows.mean(3, dtype=torch.float32).to(rows.dtype)
-        logits = capped(matmul_fp32(queries, keys.transpose(-1, -2)).mul_(scaling), softcap)
-        yield offset // tile + first, logits.masked_fill_(_not_before(keys.shape[2], begins), float("-inf"))
-
-
 def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """``(first, last, rows, begins)``: some of the tiles given, their queries, see :func:`tile_rows`, and their first
     positions. A score in fp32 for each of them, KV head and key before the last of them has bounded size."""
