@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foveate import methods, ops
+from foveate import methods
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
 from foveate.runtime import Phase, handed_on
@@ -60,8 +60,6 @@ VARIANTS = [
             "layer": {"anchors": [1], "pool": "layer", "tile": 5, "exact_anchors": False},
             "sqrt": {"anchors": [1], "pooling": "sqrt", "exact_anchors": False},
             "exact_anchors": {"anchors": [1]},
-            "fp8": {"anchors": [1], "score_keys": "fp8", "pooling": "sqrt"},
-            "fp8_decode_only": {"anchors": [1], "score_keys": "fp8", "decode_only": True, "top_k": 0.2, "min_k": 6},
             "pages": {"anchors": [1], "score_keys": "pages", "pooling": "sqrt"},
             "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
             "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4, "rank": 1},
@@ -263,7 +261,6 @@ def assert_same_state(a, b):
                 if spec.per == 1:
                     tensor = getattr(store, name) if name in ("keys", "values") else store.tensors[name]
                     tensor = tensor[row]
-                    tensor = tensor.float() if tensor.dtype == ops.FP8 else tensor
                     picked[name] = [tensor[head, slots] for head, slots in enumerate(held)]
                 else:
                     picked[name] = [store.tensors[name][row, :, : entries(store, row, spec)].float()]
@@ -393,8 +390,6 @@ def changes(driver, token, name, places, value):
         else:
             most = torch.finfo(tensor.dtype).max
             written = torch.tensor(value).clamp(-most, most).to(tensor.dtype)
-        if tensor.dtype == ops.FP8:  # torch writes bytes to places, but no fp8
-            tensor, written = tensor.view(torch.uint8), written.view(torch.uint8)
         tensor[(torch.arange(len(some)), *some.T)] = written
         rows = [getattr(token, part).expand(len(some) + 1, -1, -1, -1) for part in "qkv"]
         out = probe.feed(Tokens(*rows))[:, :, 0].unflatten(1, (KV_HEADS, -1)).flatten(2)
@@ -435,9 +430,6 @@ def scored(driver, token):
     the others, and the newest key, which is not in the cache yet, as the one before it.
     """
     driver, used = copy.deepcopy(driver), driver.store.used
-    for tensor in driver.store.tensors.values():
-        if tensor.dtype == ops.FP8:  # so that the largest number of the dtype stands out
-            tensor.copy_(tensor.float() / torch.finfo(ops.FP8).max)
     found = torch.full((KV_HEADS, used), float("nan"), dtype=torch.float64)
     slots = torch.cartesian_prod(torch.arange(KV_HEADS), torch.arange(used))
     for seed in range(1, 16):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,12 +58,8 @@ class TopKByMass(SelectOnce):
         mask, lengths = cache.stored()
         how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
         how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        k, where = self._scored_keys(cache)
-        return self._chosen(cache, ops.pooled_mass(q, k, scaling=scaling, **how, **where))
-
-    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
-        """The keys whose mass a decoded token goes by, and their block table, or the scales of a copy in fp8."""
-        return cache.memory[0], {"block_table": cache.block_table}
+        how |= {"scaling": scaling, "block_table": cache.block_table}
+        return self._chosen(cache, ops.pooled_mass(q, cache.memory[0], **how))
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         mask, lengths = cache.stored()

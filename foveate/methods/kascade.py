@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,13 +39,8 @@ class Kascade(TopKByMass):
     their own tile causally; tiles begin at multiples of their length from a row's first token, and a tile that a chunk
     of the prompt ends in is chosen for in two parts.
 
-    With ``score_keys=fp8`` anchors keep a copy of their keys, of half the size or a quarter, and for decoded tokens
-    compute the mass from it, which is approximate: of keys of about the same mass others may be chosen. The keys that
-    are read are the exact ones, and those of prompts and of layer 0 are scored exactly. The copy's range is that of all
-    keys at a prompt's end; each prompt renews it, and the tokens decoded behind it keep to it.
-
     With ``score_keys=pages`` anchors keep low-rank summaries of pages (``page_size``, ``rank``) and choose in two
-    steps, which is approximate as well: the third of the pages that hold most of the attention by their summaries, the
+    steps, which is approximate: the third of the pages that hold most of the attention by their summaries, the
     newest page among them, and then keys by their exact attention within these pages. With ``first_layer=pages`` layer
     0 does the same for its readers, and its own decoded tokens attend to all keys of that third instead of to all keys.
     """
@@ -71,8 +65,8 @@ class Kascade(TopKByMass):
     )
     score_keys: str = setting(
         "exact",
-        "what anchors score for a decoded token: the keys (exact); or, approximate, a copy of them in eight bits "
-        "(fp8), or summaries of pages and then the keys of the best third (pages)",
+        "what anchors score for a decoded token: the keys (exact); or, approximate, summaries of pages and then the "
+        "keys of the best third (pages)",
         later=True,
     )
     first_layer: str = setting(
@@ -89,7 +83,7 @@ class Kascade(TopKByMass):
         self._check("exact_anchors", isinstance(self.exact_anchors, bool), "true or false")
         if self.decode_only:  # all layers read all keys of a prompt
             object.__setattr__(self, "exact_anchors", True)
-        self._check_choice("score_keys", "exact", "fp8", "pages")
+        self._check_choice("score_keys", "exact", "pages")
         if self.score_keys != "exact":
             rule = "exact under calibration=auto, which has no anchors yet when the cache is made"
             self._check("score_keys", self.calibration != AUTO, rule)
@@ -206,11 +200,6 @@ class Kascade(TopKByMass):
 
     # Approximate scores
 
-    @property
-    def scores_a_copy(self) -> bool:
-        """Whether this layer keeps a copy of its keys in fp8, by which it chooses."""
-        return self.score_keys == "fp8" and self.place.chooses and not self.place.dense
-
     @functools.cached_property
     def summaries(self) -> LowRankPages:
         """What is kept of pages under ``score_keys=pages``."""
@@ -229,7 +218,7 @@ class Kascade(TopKByMass):
     @property
     def scores_approximately(self) -> bool:
         """Whether this layer may choose other keys than exact scores would."""
-        return self.scores_a_copy or (self.scores_summaries and self.place.chooses)
+        return self.scores_summaries and self.place.chooses
 
     @property
     def exact(self) -> Method:
@@ -257,16 +246,7 @@ class Kascade(TopKByMass):
         return "pages, choosing" if self.scores_keys_of_pages else "pages"
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        if self.scores_summaries:
-            return self.summaries.channels(geometry)
-        if not self.scores_a_copy:
-            return {}
-        by_channel = {"shape": (geometry.num_kv_heads, geometry.head_dim), "per": 0, "recomputed": True}
-        return {
-            "fp8_keys": Channel((geometry.head_dim,), dtype=ops.FP8, recomputed=True),
-            "key_centres": Channel(**by_channel),
-            "key_scales": Channel(**by_channel, fill=1.0),  # of a row without a prompt, too
-        }
+        return self.summaries.channels(geometry) if self.scores_summaries else {}
 
     @property
     def observation(self) -> Observation | None:
@@ -279,11 +259,6 @@ class Kascade(TopKByMass):
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
         if self.scores_summaries:
             self.summaries.prompt_end(cache)
-        if self.scores_a_copy and cache.used:
-            kept = ops.fp8_range(cache.keys)
-            for name, found in zip(("key_centres", "key_scales"), kept):
-                cache.channel(name).copy_(found)
-            ops.write_fp8(cache.channel("fp8_keys"), cache.keys, *kept)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return self._decode_pages(cache, q, scaling) if self.reads_pages else super().decode(cache, q, scaling)
@@ -305,7 +280,6 @@ class Kascade(TopKByMass):
             self.summaries.write_newest(cache)
         if self.reads_pages:
             cache.count("mass_read", 1.0)
-        self._scored_keys(cache)
         return super().decode_dense(cache, q, scaling)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -352,18 +326,8 @@ class Kascade(TopKByMass):
         """Keys of these pages, of which the newest may be open."""
         return self.page_size * (self.scored_pages(length) - self.summaries.pages(length)) + length
 
-    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
-        if not self.scores_a_copy:
-            return super()._scored_keys(cache)
-        copy, centres, scales = (cache.channel(name) for name in ("fp8_keys", "key_centres", "key_scales"))
-        newest = cache.each_row(operator.sub, 1)[:, None]
-        ops.write_fp8(copy, cache.keys, centres, scales, newest)
-        return copy, {"key_scales": scales}
-
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Under score_keys=pages the summaries of all pages, and the keys of some."""
-        if self.scores_a_copy:
-            return tokens * (geometry.key_share * ops.FP8.itemsize / dtype.itemsize)
         if not self.scores_summaries:
             return super().scored(tokens, geometry, dtype)
         keys = self.page_keys(tokens) if self.scores_keys_of_pages else 0

@@ -53,12 +53,10 @@ from foveate.ops.compress import (
 from foveate.ops.recur import Recurred, gated_delta_rule
 from foveate.ops.retain import Leaving, give_up, keep_best, put_token, replace_weakest, running_best, weakest
 from foveate.ops.score import (
-    FP8,
     INDEXER_BLOCK,
     Convolution,
     IndexerScores,
     column_mass,
-    fp8_range,
     free_energy,
     indexer_scores,
     key_logits,
@@ -74,7 +72,6 @@ from foveate.ops.score import (
     tile_mass,
     unseen_keys,
     visible_keys,
-    write_fp8,
 )
 from foveate.ops.select import (
     WORD_KEYS,
@@ -109,7 +106,6 @@ from foveate.ops.summaries import (
 )
 
 __all__ = [
-    "FP8",
     "INDEXER_BLOCK",
     "WORD_KEYS",
     "Attended",
@@ -159,7 +155,6 @@ __all__ = [
     "first_keys",
     "first_of",
     "fold_group",
-    "fp8_range",
     "free_energy",
     "gated_delta_rule",
     "gather_fields",
@@ -204,5 +199,4 @@ __all__ = [
     "weakest",
     "with_always_read",
     "with_sinks",
-    "write_fp8",
 ]

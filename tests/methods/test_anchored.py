@@ -94,13 +94,6 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax")
     return [best(row, min(k_of(before), before)) for row in scores]
 
 
-def in_eight_bits(k, prompt):
-    """Keys ``[Hkv, n, D]`` as an anchor keeps them to score, but for where they are moved to; of a prompt this long."""
-    scales = 2.0 ** (k[:, :prompt].abs().amax(1, keepdim=True) / 112).log2().ceil()
-    moved = (k - k[:, :prompt].mean(1, keepdim=True)) / scales
-    return moved.clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -113,8 +106,6 @@ def in_eight_bits(k, prompt):
         {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
         {"anchors": [1], "exact_anchors": True, "tile": 5},
         {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
-        {"anchors": [0, 2], "score_keys": "fp8"},
-        {"anchors": [1, 3], "score_keys": "fp8", "pool": "layer", "pooling": "sqrt", "decode_only": True},
     ],
     ids=str,
 )
@@ -142,8 +133,7 @@ def test_kascade_written_out(settings, top_k):
         for layer, (q, k, v) in enumerate((x[0] for x in layer) for layer in tokens):
             everything = [set(range(i + 1))] * KV_HEADS
             if layer in settings["anchors"]:
-                copied = settings.get("score_keys") == "fp8" and decoded and layer != 0
-                selection = by_mass(q, in_eight_bits(k, prompt) if copied else k, queries, begin, budget, **how)
+                selection = by_mass(q, k, queries, begin, budget, **how)
                 exact = not decoded and settings.get("exact_anchors")
                 chosen = everything if layer == 0 or exact else selection
             elif selection is None:
@@ -171,7 +161,6 @@ def test_kascade_written_out(settings, top_k):
     [
         methods.make("kascade", anchors=[0, 2], tile=9, top_k=0.2, min_k=3, heads={"1": [1, 0]}),
         methods.make("kascade", anchors=[1], decode_only=True, top_k=0.2, min_k=3),
-        methods.make("kascade", anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="fp8"),
         methods.make("kascade", anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="pages"),
         methods.make("kascade", anchors=[0], top_k=0.1, min_k=3, score_keys="pages", first_layer="pages"),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3),
@@ -330,25 +319,20 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
-        ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, fp8, pages, not 'int8'"),
+        ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, pages, not 'int8'"),
         (
             "kascade",
-            {"score_keys": "fp8", "calibration": "auto"},
+            {"score_keys": "pages", "calibration": "auto"},
             "score_keys must be exact under calibration=auto, which has no anchors yet when the cache is made",
         ),
         ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
         ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
         ("kascade", {"page_size": 16}, "page_size must be 8 without score_keys=pages, not 16"),
-        ("kascade", {"rank": 1, "score_keys": "fp8"}, "rank must be 2 without score_keys=pages, not 1"),
+        ("kascade", {"rank": 1}, "rank must be 2 without score_keys=pages, not 1"),
         ("kascade", {"page_size": 1, "score_keys": "pages"}, "page_size must be an integer of at least 2, not 1"),
         ("kascade", {"page_size": 65, "score_keys": "pages"}, "page_size must be at most 64, not 65"),
         ("kascade", {"rank": 9, "score_keys": "pages"}, "rank must be at most 8, not 9"),
         ("kascade", {"rank": 3, "page_size": 2, "score_keys": "pages"}, "rank must be at most 2, not 3"),
-        (
-            "kascade",
-            {"first_layer": "pages", "score_keys": "fp8"},
-            "first_layer must be dense without score_keys=pages, not 'pages'",
-        ),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
         ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
@@ -438,7 +422,7 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
     ("name", "value", "before"),
     [
         ("exact_anchors", True, False),
-        ("score_keys", "fp8", "exact"),
+        ("score_keys", "pages", "exact"),
         ("first_layer", "pages", "dense"),
     ],
 )
@@ -462,108 +446,6 @@ def test_dense_prompts_have_no_anchors_that_could_read_less():
     assert method == other == methods.recorded("kascade", **method.settings())
     assert method.spec == "kascade:decode_only=true"
     assert "exact_anchors" not in method.settings()
-
-
-def test_layers_that_choose_what_they_read_keep_a_copy_of_their_keys():
-    """The dense layer 0 and layers that read another's choice keep none."""
-    stack = Stack(methods.make("kascade", anchors=[0, 2], score_keys="fp8", top_k=5, tile=12), 4, 40)
-    stack.feed(draw(4, 2, 40))
-    plain, _, anchor, _ = stores = [layer.store for layer in stack.layers]
-    assert [len(store.specs) for store in stores] == [0, 0, 3, 0]
-    more = 2 * KV_HEADS * (anchor.capacity * DIM + 2 * DIM * 4)  # a byte a number, and the range of each channel
-    assert anchor.resident_bytes == plain.resident_bytes + more
-    for layer in stack.layers:
-        layer.counters.reset()
-    stack.feed(draw(4, 2, 1, seed=1))
-    assert [float(layer.counters.keys_read) for layer in stack.layers] == [82, 10, 10 + 82 / 8, 10]
-
-
-def copied(k, prompt=40, **settings):
-    """What an anchor has read: a prompt, and the other keys ``[B, Hkv, n, D]`` one by one."""
-    method = methods.make("kascade", anchors=[0, 1], score_keys="fp8", top_k=5, **settings)
-    stack = Stack(method, 2, prompt)
-    layers = [(torch.ones(len(k), HEADS, k.shape[2], DIM), k, k)] * 2
-    stack.feed(part(layers, prompt))
-    for i in range(prompt, k.shape[2]):
-        stack.feed(part(layers, i, i + 1))
-    return stack
-
-
-def restored(store):
-    """The keys that a copy stands for."""
-    moved = store.channel("fp8_keys").float() * store.channel("key_scales")[:, :, None]
-    return moved + store.channel("key_centres")[:, :, None]
-
-
-def test_a_prompt_sets_the_range_of_its_copy_and_the_next_one_renews_it():
-    k = torch.randn(2, KV_HEADS, 42, DIM, generator=torch.manual_seed(0))
-    k[:, :, :, 3] = 0.0
-    k[:, :, 40:] *= 1000
-    stack = copied(k)
-    store, largest = stack.layers[1].store, k[:, :, :40].abs().amax(2)
-    scales = store.channel("key_scales")
-    assert torch.equal(scales.log2(), scales.log2().round())
-    assert bool((largest <= 112 * scales).all())
-    assert bool((largest[..., 4:] > 56 * scales[..., 4:]).all())
-    assert_close(store.channel("key_centres"), k[:, :, :40].mean(2))
-    assert bool(
-        ((restored(store) - k)[:, :, :40].abs() <= (k[:, :, :40] - k[:, :, :40].mean(2, True)).abs() / 15).all()
-    )
-    newest = store.channel("fp8_keys")[:, :, 40:].float()
-    assert bool((newest.abs() <= 448).all())
-    assert bool((newest.abs() == 448).any()), "later numbers go no further than fp8 does"
-    assert torch.equal(newest[..., 3], torch.zeros(2, KV_HEADS, 2))
-    stack.phase.prompt_end = 50
-    stack.feed([(torch.ones(2, HEADS, 8, DIM), *[torch.full((2, KV_HEADS, 8, DIM), 2.0)] * 2)] * 2)
-    everything = store.keys
-    assert torch.equal(everything[:, :, :42], k)
-    assert bool((everything.abs().amax(2) <= 112 * store.channel("key_scales")).all())
-    away = (everything - everything.mean(2, True)).abs()
-    finest = store.channel("key_scales")[:, :, None] / 1000
-    assert bool(((restored(store) - everything).abs() <= away / 15 + finest).all())
-
-
-def test_a_row_without_a_prompt_scores_its_tokens_too():
-    k, mask = torch.randn(2, KV_HEADS, 60, DIM, generator=torch.manual_seed(0)), torch.ones(2, 40, dtype=torch.bool)
-    mask[1] = False
-    stack = Stack(methods.make("kascade", anchors=[0, 1], score_keys="fp8", top_k=5), 2, 40)
-    layers = [(torch.ones(2, HEADS, 60, DIM), k, k)] * 2
-    stack.feed(part(layers, 40), mask)
-    for i in range(40, 60):
-        stack.feed(part(layers, i, i + 1))
-    row = stack.layers[1].store.row(1)
-    away = (restored(row)[:, :, :20] - k[1:, :, 40:]).abs()
-    assert bool((away <= k[1:, :, 40:].abs() / 15 + 2.0**-9).all())
-
-
-def outliers(k):
-    """Channels that are large in every key, as the biases of some models make them, and a few keys that are large."""
-    k[..., ::5] += torch.linspace(-100, 150, len(range(0, DIM, 5)))
-    k[:, :, ::50] *= 1.5
-    return k
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("keys", "floor"), [(lambda k: k, 0.95), (outliers, 0.93)], ids=["random", "outliers"])
-@pytest.mark.parametrize("settings", [{}, {"pool": "layer", "pooling": "sqrt"}], ids=str)
-def test_recall_of_what_exact_scores_choose(keys, floor, settings, dtype, record_property):
-    """A tenth of 2,000 keys, of which none stands out: the hardest to tell apart."""
-    method = methods.make("kascade", anchors=[0, 1], score_keys="fp8", top_k=0.1, min_k=1, **settings)
-    exact, method = (one.for_layer(1, 2) for one in (method.exact, method))
-    generator = torch.manual_seed(0)
-    q = torch.randn(4, HEADS, 1, DIM, generator=generator).to(dtype)
-    k = keys(torch.randn(4, KV_HEADS, 2000, DIM, generator=generator)).to(dtype)
-    given = SlotCache.of(k, k, HEADS)
-    cache = given.branch(method.channels(given.geometry), False, Counters(), {})
-    method.prompt_end(cache, SCALING)
-    wanted, found = (one.select(cache, q, SCALING).long() for one in (exact, method))
-    chosen = torch.zeros(k.shape[:3], dtype=torch.bool).scatter_(2, wanted, True)
-    recall = float(chosen.gather(2, found).float().mean())
-    record_property("recall", recall)
-    print(f"recall {recall:.4f}")
-    assert found.shape == wanted.shape
-    assert recall >= floor
-    assert recall < 1, "scores are approximate"
 
 
 def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page_size=8, rank=2):

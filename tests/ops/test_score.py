@@ -252,63 +252,6 @@ def test_pages_that_do_not_fit_have_no_mass():
             ops.pooled_mass_of_pages(q, k, wrong, 4, scaling=0.3, pool=pool)
 
 
-def copy_of(k):
-    copy, (centres, scales) = torch.empty(k.shape, dtype=ops.FP8), ops.fp8_range(k)
-    ops.write_fp8(copy, k, centres, scales)
-    return copy, centres, scales
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scratch", [None, 700])
-def test_the_mass_of_a_copy_is_that_of_the_keys_it_stands_for(dtype, scratch, monkeypatch):
-    """Wherever they are moved to, and in whatever blocks they are converted."""
-    if scratch:
-        monkeypatch.setattr(_math, "SCRATCH_BYTES", scratch)
-    q, k, _ = problem(Shape(2, 2, 3, 1, 50, 16, 16), dtype=dtype)
-    k[..., 3], k[..., 4], k[..., 5] = 90.0, 0.0, 1e-6 * k[..., 5].float()
-    copy, centres, scales = copy_of(k)
-    stands_for = copy.float() * scales[:, :, None]
-    tolerance = {"rtol": 1e-4, "atol": 1e-6}
-    for more in ({}, {"pooling": "sqrt", "pool": "layer", "lengths": torch.tensor([50, 7])}):
-        found = ops.pooled_mass(q, copy, scaling=0.3, key_scales=scales, **more)
-        for keys in (stands_for, stands_for + 0.1 * centres[:, :, None]):
-            torch.testing.assert_close(found, ops.pooled_mass(q.float(), keys, scaling=0.3, **more), **tolerance)
-
-
-def test_some_slots_of_a_copy_are_written_as_all_are():
-    _, k, _ = problem(Shape(2, 2, 3, 1, 50, 16, 16), layout="slots")
-    whole, centres, scales = copy_of(k)
-    room = torch.zeros(2, 2, 60, 16).to(ops.FP8)
-    copy, slots = room[:, :, :50], torch.tensor([[3, 49], [0, 7]])
-    ops.write_fp8(copy, k, centres, scales, slots)
-    for b in range(2):
-        written = torch.zeros(60, dtype=torch.bool).index_fill_(0, slots[b], True)
-        assert torch.equal(room[b, :, written].float(), whole[b, :, slots[b].sort().values].float())
-        assert not room[b, :, ~written].float().any()
-
-
-def test_scales_of_the_smallest_keys():
-    """A channel of subnormal numbers is scaled by a normal one, as is one of zeros."""
-    k = torch.tensor([1e-44, 0.0, 1.0]).expand(1, 1, 5, 3)
-    centres, scales = ops.fp8_range(k)
-    assert bool((scales > 0).all())
-    copy = torch.empty(k.shape, dtype=ops.FP8)
-    ops.write_fp8(copy, k, centres, scales)
-    assert bool(copy.float().isfinite().all())
-
-
-def test_a_copy_is_written_and_scored_without_another_in_a_wider_dtype():
-    k = torch.randn(1, 2, 40_000, 64, dtype=torch.bfloat16)
-    q = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
-    copy = torch.empty(k.shape, dtype=ops.FP8)
-    with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
-        patch.setattr(_math, "SCRATCH_BYTES", SCRATCH)
-        centres, scales = ops.fp8_range(k)
-        ops.write_fp8(copy, k, centres, scales)
-        ops.pooled_mass(q, copy, scaling=0.1, key_scales=scales)
-    assert largest.bytes <= max(SCRATCH, 8 * 40_000 * 4), largest.what
-
-
 # largest_logit
 
 

@@ -142,13 +142,6 @@ def test_pooled_mass(pooling, pool, with_sinks, sinks):
     assert_close(found.lse, lse)
 
 
-def test_pooled_mass_of_a_copy_in_fp8():
-    q, k, _ = problem(SHAPE._replace(queries=1))
-    copy, scales = k.to(ops.FP8), 0.5 + torch.rand(2, 2, 16)
-    expected = score.pooled_mass(q, copy.float() * scales[:, :, None], scaling=SCALING, softcap=5.0)
-    assert_close(score.pooled_mass(q, copy, scaling=SCALING, key_scales=scales, softcap=5.0), expected)
-
-
 @each_cap
 @pytest.mark.parametrize("rest", [False, True])
 def test_tiles(softcap, rest):

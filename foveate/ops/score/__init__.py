@@ -2,7 +2,6 @@
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops.score import indexer, low_rank, nodes, pooled, reference, retention
-from foveate.ops.score.fp8 import FP8, fp8_range, write_fp8
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
 from foveate.ops.score.nodes import (
@@ -24,12 +23,10 @@ pooled_mass_of_records = dispatch(low_rank.pooled_mass_of_records, "foveate.ops.
 retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel")
 
 __all__ = [
-    "FP8",
     "INDEXER_BLOCK",
     "Convolution",
     "IndexerScores",
     "column_mass",
-    "fp8_range",
     "free_energy",
     "indexer_scores",
     "key_logits",
@@ -45,5 +42,4 @@ __all__ = [
     "tile_mass",
     "unseen_keys",
     "visible_keys",
-    "write_fp8",
 ]

@@ -510,7 +510,7 @@ class TestBadPlans:
             ({"rounds": 2}, "rounds has no effect when anchors are chosen by similarity"),
             ({"by": "divergence", "rounds": 2}, "rounds has no effect when anchors are chosen by divergence"),
             (
-                {"by": "divergence", "method": Kascade(score_keys="fp8")},
+                {"by": "divergence", "method": Kascade(score_keys="pages")},
                 "score_keys has no effect by divergence, of keys that are scored exactly",
             ),
             ({"by": "luck"}, "unknown by 'luck'. Allowed: similarity, divergence"),
@@ -815,9 +815,7 @@ class TestTimeShare:
             layer_costs.affordable(STUBBED, share, [0, 1, 2, 3], 900)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize(
-        "settings", [{}, {"score_keys": "fp8"}, {"score_keys": "pages", "first_layer": "pages"}], ids=str
-    )
+    @pytest.mark.parametrize("settings", [{}, {"score_keys": "pages", "first_layer": "pages"}], ids=str)
     def test_is_of_costs_measured(self, dtype, settings):
         shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 200, "batch": 2}
         costs = layer_costs.measure(Kascade(**settings), **shape, dtype=dtype, device="cpu")
