@@ -25,8 +25,6 @@ _PAGE_SIZE, _RANK = 8, 2
 """Tokens of a page, and directions of its summary, under score_keys=pages."""
 ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
-AUTO = "auto"
-"""The calibration of a method that finds its anchors from the first long prompt."""
 _ANCHORS = 5
 
 
@@ -50,12 +48,10 @@ class Kascade(TopKByMass):
     full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
     small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
     retired: ClassVar[dict] = TopKByMass.retired | {"remap": True}
-    among: ClassVar[tuple[int, ...]] = ()
-    """The layers that the method is applied to; set by :meth:`for_layer`."""
 
     anchors: Any = setting(_ANCHORS, "anchor layers: their numbers, or how many, evenly spaced from layer 0 on")
     heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
-    calibration: str = setting("", "file of `foveate calibrate` with both; or auto: from the first long prompt")
+    calibration: str = setting("", "file of `foveate calibrate` with both")
 
     exact_anchors: bool = setting(
         True,
@@ -84,18 +80,12 @@ class Kascade(TopKByMass):
         if self.decode_only:  # all layers read all keys of a prompt
             object.__setattr__(self, "exact_anchors", True)
         self._check_choice("score_keys", "exact", "pages")
-        if self.score_keys != "exact":
-            rule = "exact under calibration=auto, which has no anchors yet when the cache is made"
-            self._check("score_keys", self.calibration != AUTO, rule)
         self._check_choice("first_layer", "dense", "pages")
         summarised = self.first_layer == "dense" or self.score_keys == "pages"
         self._check("first_layer", summarised, "dense without score_keys=pages")
         self._check_summaries()
-        self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`, or auto")
-        if self.calibration == AUTO:
-            self._check("anchors", isinstance(self.anchors, int), "how many under calibration=auto")
-            self._check("heads", self.heads is None, "left out under calibration=auto")
-        elif self._of_file and (isinstance(self.anchors, int) or self.heads is None):
+        self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`")
+        if self.calibration and (isinstance(self.anchors, int) or self.heads is None):
             self._read_calibration()
         if isinstance(self.anchors, (list, tuple)):
             self._check_layers("anchors")
@@ -138,7 +128,7 @@ class Kascade(TopKByMass):
     @functools.cached_property
     def spec(self) -> str:
         """A calibration stands for its anchors and heads."""
-        if not self._of_file:
+        if not self.calibration:
             return super().spec
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return self._spell(values | {"anchors": _ANCHORS, "heads": None})
@@ -150,27 +140,18 @@ class Kascade(TopKByMass):
         return found | ({"page_size": self.page_size, "rank": self.rank} if self.score_keys == "pages" else {})
 
     def changed(self, **settings: Any) -> Method:
-        own = {"anchors": _ANCHORS, "heads": None} if self._of_file else {}
+        own = {"anchors": _ANCHORS, "heads": None} if self.calibration else {}
         return super().changed(**own | settings)
 
-    @property
-    def self_calibrating(self) -> bool:  # type: ignore[override]
-        return self.calibration == AUTO
-
-    @property
-    def _of_file(self) -> bool:
-        """Whether anchors and heads are those of a file."""
-        return self.calibration not in ("", AUTO)
-
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
-        if self._of_file:
+        if self.calibration:
             if self.artefact is None:  # as in a row of results, which names a file that need not be here
                 raise ValueError(
                     f"{self.name}: anchors and heads must be left out beside a calibration, which has them"
                 )
             self.artefact.check_layers(num_layers)
         own = super().for_layer(layer, num_layers, among)
-        own.__dict__.update(artefact=self.artefact, among=tuple(range(num_layers) if among is None else among))
+        own.__dict__["artefact"] = self.artefact
         return own
 
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
@@ -182,8 +163,6 @@ class Kascade(TopKByMass):
                     f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not "
                     f"{number}{default}"
                 )
-            if self.calibration == AUTO:
-                return Place(layer, None)
             anchors = [among[round(index * layers / number)] for index in range(number)]
         else:
             anchors = layer_numbers(self, "anchors", among)

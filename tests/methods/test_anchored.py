@@ -320,11 +320,6 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
         ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, pages, not 'int8'"),
-        (
-            "kascade",
-            {"score_keys": "pages", "calibration": "auto"},
-            "score_keys must be exact under calibration=auto, which has no anchors yet when the cache is made",
-        ),
         ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
         ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
         ("kascade", {"page_size": 16}, "page_size must be 8 without score_keys=pages, not 16"),
