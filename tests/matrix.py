@@ -75,23 +75,17 @@ VARIANTS = [
             "_no_anchor": {"anchors": [1], "score_keys": "pages", "top_k": 0.2, "min_k": 6},
         }.items()
     ),
-    ("quest/kv_head", methods.make("quest", top_k=0.2, min_k=4, page_size=4, pool="kv_head").for_layer(2, 3)),
+    ("quest/pages", methods.make("quest", top_k=20, page_size=5).for_layer(2, 3)),
     *(
-        (f"pages/{name}", methods.make("pages", **({"page_size": 4, "top_k": 16, "window": 3} | settings)))
+        (f"pages/{name}", methods.make("pages", **settings))
         for name, settings in {
-            "share": {"top_k": 0.25, "min_k": 9, "page_size": 3, "sinks": 0, "rank": 1},
-            "layer": {"pool": "layer", "window": 7, "page_size": 5, "top_k": 30},
-            "unweighted": {"weighted": False, "sinks": 6, "window": 1},
-            "bound": {"score": "bound", "top_k": 20},
+            "rank": {"page_size": 3, "top_k": 33, "rank": 1},
+            "large": {"page_size": 5, "top_k": 40},
+            "unweighted": {"page_size": 4, "top_k": 32, "weighted": False},
         }.items()
     ),
-    *(
-        (f"locks/{name}", methods.make("locks", **({"page_size": 4, "rank": 4, "top_k": 16} | settings)))
-        for name, settings in {
-            "share": {"top_k": 0.25, "min_k": 9, "page_size": 3, "rank": 1, "sink_pages": 0},
-            "always": {"sink_pages": 2, "window_pages": 2, "top_k": 20},
-        }.items()
-    ),
+    ("locks/rank", methods.make("locks", page_size=3, rank=1, top_k=16)),
+    ("locks/large", methods.make("locks", page_size=5, rank=4, top_k=20)),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
     ("lined_as_published/layer", methods.make("lined_as_published", top_k=0.15, window=8, pool="layer")),
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
@@ -522,8 +516,8 @@ PROMISED = {
     "lte": lambda method, prompt, length: {*range(method.sinks), *range(length - method.window, length)},
     "pages": lambda method, prompt, length: {*range(method.sinks), *range(length + 1 - method.window, length)},
     "locks": lambda method, prompt, length: {
-        *range(method.sink_pages * method.page_size),
-        *range((length // method.page_size + 1 - method.window_pages) * method.page_size, length),
+        *range(method.page_size),
+        *range(length // method.page_size * method.page_size, length),
     },
     "adakv": lambda method, prompt, length: range(prompt - method.window, length),
     "snapkv": lambda method, prompt, length: range(prompt - method.window, length),

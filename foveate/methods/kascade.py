@@ -15,7 +15,7 @@ from foveate import ops
 from foveate.calibration import load
 from foveate.methods._anchored import Place, Selection, layer_numbers, nearest
 from foveate.methods._common import count_scored
-from foveate.methods._low_rank import LowRankPages
+from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import Method, Observation, setting
 from foveate.methods.budgets import Number, clamp
@@ -102,11 +102,8 @@ class Kascade(TopKByMass):
             object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
 
     def _check_summaries(self) -> None:
-        self._check_count("page_size", 2)
-        self._check_count("rank", 1)
-        rank = min(ops.PageRecord.largest_rank, self.page_size)
-        for name, most, default in (("page_size", ops.PageRecord.largest_page, _PAGE_SIZE), ("rank", rank, _RANK)):
-            self._check(name, getattr(self, name) <= most, f"at most {most}")
+        check_records(self)
+        for name, default in (("page_size", _PAGE_SIZE), ("rank", _RANK)):
             summarised = self.score_keys == "pages" or getattr(self, name) == default
             self._check(name, summarised, f"{default} without score_keys=pages")
 
@@ -285,14 +282,14 @@ class Kascade(TopKByMass):
             int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer.
         """
         self.summaries.write_newest(cache)
-        mass = self.summaries.mass(cache, q, scaling, pooling=self.pooling, pool=self.pool)
+        mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
         newest, ends = (cache.each_row(rule) for rule in (self.summaries.newest, self.summaries.pages))
         scores = ops.with_always_read(mass, 0, newest, ends)
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
         pages = ops.topk_rows(scores, counts, most, dtype=torch.int32)
         if self.reads_pages:
             if self.pooling == "sqrt":  # its scores are not shares of the attention
-                mass = self.summaries.mass(cache, q, scaling, pool=self.pool)
+                mass = self.summaries.mass(cache, q, scaling, "post_softmax", self.pool)
             cache.count("mass_read", ops.mass_of_pages(mass, pages))
         return pages
 
@@ -310,7 +307,7 @@ class Kascade(TopKByMass):
         if not self.scores_summaries:
             return super().scored(tokens, geometry, dtype)
         keys = self.page_keys(tokens) if self.scores_keys_of_pages else 0
-        return tokens * self.summaries.share(geometry, dtype) + geometry.key_share * keys
+        return self.summaries.scored(tokens, geometry, dtype) + geometry.key_share * keys
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,8 @@ def test_attention_of_pages_of_any_head_dim(dtype, dim, value_dim, own):
         check_pages(q, k, v, pages, 16, torch.full((batch,), number - 3, device="cuda"))
 
 
-@every_pair(DTYPES, POOLED_GROUPS, SIZES)
-def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number, pool):
+@every_pair(DTYPES, GROUPS, SIZES)
+def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number):
     ragged = (uniform(batch, kv_heads, seed=3) * (number + 1)).long()
     for dim in (64, 80, 128, 256):
         q, a, b = problem(batch, heads, kv_heads, number, dim, dim, dtype)
@@ -218,7 +218,7 @@ def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number, pool):
                 beyond = torch.arange(number, device="cuda") >= lengths.view(batch, -1, 1)
                 beyond = beyond.expand(-1, kv_heads, -1)
                 low[beyond], high[beyond] = torch.nan, torch.inf
-            how = {"scaling": 0.1, "lengths": lengths, "pool": pool}
+            how = {"scaling": 0.1, "lengths": lengths}
             with poisoned_memory("cuda"):
                 found = ops.largest_logit(rows, low, high, **how)
             expected = nodes.largest_logit(rows.double(), low.double(), high.double(), **how).float()
@@ -491,12 +491,10 @@ def test_methods_run_on_the_kernels(monkeypatch):
             monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: ran.append(name) or real(*a, **k))
     tokens = Tokens.random(2, 300)
     tokens = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
-    quest = "quest:top_k=64,dense_layers=0"
     specs = [
         "dense",
         "oracle_topk:top_k=64,dense_layers=0",
-        quest,
-        f"{quest},pool=kv_head",
+        "quest:top_k=64,dense_layers=0",
         "pages:top_k=64",
         "locks:top_k=64",
         "kascade:top_k=64,score_keys=pages,decode_only=true",

@@ -99,7 +99,7 @@ def test_every_family_sampled_and_with_ends(family, spec):
         "quest:dense_layers=0,page_size=4,top_k=9",
         "kascade:anchors=[0,1],score_keys=pages,top_k=9",
         "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
-        "pages:page_size=4,top_k=9,window=3",
+        "pages:page_size=4,top_k=32",
     ],
 )
 def test_turns_chunks_copies_and_forward_passes_go_on_from_replayed_steps(spec):

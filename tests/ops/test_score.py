@@ -291,8 +291,6 @@ def test_largest_logit_is_that_of_the_best_corner(size, data):
         assert_close(found, wanted)
         logits = torch.einsum("bhgd,bhnsd->bhgns", rows.double(), keys.double()) * scaling
         assert (found >= logits.amax(-1) - 1e-4).all()  # no key in a box has more
-        pooled = ops.largest_logit(rows, low, high, scaling, pool="kv_head")
-        assert_close(pooled, wanted.amax(2))
         there = torch.arange(size["boxes"]) < lengths[:, None]
         short = ops.largest_logit(rows, low, high, scaling, lengths=lengths)
         assert_close(short, wanted.masked_fill(~there[:, None, None], float("-inf")))
@@ -307,9 +305,3 @@ def test_largest_logit_of_boxes_that_are_not_there_may_be_anything():
             corner[b, h, lengths[b, h] :] = float("nan")
     assert torch.equal(ops.largest_logit(rows, low, high, 0.3, lengths=lengths), expected)
     assert ((expected > float("-inf")).sum(-1) == lengths[..., None]).all()
-
-
-def test_largest_logit_of_other_pools_is_refused():
-    rows, _, low, high = draw_boxes(1, 1, 1, 1, 1, 1, seed=0)
-    with pytest.raises(ValueError, match="layer"):
-        ops.largest_logit(rows, low, high, 1.0, pool="layer")
