@@ -75,17 +75,17 @@ VARIANTS = [
             "_no_anchor": {"anchors": [1], "score_keys": "pages", "top_k": 0.2, "min_k": 6},
         }.items()
     ),
-    ("quest/pages", methods.make("quest", top_k=20, page_size=5).for_layer(2, 3)),
+    ("quest/pages", methods.make("quest", top_k=12, page_size=4).for_layer(2, 3)),
     *(
         (f"pages/{name}", methods.make("pages", **settings))
         for name, settings in {
             "rank": {"page_size": 3, "top_k": 33, "rank": 1},
-            "large": {"page_size": 5, "top_k": 40},
+            "large": {"page_size": 6, "top_k": 42},
             "unweighted": {"page_size": 4, "top_k": 32, "weighted": False},
         }.items()
     ),
     ("locks/rank", methods.make("locks", page_size=3, rank=1, top_k=16)),
-    ("locks/large", methods.make("locks", page_size=5, rank=4, top_k=20)),
+    ("locks/directions", methods.make("locks", page_size=4, rank=4, top_k=20)),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
     ("lined_as_published/layer", methods.make("lined_as_published", top_k=0.15, window=8, pool="layer")),
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
