@@ -16,7 +16,7 @@ step --batch 1 --batch 32 --method "$dense_prompt" --method "$by_pages" --method
   --method pages --method pages:page_size=16 --method pages:page_size=32 --method locks:top_k=0.1 \
   --method quest --method omnikv --method lessismore
 step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --method "$dense_prompt,top_k=0.3" \
-  --method "$dense_prompt,score_keys=fp8" --method "$by_pages" --method "$by_pages,first_layer=pages" \
+  --method "$by_pages" --method "$by_pages,first_layer=pages" \
   --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" \
   --method pages --method pages:page_size=16 --method locks:top_k=0.1
 step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \

@@ -59,9 +59,8 @@ tenth=(
   oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
 )
 variants=(
-  "$sparse" "$ours,$own" "$paper,$own" "$sparse,tile=32" "$heads,decode_only=true" "$heads,decode_only=true,remap=false"
-  "$ours,decode_only=true,pooling=pre_softmax" "$heads,$own" "$heads,remap=false,$own" "$ours,pooling=pre_softmax,$own"
-  kascade:pool=layer,decode_only=true "$ours,decode_only=true,top_p=0.95,top_k=0.2"
+  "$sparse" "$ours,$own" "$paper,$own" "$sparse,tile=32" "$heads,decode_only=true"
+  "$heads,$own" kascade:pool=layer,decode_only=true
 )
 # Other shares for the frontier; a tenth is above.
 shares=() oracle=() choices=() pooled=()
@@ -90,12 +89,12 @@ done
 # Figures 2, 5 and 6 of the paper, with a floor that a share of a few thousand tokens does not reach.
 for share in 0.025 0.05 0.1; do
   oracle+=("oracle_topk:top_k=$share,min_k=16" "oracle_topk:top_k=$share,min_k=16,dense_layers=0")
-  for variant in ",$own" ",pool=layer,$own" ",remap=false,$own"; do
+  for variant in ",$own" ",pool=layer,$own"; do
     choices+=("$heads,top_k=$share,min_k=16$variant" "$paper,top_k=$share,min_k=16$variant")
   done
 done
 for tile in 1 32 64 128 256; do
-  pooled+=("oracle_topk:min_k=16,tile=$tile" "oracle_topk:min_k=16,tile=$tile,pooling=pre_softmax")
+  pooled+=("oracle_topk:min_k=16,tile=$tile")
 done
 compare figure-2 2wiki dev 164 8192 "${oracle[@]}"
 compare figure-5 musique dev 200 8192 "${pooled[@]}"

@@ -36,45 +36,27 @@ TASKS = {
     "multikey_1": "ruler:split=niah_multikey_1,max_new_tokens=16",
 }
 BASE = 'kascade:calibration="divergence.json",pool=layer'
-QUESTION = {"dense_last": 128}
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"decode_only": True},
     {"exact_anchors": False},
-    {"exact_anchors": False, "dense_last": 128},
     {},
     {"pool": "kv_head"},
-    {"pool": "kv_head", "tile_pooling": "max"},
     {"oracle": True, "pool": "kv_head"},
     {"min_k": 1024},
     {"pool": "kv_head", "min_k": 1024},
-    QUESTION,
-    {"tile_pooling": "max"},
-    {"tile": 32, "tile_pooling": "max"},
     {"oracle": True},
-    {"oracle": True, "tile_pooling": "max"},
-    QUESTION | {"tile_pooling": "max"},
     {"oracle": True, "tile": 1},
-    {"oracle": True, "dense_last": 128},
-    QUESTION | {"dense_last": 512},
-    QUESTION | {"rest": "mean"},
     {"rest": "mean"},
-    {"dense_last": 2048},
     {"tile": 1},
-    QUESTION | {"tile": 32},
-    QUESTION | {"window": 64},
-    QUESTION | {"pooling": "sqrt"},
-    QUESTION | {"dense_last": 32},
-    QUESTION | {"top_k": 0.2},
-    QUESTION | {"top_k": 0.2, "top_p": 0.95, "pooling": "post_softmax"},
+    {"pooling": "sqrt"},
     {"top_k": 0.2},
     {"oracle": True, "tile": 32},
     {"oracle": True, "rest": "mean"},
     {"exact_anchors": False, "rest": "mean"},
     {"tile": 32},
-    QUESTION | {"rest": "mean", "tile": 32, "window": 64},
 )
 """Settings that are changed in the base; `oracle`: the same keys chosen anew in every layer."""
-_OF_ANCHORS = ("calibration", "anchors", "heads", "remap", "exact_anchors", "score_keys", "first_layer")
+_OF_ANCHORS = ("calibration", "anchors", "heads", "exact_anchors", "score_keys", "first_layer")
 
 
 def variant(base: str, changed: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foveate import methods, ops
+from foveate import methods
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
 from foveate.runtime import Phase, handed_on
@@ -57,21 +57,14 @@ VARIANTS = [
         for name, settings in {
             "tiles": {"anchors": [1], "exact_anchors": False},
             "decode_only": {"anchors": [1], "decode_only": True},
-            "pre_softmax": {"anchors": [1], "pooling": "pre_softmax", "exact_anchors": False},
             "layer": {"anchors": [1], "pool": "layer", "tile": 5, "exact_anchors": False},
             "sqrt": {"anchors": [1], "pooling": "sqrt", "exact_anchors": False},
             "exact_anchors": {"anchors": [1]},
-            "fp8": {"anchors": [1], "score_keys": "fp8", "pooling": "sqrt"},
-            "fp8_decode_only": {"anchors": [1], "score_keys": "fp8", "decode_only": True, "top_k": 0.2, "min_k": 6},
             "pages": {"anchors": [1], "score_keys": "pages", "pooling": "sqrt"},
             "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
             "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4, "rank": 1},
-            "top_p": {"anchors": [1], "top_p": 0.6, "top_k": 0.3, "exact_anchors": False},
+            "share": {"anchors": [1], "top_k": 0.3, "min_k": 6, "exact_anchors": False},
             "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
-            "score_queries": {"anchors": [1], "score_queries": 0.5, "exact_anchors": False},
-            "dense_last": {"anchors": [1], "dense_last": 15},
-            "tile_max": {"anchors": [1], "tile_pooling": "max", "pool": "layer", "exact_anchors": False},
-            "window": {"anchors": [1], "window": 5, "dense_last": 6},
         }.items()
     ),
     *(
@@ -82,23 +75,17 @@ VARIANTS = [
             "_no_anchor": {"anchors": [1], "score_keys": "pages", "top_k": 0.2, "min_k": 6},
         }.items()
     ),
-    ("quest/kv_head", methods.make("quest", top_k=0.2, min_k=4, page_size=4, pool="kv_head").for_layer(2, 3)),
+    ("quest/pages", methods.make("quest", top_k=12, page_size=4).for_layer(2, 3)),
     *(
-        (f"pages/{name}", methods.make("pages", **({"page_size": 4, "top_k": 16, "window": 3} | settings)))
+        (f"pages/{name}", methods.make("pages", **settings))
         for name, settings in {
-            "share": {"top_k": 0.25, "min_k": 9, "page_size": 3, "sinks": 0, "rank": 1},
-            "layer": {"pool": "layer", "window": 7, "page_size": 5, "top_k": 30},
-            "unweighted": {"weighted": False, "sinks": 6, "window": 1},
-            "bound": {"score": "bound", "top_k": 20},
+            "rank": {"page_size": 3, "top_k": 33, "rank": 1},
+            "large": {"page_size": 6, "top_k": 42},
+            "unweighted": {"page_size": 4, "top_k": 32, "weighted": False},
         }.items()
     ),
-    *(
-        (f"locks/{name}", methods.make("locks", **({"page_size": 4, "rank": 4, "top_k": 16} | settings)))
-        for name, settings in {
-            "share": {"top_k": 0.25, "min_k": 9, "page_size": 3, "rank": 1, "sink_pages": 0},
-            "always": {"sink_pages": 2, "window_pages": 2, "top_k": 20},
-        }.items()
-    ),
+    ("locks/rank", methods.make("locks", page_size=3, rank=1, top_k=16)),
+    ("locks/directions", methods.make("locks", page_size=4, rank=4, top_k=20)),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
     ("lined_as_published/layer", methods.make("lined_as_published", top_k=0.15, window=8, pool="layer")),
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
@@ -250,7 +237,6 @@ def assert_same_state(a, b):
                 if spec.per == 1:
                     tensor = getattr(store, name) if name in ("keys", "values") else store.tensors[name]
                     tensor = tensor[row]
-                    tensor = tensor.float() if tensor.dtype == ops.FP8 else tensor
                     picked[name] = [tensor[head, slots] for head, slots in enumerate(held)]
                 else:
                     picked[name] = [store.tensors[name][row, :, : entries(store, row, spec)].float()]
@@ -293,7 +279,7 @@ def test_context_shorter_than_the_budget_is_dense(method):
     tokens = Tokens.random(2, 6)
     driver = Driver(method, prompt_end=4)
     out = torch.cat([driver.feed(tokens[:4]), driver.feed_steps(tokens[4:5])], 2)
-    if getattr(method, "tail", 9) >= 5 and not (hasattr(method, "place") and getattr(method, "top_p", 1) < 1):
+    if getattr(method, "tail", 9) >= 5:
         close(out, dense(tokens[:5]))
 
 
@@ -380,8 +366,6 @@ def changes(driver, token, name, places, value):
         else:
             most = torch.finfo(tensor.dtype).max
             written = torch.tensor(value).clamp(-most, most).to(tensor.dtype)
-        if tensor.dtype == ops.FP8:  # torch writes bytes to places, but no fp8
-            tensor, written = tensor.view(torch.uint8), written.view(torch.uint8)
         tensor[(torch.arange(len(some)), *some.T)] = written
         rows = [getattr(token, part).expand(len(some) + 1, -1, -1, -1) for part in "qkv"]
         out = probe.feed(Tokens(*rows))[:, :, 0].unflatten(1, (KV_HEADS, -1)).flatten(2)
@@ -422,9 +406,6 @@ def scored(driver, token):
     the others, and the newest key, which is not in the cache yet, as the one before it.
     """
     driver, used = copy.deepcopy(driver), driver.store.used
-    for tensor in driver.store.tensors.values():
-        if tensor.dtype == ops.FP8:  # so that the largest number of the dtype stands out
-            tensor.copy_(tensor.float() / torch.finfo(ops.FP8).max)
     found = torch.full((KV_HEADS, used), float("nan"), dtype=torch.float64)
     slots = torch.cartesian_prod(torch.arange(KV_HEADS), torch.arange(used))
     for seed in range(1, 16):
@@ -517,8 +498,8 @@ PROMISED = {
     "lte": lambda method, prompt, length: {*range(method.sinks), *range(length - method.window, length)},
     "pages": lambda method, prompt, length: {*range(method.sinks), *range(length + 1 - method.window, length)},
     "locks": lambda method, prompt, length: {
-        *range(method.sink_pages * method.page_size),
-        *range((length // method.page_size + 1 - method.window_pages) * method.page_size, length),
+        *range(method.page_size),
+        *range(length // method.page_size * method.page_size, length),
     },
     "adakv": lambda method, prompt, length: range(prompt - method.window, length),
     "snapkv": lambda method, prompt, length: range(prompt - method.window, length),

@@ -424,26 +424,6 @@ def test_what_calibrate_says_can_be_pasted_whatever_the_file_is_called(model, tm
     assert Path(name).is_file()
 
 
-def test_generate_finds_anchors_by_itself(model, tmp_path):
-    (tmp_path / "prompt.txt").write_text("Call me Ishmael. " * 40, encoding="utf-8")
-    arguments = ["generate", "--model", model, "--max-new-tokens", 5, "--prompt-file", tmp_path / "prompt.txt"]
-    done = call(*arguments, "--method", "kascade:calibration=auto,anchors=1,top_k=9")
-    assert done.exit_code == 0, done.output
-    assert "100.0 % of the keys read" not in done.stderr
-    done = call(*arguments, "--method", "kascade:calibration=auto,anchors=3")
-    assert done.exit_code == 2
-    assert "anchors must be at most 2" in done.stderr
-
-
-@pytest.mark.parametrize("spec", ["kascade:calibration=auto", 'per_layer:layers={"rest": "kascade:calibration=auto"}'])
-def test_compare_takes_no_anchors_that_each_batch_finds(model, out, spec):
-    done = call(*compare(model, out, "--method", spec))
-    assert done.exit_code == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert "make no comparison; give a file of `foveate calibrate`" in line
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -17,7 +17,7 @@ def test_rows_are_of_each_variant_and_made_once(tmp_path, monkeypatch, capsys):
     arguments = ["--model", str(model), "--data", str(tiny.SAMPLE), "--out", "out/rows.jsonl", "--device", "cpu"]
     sizes = "--length 600 --limit 2 --batch-size 2 --base kascade:anchors=1,top_k=9,pool=layer"
     arguments += sizes.split()
-    arguments += ["--tasks", "multikey_2", "single_3", "--variants", "{}", '{"dense_last": 16}', '{"oracle": true}']
+    arguments += ["--tasks", "multikey_2", "single_3", "--variants", "{}", '{"tile": 16}', '{"oracle": true}']
     BENCHMARK["main"]([*arguments, "--seconds", "0"])
     out = tmp_path / "out" / "rows.jsonl"
     assert not out.exists()
@@ -26,7 +26,7 @@ def test_rows_are_of_each_variant_and_made_once(tmp_path, monkeypatch, capsys):
     text = out.read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     base = "kascade:top_k=9,pool=layer,anchors=1"
-    specs = ["dense", base, "kascade:top_k=9,pool=layer,dense_last=16,anchors=1", "oracle_topk:top_k=9,pool=layer"]
+    specs = ["dense", base, "kascade:top_k=9,pool=layer,tile=16,anchors=1", "oracle_topk:top_k=9,pool=layer"]
     assert [(row["spec"], row["task"]) for row in rows] == [
         (spec, task) for spec in specs for task in ("multikey_2", "single_3")
     ]

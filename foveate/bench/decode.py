@@ -161,7 +161,7 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
 
 
 def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
-    """The share of the keys that exact scores choose which a layer that scores a copy or summaries chooses, too."""
+    """The share of the keys that exact scores choose which a layer that scores summaries chooses, too."""
     exact = policy.exact.for_layer(policy.place.layer, plan.layers)
     places = torch.zeros(2, plan.kv_heads * cache.batch_size, cache.used + 1, dtype=torch.bool, device=cache.device)
     for one, method in zip(places, (exact, policy)):

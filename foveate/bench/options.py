@@ -50,7 +50,6 @@ class Prefill(Plan):
     methods: Sequence[str] = option(
         (
             *("dense", "kascade", "kascade:exact_anchors=false"),
-            *("kascade:score_queries=0.5", "kascade:score_queries=0.25"),  # their rows tell what they miss
             *("streaming", "snapkv", "tova", "h2o", "luka"),
         ),
         _METHOD,

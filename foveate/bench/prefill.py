@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import breakdown, cold, dense_peers, options, prompt_choice
+from foveate.bench import breakdown, cold, dense_peers, options
 from foveate.bench.layer_kinds import Kind, in_prompt, kinds, share_of
 from foveate.bench.plan import Keep, Row, Say, parsed
 from foveate.methods import Method
@@ -108,11 +108,7 @@ def _method(plan: Plan, those: Sequence[Kind], prompt: _Prompt) -> _Found:
 
 
 def _kind(plan: Plan, kind: Kind, prompt: _Prompt) -> dict[str, Any]:
-    """What a layer of a kind takes: to attend, to learn from the queries, and at the prompt's end.
-
-    Of one that chooses approximately ``choice`` tells what that is worth; drawn keys, of which none stands out, are the
-    hardest to choose from.
-    """
+    """What a layer of a kind takes: to attend, to learn from the queries, and at the prompt's end."""
     policy, forward = kind.policy, {}
     if kind.chooser is not None:
         _branch(kind.chooser, prompt, forward, of=lambda branch: kind.chooser.prompt(branch, prompt.q, plan.scaling))
@@ -130,9 +126,6 @@ def _kind(plan: Plan, kind: Kind, prompt: _Prompt) -> dict[str, Any]:
         learn_ms, peak = _ms(plan, learn), max(peak, _peak(plan, learn))
         del attended
     end_ms = statistics.median(_end(plan, policy, prompt, forward) for _ in range(plan.repeats))
-    if getattr(policy, "score_queries", 1.0) < 1 and policy.place.chooses:
-        exact = policy.changed(score_queries=1.0).for_layer(policy.place.layer, plan.layers)
-        found["choice"] = prompt_choice.quality(policy, exact, branch, prompt.q, plan.scaling)
     return {"ms": attend_ms + learn_ms + end_ms, **found, "learn_ms": learn_ms, "end_ms": end_ms, "peak_bytes": peak}
 
 

@@ -22,7 +22,6 @@ class Own:
 
     name = "own"
     spec = "own"
-    self_calibrating = False
 
     def settings(self) -> dict[str, Any]:
         return {}

@@ -110,12 +110,6 @@ def parse_methods(specs: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
     methods = [Own() if spec.strip() == Own.spec else parse_method(spec) for spec in specs]
     if methods and all(isinstance(method, Own) for method in methods):
         return (Own(),), False
-    for method in methods:
-        if method.self_calibrating:
-            raise UserError(
-                f"method '{method.spec}': anchors found on each batch's own prompt make no comparison; give a file of "
-                "`foveate calibrate`"
-            )
     added = all(method.name != "dense" for method in methods)
     if added:
         methods.insert(0, parse_method("dense"))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,16 +24,14 @@ class TopKByMass(SelectOnce):
     keys of its own, as many as it attends to.
     """
 
+    retired: ClassVar[dict] = {"top_p": 1.0}
     exact_anchors: ClassVar[bool] = False
     """Whether layers that choose read all keys in prompts."""
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")
-    top_p: float = setting(1.0, "attention mass after which no more keys are chosen, however many top_k allows")
     pool: str = setting("kv_head", "whose attention is averaged: the heads of each kv_head, or of the whole layer")
-    pooling: str = setting(
-        "post_softmax", "what is averaged: attention (post_softmax), its square root (sqrt) or queries (pre_softmax)"
-    )
+    pooling: str = setting("post_softmax", "what is averaged: attention (post_softmax) or its square root (sqrt)")
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
     rest: str = setting(
@@ -42,68 +39,29 @@ class TopKByMass(SelectOnce):
         "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are",
         before="none",
     )
-    score_queries: float = setting(
-        1.0, "share of a tile's queries whose attention is averaged: 1.0, or less (approximate)", later=True
-    )
-    tile_pooling: str = setting(
-        "mean", "a key's score for a prompt's tile: the mean attention of its queries, or the largest (max)", later=True
-    )
-    dense_last: int = setting(0, "last tokens of a prompt, such as its question, that read all keys", later=True)
-    window: int = setting(0, "keys right before a prompt's tile that are chosen first, whatever their mass", later=True)
 
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("min_k")
-        top_p = isinstance(self.top_p, float) and 0 < self.top_p <= 1
-        self._check("top_p", top_p, "a float in (0, 1]")
         self._check_choice("pool", "kv_head", "layer")
-        self._check_choice("pooling", "post_softmax", "sqrt", "pre_softmax")
-        self._check("top_p", self.top_p == 1 or self.pooling == "post_softmax", f"1.0 with {self.pooling} pooling")
+        self._check_choice("pooling", "post_softmax", "sqrt")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
-        share = isinstance(self.score_queries, float) and 0 < self.score_queries <= 1
-        self._check("score_queries", share, "a float in (0, 1]")
-        if self.score_queries < 1:
-            dense = self.decode_only or self.pooling == "pre_softmax"
-            self._check("score_queries", not dense, "1.0 with decode_only, and with pre_softmax pooling")
-        self._check_choice("tile_pooling", "mean", "max")
-        if self.tile_pooling == "max":
-            other = self.decode_only or self.pooling == "pre_softmax" or self.top_p < 1
-            self._check("tile_pooling", not other, "mean with decode_only, pre_softmax pooling, or top_p below 1.0")
         self._check_choice("rest", "none", "mean")
         self._check(
             "rest", self.rest == "none" or not self.decode_only, "none with decode_only: prompts are read densely"
         )
-        for name in ("dense_last", "window"):
-            self._check_count(name)
-            dense = self.decode_only and getattr(self, name) > 0
-            self._check(name, not dense, "0 with decode_only: prompts are read densely")
 
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        num_kv_heads = cache.geometry.num_kv_heads
-        if self.pooling == "pre_softmax":
-            rows = ops.fold_group(q, num_kv_heads)
-            mean = rows.float().mean(2, keepdim=True).to(rows.dtype)
-            scores = ops.key_logits(mean, cache.keys, scaling, cache.softcap)[:, :, 0]
-            holes = cache.holes()
-            scores = scores if holes is None else scores.masked_fill_(~holes, float("-inf"))
-        else:
-            mask, lengths = cache.stored()
-            how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
-            how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-            k, where = self._scored_keys(cache)
-            scores = ops.pooled_mass(q, k, scaling=scaling, **how, **where)
-        return self._chosen(cache, scores)
-
-    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
-        """The keys whose mass a decoded token goes by, and their block table, or the scales of a copy in fp8."""
-        return cache.memory[0], {"block_table": cache.block_table}
+        mask, lengths = cache.stored()
+        how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
+        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        how |= {"scaling": scaling, "block_table": cache.block_table}
+        return self._chosen(cache, ops.pooled_mass(q, cache.memory[0], **how))
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        if self.pooling == "pre_softmax":
-            return super().select_densely(cache, q, scaling)
         mask, lengths = cache.stored()
         cache.count_read(cache.held(mask, lengths))
         mask = None if mask is None else mask[:, :, None]
@@ -119,7 +77,7 @@ class TopKByMass(SelectOnce):
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
-        if self.top_p < 1 or cache.stored()[0] is not None:
+        if cache.stored()[0] is not None:
             return super()._read(cache, indices)
         return cache.each_row(self.count)[:, None].expand(indices.shape[:2])  # one number for all layers of a step
 
@@ -133,9 +91,6 @@ class TopKByMass(SelectOnce):
         """
         if self.pool == "layer" and scores.shape[1] > 1:
             scores = scores.mean(1, keepdim=True)
-        if self.top_p < 1:
-            order, enough = ops.by_mass(scores.clamp_min(0.0), 1 - self.top_p)
-            return ops.first_of(order, enough.clamp_min(1).minimum(counts[:, None]), most)
         if scores.is_cuda or not (alike and most):
             return ops.topk_rows(scores, counts, most, dtype=torch.int32)
         return ops.topk(scores, most)
@@ -157,43 +112,33 @@ class TopKByMass(SelectOnce):
         return max(1, self.tile // group) if self.sparse_prompt else 1
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
-        place, length = self.place, q.shape[2]
-        offset = cache.used - length
-        sparse = min(max(length + cache.to_come - self.dense_last, 0), length)  # the first of them, in tiles
-        if not self.sparse_prompt or not sparse:
+        if not self.sparse_prompt:
             return super().prompt(cache, q, scaling)
-        tile, heads, first = self.prompt_tile(cache.geometry.group), None, q[:, :, :sparse]
-        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        place, offset, heads = self.place, cache.used - q.shape[2], None
+        tile = self.prompt_tile(cache.geometry.group)
+        how = {"scaling": scaling, "offset": offset, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
         if place.chooses:
-            attended = ops.attend_causal(q, cache.keys, cache.values, offset=offset, need_lse=True, **how)
-            lse, exact = attended.lse[:, :, :sparse], place.dense or self.exact_anchors
-            if not exact:  # the dense output is freed before scores are there
-                outs, attended = [attended.out[:, :, sparse:].clone()], None
+            attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
+            lse, exact = attended.lse, place.dense or self.exact_anchors
+            attended = attended if exact else None  # the dense output is freed before scores are there
             with torch.no_grad():
-                chosen = self.select_tiles(cache, first, lse, tile, scaling, offset)
+                chosen = self.select_tiles(cache, q, lse, tile, scaling, offset)
             self._hand_on(cache, chosen)
-            if exact:
+            if attended is not None:
                 return attended
         else:
             chosen, heads = self._handed_on(cache)
-            last = [q[:, :, sparse:]] if sparse < length else []
-            outs = [ops.attend_causal(x, cache.keys, cache.values, offset=offset + sparse, **how).out for x in last]
-        how |= {"tile": tile, "offset": offset, "heads": heads, "rest": self.rest == "mean"}
-        tiles = ops.attend_tile_keys(first, *cache.memory, chosen, block_table=cache.block_table, **how)
-        return ops.Attended(torch.cat([tiles.out, *outs], 2)) if sparse < length else tiles
+        how |= {"tile": tile, "heads": heads, "rest": self.rest == "mean", "block_table": cache.block_table}
+        return ops.attend_tile_keys(q, *cache.memory, chosen, **how)
 
     def select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
     ) -> ops.TileKeys:
         """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""
-        how = {"tile": tile, "offset": offset, "softcap": cache.softcap}
-        if self.pooling == "pre_softmax":
-            blocks = ops.tile_logits(q, cache.keys, scaling=scaling, **how)
-        else:
-            power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
-            how["softcap"] = None if cache.softcap is None else power * cache.softcap
-            how |= {"share": self.score_queries, "largest": self.tile_pooling == "max"}
-            blocks = ops.tile_mass(q, cache.keys, power * lse, scaling=power * scaling, **how)
+        power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
+        softcap = None if cache.softcap is None else power * cache.softcap
+        how = {"tile": tile, "offset": offset, "scaling": power * scaling, "softcap": softcap}
+        blocks = ops.tile_mass(q, cache.keys, power * lse, **how)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
         places = tuple(itertools.accumulate(counts, initial=0))
@@ -204,20 +149,9 @@ class TopKByMass(SelectOnce):
         for first, scores in blocks:
             some = slice(first - start, first - start + scores.shape[2])
             own, begins = counts[some], chosen.begins[some.start : some.stop + 1]
-            if self.pool == "layer" and self.tile_pooling == "max":
-                scores = scores.amax(1, keepdim=True)
-            if self.window:
-                scores = self._window_first(scores, first, tile, own)
             how = (on_device(tuple(own), q.device), max(own), len(set(own)) == 1)
             for row in range(len(q)):
                 best = self._best(scores[row].transpose(0, 1), *how)
                 ops.set_bits(words[row, None], best.transpose(0, 1)[None], begins)
             del scores, best  # before those of the next tiles are there
         return chosen
-
-    def _window_first(self, scores: Tensor, first: int, tile: int, counts: Sequence[int]) -> Tensor:
-        """Scores ``[B, H, T, N]``, infinite for keys right before each tile: no more of them than are chosen."""
-        begins = tile * torch.arange(first, first + len(counts), device=scores.device)[:, None]
-        window = on_device(tuple(min(self.window, count) for count in counts), scores.device)[:, None]
-        key = torch.arange(scores.shape[-1], device=scores.device)
-        return scores.masked_fill((key < begins) & (key >= begins - window), float("inf"))

@@ -136,8 +136,6 @@ class Method(Settings):
 
     # What the layer gets from elsewhere
 
-    self_calibrating: ClassVar[bool] = False
-    """Whether the engine chooses the layers' roles from the first long prompt. Per settings."""
     artefact: ClassVar[Any] = None
     """Data made for one model, such as a calibration. Set on the layer's instance by :meth:`for_layer`;
     :func:`foveate.attach` calls its ``check_model(facts)``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from foveate import ops
 from foveate.calibration import load
 from foveate.methods._anchored import Place, Selection, layer_numbers, nearest
 from foveate.methods._common import count_scored
-from foveate.methods._low_rank import LowRankPages
+from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import Method, Observation, setting
 from foveate.methods.budgets import Number, clamp
@@ -26,8 +25,6 @@ _PAGE_SIZE, _RANK = 8, 2
 """Tokens of a page, and directions of its summary, under score_keys=pages."""
 ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
-AUTO = "auto"
-"""The calibration of a method that finds its anchors from the first long prompt."""
 _ANCHORS = 5
 
 
@@ -40,13 +37,8 @@ class Kascade(TopKByMass):
     their own tile causally; tiles begin at multiples of their length from a row's first token, and a tile that a chunk
     of the prompt ends in is chosen for in two parts.
 
-    With ``score_keys=fp8`` anchors keep a copy of their keys, of half the size or a quarter, and for decoded tokens
-    compute the mass from it, which is approximate: of keys of about the same mass others may be chosen. The keys that
-    are read are the exact ones, and those of prompts and of layer 0 are scored exactly. The copy's range is that of all
-    keys at a prompt's end; each prompt renews it, and the tokens decoded behind it keep to it.
-
     With ``score_keys=pages`` anchors keep low-rank summaries of pages (``page_size``, ``rank``) and choose in two
-    steps, which is approximate as well: the third of the pages that hold most of the attention by their summaries, the
+    steps, which is approximate: the third of the pages that hold most of the attention by their summaries, the
     newest page among them, and then keys by their exact attention within these pages. With ``first_layer=pages`` layer
     0 does the same for its readers, and its own decoded tokens attend to all keys of that third instead of to all keys.
     """
@@ -55,13 +47,11 @@ class Kascade(TopKByMass):
     source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, arXiv:2512.16391"
     full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
     small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
-    among: ClassVar[tuple[int, ...]] = ()
-    """The layers that the method is applied to; set by :meth:`for_layer`."""
+    retired: ClassVar[dict] = TopKByMass.retired | {"remap": True}
 
     anchors: Any = setting(_ANCHORS, "anchor layers: their numbers, or how many, evenly spaced from layer 0 on")
     heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
-    remap: bool = setting(True, "read the heads that `heads` or the calibration names; false: those of the same number")
-    calibration: str = setting("", "file of `foveate calibrate` with both; or auto: from the first long prompt")
+    calibration: str = setting("", "file of `foveate calibrate` with both")
 
     exact_anchors: bool = setting(
         True,
@@ -71,8 +61,8 @@ class Kascade(TopKByMass):
     )
     score_keys: str = setting(
         "exact",
-        "what anchors score for a decoded token: the keys (exact); or, approximate, a copy of them in eight bits "
-        "(fp8), or summaries of pages and then the keys of the best third (pages)",
+        "what anchors score for a decoded token: the keys (exact); or, approximate, summaries of pages and then the "
+        "keys of the best third (pages)",
         later=True,
     )
     first_layer: str = setting(
@@ -89,22 +79,13 @@ class Kascade(TopKByMass):
         self._check("exact_anchors", isinstance(self.exact_anchors, bool), "true or false")
         if self.decode_only:  # all layers read all keys of a prompt
             object.__setattr__(self, "exact_anchors", True)
-        self._check_choice("score_keys", "exact", "fp8", "pages")
-        if self.score_keys != "exact":
-            rule = "exact with pre_softmax pooling, which scores by mean queries"
-            self._check("score_keys", self.pooling != "pre_softmax", rule)
-            rule = "exact under calibration=auto, which has no anchors yet when the cache is made"
-            self._check("score_keys", self.calibration != AUTO, rule)
+        self._check_choice("score_keys", "exact", "pages")
         self._check_choice("first_layer", "dense", "pages")
         summarised = self.first_layer == "dense" or self.score_keys == "pages"
         self._check("first_layer", summarised, "dense without score_keys=pages")
         self._check_summaries()
-        self._check("remap", isinstance(self.remap, bool), "true or false")
-        self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`, or auto")
-        if self.calibration == AUTO:
-            self._check("anchors", isinstance(self.anchors, int), "how many under calibration=auto")
-            self._check("heads", self.heads is None, "left out under calibration=auto")
-        elif self._of_file and (isinstance(self.anchors, int) or self.heads is None):
+        self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`")
+        if self.calibration and (isinstance(self.anchors, int) or self.heads is None):
             self._read_calibration()
         if isinstance(self.anchors, (list, tuple)):
             self._check_layers("anchors")
@@ -121,11 +102,8 @@ class Kascade(TopKByMass):
             object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
 
     def _check_summaries(self) -> None:
-        self._check_count("page_size", 2)
-        self._check_count("rank", 1)
-        rank = min(ops.PageRecord.largest_rank, self.page_size)
-        for name, most, default in (("page_size", ops.PageRecord.largest_page, _PAGE_SIZE), ("rank", rank, _RANK)):
-            self._check(name, getattr(self, name) <= most, f"at most {most}")
+        check_records(self)
+        for name, default in (("page_size", _PAGE_SIZE), ("rank", _RANK)):
             summarised = self.score_keys == "pages" or getattr(self, name) == default
             self._check(name, summarised, f"{default} without score_keys=pages")
 
@@ -147,7 +125,7 @@ class Kascade(TopKByMass):
     @functools.cached_property
     def spec(self) -> str:
         """A calibration stands for its anchors and heads."""
-        if not self._of_file:
+        if not self.calibration:
             return super().spec
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return self._spell(values | {"anchors": _ANCHORS, "heads": None})
@@ -159,27 +137,18 @@ class Kascade(TopKByMass):
         return found | ({"page_size": self.page_size, "rank": self.rank} if self.score_keys == "pages" else {})
 
     def changed(self, **settings: Any) -> Method:
-        own = {"anchors": _ANCHORS, "heads": None} if self._of_file else {}
+        own = {"anchors": _ANCHORS, "heads": None} if self.calibration else {}
         return super().changed(**own | settings)
 
-    @property
-    def self_calibrating(self) -> bool:  # type: ignore[override]
-        return self.calibration == AUTO
-
-    @property
-    def _of_file(self) -> bool:
-        """Whether anchors and heads are those of a file."""
-        return self.calibration not in ("", AUTO)
-
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
-        if self._of_file:
+        if self.calibration:
             if self.artefact is None:  # as in a row of results, which names a file that need not be here
                 raise ValueError(
                     f"{self.name}: anchors and heads must be left out beside a calibration, which has them"
                 )
             self.artefact.check_layers(num_layers)
         own = super().for_layer(layer, num_layers, among)
-        own.__dict__.update(artefact=self.artefact, among=tuple(range(num_layers) if among is None else among))
+        own.__dict__["artefact"] = self.artefact
         return own
 
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
@@ -191,8 +160,6 @@ class Kascade(TopKByMass):
                     f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not "
                     f"{number}{default}"
                 )
-            if self.calibration == AUTO:
-                return Place(layer, None)
             anchors = [among[round(index * layers / number)] for index in range(number)]
         else:
             anchors = layer_numbers(self, "anchors", among)
@@ -204,15 +171,10 @@ class Kascade(TopKByMass):
                 f"not of layer {strange[0]}"
             )
         anchor = nearest(anchors, layer)
-        heads = (self.heads or {}).get(str(layer)) if self.remap and anchor != layer else None
+        heads = (self.heads or {}).get(str(layer)) if anchor != layer else None
         return Place(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
     # Approximate scores
-
-    @property
-    def scores_a_copy(self) -> bool:
-        """Whether this layer keeps a copy of its keys in fp8, by which it chooses."""
-        return self.score_keys == "fp8" and self.place.chooses and not self.place.dense
 
     @functools.cached_property
     def summaries(self) -> LowRankPages:
@@ -232,7 +194,7 @@ class Kascade(TopKByMass):
     @property
     def scores_approximately(self) -> bool:
         """Whether this layer may choose other keys than exact scores would."""
-        return self.scores_a_copy or (self.scores_summaries and self.place.chooses)
+        return self.scores_summaries and self.place.chooses
 
     @property
     def exact(self) -> Method:
@@ -260,16 +222,7 @@ class Kascade(TopKByMass):
         return "pages, choosing" if self.scores_keys_of_pages else "pages"
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        if self.scores_summaries:
-            return self.summaries.channels(geometry)
-        if not self.scores_a_copy:
-            return {}
-        by_channel = {"shape": (geometry.num_kv_heads, geometry.head_dim), "per": 0, "recomputed": True}
-        return {
-            "fp8_keys": Channel((geometry.head_dim,), dtype=ops.FP8, recomputed=True),
-            "key_centres": Channel(**by_channel),
-            "key_scales": Channel(**by_channel, fill=1.0),  # of a row without a prompt, too
-        }
+        return self.summaries.channels(geometry) if self.scores_summaries else {}
 
     @property
     def observation(self) -> Observation | None:
@@ -282,11 +235,6 @@ class Kascade(TopKByMass):
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
         if self.scores_summaries:
             self.summaries.prompt_end(cache)
-        if self.scores_a_copy and cache.used:
-            kept = ops.fp8_range(cache.keys)
-            for name, found in zip(("key_centres", "key_scales"), kept):
-                cache.channel(name).copy_(found)
-            ops.write_fp8(cache.channel("fp8_keys"), cache.keys, *kept)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return self._decode_pages(cache, q, scaling) if self.reads_pages else super().decode(cache, q, scaling)
@@ -308,7 +256,6 @@ class Kascade(TopKByMass):
             self.summaries.write_newest(cache)
         if self.reads_pages:
             cache.count("mass_read", 1.0)
-        self._scored_keys(cache)
         return super().decode_dense(cache, q, scaling)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -335,14 +282,14 @@ class Kascade(TopKByMass):
             int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer.
         """
         self.summaries.write_newest(cache)
-        mass = self.summaries.mass(cache, q, scaling, pooling=self.pooling, pool=self.pool)
+        mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
         newest, ends = (cache.each_row(rule) for rule in (self.summaries.newest, self.summaries.pages))
         scores = ops.with_always_read(mass, 0, newest, ends)
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
         pages = ops.topk_rows(scores, counts, most, dtype=torch.int32)
         if self.reads_pages:
             if self.pooling == "sqrt":  # its scores are not shares of the attention
-                mass = self.summaries.mass(cache, q, scaling, pool=self.pool)
+                mass = self.summaries.mass(cache, q, scaling, "post_softmax", self.pool)
             cache.count("mass_read", ops.mass_of_pages(mass, pages))
         return pages
 
@@ -355,22 +302,12 @@ class Kascade(TopKByMass):
         """Keys of these pages, of which the newest may be open."""
         return self.page_size * (self.scored_pages(length) - self.summaries.pages(length)) + length
 
-    def _scored_keys(self, cache: SlotCache) -> tuple[Tensor, dict[str, Any]]:
-        if not self.scores_a_copy:
-            return super()._scored_keys(cache)
-        copy, centres, scales = (cache.channel(name) for name in ("fp8_keys", "key_centres", "key_scales"))
-        newest = cache.each_row(operator.sub, 1)[:, None]
-        ops.write_fp8(copy, cache.keys, centres, scales, newest)
-        return copy, {"key_scales": scales}
-
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Under score_keys=pages the summaries of all pages, and the keys of some."""
-        if self.scores_a_copy:
-            return tokens * (geometry.key_share * ops.FP8.itemsize / dtype.itemsize)
         if not self.scores_summaries:
             return super().scored(tokens, geometry, dtype)
         keys = self.page_keys(tokens) if self.scores_keys_of_pages else 0
-        return tokens * self.summaries.share(geometry, dtype) + geometry.key_share * keys
+        return self.summaries.scored(tokens, geometry, dtype) + geometry.key_share * keys
 
 
 @dataclass(frozen=True)

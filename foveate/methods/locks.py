@@ -6,20 +6,13 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from foveate.methods._low_rank import LowRankPages
-from foveate.methods._summarised import SummarisedPages
+from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods.base import setting
-from foveate.methods.budgets import Number, clamp
-from foveate.state import SlotCache
-
-_BITS = 8
-"""Of the coefficients."""
+from foveate.methods.pages import LEAST_KEYS, PageMethod
 
 
 @dataclass(frozen=True)
-class Locks(SummarisedPages):
+class Locks(PageMethod):
     """The heads of a group read the pages that hold most of their attention, by a summary of eight directions a page.
 
     A summary is the page's mean key in eight bits, eight directions in four and their coefficients in eight: 816 bytes
@@ -36,37 +29,21 @@ class Locks(SummarisedPages):
     source: ClassVar[str] = "LOCKS, Hwang, Python package locks-kv, release 0.1.4"
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "rank": 2}
+    retired: ClassVar[dict] = {"min_k": LEAST_KEYS, "sink_pages": 1, "window_pages": 1, "dense_layers": 0}
+    counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
+    """Pages that are read."""
+    sinks: ClassVar[int] = 1
+    window: ClassVar[int] = 1
 
-    top_k: int | float = setting(2048, "keys read: a number, or a share of the tokens so far; in whole pages")
-    page_size: int = setting(16, "tokens of a page")
+    top_k: int | float = setting(
+        2048, f"keys read: a number, or a share of the tokens so far, at least {LEAST_KEYS}; in whole pages"
+    )
     rank: int = setting(8, "directions of a page's summary, 1 to 8")
-    sink_pages: int = setting(1, "first pages that are always read")
-    window_pages: int = setting(1, "newest pages that are always read, the one that is being filled included")
-    dense_layers: int = setting(0, "first layers that read all keys")
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_count("rank", 1)
-        self._check_records()
-        self._check_count("sink_pages")
-        self._check_count("window_pages", 1)
+        check_records(self)
 
     @functools.cached_property
     def summaries(self) -> LowRankPages:
-        """What is kept of pages."""
-        return LowRankPages(self.page_size, self.rank, weighted=False, coefficient_bits=_BITS)
-
-    @property
-    def first_pages(self) -> int:
-        return self.sink_pages
-
-    def first_newest(self, length: Number) -> Number:
-        pages = self.pages(length)
-        return clamp(pages - self.window_pages, 0, pages)
-
-    @property
-    def most_newest(self) -> int:
-        return self.window_pages
-
-    def score_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        return self.summaries.mass(cache, q, scaling, pooling="of_largest", counts=cache.each_row(self.first_newest))
+        return LowRankPages(self.page_size, self.rank, weighted=False, coefficient_bits=8, pooling="of_largest")

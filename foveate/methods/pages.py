@@ -1,4 +1,4 @@
-"""Pages by the attention that their keys will hold, as low-rank summaries estimate it."""
+"""Pages that their summaries choose for each decoded token: the method, and its form with low-rank summaries."""
 
 from __future__ import annotations
 
@@ -6,27 +6,143 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._boxes import PageBoxes
-from foveate.methods._low_rank import LowRankPages
-from foveate.methods._summarised import SummarisedPages
-from foveate.methods.base import setting
-from foveate.methods.budgets import Number, clamp
-from foveate.state import SlotCache
+from foveate.methods._common import attend_all, count_scored
+from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
+from foveate.methods.budgets import Number, budget, clamp
+from foveate.state import Channel, Geometry, SlotCache
+
+LEAST_KEYS = 128
+"""Least number of keys when top_k is a share."""
 
 
 @dataclass(frozen=True)
-class Pages(SummarisedPages):
+class PageMethod(Method):
+    """For each decoded token, reads the pages whose summaries score best; the prefill is dense.
+
+    A subclass is a preset: it says what is kept of pages, and which of them are always read. These count towards
+    ``top_k``.
+    """
+
+    stateful: ClassVar[bool] = False
+    sparse_from_tokens: ClassVar[int] = 2 * SPARSE_FROM_TOKENS  # choosing takes more small launches
+    needs_prompt_end: ClassVar[bool] = True
+    """A decoded token reads pages, those of a prompt read everything."""
+    replay: ClassVar[Replay] = Replay()
+    sinks: ClassVar[int] = 0
+    """First tokens whose pages are always read."""
+    window: ClassVar[int] = 0
+    """Newest tokens whose pages are always read; 0: all pages compete, the one that is being filled by the keys that it
+    has."""
+    fewest: ClassVar[int] = 0
+    """Pages that a row reads at least, if it has them."""
+
+    top_k: int | float = setting(
+        0.1, f"keys read: a number, or a share of the tokens so far, at least {LEAST_KEYS}; in whole pages"
+    )
+    page_size: int = setting(16, "tokens of a page")
+
+    def __post_init__(self):
+        self._check_budget("top_k")
+        self._check_count("page_size", 1)
+
+    @property
+    def summaries(self) -> PageSummaries:
+        """What is kept of pages."""
+        raise NotImplementedError
+
+    # Summaries
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return self.summaries.channels(geometry)
+
+    @property
+    def observation(self) -> Observation | None:
+        return self.summaries.observation
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        self.summaries.observe(cache, q)
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
+        self.summaries.prompt_end(cache)
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        return self.summaries.scored(tokens, geometry, dtype)
+
+    # Decode
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        self.summaries.write_newest(cache)
+        pages = self.choose(cache, q, scaling)
+        count_scored(self, cache)
+        how = {"lengths": cache.row_tensor("lengths"), "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        how |= {"scaling": scaling, "block_table": cache.block_table}
+        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
+
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        self.summaries.write_newest(cache)
+        if "mass_read" in self.counters:
+            cache.count("mass_read", 1.0)
+        return attend_all(cache, q, scaling).out
+
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """The pages that one token a row reads, counted: int32 ``[B, H, P]`` ascending, then -1.
+
+        H is the number of KV heads or of query heads, as of the summaries' scores. A key counts once for all the heads
+        of a group that read it.
+        """
+        scores = ranked = self.summaries.scores(cache, q, scaling)
+        if self.window:
+            newest, ends = cache.each_row(self.first_newest), cache.each_row(self.summaries.pages)
+            ranked = ops.with_always_read(scores, self.summaries.pages(self.sinks), newest, ends)
+        pages = ops.topk_rows(ranked, cache.each_row(self.count), cache.most(self.most_pages), dtype=torch.int32)
+        if "pages_refined" in self.counters:
+            cache.count("pages_refined", cache.each_row(self.count)[:, None])
+        if "mass_read" in self.counters:
+            cache.count("mass_read", ops.mass_of_pages(scores, pages))
+        heads, lengths = cache.geometry.num_kv_heads, cache.row_tensor("lengths")
+        cache.count_read(ops.keys_of_pages(pages, heads, self.page_size, lengths))
+        return pages
+
+    # Budgets
+
+    def first_newest(self, length: Number) -> Number:
+        """The page of the first of the newest tokens."""
+        return clamp(length - self.window, 0, length) // self.page_size
+
+    def least(self, length: Number) -> Number:
+        """Pages that a row reads at least, if it has them: those that are always read."""
+        if not self.window:
+            return self.fewest
+        pages = self.summaries.pages(length)
+        return pages - clamp(self.first_newest(length) - self.summaries.pages(self.sinks), 0, pages)
+
+    def count(self, length: Number) -> Number:
+        """Pages that a row of this length may read."""
+        allowed, pages = budget(self.top_k, length, LEAST_KEYS), self.summaries.pages(length)
+        whole = clamp(clamp(allowed, 0, length) // self.page_size, self.least(length), pages)
+        return whole + (length <= allowed) * (pages - whole)
+
+    def most_pages(self, length: int) -> int:
+        """No row that is no longer may read more pages."""
+        pages, allowed = self.summaries.pages, clamp(budget(self.top_k, length, LEAST_KEYS), 0, length)
+        newest = (self.window + self.page_size - 2) // self.page_size + 1 if self.window else 0
+        return clamp(pages(allowed), max(self.fewest, pages(self.sinks) + newest), pages(length))
+
+
+@dataclass(frozen=True)
+class Pages(PageMethod):
     """The heads of a group read the pages that hold most of their attention, by a low-rank summary of each page.
 
     A summary is the page's mean key in eight bits and ``rank`` directions in four (:class:`foveate.ops.PageRecord`): of
     a page of 8 keys 7 % of their bytes and their values', of one of 16 3.5 % (head dim 128, bf16). It is made when the
     page is full. A page's score is its share of the attention to all full pages, by the log-sum-exp of the logits that
-    its summary gives its keys, averaged over the heads that choose together. Sinks and the newest tokens are always
-    read, in whole pages, and count towards ``top_k``. The prefill is dense. With ``score=bound`` the same is done by
-    Quest's boxes, which are larger.
+    its summary gives its keys, averaged over the heads of the group. Four sinks and the 16 newest tokens are always
+    read, in whole pages, and count towards ``top_k``. The prefill is dense.
 
     :class:`~foveate.methods.locks.Locks` estimates a page's mass in the same way, from larger summaries. Weighted
     channels, budgets, always-read pages and pooling are this method's own.
@@ -35,65 +151,27 @@ class Pages(SummarisedPages):
     name: ClassVar[str] = "pages"
     source: ClassVar[str] = "foveate; of the kind of Quest, arXiv:2406.10774, and LOCKS"
     full_budget: ClassVar[dict] = {"top_k": 1.0}
-    small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "window": 3, "sinks": 2}
+    small_budget: ClassVar[dict] = {"top_k": 32, "page_size": 4}
+    retired: ClassVar[dict] = {
+        **{"min_k": LEAST_KEYS, "score": "lowrank", "dense_layers": 0},
+        **{"sinks": 4, "window": 16, "pool": "kv_head"},
+    }
+    counters: ClassVar[tuple[str, ...]] = ("pages_refined", "mass_read")
+    """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
+    sinks: ClassVar[int] = 4
+    window: ClassVar[int] = 16
 
     page_size: int = setting(8, "tokens of a page")
-    score: str = setting(
-        "lowrank", "mass of a page: by a low-rank summary of its keys (lowrank), or as if all had Quest's bound (bound)"
-    )
     rank: int = setting(2, "directions of a page's summary, 1 to 8")
     weighted: bool = setting(
         True, "weigh the channels of keys, before they are rounded, by the last queries of the prompt"
     )
-    sinks: int = setting(4, "first tokens that are always read")
-    window: int = setting(16, "newest tokens that are always read, this one included")
-    pool: str = setting("kv_head", "who chooses pages: the heads of a kv_head together, or the whole layer")
-    dense_layers: int = setting(0, "first layers that read all keys")
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_choice("score", "lowrank", "bound")
-        self._check_count("rank", 1)
-        if self.score == "lowrank":
-            self._check_records(" with score=lowrank")
+        check_records(self)
         self._check("weighted", isinstance(self.weighted, bool), "true or false")
-        self._check_count("sinks")
-        self._check_count("window", 1)
-        self._check_choice("pool", "kv_head", "layer")
 
     @functools.cached_property
-    def summaries(self) -> LowRankPages | PageBoxes:
-        """What is kept of pages."""
-        if self.score == "bound":
-            return PageBoxes(self.page_size)
+    def summaries(self) -> LowRankPages:
         return LowRankPages(self.page_size, self.rank, self.weighted)
-
-    @property
-    def first_pages(self) -> int:
-        """Those of the sinks."""
-        return self.pages(self.sinks)
-
-    def first_newest(self, length: Number) -> Number:
-        """The page of the first of the newest tokens."""
-        return clamp(length - self.window, 0, length) // self.page_size
-
-    @property
-    def most_newest(self) -> int:
-        return (self.window + self.page_size - 2) // self.page_size + 1
-
-    def score_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        return self.summaries.mass(cache, q, scaling, pool=self.pool)
-
-    @property
-    def counters(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
-        return () if self.dense else (*super().counters, "mass_read")
-
-    def count_choice(self, cache: SlotCache, scores: Tensor, pages: Tensor) -> None:
-        super().count_choice(cache, scores, pages)
-        cache.count("mass_read", ops.mass_of_pages(scores, pages))
-
-    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        if not self.dense:
-            cache.count("mass_read", 1.0)
-        return super().decode_dense(cache, q, scaling)

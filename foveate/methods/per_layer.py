@@ -41,10 +41,6 @@ class PerLayer(Method):
     def __hash__(self):
         return hash(self.spec)
 
-    @property
-    def self_calibrating(self) -> bool:  # type: ignore[override]
-        return any(make(method).self_calibrating for method in self.layers.values())
-
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
         key, among = self._key(layer, num_layers), range(num_layers) if among is None else among
         alike = [other for other in among if self._key(other, num_layers) == key]
@@ -89,10 +85,6 @@ class Mixed(Method):
 
     def settings(self) -> dict[str, Any]:
         return {"lined": _complete(self.lined), "clustered": _complete(self.clustered), "ends": self.ends}
-
-    @property
-    def self_calibrating(self) -> bool:  # type: ignore[override]
-        return any(make(method).self_calibrating for method in (self.lined, self.clustered))
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
         ends = max(1, round(self.ends * num_layers))

@@ -51,12 +51,10 @@ from foveate.ops.compress import (
 from foveate.ops.recur import Recurred, gated_delta_rule
 from foveate.ops.retain import Leaving, give_up, keep_best, put_token, replace_weakest, running_best, weakest
 from foveate.ops.score import (
-    FP8,
     INDEXER_BLOCK,
     Convolution,
     IndexerScores,
     column_mass,
-    fp8_range,
     free_energy,
     indexer_scores,
     key_logits,
@@ -69,11 +67,9 @@ from foveate.ops.score import (
     pooled_mass_of_records,
     query_mass,
     retention_logits,
-    tile_logits,
     tile_mass,
     unseen_keys,
     visible_keys,
-    write_fp8,
 )
 from foveate.ops.select import (
     WORD_KEYS,
@@ -107,7 +103,6 @@ from foveate.ops.summaries import (
 )
 
 __all__ = [
-    "FP8",
     "INDEXER_BLOCK",
     "WORD_KEYS",
     "Attended",
@@ -156,7 +151,6 @@ __all__ = [
     "first_keys",
     "first_of",
     "fold_group",
-    "fp8_range",
     "free_energy",
     "gated_delta_rule",
     "gather_fields",
@@ -190,7 +184,6 @@ __all__ = [
     "running_best",
     "set_bits",
     "summarise",
-    "tile_logits",
     "tile_mass",
     "topk",
     "topk_of_blocks",
@@ -200,5 +193,4 @@ __all__ = [
     "weakest",
     "with_always_read",
     "with_sinks",
-    "write_fp8",
 ]

@@ -11,19 +11,17 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from foveate import ops
-from foveate.bench import breakdown, dense_peers, layer_kinds, models, prefill, prefill_model, prompt_choice
+from foveate.bench import breakdown, dense_peers, layer_kinds, models, prefill, prefill_model
 from foveate.cli import app
 from foveate.methods import parse
 from foveate.report.tables import general as markdown
 from foveate.report.tables import prefill as report
 from foveate.results import measurements
 from foveate.results.errors import UserError
-from foveate.state import SlotCache
 
 SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "repeats": 1, "dtype": "float32", "device": "cpu"}
 METHODS = (
     "kascade:min_k=16",
-    "kascade:min_k=16,score_queries=0.25",
     "kascade:decode_only=true",
     "h2o",
     "snapkv",
@@ -52,7 +50,6 @@ def test_every_layer_is_of_the_kind_that_it_is_in_a_prompt(found):
         "sdpa": {},
         "dense": {"dense": 12},
         "kascade:min_k=16": {"dense, choosing": 1, "choosing": 4, "reading": 7},
-        "kascade:min_k=16,score_queries=0.25": {"dense, choosing": 1, "choosing": 4, "reading": 7},
         "kascade:decode_only=true": {"dense": 12},
         "h2o": {"dense, learning": 12},
         "snapkv": {"dense, learning": 12},
@@ -66,37 +63,6 @@ def test_anchors_that_choose_for_nobody_are_dense(exact, expected):
     method = parse(f"kascade:anchors=[0,1,3],exact_anchors={exact}")
     counts = {kind.name: kind.number for kind in layer_kinds.kinds(method, 4, layer_kinds.in_prompt)}
     assert [counts.get(name, 0) for name in ("dense", "choosing", "reading")] == expected
-
-
-def test_approximate_choices_tell_what_they_are_worth(found):
-    layers = found["kascade:min_k=16,score_queries=0.25"]["layers"]
-    for name in ("dense, choosing", "choosing"):
-        choice = layers[name]["choice"]
-        assert 0.2 < choice["recall"] < choice["mass"] < 1
-    assert "choice" not in layers["reading"]
-    assert not any("choice" in kind for kind in found["kascade:min_k=16"]["layers"].values())
-
-
-def test_an_approximate_choice_beside_the_exact_one_written_out():
-    generator = torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 200, 16, generator=generator) for heads in (6, 2, 2))
-    exact = parse("kascade:anchors=[0],top_k=9,tile=24").for_layer(0, 2)
-    policy = exact.changed(score_queries=0.25).for_layer(0, 2)
-    found = prompt_choice.quality(policy, exact, SlotCache.of(k, v, 6), q, 0.3)
-    logits = 0.3 * q.double() @ k.double().repeat_interleave(3, 1).transpose(-1, -2)
-    weights = logits.masked_fill(torch.ones(200, 200).triu(1).bool(), -torch.inf).softmax(-1).unflatten(1, (2, 3))
-    both = total = kept = best = 0.0
-    for begin in range(8, 200, 8):
-        mass, other = (
-            weights[:, :, :, places, :begin].mean((2, 3))
-            for places in (range(begin, begin + 8), [begin + 2, begin + 6])
-        )
-        for h in range(2):
-            its, mine = (set(x[0, h].topk(min(9, begin)).indices.tolist()) for x in (mass, other))
-            both, total = both + len(its & mine), total + len(its)
-            kept, best = kept + float(mass[0, h, list(mine)].sum()), best + float(mass[0, h, list(its)].sum())
-    assert found["recall"] == pytest.approx(both / total)
-    assert found["mass"] == pytest.approx(kept / best, rel=1e-5)
 
 
 def test_a_method_s_time_is_the_mean_of_its_layers_and_all_that_they_do(found):

@@ -25,16 +25,14 @@ SPECS = (
     "kascade:anchors=[1],top_k=40,min_k=16,pool=layer,rest=mean",
     "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,pooling=sqrt",
-    "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=fp8",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages,pool=layer,pooling=sqrt",
     "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true,score_keys=pages,first_layer=pages",
     "oracle_topk:top_k=40,dense_layers=0",
     "quest:top_k=64,dense_layers=0",
-    "quest:top_k=64,dense_layers=0,pool=kv_head",
     "pages:top_k=64",
     "locks:top_k=64",
-    "pages:top_k=64,pool=layer,weighted=false,rank=1",
+    "pages:top_k=64,weighted=false,rank=1",
     "h2o:top_k=64",
     "tova:top_k=64",
     "snapkv:top_k=64,window=16",
@@ -48,9 +46,7 @@ SPECS = (
 
 
 CAPPED = [
-    spec
-    for spec in SPECS
-    if spec.startswith(("h2o", "streaming", "quest", "pages", "locks", "luka:", "kascade")) and "fp8" not in spec
+    spec for spec in SPECS if spec.startswith(("h2o", "streaming", "quest", "pages", "locks", "luka:", "kascade"))
 ]
 
 IN_BLOCKS = [
@@ -67,9 +63,8 @@ def main() -> int:
         module = importlib.import_module(kernel)
         setattr(module, name, noted(getattr(module, name), name, ran))
     warnings.filterwarnings("error", message=".*slower reference.*")
-    for name, part in parts().items():
-        if "fp8" not in name or has_fp8():
-            part()
+    for part in parts().values():
+        part()
     torch.cuda.synchronize()
     missing = sorted(_dispatch._verbs.keys() - ran)
     print(f"{len(ran)} verbs ran on their kernels" + (f"; not reached: {', '.join(missing)}" if missing else ""))
@@ -125,7 +120,7 @@ def read_tiles() -> None:
     """As real heads are: on Hopper its own kernels."""
     for dim in (64, 128, 256):
         q, k, v = (torch.randn(1, n, 700, dim, device="cuda", dtype=torch.float16) for n in (8, 2, 2))
-        for offset, more in ((0, ""), (200, ""), (200, ",exact_anchors=false,score_queries=0.25")):
+        for offset, more in ((0, ""), (200, ""), (200, ",exact_anchors=false")):
             forward, own = {}, (q[:, :, offset:], k, v)
             for layer in (1, 2):
                 method = methods.parse(f"kascade:anchors=[0,1],min_k=150{more}").for_layer(layer, 3)

@@ -25,7 +25,7 @@ LAYOUTS = ("layout", BLOCK_LAYOUTS)
 SPECS = [
     "dense",
     "quest:top_k=64,dense_layers=0",
-    "quest:top_k=0.2,min_k=8,page_size=12,dense_layers=0,pool=kv_head",
+    "quest:top_k=64,page_size=12,dense_layers=0",
     "oracle_topk:top_k=64,dense_layers=0",
     "omnikv:top_k=64,filters=[0],wait=0",
     "kascade:top_k=64,anchors=[0],decode_only=true",
@@ -271,7 +271,7 @@ def test_decoded_tokens_of_a_method(spec, dtype, replayed, monkeypatch):
     assert_same_state(*stores)
 
 
-@pytest.mark.parametrize("spec", ["dense", "quest:top_k=16,page_size=4,min_pages=1", "luka:page_size=4,tail=9,top_k=2"])
+@pytest.mark.parametrize("spec", ["dense", "quest:top_k=16,page_size=4", "luka:page_size=4,tail=9,top_k=2"])
 def test_generate(spec):
     model, outs = tiny_model().cuda(), []
     batch = {name: x.cuda() for name, x in left_padded([60, 41, 3]).items()}

@@ -206,8 +206,8 @@ def test_attention_of_pages_of_any_head_dim(dtype, dim, value_dim, own):
         check_pages(q, k, v, pages, 16, torch.full((batch,), number - 3, device="cuda"))
 
 
-@every_pair(DTYPES, POOLED_GROUPS, SIZES)
-def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number, pool):
+@every_pair(DTYPES, GROUPS, SIZES)
+def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number):
     ragged = (uniform(batch, kv_heads, seed=3) * (number + 1)).long()
     for dim in (64, 80, 128, 256):
         q, a, b = problem(batch, heads, kv_heads, number, dim, dim, dtype)
@@ -218,7 +218,7 @@ def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number, pool):
                 beyond = torch.arange(number, device="cuda") >= lengths.view(batch, -1, 1)
                 beyond = beyond.expand(-1, kv_heads, -1)
                 low[beyond], high[beyond] = torch.nan, torch.inf
-            how = {"scaling": 0.1, "lengths": lengths, "pool": pool}
+            how = {"scaling": 0.1, "lengths": lengths}
             with poisoned_memory("cuda"):
                 found = ops.largest_logit(rows, low, high, **how)
             expected = nodes.largest_logit(rows.double(), low.double(), high.double(), **how).float()
@@ -336,76 +336,6 @@ def test_pooled_mass_of_any_head_dim(dim, value_dim):
     q, k, _ = problem(2, 8, 2, 3000, dim, value_dim, torch.bfloat16)
     expected = pooled.pooled_mass(q.double(), k.double(), scaling=dim**-0.5).float()
     torch.testing.assert_close(ops.pooled_mass(q, k, scaling=dim**-0.5), expected, rtol=1e-3, atol=1e-9)
-
-
-@pytest.fixture
-def in_eight_bits():
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no instructions for fp8")
-
-
-def copied(k):
-    """A copy of the keys in fp8, what it was moved by, and its scales."""
-    copy, (centres, scales) = torch.empty(k.shape, dtype=ops.FP8, device=k.device), ops.fp8_range(k)
-    ops.write_fp8(copy, k, centres, scales)
-    return copy, centres, scales
-
-
-@every_pair(
-    DTYPES,
-    GROUPS,
-    (("batch", "number"), [(3, 61), (64, 700), (1, 40_001)]),
-    (("pooling", "pool"), [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "layer"), ("max_logit", "layer")]),
-)
-@pytest.mark.usefixtures("in_eight_bits")
-def test_pooled_mass_of_a_copy_in_fp8(dtype, heads, kv_heads, batch, number, pooling, pool):
-    """Against the reference over the same copy, whose products are exact; what is left out is NaN."""
-    q, k, _ = problem(batch, heads, kv_heads, number, 128, 16, dtype)
-    copy, _, scales = copied(k * torch.logspace(-2, 1, 128, device="cuda", dtype=dtype))
-    lengths = (uniform(batch, kv_heads, seed=3) * number).long() + 1
-    beyond = torch.arange(number, device="cuda") >= lengths[:, :, None]
-    for more in ({}, {"mask": holes(batch, number)[:, 0]}, {"lengths": lengths}):
-        how = {"scaling": 0.05, "pooling": pooling, "pool": pool, "key_scales": scales, **more}
-        expected = pooled.pooled_mass(q.double(), copy, **how).float()
-        given = copy.clone()
-        if more:
-            left_out = beyond if "lengths" in more else ~more["mask"].expand(-1, kv_heads, -1)
-            given.view(torch.uint8)[left_out] = 0x7F  # NaN
-        with poisoned_memory("cuda"):
-            found = ops.pooled_mass(q, given, **how)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 if pooling == "max_logit" else 1e-7)
-
-
-@every_pair(DIMS)
-@pytest.mark.usefixtures("in_eight_bits")
-def test_pooled_mass_of_a_copy_of_any_head_dim(dim, value_dim):
-    q, k, _ = problem(2, 8, 2, 3000, dim, value_dim, torch.bfloat16)
-    copy, _, scales = copied(k)
-    expected = pooled.pooled_mass(q.double(), copy, scaling=dim**-0.5, key_scales=scales).float()
-    found = ops.pooled_mass(q, copy, scaling=dim**-0.5, key_scales=scales)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-9)
-
-
-@every_pair(DTYPES)
-def test_a_copy_in_fp8_is_the_same_as_on_the_cpu(dtype):
-    """Also of numbers beyond its range, and written slot by slot; nothing waits for the device."""
-    k = draw(3, 2, 500, 80, dtype=dtype)
-    k[:, :, 400:] *= 50
-    centres, scales = ops.fp8_range(k[:, :, :400])
-    expected = torch.empty(k.shape, dtype=ops.FP8)
-    ops.write_fp8(expected, k.cpu(), centres.cpu(), scales.cpu())
-    copy, slots = torch.zeros(k.shape, device="cuda").to(ops.FP8), torch.tensor([[3], [499], [0]], device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ops.write_fp8(copy, k, centres, scales, slots)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for b in range(3):
-        slot = int(slots[b])
-        assert torch.equal(copy[b, :, slot].float().cpu(), expected[b, :, slot].float())
-    assert int(copy.float().abs().amax(-1).count_nonzero()) == 6
-    ops.write_fp8(copy, k, centres, scales)
-    assert torch.equal(copy.float().cpu(), expected.float())
 
 
 def test_masses_add_up():
@@ -561,19 +491,15 @@ def test_methods_run_on_the_kernels(monkeypatch):
             monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: ran.append(name) or real(*a, **k))
     tokens = Tokens.random(2, 300)
     tokens = Tokens(*(x.to("cuda", torch.float16) for x in (tokens.q, tokens.k, tokens.v)))
-    quest = "quest:top_k=64,dense_layers=0"
     specs = [
         "dense",
         "oracle_topk:top_k=64,dense_layers=0",
-        quest,
-        f"{quest},pool=kv_head",
+        "quest:top_k=64,dense_layers=0",
         "pages:top_k=64",
         "locks:top_k=64",
         "kascade:top_k=64,score_keys=pages,decode_only=true",
         "h2o:top_k=64",
     ]
-    if torch.cuda.get_device_capability() >= (8, 9):
-        specs.append("kascade:top_k=64,score_keys=fp8,decode_only=true")
     for spec in specs:
         driver = Driver(methods.parse(spec), 290)
         driver.feed(tokens[:290])

@@ -26,7 +26,6 @@ SPECS = [
     ),
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
     'kascade:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
-    "kascade:anchors=[0,1],score_keys=fp8,top_k=9",
     "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
 ]
 

@@ -24,7 +24,6 @@ SPECS = [
     'per_layer:layers={"0": "quest:dense_layers=0,page_size=4,top_k=9", "1-2": "tova:top_k=9"}',
     "h2o:top_k=0.2,window=6",
     'kascade:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
-    "kascade:anchors=[0,1],score_keys=fp8,top_k=9",
     "kascade:anchors=[0,1],score_keys=pages,top_k=9",
     "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
     "kascade:anchors=[1],score_keys=pages,first_layer=pages,top_k=9",
@@ -100,10 +99,9 @@ def test_every_family_sampled_and_with_ends(family, spec):
         "dense",
         "h2o:top_k=9,window=8",
         "quest:dense_layers=0,page_size=4,top_k=9",
-        "kascade:anchors=[0,1],score_keys=fp8,top_k=9",
         "kascade:anchors=[0,1],score_keys=pages,top_k=9",
         "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
-        "pages:page_size=4,top_k=9,window=3",
+        "pages:page_size=4,top_k=32",
     ],
 )
 def test_turns_chunks_copies_and_forward_passes_go_on_from_replayed_steps(spec):

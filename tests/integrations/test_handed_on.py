@@ -7,7 +7,7 @@ import foveate
 from tests.helpers import cached, tiny_model
 
 METHODS = [
-    "quest:top_k=6,page_size=3,min_pages=1,dense_layers=0",
+    "quest:top_k=9,page_size=3,dense_layers=0",
     "kascade:anchors=1,top_k=6,tile=1",
     'kascade:anchors=[0,1],heads={"2":[1,1]},top_k=6,tile=1',
     "dense",

@@ -58,11 +58,6 @@ class TestTheFile:
         assert [place.heads for place in places] == [None, None, (1, 1)]
         assert [place.dense for place in places] == [True, False, False]
 
-    def test_has_heads_that_need_not_be_read(self, path):
-        plain = methods.make("kascade", calibration=str(path), remap=False)
-        assert [plain.for_layer(layer, 3).place.heads for layer in range(3)] == [None] * 3
-        assert plain.for_layer(2, 3).place.anchor == 1
-
     def test_stands_for_them_in_a_spec_that_parses_back(self, method, path):
         assert method.spec == f'kascade:top_k=9,calibration="{path}"'
         assert methods.parse(method.spec) == method
@@ -112,12 +107,10 @@ class TestTheFile:
         ({"anchors": [0, 1]}, r"anchors must be left out beside a calibration, which has them, not \[0, 1\]"),
         ({"heads": {"2": [0, 0]}}, "heads must be left out beside a calibration"),
         ({"anchors": 3, "heads": {"2": [0, 0]}}, "anchors must be left out"),
-        ({"calibration": 3}, "calibration must be a file of `foveate calibrate`, or auto, not 3"),
+        ({"calibration": 3}, "calibration must be a file of `foveate calibrate`, not 3"),
         ({"calibration": "nowhere.json"}, "^kascade: nowhere.json: no such calibration"),
-        ({"calibration": "auto", "anchors": [0, 1]}, "anchors must be how many under calibration=auto"),
-        ({"calibration": "auto", "heads": {"1": [0, 0]}}, "heads must be left out under calibration=auto"),
-        ({"calibration": "auto", "anchors": 0}, "anchors must be an integer of at least 1"),
-        ({"calibration": "", "remap": 1}, "remap must be true or false, not 1"),
+        ({"calibration": "auto"}, "^kascade: auto: no such calibration"),
+        ({"calibration": "", "anchors": 0}, "anchors must be an integer of at least 1"),
     ],
 )
 def test_settings_that_do_not_go_together(path, settings, message):
@@ -137,7 +130,7 @@ class TestAttached:
         given = methods.make("kascade", anchors=[0, 1], heads=HEADS, top_k=9)
         with torch.no_grad():
             outs = []
-            for one in (method, given, methods.make(method, remap=False)):
+            for one in (method, given, "kascade:anchors=[0,1],top_k=9"):
                 with foveate.attached(model, one, tile=12):
                     outs.append(model(ids).logits)
         assert torch.equal(outs[0], outs[1])

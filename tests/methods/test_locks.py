@@ -33,9 +33,7 @@ def score(driver, method, own, position, pages):
 
 SETTINGS = {
     "eight directions": {"page_size": 8, "rank": 8, "top_k": 30},
-    "share": {"top_k": 0.4, "min_k": 5},
-    "always read": {"sink_pages": 0, "window_pages": 3},
-    "sinks": {"sink_pages": 3},
+    "share": {"top_k": 0.4},
     "odd pages": {"page_size": 7, "rank": 5, "top_k": 24},
     "little": {"top_k": 1},
 }
@@ -43,7 +41,8 @@ SETTINGS = {
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_the_heads_of_a_group_read_the_pages_of_the_largest_sum_of_masses(settings, softcap):
+def test_the_heads_of_a_group_read_the_pages_of_the_largest_sum_of_masses(settings, softcap, monkeypatch):
+    monkeypatch.setattr("foveate.methods.pages.LEAST_KEYS", 5)
     method = methods.make("locks", **{"top_k": 17, "page_size": 4, "rank": 2} | settings)
     size, driver = method.page_size, Driver(method, softcap)
     driver.feed(0, PROMPT)
@@ -51,9 +50,9 @@ def test_the_heads_of_a_group_read_the_pages_of_the_largest_sum_of_masses(settin
     for position in range(PROMPT, TOTAL):
         out, length = driver.feed(position, position + 1), position + 1
         number = math.ceil(length / size)
-        tokens = max(int(method.top_k * length), method.min_k) if isinstance(method.top_k, float) else method.top_k
-        newest = number - method.window_pages
-        always = {*range(method.sink_pages), *range(newest, number)}
+        tokens = max(int(method.top_k * length), 5) if isinstance(method.top_k, float) else method.top_k
+        newest = number - 1
+        always = {0, newest}
         count = max(tokens // size, len(always))
         for own in range(KV_HEADS):
             scores = score(driver, method, own, position, newest)
@@ -75,10 +74,7 @@ def test_the_heads_of_a_group_read_the_pages_of_the_largest_sum_of_masses(settin
 
 def test_it_is_published_with_2048_of_the_keys_and_a_tenth_of_their_bytes():
     method, geometry = methods.make("locks"), Geometry(HEADS, KV_HEADS, 128, 128)
-    assert method.settings() == {
-        **{"top_k": 2048, "min_k": 128, "page_size": 16, "rank": 8},
-        **{"sink_pages": 1, "window_pages": 1, "dense_layers": 0},
-    }
+    assert method.settings() == {"top_k": 2048, "page_size": 16, "rank": 8}
     assert method.scored(1000, geometry, torch.bfloat16) == pytest.approx(1000 * 816 / (16 * 2 * 128 * 2))
     assert method.observation is None
     assert method.count(2047) == 128
@@ -93,8 +89,7 @@ def test_it_is_published_with_2048_of_the_keys_and_a_tenth_of_their_bytes():
         ({"rank": 0}, "rank must be an integer of at least 1"),
         ({"rank": 9}, "rank must be at most 8 with pages of 16"),
         ({"rank": 5, "page_size": 4}, "rank must be at most 4 with pages of 4"),
-        ({"window_pages": 0}, "window_pages must be an integer of at least 1"),
-        ({"sink_pages": -1}, "sink_pages must be an integer of at least 0"),
+        ({"window_pages": 2}, "locks has no setting 'window_pages'"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

@@ -26,12 +26,6 @@ def masses(driver, method, position):
     weights, form = weights_of(driver, method.weighted), ops.PageRecord(DIM, size, method.rank)
     for own in range(KV_HEADS):
         pages = (driver.k[:1, own : own + 1, page * size : (page + 1) * size] for page in range(length // size))
-        if method.score == "bound":  # of every query: the corner of the page's box that suits it best
-            boxes = [(page[0, 0].amin(0).double(), page[0, 0].amax(0).double()) for page in pages]
-            for q in driver.q[0, own * GROUP : (own + 1) * GROUP, position].double():
-                logs = [driver.capped(torch.maximum(q * low, q * high).sum() * SCALING) for low, high in boxes]
-                found.append(torch.stack(logs).softmax(0))
-            continue
         held = [factors(ops.compress_pages(page * weights[own], form), form).keys()[0, 0, 0].double() for page in pages]
         for q in driver.q[0, own * GROUP : (own + 1) * GROUP, position].double() / weights[own].double():
             logs = [driver.capped(keys @ q * SCALING).logsumexp(0) for keys in held]
@@ -41,33 +35,33 @@ def masses(driver, method, position):
 
 SETTINGS = {
     "kv_head": {},
-    "layer": {"pool": "layer"},
-    "share": {"top_k": 0.4, "min_k": 5},
+    "share": {"top_k": 0.4},
     "unweighted": {"weighted": False, "rank": 1},
     "no_sinks": {"sinks": 0, "window": 1},
     "many_sinks": {"sinks": 9, "top_k": 20, "window": 7},
     "larger_pages": {"page_size": 7, "top_k": 24},
     "little": {"top_k": 1},
-    "bound": {"score": "bound"},
-    "bound_layer": {"score": "bound", "pool": "layer", "page_size": 3},
 }
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_the_heads_of_a_group_read_the_pages_that_hold_most_of_their_estimated_attention(settings, softcap):
-    method = methods.make("pages", **{"top_k": 17, "page_size": 4, "window": 6, "sinks": 3} | settings)
+def test_the_heads_of_a_group_read_the_pages_of_most_estimated_attention(settings, softcap, monkeypatch):
+    monkeypatch.setattr("foveate.methods.pages.LEAST_KEYS", 5)
+    given = {"top_k": 17, "page_size": 4, "window": 6, "sinks": 3} | settings
+    for name in ("sinks", "window"):  # smaller than they are, for short contexts
+        monkeypatch.setattr(methods.get("pages"), name, given.pop(name))
+    method = methods.make("pages", **given)
     size, driver = method.page_size, Driver(method, softcap)
     driver.feed(0, PROMPT)
     shares, reads, choices = 0.0, 0, 0
     for position in range(PROMPT, TOTAL):
         out, length = driver.feed(position, position + 1), position + 1
         number = math.ceil(length / size)
-        tokens = max(int(method.top_k * length), method.min_k) if isinstance(method.top_k, float) else method.top_k
+        tokens = max(int(method.top_k * length), 5) if isinstance(method.top_k, float) else method.top_k
         always = {*range(math.ceil(method.sinks / size)), *range((length - method.window) // size, number)}
         count = max(tokens // size, len(always))
         mass = masses(driver, method, position).unflatten(0, (KV_HEADS, GROUP)).mean(1)
-        mass = mass.mean(0, keepdim=True).expand(KV_HEADS, -1) if method.pool == "layer" else mass
         for own in range(KV_HEADS):
             others = sorted((page for page in range(number) if page not in always), key=lambda page: -mass[own, page])
             pages = always | {*others[: count - len(always)]}
@@ -84,7 +78,6 @@ def test_the_heads_of_a_group_read_the_pages_that_hold_most_of_their_estimated_a
     assert float(counters["mass_read"]) == pytest.approx(float(shares), rel=1e-5)
     assert float(counters["pages_refined"]) == choices
     record = ops.PageRecord(DIM, size, method.rank).bytes / (size * 2 * DIM * 4)
-    record = 1 / size if method.score == "bound" else record
     scored = sum(range(PROMPT + 1, TOTAL + 1)) * record
     assert float(counters.keys_read) == pytest.approx(reads + scored, rel=1e-12)
 
@@ -125,11 +118,11 @@ def test_summaries_are_made_when_pages_are_full():
         driver.feed(length, length + 1)
 
 
-@pytest.mark.parametrize("pool", ["kv_head", "layer"])
-def test_rows_of_several_lengths_count_what_they_read(pool):
+def test_rows_of_several_lengths_count_what_they_read(monkeypatch):
     """The shortest has no full page, and reads all that it has."""
     lengths, geometry = [54, 37, 3, 48], Geometry(HEADS, KV_HEADS, DIM, 2 * DIM)
-    method = methods.make("pages", top_k=13, page_size=4, pool=pool, weighted=False, window=2)
+    monkeypatch.setattr(methods.get("pages"), "window", 2)
+    method = methods.make("pages", top_k=13, page_size=4, weighted=False)
     cache = SlotCache(geometry, 4, torch.float32, torch.device("cpu"), method.channels(geometry))
     cache.counters.declare(method.counters)
     generator = torch.Generator().manual_seed(0)
@@ -148,10 +141,11 @@ def test_rows_of_several_lengths_count_what_they_read(pool):
     assert 1.0 < float(counters["mass_read"]) < 4.0
 
 
-def test_stats_tell_the_estimated_share_of_attention():
+def test_stats_tell_the_estimated_share_of_attention(monkeypatch):
+    monkeypatch.setattr(methods.get("pages"), "window", 4)
     model, found = tiny_model(), {}
     for top_k in (8, 24, 1.0):
-        with foveate.attached(model, f"pages:page_size=4,window=4,top_k={top_k}"):
+        with foveate.attached(model, f"pages:page_size=4,top_k={top_k}"):
             generate(model, new=12, **left_padded([61, 40]))
             found[top_k] = foveate.stats(model)
         shares = [layer.mass_read_share for layer in found[top_k].layers]
@@ -167,28 +161,18 @@ def test_stats_tell_the_estimated_share_of_attention():
         assert "attention to pages" not in str(foveate.stats(model))
 
 
-def test_first_layers_are_dense_if_asked_for_and_keep_no_summaries():
-    method, geometry = methods.make("pages", dense_layers=1), Geometry(HEADS, KV_HEADS, DIM, DIM)
-    layers = [method.for_layer(layer, 3) for layer in range(3)]
-    assert [layer.dense for layer in layers] == [True, False, False]
-    assert [bool(layer.channels(geometry)) for layer in layers] == [False, True, True]
-    assert [layer.observation is None for layer in layers] == [True, False, False]
-    assert not methods.make("pages").for_layer(0, 3).dense
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"page_size": 1}, "page_size must be 2 to 64 with score=lowrank, not 1"),
-        ({"page_size": 65}, "page_size must be 2 to 64 with score=lowrank, not 65"),
+        ({"page_size": 1}, "page_size must be 2 to 64, not 1"),
+        ({"page_size": 65}, "page_size must be 2 to 64, not 65"),
+        ({"page_size": 0}, "page_size must be an integer of at least 1"),
         ({"rank": 0}, "rank must be an integer of at least 1"),
         ({"rank": 9}, "rank must be at most 8 with pages of 8"),
         ({"rank": 3, "page_size": 2}, "rank must be at most 2 with pages of 2"),
-        ({"window": 0}, "window must be an integer of at least 1"),
-        ({"sinks": -1}, "sinks must be an integer of at least 0"),
         ({"weighted": 1}, "weighted must be true or false"),
-        ({"score": "mean"}, "score must be one of lowrank, bound"),
-        ({"pool": "head"}, "pool must be one of kv_head, layer"),
+        ({"window": 9}, "pages has no setting 'window'"),
+        ({"dense_layers": 1}, "pages has no setting 'dense_layers'"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

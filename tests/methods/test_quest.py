@@ -17,11 +17,11 @@ def boxes(k, length, size):
     return torch.stack([page.amin(0) for page in pages]), torch.stack([page.amax(0) for page in pages])
 
 
-@pytest.mark.parametrize("pool", ["head", "kv_head"])
-@pytest.mark.parametrize(("top_k", "least"), [(12, 1), (0.3, 2), (5, 3)])
-def test_each_head_reads_the_pages_of_the_largest_possible_logits(pool, top_k, least):
+@pytest.mark.parametrize("top_k", [16, 0.4, 5])
+def test_each_head_reads_the_pages_of_the_largest_possible_logits(top_k, monkeypatch):
     size, prompt, total = 4, 37, 54
-    method = methods.make("quest", top_k=top_k, min_k=4, page_size=size, min_pages=least, pool=pool, dense_layers=1)
+    monkeypatch.setattr("foveate.methods.pages.LEAST_KEYS", 4)
+    method = methods.make("quest", top_k=top_k, page_size=size, dense_layers=1)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, total, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
     layer = Layer(method.for_layer(1, 2), Counters(), Phase(prompt_end=prompt))
@@ -36,7 +36,7 @@ def test_each_head_reads_the_pages_of_the_largest_possible_logits(pool, top_k, l
     for i in range(prompt, total):
         out, length = feed(i, i + 1), i + 1
         tokens = int(top_k * length) if isinstance(top_k, float) else top_k
-        number = max(max(tokens, 4 if isinstance(top_k, float) else 0) // size, least)
+        number = max(max(tokens, 4 if isinstance(top_k, float) else 0) // size, 3)
         bounds = torch.stack(
             [
                 torch.maximum(q[0, h, i] * low, q[0, h, i] * high).sum(-1)
@@ -44,8 +44,6 @@ def test_each_head_reads_the_pages_of_the_largest_possible_logits(pool, top_k, l
                 for low, high in [boxes(k[0, h // 3], length, size)]
             ]
         )
-        if pool == "kv_head":
-            bounds = bounds.unflatten(0, (KV_HEADS, 3)).amax(1).repeat_interleave(3, 0)
         for h in range(HEADS):
             pages = bounds[h].topk(number).indices.tolist()
             slots = torch.tensor(
@@ -55,24 +53,24 @@ def test_each_head_reads_the_pages_of_the_largest_possible_logits(pool, top_k, l
             assert_close(out[0, h, 0], logits.softmax(0) @ v[0, h // 3, slots])
 
 
-@pytest.mark.parametrize("pool", ["head", "kv_head"])
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("top_k", [7, 0.3, 1.0])
-def test_keys_that_several_heads_read_count_once(pool, size, top_k, monkeypatch):
+def test_keys_that_several_heads_read_count_once(size, top_k, monkeypatch):
     """Those of the pages that are read, one by one, of rows of several lengths; and the corners of all pages."""
     lengths, geometry = [54, 37, 1, 48], Geometry(HEADS, KV_HEADS, DIM, 2 * DIM)
-    method = methods.make("quest", top_k=top_k, min_k=4, page_size=size, min_pages=1, pool=pool, dense_layers=0)
+    monkeypatch.setattr("foveate.methods.pages.LEAST_KEYS", 4)
+    method = methods.make("quest", top_k=top_k, page_size=size, dense_layers=0)
     cache = SlotCache(geometry, 4, torch.float32, torch.device("cpu"), method.channels(geometry))
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(4, KV_HEADS, 54, dim, generator=generator) for dim in (DIM, 2 * DIM))
     cache.append(k, v)
-    method.boxes.write(cache, 0, 54 // size)
+    method.summaries.write(cache, 0, 54 // size)
     for name in ("lengths", "counts", "live"):
         cache.rows[name] = list(lengths)
     seen, real = [], ops.attend_pages
     monkeypatch.setattr(ops, "attend_pages", lambda *args, **how: seen.append(args[3]) or real(*args, **how))
     method.decode(cache, torch.randn(4, HEADS, 1, DIM, generator=generator), SCALING)
-    assert seen[0].shape[1] == (HEADS if pool == "head" else KV_HEADS)
+    assert seen[0].shape[1] == HEADS
     expected = 0.0
     for row, length in enumerate(lengths):
         for head in range(KV_HEADS):
@@ -86,16 +84,16 @@ def test_keys_that_several_heads_read_count_once(pool, size, top_k, monkeypatch)
 
 def test_first_layers_are_dense_and_keep_no_boxes():
     method = methods.make("quest")
-    dense = [method.for_layer(n, 4).dense for n in range(4)]
-    assert dense == [True, True, False, False]
+    roles = [method.for_layer(n, 4).role for n in range(4)]
+    assert roles == ["dense", "dense", "quest", "quest"]
+    assert not method.for_layer(0, 4).channels(Geometry(HEADS, KV_HEADS, DIM, DIM))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"page_size": 0}, "page_size must be an integer of at least 1"),
-        ({"min_pages": 0}, "min_pages must be an integer of at least 1"),
-        ({"pool": "layer"}, "pool must be one of head, kv_head"),
+        ({"pool": "kv_head"}, "quest has no setting 'pool'"),
         ({"dense_layers": -1}, "dense_layers must be an integer of at least 0"),
     ],
 )

@@ -19,14 +19,13 @@ def problem(batch=2, kv_heads=2, group=3, number=150, dim=16, dtype=torch.float3
 
 
 def check(rows, low, high, **more):
-    """For each head and pooled, against the reference."""
+    """Against the reference."""
     tolerance = 1e-5 if rows.dtype == torch.float32 else 1e-4
-    for pool in ("head", "kv_head"):
-        found = bounds_kernel.largest_logit(rows, low, high, 0.3, pool=pool, **more)
-        expected = nodes.largest_logit(rows, low, high, 0.3, pool=pool, **more)
-        assert found.dtype == torch.float32
-        assert torch.equal(found.isneginf(), expected.isneginf())
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    found = bounds_kernel.largest_logit(rows, low, high, 0.3, **more)
+    expected = nodes.largest_logit(rows, low, high, 0.3, **more)
+    assert found.dtype == torch.float32
+    assert torch.equal(found.isneginf(), expected.isneginf())
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(params=[1, 100], ids=["one program", "many programs"])
@@ -66,23 +65,13 @@ def test_head_dims(dtype, dim):
 
 
 def test_more_heads_than_a_program_has(splits):
-    rows, low, high = problem(1, 1, 70, 60, dtype=torch.float16)
-    found = bounds_kernel.largest_logit(rows, low, high, 0.3)
-    torch.testing.assert_close(found, nodes.largest_logit(rows, low, high, 0.3), rtol=1e-4, atol=1e-4)
-    with pytest.raises(UnsupportedError, match="more than 64 heads"):
-        bounds_kernel.largest_logit(rows, low, high, 0.3, pool="kv_head")
+    check(*problem(1, 1, 70, 60, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
 def test_strides_among_nan(layout, splits):
     rows, low, high = (in_buffer(x, layout) for x in problem(dim=24))
     check(rows, low, high, lengths=torch.tensor([[3, 150], [0, 80]]))
-
-
-def test_bounds_that_are_all_below_zero():
-    """Heads that fill up a program must not be the largest."""
-    rows, low, _ = problem()
-    check(-rows.abs(), low.abs(), low.abs() + 1)
 
 
 def test_what_bounds_refuse():
@@ -94,6 +83,3 @@ def test_what_bounds_refuse():
         bounds_kernel.largest_logit(*problem(dim=257), 0.3)
     with pytest.raises(ValueError, match="shapes do not fit"):
         bounds_kernel.largest_logit(rows, low[:1], high, 0.3)
-    for function in (nodes.largest_logit, bounds_kernel.largest_logit):
-        with pytest.raises(ValueError, match="pool must be"):
-            function(rows, low, high, 0.3, pool="layer")

@@ -295,11 +295,10 @@ def mass_problem(tiles=5, rows=12, keys=70, dim=16, batch=2, heads=2, dtype=torc
 
 
 def check_mass(queries, k, lse, begins):
-    for largest in (True, False):
-        mass = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.3, largest=largest)
-        assert mass.dtype == torch.float32
-        expected = reference.tile_block_mass(queries, k, lse, begins, scaling=0.3, largest=largest)
-        torch.testing.assert_close(mass, expected, rtol=1e-5 if k.dtype == torch.float32 else 2e-3, atol=1e-6)
+    mass = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.3)
+    assert mass.dtype == torch.float32
+    expected = reference.tile_block_mass(queries, k, lse, begins, scaling=0.3)
+    torch.testing.assert_close(mass, expected, rtol=1e-5 if k.dtype == torch.float32 else 2e-3, atol=1e-6)
     return mass
 
 
@@ -351,12 +350,10 @@ def test_the_verb_gives_the_same_with_the_kernel(monkeypatch):
     shape = SOME._replace(batch=2, kv_heads=2, queries=70, offset=13)
     q, k, v = problem(shape)
     lse = ops.attend_causal(q, k, v, scaling=0.3, offset=13, need_lse=True).lse
-    for share in (1.0, 0.25):
-        how = {"tile": 8, "scaling": 0.3, "offset": 13, "share": share}
-        with monkeypatch.context() as patch:
-            expected = list(ops.tile_mass(q, k, lse, **how))
-            patch.setattr(reference, "_block_mass", mass_kernel.tile_block_mass)
-            found = list(ops.tile_mass(q, k, lse, **how))
-        for (first, mass), (also_first, also) in zip(expected, found, strict=True):
-            assert first == also_first
-            torch.testing.assert_close(mass, also)
+    how = {"tile": 8, "scaling": 0.3, "offset": 13}
+    expected = list(ops.tile_mass(q, k, lse, **how))
+    monkeypatch.setattr(reference, "_block_mass", mass_kernel.tile_block_mass)
+    found = list(ops.tile_mass(q, k, lse, **how))
+    for (first, mass), (also_first, also) in zip(expected, found, strict=True):
+        assert first == also_first
+        torch.testing.assert_close(mass, also)

@@ -178,13 +178,6 @@ def test_scoring_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim
     assert_compiled_well_in_blocks(compiled, capability, dtype != "fp32")
 
 
-@every_pair(("capability", [90, 89]), SHAPES, RAGGED, ("softcap", [0.0, 50.0]))
-def test_scoring_of_keys_in_fp8_compiles_for_ada_and_hopper(capability, dtype, dim, heads, masked, bounded, softcap):
-    compiled = _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=True)
-    assert_compiled_well(compiled, capability, dtype != "fp32", spilled=8 if softcap else 0)
-    assert "cvt.rn.f16x2.e4m3x2" in compiled.ptx
-
-
 @every_pair(
     CAPABILITIES,
     SHAPES,
@@ -203,19 +196,18 @@ def test_scoring_of_pages_compiles_for_ampere_and_hopper(
     assert_compiled_well(compiled, capability, half, spilled=spilled)
 
 
-def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, scaled=False, block_size=0, page_size=0):
-    """The compiled kernel that keeps logits; ``scaled``: of keys in fp8; ``page_size``: of those of pages."""
+def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, block_size=0, page_size=0):
+    """The compiled kernel that keeps logits; ``page_size``: of the keys of pages."""
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
-    tile, half = _tile(kernel.tile_for, dtype, dim, heads, capability, scaled=scaled), dtype != "fp32"
+    tile, half = _tile(kernel.tile_for, dtype, dim, heads, capability), dtype != "fp32"
     return compile_for(
         capability,
         kernel._keep_logits,
         {
             "q_ptr": f"*{dtype}:16",
-            "k_ptr": "*fp8e4nv:16" if scaled else f"*{dtype}:16",
-            "scale_ptr": "*fp32:16" if scaled else None,
-            **dict.fromkeys(("q_strides", "scale_strides"), ("i32:16", "i32:16", 1)),
+            "k_ptr": f"*{dtype}:16",
+            "q_strides": ("i32:16", "i32:16", 1),
             "k_strides": ("i32:16", "i32:16", "i32:16", 1),
             "chosen_ptr": "*i32:16" if page_size else "*i8" if masked else None,
             "table_ptr": "*i32" if block_size else None,

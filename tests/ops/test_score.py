@@ -114,40 +114,20 @@ def test_the_causal_bound_holds_inside_a_block_of_queries(later):
 
 @given(shapes(), SEEDS, st.sampled_from(LAYOUTS), st.integers(1, 8), st.sampled_from([0, 4]))
 @settings(max_examples=50)
-def test_tile_mass_is_the_mean_over_a_tile_and_its_group_or_the_largest(shape, seed, layout, tile, extra):
+def test_tile_mass_is_the_mean_over_a_tile_and_its_group(shape, seed, layout, tile, extra):
     q, k, expected = causal(shape, seed, layout=layout, extra=extra)
     how = {"tile": tile, "scaling": 0.3, "offset": shape.offset}
     blocks = list(ops.tile_mass(q, k, expected.lse.float(), **how))
-    largest = [
-        mass[:, :, t]
-        for _, mass in ops.tile_mass(q, k, expected.lse.float(), largest=True, **how)
-        for t in range(mass.shape[2])
-    ]
     tiles = [(first + t, mass[:, :, t]) for first, mass in blocks for t in range(mass.shape[2])]
     assert [index for index, _ in tiles] == list(
         range(shape.offset // tile, -(-(shape.offset + shape.queries) // tile))
     )
-    for (index, mass), most in zip(tiles, largest, strict=True):
+    for index, mass in tiles:
         begin = index * tile
         first, last = max(begin - shape.offset, 0), min(begin + tile - shape.offset, shape.queries)
         weights = expected.weights[:, :, first:last, :begin].unflatten(1, (shape.kv_heads, shape.group))
         assert_close(mass[..., :begin], weights.mean((2, 3)))
-        assert_close(most[..., :begin], weights.amax((2, 3)))
         assert (mass[..., begin:] == -float("inf")).all()
-
-
-@given(shapes(), SEEDS, st.sampled_from(LAYOUTS), st.integers(1, 8))
-@settings(max_examples=50)
-def test_tile_logits_are_those_of_the_queries_of_a_tile_together(shape, seed, layout, tile):
-    q, k, _ = causal(shape, seed, layout=layout)
-    for index, logits in ops.tile_logits(q, k, tile=tile, scaling=0.3, offset=shape.offset):
-        for t in range(logits.shape[2]):
-            begin = (index + t) * tile
-            first, last = max(begin - shape.offset, 0), min(begin + tile - shape.offset, shape.queries)
-            together = q[:, :, first:last].unflatten(1, (shape.kv_heads, shape.group)).sum((2, 3))
-            mean = together / (shape.group * tile)
-            assert_close(logits[:, :, t, :begin], 0.3 * torch.einsum("bhd,bhnd->bhn", mean, k[:, :, :begin]))
-            assert (logits[:, :, t, begin:] == -float("inf")).all()
 
 
 # query_mass
@@ -170,35 +150,15 @@ def test_query_mass_in_half_precision(dtype):
     assert_close(mass, expected.weights.sum(2), dtype)
 
 
-@pytest.mark.parametrize(
-    ("share", "places"), [(1.0, range(8)), (0.5, [1, 3, 5, 7]), (0.4, [1, 4, 6]), (0.25, [2, 6]), (0.01, [4])]
-)
-@pytest.mark.parametrize("offset", [0, 14, 16, 23])
-def test_mass_of_a_share_of_a_tile_s_queries(share, places, offset):
-    """Evenly spaced ones, or the nearest of a tile's part."""
-    shape = Shape(batch=2, kv_heads=2, group=3, queries=21, offset=offset, dim=16, value_dim=16)
-    q, k, expected = causal(shape)
-    blocks = ops.tile_mass(q, k, expected.lse.float(), tile=8, scaling=0.3, offset=offset, share=share)
-    tiles = {first + t: mass[:, :, t] for first, mass in blocks for t in range(mass.shape[2])}
-    assert list(tiles) == list(range(offset // 8, -(-(offset + 21) // 8)))
-    for t, mass in tiles.items():
-        picked = [min(max(8 * t + place - offset, 0), 20) for place in places]
-        picked = picked if share < 1 else sorted(set(picked))
-        mean = expected.weights[:, :, picked].mean(2).unflatten(1, (2, 3)).mean(2)
-        assert_close(mass[..., : 8 * t], mean[..., : 8 * t])
-        assert bool(mass[..., 8 * t :].isneginf().all())
-
-
 # Memory
 
 
-@pytest.mark.parametrize("function", [ops.tile_mass, ops.tile_logits])
-def test_many_small_tiles_come_a_few_at_a_time(function, monkeypatch):
+def test_many_small_tiles_come_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(_math, "SCRATCH_BYTES", SCRATCH)
     q, k, _ = problem(Shape(batch=1, kv_heads=1, group=1, queries=4096, offset=0, dim=8, value_dim=8))
-    lse = (torch.zeros(1, 1, 4096),) if function is ops.tile_mass else ()
+    lse = torch.zeros(1, 1, 4096)
     with LargestTensor() as largest:
-        tiles = sum(block.shape[2] for _, block in function(q, k, *lse, tile=2, scaling=0.3))
+        tiles = sum(block.shape[2] for _, block in ops.tile_mass(q, k, lse, tile=2, scaling=0.3))
     assert tiles == 2048
     assert largest.bytes <= SCRATCH, largest.what
 
@@ -292,63 +252,6 @@ def test_pages_that_do_not_fit_have_no_mass():
             ops.pooled_mass_of_pages(q, k, wrong, 4, scaling=0.3, pool=pool)
 
 
-def copy_of(k):
-    copy, (centres, scales) = torch.empty(k.shape, dtype=ops.FP8), ops.fp8_range(k)
-    ops.write_fp8(copy, k, centres, scales)
-    return copy, centres, scales
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scratch", [None, 700])
-def test_the_mass_of_a_copy_is_that_of_the_keys_it_stands_for(dtype, scratch, monkeypatch):
-    """Wherever they are moved to, and in whatever blocks they are converted."""
-    if scratch:
-        monkeypatch.setattr(_math, "SCRATCH_BYTES", scratch)
-    q, k, _ = problem(Shape(2, 2, 3, 1, 50, 16, 16), dtype=dtype)
-    k[..., 3], k[..., 4], k[..., 5] = 90.0, 0.0, 1e-6 * k[..., 5].float()
-    copy, centres, scales = copy_of(k)
-    stands_for = copy.float() * scales[:, :, None]
-    tolerance = {"rtol": 1e-4, "atol": 1e-6}
-    for more in ({}, {"pooling": "sqrt", "pool": "layer", "lengths": torch.tensor([50, 7])}):
-        found = ops.pooled_mass(q, copy, scaling=0.3, key_scales=scales, **more)
-        for keys in (stands_for, stands_for + 0.1 * centres[:, :, None]):
-            torch.testing.assert_close(found, ops.pooled_mass(q.float(), keys, scaling=0.3, **more), **tolerance)
-
-
-def test_some_slots_of_a_copy_are_written_as_all_are():
-    _, k, _ = problem(Shape(2, 2, 3, 1, 50, 16, 16), layout="slots")
-    whole, centres, scales = copy_of(k)
-    room = torch.zeros(2, 2, 60, 16).to(ops.FP8)
-    copy, slots = room[:, :, :50], torch.tensor([[3, 49], [0, 7]])
-    ops.write_fp8(copy, k, centres, scales, slots)
-    for b in range(2):
-        written = torch.zeros(60, dtype=torch.bool).index_fill_(0, slots[b], True)
-        assert torch.equal(room[b, :, written].float(), whole[b, :, slots[b].sort().values].float())
-        assert not room[b, :, ~written].float().any()
-
-
-def test_scales_of_the_smallest_keys():
-    """A channel of subnormal numbers is scaled by a normal one, as is one of zeros."""
-    k = torch.tensor([1e-44, 0.0, 1.0]).expand(1, 1, 5, 3)
-    centres, scales = ops.fp8_range(k)
-    assert bool((scales > 0).all())
-    copy = torch.empty(k.shape, dtype=ops.FP8)
-    ops.write_fp8(copy, k, centres, scales)
-    assert bool(copy.float().isfinite().all())
-
-
-def test_a_copy_is_written_and_scored_without_another_in_a_wider_dtype():
-    k = torch.randn(1, 2, 40_000, 64, dtype=torch.bfloat16)
-    q = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
-    copy = torch.empty(k.shape, dtype=ops.FP8)
-    with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
-        patch.setattr(_math, "SCRATCH_BYTES", SCRATCH)
-        centres, scales = ops.fp8_range(k)
-        ops.write_fp8(copy, k, centres, scales)
-        ops.pooled_mass(q, copy, scaling=0.1, key_scales=scales)
-    assert largest.bytes <= max(SCRATCH, 8 * 40_000 * 4), largest.what
-
-
 # largest_logit
 
 
@@ -388,8 +291,6 @@ def test_largest_logit_is_that_of_the_best_corner(size, data):
         assert_close(found, wanted)
         logits = torch.einsum("bhgd,bhnsd->bhgns", rows.double(), keys.double()) * scaling
         assert (found >= logits.amax(-1) - 1e-4).all()  # no key in a box has more
-        pooled = ops.largest_logit(rows, low, high, scaling, pool="kv_head")
-        assert_close(pooled, wanted.amax(2))
         there = torch.arange(size["boxes"]) < lengths[:, None]
         short = ops.largest_logit(rows, low, high, scaling, lengths=lengths)
         assert_close(short, wanted.masked_fill(~there[:, None, None], float("-inf")))
@@ -404,9 +305,3 @@ def test_largest_logit_of_boxes_that_are_not_there_may_be_anything():
             corner[b, h, lengths[b, h] :] = float("nan")
     assert torch.equal(ops.largest_logit(rows, low, high, 0.3, lengths=lengths), expected)
     assert ((expected > float("-inf")).sum(-1) == lengths[..., None]).all()
-
-
-def test_largest_logit_of_other_pools_is_refused():
-    rows, _, low, high = draw_boxes(1, 1, 1, 1, 1, 1, seed=0)
-    with pytest.raises(ValueError, match="layer"):
-        ops.largest_logit(rows, low, high, 1.0, pool="layer")

@@ -165,8 +165,8 @@ def test_places_in_use_compile(capability, ragged):
     assert compiled.spilled == 0
 
 
-@every_pair(CAPABILITIES, SHAPES, ("one", [True, False]), ("softcap", [0.0, 50.0]), ("largest", [False, True]))
-def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softcap, largest):
+@every_pair(CAPABILITIES, SHAPES, ("one", [True, False]), ("softcap", [0.0, 50.0]))
+def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softcap):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.tiles_kernel")
     half = dtype != "fp32"
@@ -188,44 +188,6 @@ def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softca
             "BLOCK_N": tile.block_n,
             "ONE": one,
             "SOFTCAP": softcap,
-            "LARGEST": largest,
-        },
-        **tile.options,
-    )
-    assert_compiled_well(compiled, capability, half, spilled=60)
-
-
-@every_pair(
-    CAPABILITIES,
-    SHAPES,
-    ("rows", [8, 16]),
-    ("softcap", [0.0, 50.0]),
-    ("largest", [False, True]),
-    besides=[(90, "fp16", 128, 32, 0.0, False)],
-)
-def test_mass_of_small_tiles_compiles_for_ampere_and_hopper(capability, dtype, dim, rows, softcap, largest):
-    triton = pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.score.tiles_kernel")
-    half = dtype != "fp32"
-    tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, dim, kernel._MOST)
-    compiled = compile_for(
-        capability,
-        kernel._mass_of_small_tiles,
-        {
-            **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k")},
-            **{f"k_stride_{axis}": "i32:16" for axis in "bhl"},
-            **dict.fromkeys(("heads", "tiles", "rows", "number", "groups"), "i32"),
-            **dict.fromkeys(("lse_ptr", "mass_ptr"), "*fp32:16"),
-            "begin_ptr": "*i64:16",
-            "k_stride_d": 1,
-            "scale": "fp32",
-            "DIM": dim,
-            "BLOCK_D": triton.next_power_of_2(dim),
-            "EACH": rows,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "SOFTCAP": softcap,
-            "LARGEST": largest,
         },
         **tile.options,
     )
@@ -234,8 +196,7 @@ def test_mass_of_small_tiles_compiles_for_ampere_and_hopper(capability, dtype, d
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("largest", [False, True])
-def test_hoppers_own_mass_compiles(dtype, dim, largest):
+def test_hoppers_own_mass_compiles(dtype, dim):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
     compiled = compile_for(
@@ -254,7 +215,6 @@ def test_hoppers_own_mass_compiles(dtype, dim, largest):
             "STAGES": kernel._STAGES[dim],
             "AT_ONCE": kernel._AT_ONCE,
             "REGISTERS": kernel._REGISTERS,
-            "LARGEST": largest,
         },
         num_warps=4,
     )

@@ -42,7 +42,7 @@ class OneReader(TopKByMass):
     def of(cls, method: Kascade, chooser: int, reader: int, heads: Sequence[int]) -> OneReader:
         """What `method` would do in the reader, were the chooser its anchor."""
         how = {field.name: getattr(method, field.name) for field in dataclasses.fields(TopKByMass)}
-        mapped = tuple(heads) if method.remap and chooser != reader else None
+        mapped = tuple(heads) if chooser != reader else None
         return cls(**how | {"decode_only": True}, chooser=chooser, reader=reader, heads=mapped)
 
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
@@ -72,7 +72,7 @@ def measure(
     at a time, all layers but the reader dense. Prompts are dense throughout.
 
     Args:
-        method: how keys are chosen: its `top_k`, `min_k`, `top_p`, `pool`, `pooling`, `remap`.
+        method: how keys are chosen: its `top_k`, `min_k`, `pool`, `pooling`.
         layers: the L layers' numbers, ascending.
         maps: int64 ``[L, L, Hkv]``: for each head of the second layer the first one's whose choice it reads.
         step: called when the items are answered, and after each pair.

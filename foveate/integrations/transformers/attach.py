@@ -12,7 +12,6 @@ from torch import nn
 
 from foveate.integrations.transformers import attention, csa, releases
 from foveate.integrations.transformers.attachment import Attachment, new_uid
-from foveate.integrations.transformers.auto import auto_for
 from foveate.integrations.transformers.decode_calls import GetDecodeCall, TakesDecodeCall
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import Graphs
@@ -107,7 +106,6 @@ def attach(
         raise ValueError(f"block_size={block_size}: {evicting.name} evicts, and keeps its slots in one piece")
     _check_artefacts(policies, config, modules)
     attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
-    attachment.auto = auto_for(policies, config)
     if cuda_graph is True:
         graphs.require(attachment.replay_obstacle(model))
     detach(model)
@@ -239,8 +237,6 @@ def _around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
 
 def _take_off(attachment: Attachment, model: nn.Module) -> None:
     """Give the model its own attention back."""
-    if attachment.auto is not None:
-        attachment.auto.stop()
     decoder = decoder_of(model)
     remove_hooks(decoder)
     for module in (decoder, model.base_model):

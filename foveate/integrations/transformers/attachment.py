@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 
 from foveate.integrations.transformers import attention
-from foveate.integrations.transformers.auto import Auto, auto_for
 from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.facts import kv_heads
 from foveate.integrations.transformers.graphs import Graphs
@@ -41,7 +40,6 @@ class Attachment:
     left: bool = False
     """Whether the block of :func:`attached` has ended."""
     _cache: Any = None
-    auto: Auto | None = None
     """Finds the anchors of a method that has to be calibrated on its first prompt."""
     graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
     positions: int | None = None
@@ -87,14 +85,13 @@ class Attachment:
         self._cache = weakref.ref(cache)
 
     def __getstate__(self) -> dict[str, Any]:  # for copies and pickles, which are attachments of their own
-        own = ("uid", "forward", "_cache", "auto")
+        own = ("uid", "forward", "_cache")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, uid=new_uid(), forward={}, _cache=None)
         for policy in self.policies.values():
             policy.owner, policy.forward = self.uid, self.forward
-        self.auto = auto_for(self.policies, self.config)
         attention.register()  # a pickle may be read in another process
 
 

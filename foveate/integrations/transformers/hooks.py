@@ -63,12 +63,6 @@ class BeforeForward:
                     "reads what an earlier layer has chosen, which is not kept until the backward pass"
                 )
         attachment.forward.clear()
-        if ids is not None:
-            auto = attachment.auto
-            if auto is not None and training:
-                auto.stop()
-            elif auto is not None:
-                auto.before_forward(decoder, ids, releases.full_attention_mask(given.get("attention_mask")), cache)
         cache = give_cache(self.model, given, config)
         handed_on.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
         return (), releases.for_module(decoder, given)
@@ -133,12 +127,7 @@ class AfterForward:
                 f"apply {self.attachment.method.name} there"
             )
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
-            try:
-                self._check_finite(reached, out[0], releases.full_attention_mask(kwargs.get("attention_mask")))
-            except ValueError:
-                if self.attachment.auto is not None:  # such a prompt shows nothing
-                    self.attachment.auto.stop()
-                raise
+            self._check_finite(reached, out[0], releases.full_attention_mask(kwargs.get("attention_mask")))
 
     def _check_finite(self, reached: dict[int, handed_on.Reached], hidden: Tensor, mask: Tensor | None) -> None:
         attention.check_finite(reached, hidden.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,46 +22,26 @@ def attention_modules(model: nn.Module, layers: Iterable[int]) -> dict[int, nn.M
 
 
 class Study:
-    """One prompt of an attached model, watched as it is read until every layer was seen, or :meth:`end`.
+    """One sequence's prompt, watched as an attached model reads it, until every layer was seen or :meth:`end`.
 
     Args:
         model: the attached model, or its decoder.
         policies: of the layers that are watched.
         k, tile: see :class:`~foveate.calibration.Similarity`.
-        row: the sequence of the batch that is watched.
-        columns: its tokens, int64 ``[n]``; None for all.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        policies: Mapping[int, Policy],
-        k: int,
-        tile: int,
-        row: int = 0,
-        columns: Tensor | None = None,
-    ):
-        self._policies, self._row, self._columns = policies, row, columns
+    def __init__(self, model: nn.Module, policies: Mapping[int, Policy], k: int, tile: int):
+        self._policies = policies
         self._similarity = Similarity(k, tile)
         self._passing: dict[int, _Passing] = {}
         self._importance: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
-        self._thread = threading.get_ident()
         modules = attention_modules(model, policies)
         blocks = {id(child): block for block in model.modules() for child in block.children()}
         for layer, module in modules.items():
             self._watch_block(layer, blocks[id(module)], module)
         for policy in policies.values():
             policy.look = self._look
-        over = _Hook(self._over, -1, model)  # also when it fails
-        self._hooks.append(model.register_forward_hook(over, with_kwargs=True, always_call=True))
-        self.over = False
-        """Whether the forward pass has ended."""
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether it is the pass of another thread that is watched."""
-        return threading.get_ident() != self._thread
 
     @property
     def complete(self) -> bool:
@@ -84,17 +63,8 @@ class Study:
             raise ValueError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
         return self._similarity.result(), importance
 
-    def _over(self, layer: int, stream: Any, out: Any) -> None:
-        self.over = True
-        self._passing.clear()
-
-    def _pick(self, x: Tensor, dim: int) -> Tensor:
-        x = x[self._row : self._row + 1]
-        return x if self._columns is None else x.index_select(dim, self._columns.to(x.device))
-
     def _look(self, layer: int, q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> None:
-        if threading.get_ident() == self._thread:
-            self._similarity.look(layer, self._pick(q, 2), self._pick(k, 2), scaling, softcap)
+        self._similarity.look(layer, q, k, scaling, softcap)
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
         """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).
@@ -133,7 +103,7 @@ class Study:
 
     def _leave(self, layer: int, stream: Tensor) -> None:
         before = self._passing.pop(layer).before.to(stream.device)
-        x, y = (self._pick(one.detach(), 1).float() for one in (before, stream))
+        x, y = (one.detach().float() for one in (before, stream))
         self._importance[layer] = (1 - F.cosine_similarity(x, y, dim=-1)).mean()
         if self.complete:
             self.end()
@@ -155,13 +125,13 @@ def _first(out: Any) -> Any:
 
 
 class _Hook:
-    """A hook of one module in one thread: on copies of the module, and in passes of other threads, it does nothing."""
+    """A hook of one module: on copies of the module it does nothing."""
 
     def __init__(self, note: Callable[[int, Tensor, Any], None], layer: int, module: nn.Module | None):
-        self._note, self._layer, self._module, self._thread = note, layer, module, threading.get_ident()
+        self._note, self._layer, self._module = note, layer, module
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, out: Any = None) -> None:
-        if module is self._module and threading.get_ident() == self._thread:
+        if module is self._module:
             stream = args[0] if args else (kwargs or {}).get("hidden_states")
             self._note(self._layer, stream, out)
 
@@ -177,4 +147,3 @@ def remove_hooks(model: nn.Module) -> None:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)

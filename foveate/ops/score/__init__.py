@@ -2,7 +2,6 @@
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops.score import indexer, low_rank, nodes, pooled, reference, retention
-from foveate.ops.score.fp8 import FP8, fp8_range, write_fp8
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
 from foveate.ops.score.nodes import (
@@ -11,7 +10,7 @@ from foveate.ops.score.nodes import (
     logit_deviation,
 )
 from foveate.ops.score.pooled import pool_logits
-from foveate.ops.score.reference import query_mass, tile_logits, tile_mass
+from foveate.ops.score.reference import query_mass, tile_mass
 from foveate.ops.score.retention import Convolution
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel")
@@ -24,12 +23,10 @@ pooled_mass_of_records = dispatch(low_rank.pooled_mass_of_records, "foveate.ops.
 retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel")
 
 __all__ = [
-    "FP8",
     "INDEXER_BLOCK",
     "Convolution",
     "IndexerScores",
     "column_mass",
-    "fp8_range",
     "free_energy",
     "indexer_scores",
     "key_logits",
@@ -42,9 +39,7 @@ __all__ = [
     "pooled_mass_of_records",
     "query_mass",
     "retention_logits",
-    "tile_logits",
     "tile_mass",
     "unseen_keys",
     "visible_keys",
-    "write_fp8",
 ]

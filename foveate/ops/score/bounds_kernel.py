@@ -8,7 +8,6 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
 from foveate.ops.score.kept_logits_kernel import per_head
-from foveate.ops.score.nodes import check_pool
 
 _LARGEST = 256
 """The largest head dim."""
@@ -34,21 +33,12 @@ def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
     return Tile(heads, boxes, num_warps=4, num_stages=4 if hopper and heads < 32 and dim <= 128 else 3)
 
 
-def largest_logit(
-    rows: Tensor,
-    low: Tensor,
-    high: Tensor,
-    scaling: float,
-    *,
-    lengths: Tensor | None = None,
-    pool: str = "head",
-) -> Tensor:
+def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, lengths: Tensor | None = None) -> Tensor:
     """See :func:`foveate.ops.score.nodes.largest_logit`.
 
     The heads of a group share a program, so that a corner is read once; boxes that are not there are not read. Products
     are summed in fp32, and fp32 is multiplied in full precision. Repeats are equal bit for bit.
     """
-    check_pool(pool)
     batch, num_kv_heads, group, dim = rows.shape
     number = low.shape[2]
     if not rows.dtype == low.dtype == high.dtype or rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -61,12 +51,9 @@ def largest_logit(
     capability = torch.cuda.get_device_capability(rows.device)[0] if rows.is_cuda else 8
     tile = tile_for(rows.dtype, dim, group, capability)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
-    if pool != "head" and parts > 1:
-        raise UnsupportedError(f"groups of more than {tile.block_m} heads that choose together")
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     padded = triton.cdiv(number, 16) * 16  # many are moved at a time
-    shape = (batch, num_kv_heads, group) if pool == "head" else (batch, num_kv_heads)
-    bounds = torch.empty(*shape, padded, dtype=torch.float32, device=rows.device)
+    bounds = torch.empty(batch, num_kv_heads, group, padded, dtype=torch.float32, device=rows.device)
     if bounds.numel():
         splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(rows.device))
         _largest_logit[batch * num_kv_heads * parts, splits](
@@ -87,7 +74,6 @@ def largest_logit(
             each,
             scaling,
             BOUNDED=lengths is not None,
-            POOLED=pool != "head",
             DIM=dim,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
             BLOCK_M=tile.block_m,
@@ -126,16 +112,13 @@ def _largest_logit(
     each,
     scale,
     BOUNDED: tl.constexpr,
-    POOLED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes ``bound [B, Hkv, G, padded]``, or ``[B, Hkv, padded]`` (``POOLED``), contiguous.
-
-    ``length`` (``BOUNDED``) is how many of the first boxes are there.
-    """
+    """Writes ``bound [B, Hkv, G, padded]``, contiguous; ``length`` (``BOUNDED``): how many of the first boxes are
+    there."""
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -154,10 +137,7 @@ def _largest_logit(
         length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
         there = tl.minimum(number, length.to(tl.int32))
     first = batch * num_kv_heads + head
-    if POOLED:
-        out_ptr = bound_ptr + first * padded + places
-    else:
-        out_ptr = bound_ptr + (first * group + member)[:, None] * padded + places[None, :]
+    out_ptr = bound_ptr + (first * group + member)[:, None] * padded + places[None, :]
 
     begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
     behind = tl.minimum(end, tl.maximum(begin, tl.cdiv(there, BLOCK_N)))
@@ -172,16 +152,8 @@ def _largest_logit(
         low = tl.load(low_ptr + (box * low_stride_l)[:, None] + dims[None, :] * low_stride_d, mask=mask, other=0.0)
         bound = tl.dot(downward, tl.trans(low), bound, input_precision="ieee") * scale
         bound = tl.where(stored[None, :], bound, float("-inf"))
-        if POOLED:
-            bound = tl.max(tl.where(exist[:, None], bound, float("-inf")), 0)
-            tl.store(out_ptr + block * BLOCK_N, bound, mask=place < padded)
-        else:
-            tl.store(out_ptr + block * BLOCK_N, bound, mask=exist[:, None] & (place < padded)[None, :])
+        tl.store(out_ptr + block * BLOCK_N, bound, mask=exist[:, None] & (place < padded)[None, :])
     for block in tl.range(behind, end):
         place = block * BLOCK_N + places
-        if POOLED:
-            none = tl.full([BLOCK_N], float("-inf"), tl.float32)
-            tl.store(out_ptr + block * BLOCK_N, none, mask=place < padded)
-        else:
-            none = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
-            tl.store(out_ptr + block * BLOCK_N, none, mask=exist[:, None] & (place < padded)[None, :])
+        none = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+        tl.store(out_ptr + block * BLOCK_N, none, mask=exist[:, None] & (place < padded)[None, :])

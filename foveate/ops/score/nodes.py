@@ -46,15 +46,7 @@ def free_energy(deviation: Tensor, log_size: Tensor | float) -> Tensor:
     return deviation.sub(within, alpha=0.5).mul_(within)
 
 
-def largest_logit(
-    rows: Tensor,
-    low: Tensor,
-    high: Tensor,
-    scaling: float,
-    *,
-    lengths: Tensor | None = None,
-    pool: str = "head",
-) -> Tensor:
+def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, lengths: Tensor | None = None) -> Tensor:
     """Upper bound of the logits of all keys in a box (Quest, Tang et al. 2024, section 3.2).
 
     A cap of logits rises with them: capped bounds bound capped logits, and the order of boxes is the same without it.
@@ -64,23 +56,12 @@ def largest_logit(
         low, high: ``[B, Hkv, N, D]``: corners of each node's box; read through their strides.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many nodes are there, the others may hold anything;
             None: all are.
-        pool: a bound for each query ``head``, or the largest of a group's for their ``kv_head``.
 
     Returns:
-        fp32 ``[B, Hkv, G, N]``, or ``[B, Hkv, N]`` of the KV heads; -inf where no node is.
-
-    Raises:
-        ValueError: for a pool that there is not.
+        fp32 ``[B, Hkv, G, N]``; -inf where no node is.
     """
-    check_pool(pool)
     upward = matmul_fp32(rows.clamp(min=0), high.transpose(-1, -2))
     bounds = (upward + matmul_fp32(rows.clamp(max=0), low.transpose(-1, -2))).mul_(scaling)
     if lengths is not None:
         bounds = bounds.masked_fill_(~first_keys(lengths, low.shape[2])[:, :, None], float("-inf"))
-    return bounds if pool == "head" else bounds.amax(2)
-
-
-def check_pool(pool: str) -> None:
-    """Raise unless this is a way to pool bounds."""
-    if pool not in ("head", "kv_head"):
-        raise ValueError(f"pool must be head or kv_head, not {pool!r}")
+    return bounds

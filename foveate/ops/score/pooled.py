@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.ops._math import block_length, first_keys, fold_group
+from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend.gather import gather_slots, page_slots
 from foveate.ops.block_table import BlockTable
 from foveate.ops.checks import check_blocks, check_keys, check_lengths, check_mask, check_sinks
@@ -17,7 +17,6 @@ def pooled_mass(
     k: Tensor,
     *,
     scaling: float,
-    key_scales: Tensor | None = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
@@ -35,8 +34,6 @@ def pooled_mass(
         q: ``[B, Hq, 1, D]``.
         k: ``[B, Hkv, N, D]``; read through its strides.
         scaling: factor of the logits.
-        key_scales: fp32 ``[B, Hkv, D]``: the keys are ``k``, a copy in fp8, times these, moved or not. The scales go
-            into the queries, in the queries' dtype, in which fp8 is exact: products and sums are as of any keys.
         mask: bool, broadcastable to ``[B, Hkv, N]``: True where a key is. The others may hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
         sink_logits: ``[Hq]``: a logit of each query head that takes its share of attention and has no key; None: none.
@@ -59,7 +56,7 @@ def pooled_mass(
     if lengths is not None:
         there = first_keys(lengths, k.shape[2])
         mask = there if mask is None else mask & there
-    logits = _logits(fold_group(q, k.shape[1]), k, key_scales, scaling, softcap)
+    logits = key_logits(fold_group(q, k.shape[1]), k, scaling, softcap)
     if mask is not None:
         logits.masked_fill_(~mask[:, :, None], float("-inf"))
     return pool_logits(logits, mask, pooling, pool, sink_logits)
@@ -135,15 +132,6 @@ def pool_logits(
         mask = mask if pool == "kv_head" else mask.all(1, keepdim=True)
         scores = scores.masked_fill_(~mask, float("-inf"))
     return scores
-
-
-def _logits(rows: Tensor, k: Tensor, key_scales: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
-    """Of ``rows [B, Hkv, G, D]``: fp32 ``[B, Hkv, G, N]``; a copy in fp8 is converted block by block."""
-    if key_scales is None:
-        return key_logits(rows, k, scaling, softcap)
-    rows = (rows * key_scales[:, :, None]).to(rows.dtype)
-    blocks = k.split(block_length(k[:, :, :1].numel() * 4, k.shape[2]), 2)
-    return torch.cat([key_logits(rows, block.to(rows.dtype), scaling, softcap) for block in blocks], -1)
 
 
 def check_mass(

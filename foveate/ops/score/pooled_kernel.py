@@ -12,7 +12,6 @@ from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
-from foveate.ops.score.fp8 import FP8
 from foveate.ops.score.kept_logits_kernel import VARYING, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check, check_pages
 
@@ -22,20 +21,15 @@ _HEADS = 64
 """The most heads of a program."""
 _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
-_FP8_SINCE = (8, 9)
-"""Compute capability from which on fp8 is converted by instructions."""
 
 
-def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int, scaled: bool = False) -> Tile:
-    """Heads and keys of a program: blocks of 32 KB on Hopper, of 16 KB elsewhere, two of them under way.
-
-    ``scaled``: keys in fp8 in blocks of half that, with more warps for registers to convert them in.
-    """
+def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
+    """Heads and keys of a program: blocks of 32 KB on Hopper, of 16 KB elsewhere, two of them under way."""
     heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
-        return Tile(16, 32, num_warps=8 if dim > 128 or scaled else 4, num_stages=1)
+        return Tile(16, 32, num_warps=8 if dim > 128 else 4, num_stages=1)
     keys = (64 if dim > 128 else 128) // (1 if capability >= 9 else 2)
-    return Tile(heads, keys, num_warps=8 if scaled else 4, num_stages=3 if heads < 64 else 2)
+    return Tile(heads, keys, num_warps=4, num_stages=3 if heads < 64 else 2)
 
 
 def pooled_mass(
@@ -43,7 +37,6 @@ def pooled_mass(
     k: Tensor,
     *,
     scaling: float,
-    key_scales: Tensor | None = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
@@ -58,15 +51,13 @@ def pooled_mass(
     keys in half precision a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of its
     block of keys: a mass is right to 2e-4 of itself, and one of less than 2^-32 of the block's largest counts as 0.
     With ``max_logit`` the steps are four times as wide: a logit is right to 7e-4, and one of more than 88 below the
-    block's largest counts as 88 below. Of fp32 the logits are kept as they are. Keys in fp8 are converted in registers,
-    by GPUs with instructions for it. Keys that the mask or the lengths leave out are not read and may hold anything.
+    block's largest counts as 88 below. Of fp32 the logits are kept as they are. Keys that the mask or the lengths leave
+    out are not read and may hold anything.
     """
     number = k.shape[2] if block_table is None else block_table.length
     if mask is not None:
         mask = mask.expand(len(q), k.shape[1], number).view(torch.int8)
-    return _pooled_mass(
-        q, k, key_scales, mask, lengths, number, 0, scaling, sink_logits, softcap, pooling, pool, block_table
-    )
+    return _pooled_mass(q, k, mask, lengths, number, 0, scaling, sink_logits, softcap, pooling, pool, block_table)
 
 
 def pooled_mass_of_pages(
@@ -90,13 +81,12 @@ def pooled_mass_of_pages(
     check_pages(q, k, pages, pool)
     pages, number = pages.expand(-1, k.shape[1], -1), pages.shape[2] * page_size
     how = (scaling, sink_logits, softcap, pooling, pool, block_table)
-    return _pooled_mass(q, k, None, pages, lengths, number, page_size, *how)
+    return _pooled_mass(q, k, pages, lengths, number, page_size, *how)
 
 
 def _pooled_mass(
     q: Tensor,
     k: Tensor,
-    key_scales: Tensor | None,
     chosen: Tensor | None,
     lengths: Tensor | None,
     number: int,
@@ -116,23 +106,18 @@ def _pooled_mass(
         block_table.check(q, k)
         rows = len(k)
     keys = k.shape[2] if block_table is None else block_table.length
-    expected = q.dtype if key_scales is None else FP8
-    if k.dtype != expected or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if k.dtype != q.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 9)
-    if key_scales is not None and capability < _FP8_SINCE:
-        raise UnsupportedError("keys in fp8 below compute capability {}.{}".format(*_FP8_SINCE))
+    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
     if num_heads % num_kv_heads or length != 1 or k.shape != (rows, num_kv_heads, k.shape[2], dim):
         raise ValueError(f"shapes do not fit one query a row: q {tuple(q.shape)}, k {tuple(k.shape)}")
-    if key_scales is not None and key_scales.shape != (batch, num_kv_heads, dim):
-        raise ValueError(f"key_scales {tuple(key_scales.shape)} do not fit k {tuple(k.shape)}")
     group = num_heads // num_kv_heads
     if not batch * number:
         return pooled(room_for(q, number, 0, 1, 16), num_kv_heads, number, None, None, pooling, pool)
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
-    tile = tile_for(q.dtype, dim, group, capability[0], key_scales is not None)
+    tile = tile_for(q.dtype, dim, group, capability)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
     splits, _ = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
     kept = room_for(q, number, blocks, splits, tile.block_n)
@@ -140,14 +125,12 @@ def _pooled_mass(
     _keep_logits[batch * num_kv_heads * parts, splits](
         q,
         k,
-        key_scales,
         chosen,
         lengths,
         *arguments(block_table),
         *kept[:3],
         (q.stride(0), q.stride(1), q.stride(3)),
         k.stride(),
-        (0, 0, 0) if key_scales is None else key_scales.stride(),
         *((0, 0, 0) if chosen is None else chosen.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
         num_kv_heads,
@@ -173,7 +156,6 @@ def _pooled_mass(
 def _keep_logits(
     q_ptr,
     k_ptr,
-    scale_ptr,
     chosen_ptr,
     length_ptr,
     table_ptr,
@@ -183,7 +165,6 @@ def _keep_logits(
     lse_ptr,
     q_strides,
     k_strides,
-    scale_strides,
     chosen_stride_b,
     chosen_stride_h,
     chosen_stride_l,
@@ -209,9 +190,9 @@ def _keep_logits(
     BLOCK_N: tl.constexpr,
 ):
     """Writes ``logit [B, Hq, padded]``, ``top [B, Hq, blocks]`` (``CODED``: the largest logit of each block) and
-    ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e). With
-    ``scales [B, Hkv, D]`` the keys are in fp8, and the queries take the scales on. ``BLOCK_SIZE``, where it is not 0:
-    keys are in blocks of so many slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table`` has the blocks of each row.
+    ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e). ``BLOCK_SIZE``,
+    where it is not 0: keys are in blocks of so many slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table`` has the blocks of
+    each row.
 
     ``chosen`` holds what is not 0 at the slots to read, or, where ``PAGE_SIZE`` is not 0, pages of so many
     keys, -1 for none: ``number`` counts the keys of all its places, and ``length`` and ``keys`` say how many of the
@@ -220,7 +201,6 @@ def _keep_logits(
     INDEXED: tl.constexpr = PAGE_SIZE != 0
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
-    scale_stride_b, scale_stride_h, scale_stride_d = scale_strides
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -230,9 +210,6 @@ def _keep_logits(
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    if scale_ptr is not None:
-        scales = scale_ptr + batch * scale_stride_b + head * scale_stride_h + dims * scale_stride_d
-        q = (q.to(tl.float32) * tl.load(scales, mask=dims < DIM, other=0.0)[None, :]).to(q.dtype)
     if BLOCK_SIZE:
         table_ptr += batch * table_stride
         k_ptr += head * k_stride_h
@@ -285,8 +262,6 @@ def _keep_logits(
             chosen = following if PAGE_SIZE else next_place
             next_block = entries(table_ptr, chosen, next_place, number, keys, INDEXED, PAGE_SIZE, BLOCK_SIZE)
         k = tl.load(k_ptr + k_rows[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
-        if scale_ptr is not None:
-            k = k.to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest = tl.maximum(tl.max(logits, 1), LOWEST)

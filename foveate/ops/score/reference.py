@@ -70,8 +70,6 @@ def tile_mass(
     scaling: float,
     offset: int = 0,
     softcap: float | None = None,
-    share: float = 1.0,
-    largest: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
     """Attention that tiles of queries pay to the keys before them (Kascade, section 3.4: post-softmax pooling).
 
@@ -84,49 +82,25 @@ def tile_mass(
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees.
         tile: positions in a tile.
         softcap: see :func:`column_mass`.
-        share: of a tile's positions, those that count, at least one; less than 1.0 is approximate. They are evenly
-            spaced, and moved into the part of a tile that is given.
-        largest: the largest attention of the tile's queries and heads in place of their mean.
 
     Yields:
         ``(t, mass)``: the tiles ``t .. t + T - 1``, a few at a time, and fp32 ``[B, Hkv, T, n]`` for the n keys before
-        the last of them: the mean (or maximum) over the tile's queries and the heads of the group; -inf from its first
+        the last of them: the mean over the tile's queries and the heads of the group; -inf from its first
         position on.
     """
-    span = tile  # of a tile's keys
-    if share < 1:
-        q, lse, tile, offset = _sampled(q, lse, tile, offset, share)
     group, lead = q.shape[1] // k.shape[1], offset % tile
     lse = F.pad(lse.masked_fill(lse.isneginf(), float("inf")), (lead, -(lead + q.shape[2]) % tile), value=float("inf"))
-    for first, last, rows, begins in _tile_blocks(q, k.shape[1], tile, offset, span):
+    for first, last, rows, begins in _tile_blocks(q, k.shape[1], tile, offset):
         of_rows = lse[:, :, first * tile : last * tile].unflatten(2, (-1, tile)).unflatten(1, (-1, group))
         of_rows = of_rows.transpose(2, 3).flatten(3)
-        if not largest:
-            number = (of_rows[0, 0] < float("inf")).sum(1).clamp_min(1)
-            of_rows = of_rows + number.log()[:, None]  # so that the sum is the mean
-        keys = k[:, :, : (offset // tile + last - 1) * span]
-        how = {"scaling": scaling, "softcap": softcap, "largest": largest}
-        yield offset // tile + first, _block_mass(rows, keys, of_rows, begins, **how)
-
-
-def _sampled(q: Tensor, lse: Tensor, tile: int, offset: int, share: float) -> tuple[Tensor, Tensor, int, int]:
-    """A share of each tile's queries and of their log-sum-exp, how many these are, and the first one's place."""
-    start, end, number = offset // tile, -(-(offset + q.shape[2]) // tile), max(1, round(share * tile))
-    within = (2 * torch.arange(number, device=q.device) + 1) * tile // (2 * number)
-    place = (torch.arange(start, end, device=q.device) * tile - offset)[:, None] + within
-    place = place.clamp(0, q.shape[2] - 1).flatten()
-    return q.index_select(2, place), lse.index_select(2, place), number, start * number
+        number = (of_rows[0, 0] < float("inf")).sum(1).clamp_min(1)
+        of_rows = of_rows + number.log()[:, None]  # so that the sum is the mean
+        keys = k[:, :, : (offset // tile + last - 1) * tile]
+        yield offset // tile + first, _block_mass(rows, keys, of_rows, begins, scaling=scaling, softcap=softcap)
 
 
 def tile_block_mass(
-    queries: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    begins: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    largest: bool = False,
+    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
 ) -> Tensor:
     """Attention that some tiles of queries pay to keys before them.
 
@@ -136,7 +110,6 @@ def tile_block_mass(
         lse: ``[B, H, T, W]`` fp32: the log-sum-exp of each query; one with inf adds nothing.
         begins: int64 ``[T]``: the first position of each tile.
         softcap: see :func:`column_mass`.
-        largest: the maximum in place of the sum.
 
     Returns:
         fp32 ``[B, H, T, n]``, summed over a tile's queries; -inf from its first position on.
@@ -146,44 +119,27 @@ def tile_block_mass(
     for start in range(0, keys, step):
         some = k[:, :, start : min(start + step, keys)].transpose(-1, -2)
         logits = matmul_fp32(queries.flatten(2, 3), some).mul_(scaling)
-        weights = capped(logits, softcap).unflatten(2, queries.shape[2:4])
-        weights = weights.sub_(lse[..., None])
-        mass[..., start : start + step] = weights.amax(3).exp_() if largest else weights.exp_().sum(3)
+        weights = capped(logits, softcap).unflatten(2, queries.shape[2:4]).sub_(lse[..., None]).exp_()
+        mass[..., start : start + step] = weights.sum(3)
     return mass.masked_fill_(_not_before(keys, begins), float("-inf"))
 
 
 _block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel")
 
 
-def tile_logits(
-    q: Tensor, k: Tensor, *, tile: int, scaling: float, offset: int = 0, softcap: float | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """What the mean query of each tile makes of the keys before it (Kascade, section 3.4: pre-softmax pooling).
-
-    As :func:`tile_mass`, with scaled and capped logits instead of attention. Queries that a tile is not given count as
-    zeros, which leaves the order of the keys as it is.
-    """
-    for first, last, rows, begins in _tile_blocks(q, k.shape[1], tile, offset, tile):
-        keys = k[:, :, : offset - offset % tile + (last - 1) * tile]
-        queries = rows.mean(3, dtype=torch.float32).to(rows.dtype)
-        logits = capped(matmul_fp32(queries, keys.transpose(-1, -2)).mul_(scaling), softcap)
-        yield offset // tile + first, logits.masked_fill_(_not_before(keys.shape[2], begins), float("-inf"))
-
-
-def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int, span: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """``(first, last, rows, begins)``: some of the tiles given, their queries, see :func:`tile_rows`, and their first
-    keys, of which a tile has ``span``. A score in fp32 for each of them, KV head and key before the last of them has
-    bounded size."""
-    start, end, before = offset - offset % tile, offset + q.shape[2], offset // tile * span
+    positions. A score in fp32 for each of them, KV head and key before the last of them has bounded size."""
+    start, end = offset - offset % tile, offset + q.shape[2]
     tiles, first = -(-(end - start) // tile), 0
     room = GPU_SCORES_BYTES if q.is_cuda else None
     while first < tiles:
         row = 4 * q.shape[0] * heads
-        some = block_length(row * (before + (first + 1) * span), tiles - first, room)
-        last = first + block_length(row * (before + (first + some) * span), some, room)  # by the last one's keys
+        some = block_length(row * (start + (first + 1) * tile), tiles - first, room)
+        last = first + block_length(row * (start + (first + some) * tile), some, room)  # by the last one's keys
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
         rows, _ = tile_rows(q[:, :, since - offset : until - offset], heads, tile, since)
-        yield first, last, rows, before + torch.arange(first, last, device=q.device) * span
+        yield first, last, rows, start + torch.arange(first, last, device=q.device) * tile
         first = last
 
 

@@ -54,9 +54,7 @@ def fits(queries: Tensor, k: Tensor) -> bool:
     )
 
 
-def tile_block_mass(
-    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, largest: bool = False
-) -> Tensor:
+def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float) -> Tensor:
     """See :func:`foveate.ops.score.reference.tile_block_mass`; only where :func:`fits`.
 
     Keys stand in the rows of the products. Every sum has one owner and one order: repeats are equal bit for bit.
@@ -81,7 +79,6 @@ def tile_block_mass(
         groups,
         span,
         scaling * _LOG2E.value,
-        LARGEST=largest,
         ROWS=ROWS,
         DIM=dim,
         KEYS=_KEYS,
@@ -162,10 +159,9 @@ def _of_tile(
 
 
 @gluon.jit
-def _put(products, lse, scale, mass_ptr, start, begin, end, LARGEST: gl.constexpr, KEYS: gl.constexpr):
+def _put(products, lse, scale, mass_ptr, start, begin, end, KEYS: gl.constexpr):
     """Writes the masses of a block of keys: -inf from the tile's first position on."""
-    logs = products * scale - lse[None, :]
-    mass = gl.exp2(gl.max(logs, 1)) if LARGEST else gl.sum(gl.exp2(logs), 1)
+    mass = gl.sum(gl.exp2(products * scale - lse[None, :]), 1)
     keys = start + gl.arange(0, KEYS, gl.SliceLayout(1, products.type.layout))
     gl.store(mass_ptr + keys, gl.where(keys < begin, mass, float("-inf")), mask=keys < end)
 
@@ -190,7 +186,6 @@ def _add_up(
     full,
     empty,
     WHICH: gl.constexpr,
-    LARGEST: gl.constexpr,
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -216,10 +211,10 @@ def _add_up(
         products = warpgroup_mma(k_tiles.index(stage), q, nothing, use_acc=False, is_async=True)
         others = warpgroup_mma(k_tiles.index(stage), other_q, nothing, use_acc=False, is_async=True)
         products = warpgroup_mma_wait(1, deps=(products,))
-        _put(products, lse, scale, mass, start, begin, end, LARGEST, KEYS)
+        _put(products, lse, scale, mass, start, begin, end, KEYS)
         others = warpgroup_mma_wait(0, deps=(others,))
         mbarrier.arrive(empty.index(stage), count=1)
-        _put(others, other_lse, scale, other_mass, start, other_begin, other_end, LARGEST, KEYS)
+        _put(others, other_lse, scale, other_mass, start, other_begin, other_end, KEYS)
         turn += 1
     beyond = gl.arange(0, ROWS, OF_QUERY)
     for start in range(first + turn * KEYS, last, ROWS):
@@ -246,7 +241,6 @@ def _tile_block_mass_on_hopper(
     groups,
     span,
     scale,
-    LARGEST: gl.constexpr,
     ROWS: gl.constexpr,
     DIM: gl.constexpr,
     KEYS: gl.constexpr,
@@ -284,9 +278,9 @@ def _tile_block_mass_on_hopper(
     # fmt: off
     gl.warp_specialize([
         (_add_up, (lse_ptr, begin_ptr, mass_ptr, of_head, first_tile, first, stop, last, tiles, rows, number, scale,
-                   q_tiles, k_tiles, q_full, full, empty, 0, LARGEST, ROWS, KEYS, STAGES)),
+                   q_tiles, k_tiles, q_full, full, empty, 0, ROWS, KEYS, STAGES)),
         (_add_up, (lse_ptr, begin_ptr, mass_ptr, of_head, first_tile, first, stop, last, tiles, rows, number, scale,
-                   q_tiles, k_tiles, q_full, full, empty, 1, LARGEST, ROWS, KEYS, STAGES)),
+                   q_tiles, k_tiles, q_full, full, empty, 1, ROWS, KEYS, STAGES)),
         (_fetch, (q_ptr, k_base, k_stride_l, of_head, first_tile, first, stop, tiles, rows, q_tiles, k_tiles, q_full,
                   full, empty, ROWS, DIM, KEYS, STAGES, AT_ONCE)),
     ], [4, 4], [REGISTERS[0], REGISTERS[1]])

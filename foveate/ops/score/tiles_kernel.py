@@ -26,9 +26,6 @@ memory."""
 _TILE_FP32 = Tile(32, 16, num_warps=4, num_stages=1)
 """For fp32, which is multiplied without tensor cores."""
 
-_MOST = 128
-"""Queries of a program that has several tiles."""
-
 _HOPPER = True
 """Whether Hopper gets the kernel written for it."""
 
@@ -40,20 +37,13 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
 
 
 def tile_block_mass(
-    queries: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    begins: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    largest: bool = False,
+    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
 ) -> Tensor:
     """See :func:`foveate.ops.score.reference.tile_block_mass`.
 
     A program owns some keys of one tile, so every sum has one owner and one order: repeats are equal bit for bit. Keys
     stand in the rows of the products, so that a key's sum over the queries is one thread's. fp32 is multiplied in full
-    precision. Of tiles with few queries a program has several, so that their products fill the matrix units.
+    precision.
     """
     batch, heads, tiles, rows, dim = queries.shape
     number = k.shape[2]
@@ -68,34 +58,18 @@ def tile_block_mass(
     if _HOPPER and not cap and number and k.is_cuda and torch.cuda.get_device_capability(k.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
         if hopper.fits(queries, k):
-            return hopper.tile_block_mass(queries, k, lse, begins, scaling=scaling, largest=largest)
+            return hopper.tile_block_mass(queries, k, lse, begins, scaling=scaling)
     mass = queries.new_empty(batch, heads, tiles, number, dtype=torch.float32)
     if not number:
         return mass
     queries, lse = queries.contiguous(), lse.contiguous()
     inputs = (queries, k, lse, begins, mass, *k.stride(), heads, tiles, rows, number)
-    sizes = {"SOFTCAP": cap, "LARGEST": largest, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
-    tile, each = tile_for(k.dtype, dim, _MOST), triton.next_power_of_2(rows)
-    small = 2 * each <= tile.block_m
-    if not small:
-        tile = tile_for(k.dtype, dim, rows)
+    sizes = {"SOFTCAP": cap, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    tile = tile_for(k.dtype, dim, rows)
     sizes |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **tile.options}
     walks, scale = triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value), scaling * _LOG2E.value
-    if small:
-        groups = triton.cdiv(tiles, tile.block_m // each)
-        _mass_of_small_tiles[walks * groups, batch * heads](*inputs, groups, scale, EACH=each, **sizes)
-    else:
-        _tile_block_mass[walks * tiles, batch * heads](*inputs, scale, ONE=rows <= tile.block_m, **sizes)
+    _tile_block_mass[walks * tiles, batch * heads](*inputs, scale, ONE=rows <= tile.block_m, **sizes)
     return mass
-
-
-@triton.jit
-def _pool(logs, axis: tl.constexpr, LARGEST: tl.constexpr):
-    """Attention, of which the logarithms (base 2) are given, summed or at its largest along an axis."""
-    if LARGEST:
-        return tl.exp2(tl.max(logs, axis))
-    else:
-        return tl.sum(tl.exp2(logs), axis)
 
 
 @triton.jit(do_not_specialize=["heads", "tiles", "rows", "number"])
@@ -115,7 +89,6 @@ def _tile_block_mass(
     number,
     scale,
     SOFTCAP: tl.constexpr,
-    LARGEST: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -148,7 +121,7 @@ def _tile_block_mass(
         k = tl.load(k_ptr + k_tile, mask=(keys < begin)[:, None] & (dims < DIM)[None, :], other=0.0)
         if ONE:
             logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-            mass = _pool(logits - lse[None, :], 1, LARGEST)
+            mass = tl.sum(tl.exp2(logits - lse[None, :]), 1)
         else:
             mass = tl.zeros([BLOCK_N], tl.float32)
             for some in tl.range(0, rows, BLOCK_M):
@@ -160,68 +133,9 @@ def _tile_block_mass(
                 )
                 lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * _LOG2E
                 logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-                some_mass = _pool(logits - lse[None, :], 1, LARGEST)
-                mass = tl.maximum(mass, some_mass) if LARGEST else mass + some_mass
+                mass += tl.sum(tl.exp2(logits - lse[None, :]), 1)
         tl.store(mass_ptr + keys, tl.where(keys < begin, mass, float("-inf")), mask=keys < last)
     behind = first + tl.maximum(tl.cdiv(tl.minimum(last, begin) - first, BLOCK_N), 0) * BLOCK_N
     for start in tl.range(behind, last, BLOCK_N):
         keys = start + places
         tl.store(mass_ptr + keys, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=keys < last)
-
-
-@triton.jit(do_not_specialize=["heads", "tiles", "rows", "number", "groups"])
-def _mass_of_small_tiles(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    begin_ptr,
-    mass_ptr,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    heads,
-    tiles,
-    rows,
-    number,
-    groups,
-    scale,
-    SOFTCAP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EACH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """As :func:`_tile_block_mass`, of ``BLOCK_M / EACH`` tiles of at most ``EACH`` queries side by side."""
-    TILES: tl.constexpr = BLOCK_M // EACH
-    group, walk = tl.program_id(0) % groups, tl.program_id(0) // groups
-    row = tl.program_id(1)
-    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    members, dims, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    tile, of_rows = group * TILES + tl.arange(0, TILES), group * TILES + members // EACH
-    begin = tl.minimum(tl.load(begin_ptr + tile, mask=tile < tiles, other=0), number).to(tl.int32)
-    end = tl.max(begin, 0)
-    k_ptr += batch * k_stride_b + head * k_stride_h
-    mass_ptr += (row.to(tl.int64) * tiles + tile) * number
-
-    exist = (members % EACH < rows) & (of_rows < tiles)
-    source = row.to(tl.int64) * tiles * rows + tl.where(exist, of_rows * rows + members % EACH, 0)
-    q = tl.load(q_ptr + source[None, :] * DIM + dims[:, None], mask=exist[None, :] & (dims < DIM)[:, None], other=0.0)
-    lse = tl.load(lse_ptr + source, mask=exist, other=float("inf")) * _LOG2E
-    first = walk * _WALK * BLOCK_N
-    last = tl.minimum(first + _WALK * BLOCK_N, number)
-    for start in tl.range(first, tl.minimum(last, end), BLOCK_N):
-        keys = start + places
-        k_tile = keys.to(tl.int64)[:, None] * k_stride_l + dims[None, :] * k_stride_d
-        k = tl.load(k_ptr + k_tile, mask=(keys < end)[:, None] & (dims < DIM)[None, :], other=0.0)
-        logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-        mass = _pool(tl.reshape(logits - lse[None, :], [BLOCK_N, TILES, EACH]), 2, LARGEST)
-        mass = tl.where(keys[:, None] < begin[None, :], mass, float("-inf"))
-        tl.store(mass_ptr[None, :] + keys[:, None], mass, mask=(keys < last)[:, None] & (tile < tiles)[None, :])
-    behind = first + tl.maximum(tl.cdiv(tl.minimum(last, end) - first, BLOCK_N), 0) * BLOCK_N
-    for start in tl.range(behind, last, BLOCK_N):
-        keys = start + places
-        unseen = tl.full([BLOCK_N, TILES], float("-inf"), tl.float32)
-        tl.store(mass_ptr[None, :] + keys[:, None], unseen, mask=(keys < last)[:, None] & (tile < tiles)[None, :])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
-from foveate.methods import parse
 from foveate.report.markdown import NONE, columns, made_with, markdown_table, percent, titled
 from foveate.report.published import kascade as paper
 from foveate.report.rows import Row, grouped
@@ -83,12 +83,11 @@ def kascade(rows: Sequence[Row]) -> str:
     """Kascade's milliseconds and speed-ups beside its paper's table 3, for every length and share that both have."""
     rows = [row for row in rows if all(row["case"].get(name) == value for name, value in paper.SHAPE.items())]
     flash = {row["case"]["context"]: row for row in rows if row["case"]["method"] == _FLASH}
-    found = [(row, parse(row["case"]["method"])) for row in rows if row["case"]["method"].startswith("kascade")]
+    found = [(row, *_scored(row)) for row in rows if row["case"]["method"].startswith("kascade")]
     of_layers = ("layer 0", "choosing", "reading", "mean")
     lines = [("keys read", "tokens", "FlashAttention-3", *of_layers, "over FlashAttention-3", "over the fastest dense")]
-    for row, method in sorted(found, key=lambda one: (one[1].score_keys, one[0]["case"]["share"])):
-        case, layers = row["case"], row["layers"]
-        exact, by_pages = method.score_keys == "exact", method.first_layer == "pages"
+    for row, keys, by_pages in sorted(found, key=lambda one: (one[1], one[0]["case"]["share"])):
+        case, layers, exact = row["case"], row["layers"], keys == "exact"
         theirs = paper.DECODE.get((case["context"], case["share"])) if exact else None
         ours = paper.Decode(
             flash[case["context"]]["ms"],
@@ -96,12 +95,12 @@ def kascade(rows: Sequence[Row]) -> str:
             row["ms"],
             flash[case["context"]]["ms"] / row["ms"],
         )
-        scored = "pages" if method.score_keys == "pages" else f"{method.score_keys} keys"
+        scored = "pages" if keys == "pages" else f"{keys} keys"
         chosen = "" if exact else f", chosen by {scored} (recall {row['recall']:.3f})"
         chosen += ", layer 0 by pages" if by_pages else ""
         times = (_pair(theirs and theirs[i], ours[i]) for i in range(len(ours)))
         lines.append((f"{100 * case['share']:.0f} %{chosen}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
-    return titled("ms, and times as fast; the paper / here", [row for row, _ in found], markdown_table(lines))
+    return titled("ms, and times as fast; the paper / here", [row for row, *_ in found], markdown_table(lines))
 
 
 def kinds(rows: Sequence[Row]) -> str:
@@ -115,6 +114,13 @@ def kinds(rows: Sequence[Row]) -> str:
         **{part: lambda one, part=part: f"{one['parts_ms'][part]:.3f}" for part in PARTS},
     }
     return titled("ms", rows, columns(of_kinds, cells))
+
+
+def _scored(row: Row) -> tuple[str, bool]:
+    """What anchors score, and whether layer 0 reads pages; settings that are gone, such as fp8 keys, are told, too."""
+    spec = row["case"]["method"]
+    keys = re.search(r"score_keys=(\w+)", spec)
+    return keys[1] if keys else "exact", "first_layer=pages" in spec
 
 
 def _pair(theirs: float | None, ours: float) -> str:

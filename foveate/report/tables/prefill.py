@@ -65,7 +65,7 @@ def layers(rows: Sequence[Row]) -> str:
         "prompt's end, ms": lambda one: f"{one['end_ms']:.2f}",
         "surcharge": lambda one: percent(one["surcharge"], 0),
         "memory above inputs and output": memory,
-        "recall": choice("recall"),
-        "mass": choice("mass"),
     }
+    if any("choice" in one for one in of_kinds):
+        cells |= {"recall": choice("recall"), "mass": choice("mass")}
     return columns(of_kinds, cells)

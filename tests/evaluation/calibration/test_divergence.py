@@ -50,7 +50,7 @@ def answered(model, one):
     return ids
 
 
-def masked(model, ids, prompt, chooser, reader, number, heads, pool, top_p=1.0, pooling="post_softmax"):
+def masked(model, ids, prompt, chooser, reader, number, heads, pool, pooling="post_softmax"):
     """Logits when the reader's tokens behind the prompt see the chooser's ``number`` heaviest keys alone."""
     chosen = {}
 
@@ -61,14 +61,10 @@ def masked(model, ids, prompt, chooser, reader, number, heads, pool, top_p=1.0, 
         weights = logits.masked_fill(later, float("-inf")).softmax(-1)
         if module.layer_idx == chooser:
             mass = (weights[0].sqrt() if pooling == "sqrt" else weights[0]).unflatten(0, (2, 2)).mean(1)
-            if pooling == "pre_softmax":
-                mean = q[0].unflatten(0, (2, 2)).mean(1) @ k[0].unflatten(0, (2, 2))[:, 0].mT
-                mass = mean.masked_fill(later, float("-inf"))
             mass = mass.mean(0, keepdim=True).expand(2, -1, -1) if pool == "layer" else mass
             for row in range(prompt, q.shape[2]):
                 held, keys = mass[:, row].sort(-1, descending=True)
-                kept = torch.arange(len(held[0])) < min(number, row + 1)
-                kept = kept & (held.cumsum(-1) - held < top_p) if top_p < 1 else kept.expand_as(held)
+                kept = (torch.arange(len(held[0])) < min(number, row + 1)).expand_as(held)
                 chosen[row] = torch.zeros_like(kept).scatter(-1, keys, kept)
         if module.layer_idx == reader:
             for row, keys in chosen.items():
@@ -100,7 +96,6 @@ MAPS = torch.tensor([1, 0]).expand(LAYERS, LAYERS, 2)
     ("spec", "number", "pool", "mapped"),
     [
         ("kascade:top_k=7", 7, "kv_head", True),
-        ("kascade:top_k=7,remap=false", 7, "kv_head", False),
         ("kascade:top_k=0.1,min_k=9,pool=layer", 9, "layer", False),
     ],
 )
@@ -127,8 +122,6 @@ def test_is_that_of_a_model_with_masks(model, tokenizer, spec, number, pool, map
 @pytest.mark.parametrize(
     ("spec", "number", "more"),
     [
-        ("kascade:top_k=30,top_p=0.5", 30, {"top_p": 0.5}),
-        ("kascade:top_k=7,pooling=pre_softmax", 7, {"pooling": "pre_softmax"}),
         ("kascade:top_k=7,pooling=sqrt", 7, {"pooling": "sqrt"}),
     ],
 )

@@ -1,0 +1,200 @@
+"""What methods keep of pages and score them by: low-rank records of their keys, or boxes around these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.methods._common import note_queries
+from foveate.methods.base import Observation
+from foveate.methods.budgets import Number, PageCounts
+from foveate.state import Channel, Geometry, SlotCache
+
+_OBSERVED = 16
+"""Last queries of a prompt by which the channels of keys are weighted."""
+
+
+@dataclass(frozen=True)
+class PageSummaries(PageCounts):
+    """A summary of each page, which a method keeps as channels of its cache. Hooks are as those of :class:`Method`.
+
+    Args:
+        size: keys of a page.
+    """
+
+    @property
+    def observation(self) -> Observation | None:
+        """What is learned from prompt queries."""
+        return None
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        """The state that is kept."""
+        raise NotImplementedError
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        """What a step reads to score the pages of ``tokens`` keys, in keys with their values."""
+        raise NotImplementedError
+
+    def observe(self, cache: SlotCache, q: Tensor) -> None:
+        """Learn from prompt queries."""
+
+    def prompt_end(self, cache: SlotCache) -> None:
+        """Summarise the pages that the prompt has filled."""
+        length, read = cache.lengths[0], cache.rows["observed"][0]
+        self.write(cache, (length - read) // self.size, length // self.size)
+
+    def write(self, cache: SlotCache, first: int, last: int) -> None:
+        """Write the summaries of the pages ``first .. last - 1``, of rows that all have them."""
+        raise NotImplementedError
+
+    def write_newest(self, cache: SlotCache) -> None:
+        """Bring the summaries of the pages that hold the rows' newest keys up to date."""
+        raise NotImplementedError
+
+    def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """How much pages matter to one token a row: fp32 ``[B, H, P]``, H the KV heads or the query heads.
+
+        -inf where a row has no page, and of pages that have no summary yet.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PageBoxes(PageSummaries):
+    """The smallest and the largest of each page's keys in each dimension, also of the page that is being filled."""
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        corner = Channel((geometry.head_dim,), per=self.size, dtype=None, recomputed=True)
+        return {"low": corner, "high": corner}
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        """Full pages count by their two corners, each of a key's size; the page that is being filled, by the keys
+        around which its box is made."""
+        return geometry.key_share * (2 * (tokens // self.size) + tokens % self.size)
+
+    def write(self, cache: SlotCache, first: int, last: int) -> None:
+        if first < last:
+            keys = cache.keys[:, :, first * self.size : last * self.size].unflatten(2, (last - first, -1))
+            cache.channel("low")[:, :, first:last] = keys.amin(3)
+            cache.channel("high")[:, :, first:last] = keys.amax(3)
+
+    def write_newest(self, cache: SlotCache) -> None:
+        corners = cache.channel("low"), cache.channel("high")
+        how = {"block_table": cache.block_table}
+        ops.bound_newest(cache.memory[0], *corners, cache.row_tensor("lengths"), self.size, **how)
+
+    def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """The largest logit that a key in the page's box can have, for each query head.
+
+        Bounds are not capped where a model caps its logits: the order of pages is the same.
+        """
+        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages)
+        low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
+        return ops.largest_logit(rows, low, high, scaling, lengths=cache.each_row(self.pages)).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class LowRankPages(PageSummaries):
+    """A record of each full page, see :class:`foveate.ops.PageRecord`.
+
+    Records of a prompt are made when it ends, others when a decoded token fills their page. They are written again
+    before they are read where tokens were removed.
+
+    Args:
+        size: keys of a page.
+        rank: directions of a record.
+        coefficient_bits: of a key's coefficients, 4 or 8.
+        weighted: whether the channels of keys are weighted by a prompt's last queries before they are rounded. Each
+            prompt renews the weights, and with them the records of all pages.
+        pooling: what a page's score is: its share of the attention to full pages, the mean over the heads
+            (``post_softmax``); or its mass over the largest of any page before the newest, summed (``of_largest``).
+    """
+
+    rank: int = 2
+    weighted: bool = True
+    coefficient_bits: int = 4
+    pooling: str = "post_softmax"
+
+    @property
+    def observation(self) -> Observation | None:
+        return Observation(("queries", _OBSERVED)) if self.weighted else None
+
+    def form(self, geometry: Geometry) -> ops.PageRecord:
+        """How a page's summary is stored."""
+        return ops.PageRecord(geometry.head_dim, self.size, self.rank, self.coefficient_bits)
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        width, heads = geometry.head_dim, geometry.num_kv_heads
+        found = {"records": Channel((self.form(geometry).bytes,), per=self.size, dtype=torch.uint8, recomputed=True)}
+        if self.weighted:
+            found["queries"] = Channel((geometry.num_heads, _OBSERVED, width), per=0, dtype=None)
+            # 1 in a row without a prompt
+            found["channel_weights"] = Channel((heads, width), per=0, recomputed=True, fill=1.0)
+        return found
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        """A record's bytes over those of its page's keys and values; a page that is being filled counts as far."""
+        keys = self.size * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
+        return tokens * (self.form(geometry).bytes / keys)
+
+    # Prompt
+
+    def observe(self, cache: SlotCache, q: Tensor) -> None:
+        if self.weighted:
+            note_queries(cache, q, _OBSERVED)
+
+    def prompt_end(self, cache: SlotCache) -> None:
+        """Summarise the pages that the prompt has filled, or all of them where their weights are new."""
+        read = cache.rows["observed"][0]
+        if not self.weighted:
+            super().prompt_end(cache)
+        elif read:
+            queries = cache.channel("queries")[:, :, -min(_OBSERVED, read) :]
+            cache.channel("channel_weights").copy_(ops.channel_weights(queries, cache.geometry.num_kv_heads))
+            self.write(cache, 0, cache.lengths[0] // self.size)
+
+    def write(self, cache: SlotCache, first: int, last: int) -> None:
+        if first < last:
+            keys = cache.keys[:, :, first * self.size : last * self.size]
+            records = ops.compress_pages(keys, self.form(cache.geometry), self._weights(cache))
+            cache.channel("records")[:, :, first:last] = records
+
+    # Decode
+
+    def write_newest(self, cache: SlotCache) -> None:
+        """Write the records of the pages that the rows' newest keys have filled."""
+        lengths, form = cache.row_tensor("lengths"), self.form(cache.geometry)
+        how = {"weights": self._weights(cache), "block_table": cache.block_table}
+        ops.compress_newest(cache.memory[0], cache.channel("records"), lengths, form, **how)
+
+    def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        return self.mass(cache, q, scaling, self.pooling)
+
+    def mass(self, cache: SlotCache, q: Tensor, scaling: float, pooling: str, pool: str = "kv_head") -> Tensor:
+        """The attention that pages hold by their records, see :func:`foveate.ops.pooled_mass_of_records`.
+
+        fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
+        no share.
+        """
+        records = cache.channel("records")[:, :, : cache.most(self.pages)]
+        lengths = cache.each_row(self.newest if pooling == "of_largest" else self.full)
+        how = {"weights": self._weights(cache), "lengths": lengths, "softcap": cache.softcap}
+        how |= {"scaling": scaling, "pooling": pooling, "pool": pool}
+        return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
+
+    def _weights(self, cache: SlotCache) -> Tensor | None:
+        return cache.channel("channel_weights") if self.weighted else None
+
+
+def check_records(method: Any) -> None:
+    """Raise unless low-rank summaries may have pages and directions as a method's ``page_size`` and ``rank`` say."""
+    size, record = method.page_size, ops.PageRecord
+    method._check_count("page_size", 1)
+    method._check("page_size", 2 <= size <= record.largest_page, f"2 to {record.largest_page}")
+    method._check_count("rank", 1)
+    largest = min(record.largest_rank, size)
+    method._check("rank", method.rank <= largest, f"at most {largest} with pages of {size}")

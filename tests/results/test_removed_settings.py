@@ -1,0 +1,105 @@
+"""Settings of Kascade and of the methods by pages that are gone: specs refuse them, rows that record them are read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foveate import methods
+from foveate.report.rows import chosen, spelled
+from foveate.report.tables import registry
+from foveate.results.resultfile import method_of
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_MASS = {"top_p": (1.0, 0.95)}
+PAGES = {"min_k": (128, 64)}
+RECORDED = {
+    "kascade": {**BY_MASS, "remap": (True, False)},
+    "oracle_topk": BY_MASS,
+    "pages": {
+        **{**PAGES, "score": ("lowrank", "bound"), "dense_layers": (0, 1)},
+        **{"sinks": (4, 0), "window": (16, 1), "pool": ("kv_head", "layer")},
+    },
+    "quest": {**PAGES, "min_pages": (3, 1), "pool": ("head", "kv_head")},
+    "locks": {**PAGES, "sink_pages": (1, 0), "window_pages": (1, 2), "dense_layers": (0, 2)},
+}
+"""By method: settings that rows have, their values without effect, and others."""
+RECORDED_WHERE_USED = {
+    name: {"score_queries": 0.25, "tile_pooling": "max", "dense_last": 128, "window": 64}
+    for name in ("kascade", "oracle_topk")
+}
+VALUES = {"pooling": ("pre_softmax", "post_softmax, sqrt"), "score_keys": ("fp8", "exact, pages")}
+"""Settings of Kascade that are left, values that are gone, and those that are allowed."""
+
+
+def each(settings):
+    return [(name, setting, value) for name, of in settings.items() for setting, value in of.items()]
+
+
+def row(method, **settings):
+    pieces = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+    made = {**json.loads(json.dumps(methods.make(method).settings())), **settings}
+    return {"method": method, "spec": f"{method}:{pieces}", "settings": made, "task_settings": {}}
+
+
+@pytest.mark.parametrize(("name", "setting", "values"), each(RECORDED))
+def test_a_setting_without_effect_is_left_out_of_its_row(name, setting, values):
+    old = row(name, **{setting: values[0]})
+    assert method_of(old) == methods.make(name)
+    assert (spelled(old)["spec"], setting in spelled(old)["settings"]) == (name, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [*((name, setting, values[1]) for name, setting, values in each(RECORDED)), *each(RECORDED_WHERE_USED)],
+)
+def test_a_row_that_used_a_setting_stands_as_it_was_written_and_its_spec_is_refused(name, setting, value):
+    old = row(name, **{setting: value})
+    assert method_of(old) is None
+    assert spelled(old) == old
+    assert chosen([row("dense"), old, row(name)], [f"spec={old['spec']}"]) == [row("dense"), old]
+    with pytest.raises(ValueError, match=f"{name} has no setting {setting!r}"):
+        methods.parse(old["spec"])
+
+
+@pytest.mark.parametrize(("setting", "value", "allowed"), [(name, *values) for name, values in VALUES.items()])
+def test_the_same_of_a_value_that_is_gone(setting, value, allowed):
+    old = row("kascade", **{setting: value})
+    assert spelled(old) == old
+    with pytest.raises(ValueError, match=f"kascade: {setting} must be one of {allowed}, not {value!r}"):
+        methods.parse(f"kascade:{setting}={value}")
+
+
+@pytest.mark.parametrize(
+    ("mark", "spec"),
+    [
+        (
+            "kascade-accuracy.jsonl summary task=2wiki split=dev length=1202",
+            'kascade:decode_only=true,remap=false,calibration="divergence.json"',
+        ),
+        (
+            "kascade-accuracy.jsonl differences task=2wiki split=dev length=1202",
+            'kascade:pool=layer,pooling=pre_softmax,calibration="divergence.json"',
+        ),
+        (
+            "kascade-accuracy.jsonl task=2wiki split=dev length=1202",
+            'kascade:top_k=0.2,top_p=0.95,pool=layer,decode_only=true,calibration="divergence.json"',
+        ),
+        ("prefill.jsonl prefill-layers level=kernel context=131072", "kascade:score_queries=0.25"),
+        ("decode.jsonl decode-speedups level=kernel context=131072", "kascade:decode_only=true,score_keys=fp8"),
+        ("pages-accuracy.jsonl summary task=hotpotqa", "pages:top_k=0.125"),
+        ("pages-accuracy.jsonl summary task=hotpotqa", "quest:top_k=0.125"),
+        ("pages-accuracy.jsonl summary task=hotpotqa", "locks:top_k=0.125"),
+    ],
+)
+def test_tables_have_the_rows_of_the_result_files(mark, spec):
+    file, *words = mark.split()
+    name = "method" if {"prefill.jsonl", "decode.jsonl"} & {file} else "spec"
+    table = registry.marked([f"benchmarks/results/{file}", *words, f"{name}={spec}"], ROOT)
+    assert f"`{spec}`" in table
+
+
+def test_kascade_beside_its_paper_has_the_rows_of_fp8_keys():
+    words = ["benchmarks/results/decode.jsonl", "decode-kascade", "context=131072", "method=flash-attention-3"]
+    table = registry.marked([*words, "method=kascade:decode_only=true,score_keys=fp8"], ROOT)
+    assert "10 %, chosen by fp8 keys (recall 0.979)" in table
