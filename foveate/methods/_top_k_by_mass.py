@@ -59,7 +59,7 @@ class TopKByMass(SelectOnce):
         how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
         how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
         how |= {"scaling": scaling, "block_table": cache.block_table}
-        return self._chosen(cache, ops.pooled_mass(q, cache.memory[0], **how))
+        return self._chosen(cache, ops.pooled_mass(q, cache.memory[0], **how), lengths)
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         mask, lengths = cache.stored()
@@ -68,12 +68,12 @@ class TopKByMass(SelectOnce):
         how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
         how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
         attended = ops.attend_pooled(q, *cache.memory, scaling=scaling, **how)
-        return self._chosen(cache, attended.mass), attended.out
+        return self._chosen(cache, attended.mass, lengths), attended.out
 
-    def _chosen(self, cache: SlotCache, scores: Tensor) -> Tensor:
-        """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``."""
+    def _chosen(self, cache: SlotCache, scores: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``; ``lengths``: see :meth:`_best`."""
         alike = cache.step is None and len(set(cache.lengths)) == 1
-        best = self._best(scores, cache.each_row(self.count), cache.most(self.count), alike)
+        best = self._best(scores, cache.each_row(self.count), cache.most(self.count), alike, lengths)
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
@@ -81,18 +81,19 @@ class TopKByMass(SelectOnce):
             return super()._read(cache, indices)
         return cache.each_row(self.count)[:, None].expand(indices.shape[:2])  # one number for all layers of a step
 
-    def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool) -> Tensor:
+    def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool, lengths: Tensor | None = None) -> Tensor:
         """The keys of the highest scores ``[B, Hkv, N]``: ``[B, Hkv or 1, K]``.
 
         Args:
             counts: int64 ``[B]``: how many in each row.
             most: no row has more.
             alike: whether all have as many.
+            lengths: int64 ``[B]``: scores of each row; None: all are there.
         """
         if self.pool == "layer" and scores.shape[1] > 1:
             scores = scores.mean(1, keepdim=True)
         if scores.is_cuda or not (alike and most):
-            return ops.topk_rows(scores, counts, most, dtype=torch.int32)
+            return ops.topk_rows(scores, counts, most, lengths=lengths, dtype=torch.int32)
         return ops.topk(scores, most)
 
     # Prompt

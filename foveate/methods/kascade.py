@@ -286,7 +286,7 @@ class Kascade(TopKByMass):
         newest, ends = (cache.each_row(rule) for rule in (self.summaries.newest, self.summaries.pages))
         scores = ops.with_always_read(mass, 0, newest, ends)
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
-        pages = ops.topk_rows(scores, counts, most, dtype=torch.int32)
+        pages = ops.topk_rows(scores, counts, most, lengths=ends, dtype=torch.int32)
         if self.reads_pages:
             if self.pooling == "sqrt":  # its scores are not shares of the attention
                 mass = self.summaries.mass(cache, q, scaling, "post_softmax", self.pool)

@@ -96,12 +96,13 @@ class PageMethod(Method):
         of a group that read it.
         """
         scores = ranked = self.summaries.scores(cache, q, scaling)
+        ends, counts = cache.each_row(self.summaries.pages), cache.each_row(self.count)
         if self.window:
-            newest, ends = cache.each_row(self.first_newest), cache.each_row(self.summaries.pages)
+            newest = cache.each_row(self.first_newest)
             ranked = ops.with_always_read(scores, self.summaries.pages(self.sinks), newest, ends)
-        pages = ops.topk_rows(ranked, cache.each_row(self.count), cache.most(self.most_pages), dtype=torch.int32)
+        pages = ops.topk_rows(ranked, counts, cache.most(self.most_pages), lengths=ends, dtype=torch.int32)
         if "pages_refined" in self.counters:
-            cache.count("pages_refined", cache.each_row(self.count)[:, None])
+            cache.count("pages_refined", counts[:, None])
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
         heads, lengths = cache.geometry.num_kv_heads, cache.row_tensor("lengths")
