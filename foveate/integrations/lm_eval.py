@@ -59,13 +59,19 @@ class FoveateLM(HFLM):
             pretrained: as of HFLM: a name, a folder, or a model.
             method: as of :func:`foveate.attach`. `;` may stand for the commas of a spec, at which lm-eval would split.
             dense_below: as of :func:`foveate.attach`.
-            options: as of HFLM.
+            options: as of HFLM; weights are read from safetensors alone by default.
 
         Raises:
-            ValueError: as :func:`foveate.attach`; for an unknown method or setting before anything is loaded.
+            ValueError: as :func:`foveate.attach`, and for a method that would find its anchors in the first prompt; a
+                bad method is refused before anything is loaded.
         """
         method = methods.make(method.replace(";", ",") if isinstance(method, str) else method)
-        super().__init__(pretrained, **options)
+        if method.self_calibrating:
+            raise ValueError(
+                f"{method.spec}: anchors found in the first batch would make every number depend on the order of the "
+                "tasks; give a file of `foveate calibrate`"
+            )
+        super().__init__(pretrained, **{"use_safetensors": True} | options)
         self.attachment = attach(self.model, method, dense_below=dense_below)
         if self.attachment.sparse_prompt:
             self.likelihoods = "context and continuation in one forward pass, as a prompt"

@@ -189,6 +189,18 @@ def test_bad_methods_are_refused_before_anything_is_loaded(tmp_path):
         FoveateLM(str(tmp_path / "nothing"), method="kascad")
     with pytest.raises(ValueError, match="did you mean 'top_p'"):
         FoveateLM(str(tmp_path / "nothing"), method="kascade:top_q=3")
+    with pytest.raises(ValueError, match="depend on the order of the tasks; give a file of `foveate calibrate`"):
+        FoveateLM(str(tmp_path / "nothing"), method="kascade:calibration=auto")
+
+
+def test_pickled_weights_are_not_read(folder, tmp_path):
+    for file in folder.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    torch.save(hf(folder).model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert hf(tmp_path).model is not None
+    with pytest.raises(OSError, match="safetensors"):
+        attached_lm(tmp_path, "dense")
 
 
 def test_without_lm_eval_a_line_says_what_to_install(monkeypatch):
