@@ -87,13 +87,19 @@ def test_dense_gives_the_numbers_of_hf(folder):
 
 @pytest.mark.parametrize("method", [name for name in methods.names() if methods.get(name).full_budget])
 def test_a_full_budget_gives_the_numbers_of_hf(folder, method):
-    """Also where tokens on the left of a context are left out, and where continuations are likely."""
+    """Also where tokens on the left of a context are left out, and in which continuations are the likeliest."""
     plain = hf(folder)
-    given = [*pairs(), (NOVEL[:1500], " the whale"), (NOVEL[:200], generated(plain)[0][:4])]
+    given = [*pairs(), (NOVEL[:1500], " the whale")]
     spec = methods.make(method, **methods.get(method).full_budget).spec.replace(",", ";")
-    found, expected = likelihoods(attached_lm(folder, spec), given), likelihoods(plain, given)
+    ours = attached_lm(folder, spec)
+    found, expected = likelihoods(ours, given), likelihoods(plain, given)
     assert torch.allclose(found[0], expected[0], atol=2e-3)
-    assert found[1] == expected[1]
+    context = plain.tok_encode(NOVEL[:200])
+    ids = plain.model.generate(torch.tensor([context]), max_new_tokens=4, do_sample=False, repetition_penalty=1.0)
+    likely = ids[0, len(context) :].tolist()
+    asked = [(("", ""), context, ending) for ending in (likely, [*likely[:-1], likely[-1] + 1])]
+    for lm in (ours, plain):
+        assert [greedy for _, greedy in lm._loglikelihood_tokens(asked, disable_tqdm=True)] == [True, False]
 
 
 @pytest.mark.parametrize("method", [SPARSE_PROMPT, *DECODING])
@@ -135,6 +141,8 @@ def test_methods_of_prompts_read_one_pass(folder):
         log_probs = lm.model(ids[:, :-1], use_cache=False).logits[0, len(context) - 1 :].log_softmax(-1)
         expected = float(log_probs.gather(-1, torch.tensor(continuation)[:, None]).sum())
         assert likelihood == pytest.approx(expected, abs=1e-3)
+    told = lm.get_model_info()["foveate"]
+    assert (told["decode_steps"], told["keys_read_share"]) == (0, None)
 
 
 def test_a_text_is_asked_once_for_continuations_that_differ_in_their_last_token(folder, monkeypatch):
@@ -275,7 +283,7 @@ def test_the_command_line(folder, task, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     spec = methods.parse(SPARSE_PROMPT).spec
-    assert f"{spec}: log-likelihoods are read context and continuation in one forward pass" in done.stderr
+    assert f"{spec}: log-likelihoods: context and continuation in one forward pass" in done.stderr
     (file,) = tmp_path.rglob("results_*.json")
     results = json.loads(file.read_text(encoding="utf-8"))
     assert results["config"]["foveate"]["method"] == spec
