@@ -25,7 +25,7 @@ LAYERS = (
     ("evaluation",),
     ("report",),
     ("bench",),
-    ("cli",),
+    ("cli", "lm_eval"),
 )
 """Modules and folders of the package, the lowest first: each imports its own layer and those below."""
 
