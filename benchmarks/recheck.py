@@ -1,6 +1,6 @@
-"""Measure ten cells of the accuracy rows again with the code of now: `python benchmarks/recheck.py --help`.
+"""Measure ten cells of the accuracy rows again with the code of now: `python -m benchmarks.recheck --help`.
 
-    python benchmarks/recheck.py --model MODEL --data DATA --out runs/recheck
+    python -m benchmarks.recheck --model MODEL --data DATA --out runs/recheck
 
 A cell is a method on one comparison of `results/*.jsonl`. It runs again through the runner of `foveate compare`, with
 the settings, items, seed, number format and batch size of its row; other items or weights are an error. Items pair up,
@@ -28,8 +28,8 @@ from foveate.evaluation import tasks
 from foveate.evaluation.metrics import paired_bootstrap
 from foveate.evaluation.runner import Comparison, Prepared, parse_method, prepare, run
 from foveate.methods import Method, recorded
+from foveate.report.markdown import columns, interval, score
 from foveate.report.rows import read
-from foveate.report.tables.recheck import table
 from foveate.results import circumstances
 from foveate.results.errors import DataError, UserError, unknown
 
@@ -87,6 +87,22 @@ CELLS = (
 """Every kind of method once, at 2K to 8K tokens."""
 
 Row = Mapping[str, Any]
+
+
+def table(lines: Sequence[Row]) -> str:
+    """A Markdown table of the comparisons of old rows with new ones."""
+    return columns(
+        lines,
+        {
+            "method": lambda line: f"`{line['spec']}`",
+            "comparison": lambda line: f"{line['task']} {line['split']}, {line['length']:,} tokens",
+            "old [95 %]": lambda line: score(line["old"]),
+            "new [95 %]": lambda line: score(line["new"]),
+            "new - old, paired [95 %]": lambda line: interval(line["change"], 1, "+"),
+            "items changed": lambda line: f"{line['items_changed']} of {line['n']}",
+            "differs": lambda line: "yes" if line["differs"] else "no",
+        },
+    )
 
 
 def check(

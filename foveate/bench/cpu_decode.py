@@ -19,8 +19,7 @@ import torch
 import transformers
 
 import foveate
-from foveate.bench.options import CpuDecode as Plan
-from foveate.bench.plan import Keep, Row, Say
+from foveate.bench.plan import Keep, Row, Say, specs
 from foveate.inputs import loading, model_folder
 from foveate.inputs.reading import read_novels
 from foveate.integrations.transformers import releases
@@ -28,6 +27,18 @@ from foveate.results.errors import UserError
 from foveate.results.measurements import TRANSFORMERS, speed_row
 
 _WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    model: Path
+    data: Path
+    context: int
+    steps: int
+    threads: int
+    methods: Sequence[str]
 
 
 @dataclass
@@ -58,8 +69,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
     Raises:
         UserError: for a context beyond the model or the book, or fewer than one step.
     """
-    plan.check()
-    context, steps = plan.context, plan.steps
+    context, steps, chosen = plan.context, plan.steps, specs(plan.methods)
     facts = model_folder.model_facts(plan.model)
     needed = context + steps + _WARM_UP
     model_folder.check_positions(needed, facts, "context and steps need")
@@ -67,7 +77,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
     torch.set_num_threads(plan.threads)
     base = loading.load_model(plan.model, "float32", "cpu")
     contenders = [_prefill(TRANSFORMERS, base, None, ids[:, :context], say)]
-    contenders += [_prefill(spec, _twin(base), spec, ids[:, :context], say) for spec in plan.specs()]
+    contenders += [_prefill(spec, _twin(base), spec, ids[:, :context], say) for spec in chosen]
     for contender in contenders:
         if contender.name != TRANSFORMERS:
             foveate.stats(contender.model, reset=True)
@@ -129,7 +139,7 @@ def _rows(plan: Plan, contenders: Sequence[Contender], base: torch.nn.Module, fa
         timed = contender.milliseconds
         rows.append(
             speed_row(
-                plan.bench,
+                "cpu-decode",
                 {"method": contender.name, "model": plan.model.name, **how},
                 "cpu",
                 milliseconds,
