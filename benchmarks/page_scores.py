@@ -59,7 +59,7 @@ class Plan:
 
     def command(self) -> str:
         """The command line that makes the rows: tasks with all of their settings, folders by their last names."""
-        parts = [f"python -m benchmarks.page_scores --model {self.model.name} --data {self.data.resolve().name}"]
+        parts = [f"python -m benchmarks.page_scores {self.model.name} {self.data.resolve().name}"]
         for task in self.parsed:
             settings = ",".join(f"{key}={value}" for key, value in task.settings().items())
             parts.append(f"--task {shlex.quote(f'{task.name}:{settings}')}")

@@ -139,24 +139,3 @@ def prefill_model(
 
     plan = bench.Plan(model, methods, contexts, chunks, repeats, dtype, seed, device)
     measure("prefill", bench.run, plan, out, table)
-
-
-@app.command("cpu-decode")
-def cpu_decode(
-    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face model.", show_default=False)],
-    data: Annotated[Path, typer.Option(help="Folder with books.", show_default=False)],
-    context: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 8000,
-    steps: Annotated[int, typer.Option(min=1, help="Timed decode steps of each implementation.")] = 48,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
-    methods: Methods = (
-        *("dense", "streaming:window=1024", "h2o", "quest", "omnikv", "kascade:decode_only=true"),
-        *("luka:page_size=16,top_k=3,score=spread", "luka:page_size=16,top_k=0.12", "luka", "luka:score=spread"),
-    ),
-    out: Out = None,
-) -> None:
-    """Decode steps of a real model on the CPU: dense, sparse and Transformers' own path."""
-    from foveate.bench import cpu_decode as bench
-    from foveate.bench.plan import measure
-    from foveate.report.tables.general import tables
-
-    measure("cpu-decode", bench.run, bench.Plan(model, data, context, steps, threads, methods), out, tables)

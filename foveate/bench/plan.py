@@ -27,7 +27,6 @@ Keep = Callable[[list[Row]], None]
 
 _FLAGS = {"methods": "method", "contexts": "context", "batches": "batch", "chunks": "chunk"}
 """Fields of plans with several values, and the options that give one each."""
-_FOLDERS = ("model", "data")
 
 
 def parsed(spec: str) -> Method:
@@ -71,7 +70,7 @@ def command(name: str, plan: Any) -> str:
             parts += [flag] * value
         else:
             several = value if isinstance(value, (list, tuple)) else (value,)
-            words = (Path(one).resolve().name if field in _FOLDERS else str(one) for one in several)
+            words = (Path(one).resolve().name if field == "model" else str(one) for one in several)
             parts += [f"{flag} {shlex.quote(word)}" for word in words]
     return " ".join(parts)
 

@@ -1,27 +1,29 @@
 """The commands of benches: what a row's command says is what runs, and help answers without torch."""
 
+import dataclasses
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from foveate.bench import cpu_decode, decode, decode_model, plan, prefill, prefill_model
+from foveate.bench import decode, decode_model, plan, prefill, prefill_model
 from foveate.cli import app
 from foveate.results.errors import UserError
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 4}
 HOW = {"dtype": "float32", "seed": 3, "device": "cpu"}
 MODEL = {"contexts": [64], "dtype": "bfloat16", "seed": 0, "device": "cpu"}
+QUOTED = ["quest", "luka:page_size=16,top_k=3"]
 SIZES = {"batches": [1, 2], "steps": 3, "rounds": 2}
 PLANS = {
-    "cpu-decode": cpu_decode.Plan(Path("model"), Path("data"), 70, 3, 1, ["quest", "luka:page_size=16,top_k=3"]),
     "prefill": prefill.Plan(["h2o"], [64, 128], repeats=2, **SHAPE, **HOW),
     "prefill-model": prefill_model.Plan("qwen3-8b", ["quest"], chunks=[0, 64], repeats=1, **MODEL),
     "decode": decode.Plan(["quest"], [64], batches=[1, 2], level="layer", **SHAPE, **HOW),
-    "decode-model": decode_model.Plan("llama-3.1-8b", ["luka"], liger=True, dense_below="auto", **SIZES, **MODEL),
+    "decode-model": decode_model.Plan(
+        "llama-3.1-8b", ["quest", "luka:page_size=16,top_k=3"], liger=True, dense_below="auto", **SIZES, **MODEL
+    ),
     "decode-model ": decode_model.Plan("llama-3.1-8b", ["luka"], liger=False, dense_below=4096, **SIZES, **MODEL),
 }
 
@@ -36,8 +38,8 @@ def test_the_command_of_a_plan_asks_for_it(name, monkeypatch):
 
 
 def test_folders_are_shortened_to_their_last_names():
-    made = plan.command("cpu-decode", cpu_decode.Plan(Path("/a/model"), Path("/b/data"), 70, 3, 1, []))
-    assert made.startswith("foveate bench cpu-decode --model model --data data --context 70 ")
+    made = plan.command("prefill-model", dataclasses.replace(PLANS["prefill-model"], model="/a/of/mine"))
+    assert made.startswith("foveate bench prefill-model --model mine --method quest ")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 Every implementation reads the same prompt and is then fed the same tokens of a book. Their steps are interleaved in
 rounds, so that whatever else the machine does meets all of them; the median step counts. All of them share one copy of
 the weights.
+
+    python -m benchmarks.cpu_decode MODEL DATA --out benchmarks/results/cpu-decode.jsonl
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from typing import Any
 
 import torch
 import transformers
+import typer
 
 import foveate
-from foveate.bench.plan import Keep, Row, Say, specs
+from foveate.bench.plan import Keep, Row, Say, measure, specs
 from foveate.inputs import loading, model_folder
 from foveate.inputs.reading import read_novels
 from foveate.integrations.transformers import releases
+from foveate.report.tables.general import tables
 from foveate.results.errors import UserError
 from foveate.results.measurements import TRANSFORMERS, speed_row
 
@@ -35,10 +39,15 @@ class Plan:
 
     model: Path
     data: Path
-    context: int
-    steps: int
-    threads: int
-    methods: Sequence[str]
+    """A folder with books."""
+    context: int = 8000
+    steps: int = 48
+    """That are timed."""
+    threads: int = 2
+    methods: Sequence[str] = (
+        *("streaming:window=1024", "h2o", "quest", "omnikv", "kascade:decode_only=true"),
+        *("luka:page_size=16,top_k=3,score=spread", "luka:page_size=16,top_k=0.12", "luka", "luka:score=spread"),
+    )
 
 
 @dataclass
@@ -160,3 +169,12 @@ def _rows(plan: Plan, contenders: Sequence[Contender], base: torch.nn.Module, fa
             )
         )
     return rows
+
+
+def main(model: Path, data: Path, out: Path | None = None) -> None:
+    """Measure decode steps of a model."""
+    measure("cpu-decode", run, Plan(model, data), out, tables)
+
+
+if __name__ == "__main__":
+    typer.run(main)
