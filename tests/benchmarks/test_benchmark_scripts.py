@@ -32,6 +32,7 @@ def test_methods_of_scripts_are_accepted(script, tmp_path):
     stand_in = tmp_path / "bin" / "foveate"
     stand_in.write_text(STAND_IN, encoding="utf-8")
     stand_in.chmod(0o755)
+    (stand_in.parent / "python").symlink_to(stand_in)
     found = {"PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}", "ASKED": str(asked)}
     out = tmp_path / ("rows.jsonl" if script.name == "decode.sh" else "runs")
     given = [str(model), str(out)] if script.name == "decode.sh" else [str(model), str(data), str(out)]

@@ -1,103 +1,60 @@
-"""`benchmarks/recheck.py` measures rows again: the same code gives the same scores, and another method is seen."""
+"""`benchmarks/recheck.py` compares rows measured again: the same rows agree, and another method is seen."""
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
 
-from foveate.evaluation import runner, tasks
+from benchmarks import recheck
+from foveate.report.rows import read
 from foveate.results.errors import DataError
-from tests.evaluation import tiny
 
-ROOT = Path(__file__).resolve().parents[2]
-RECHECK = runpy.run_path(str(ROOT / "benchmarks" / "recheck.py"))
-RESULTS = ROOT / "benchmarks" / "results"
-H2O, STREAMING = "h2o:top_k=8,window=8", "streaming:window=16"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama")
+def old():
+    return read([RESULTS / name for name in recheck.FILES])
 
 
 @pytest.fixture(scope="module")
-def results(model, tmp_path_factory):
-    """A folder with rows of two methods, as `foveate compare` writes them."""
-    folder = tmp_path_factory.mktemp("results")
-    methods, _ = runner.parse_methods([H2O, STREAMING])
-    task = tasks.parse("perplexity:continuation=12", length=60)
-    plan = runner.Comparison(model, task, tiny.SAMPLE, methods, 6, folder / "rows.jsonl", batch_size=2, device="cpu")
-    runner.run(runner.prepare(plan))
-    return folder
+def cells(old):
+    """The rows that `recheck.sh` measures again."""
+    wanted = [json.loads(line) for line in (RESULTS / "recheck.jsonl").read_text(encoding="utf-8").splitlines()]
+    key = ("spec", "model", "task", "split", "length", "n")
+    found = []
+    for one in wanted:
+        one["spec"] = "luka:score=spread" if one["spec"] == "luka" else one["spec"]  # which was the default then
+        found += [row for row in old if all(row[name] == one[name] for name in key)]
+    return found
 
 
-def cells(*specs):
-    return [RECHECK["Cell"]("rows.jsonl", "perplexity", "books", spec, 60) for spec in specs]
-
-
-def changed_rows(results, folder, **fields):
-    """The rows of H2O with other fields, in a folder of their own."""
-    rows = [json.loads(line) for line in (results / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    changed = [{**row, **fields} if row["spec"] == H2O else row for row in rows]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in changed), encoding="utf-8")
-    return folder
-
-
-def test_the_same_code_gives_the_same_scores(model, results, tmp_path):
-    lines = RECHECK["check"](model, tiny.SAMPLE, tmp_path, cells(STREAMING, H2O), results, "cpu")
-    assert [line["spec"] for line in lines] == [STREAMING, H2O]
+def test_every_cell_has_its_row_and_the_same_rows_agree(cells, old):
+    lines = recheck.compare(cells, old)
+    assert len(lines) == len({line["cell"] for line in lines}) == 10
     for line in lines:
         assert line["new"]["score"] == line["old"]["score"] > 0
         assert line["change"] == {"value": 0.0, "low": 0.0, "high": 0.0}
-        assert (line["n"], line["items_changed"], line["differs"]) == (6, 0, False)
-    written = (tmp_path / "recheck.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in written] == lines
-    assert RECHECK["table"](lines).count("0 of 6 | no |") == 2
+        assert (line["items_changed"], line["differs"]) == (0, False)
+    assert recheck.table(lines).count("| no |") == 10
 
 
-def test_a_run_of_one_cell_leaves_the_lines_of_the_others(model, results, tmp_path):
-    lines = RECHECK["check"](model, tiny.SAMPLE, tmp_path, cells(STREAMING, H2O), results, "cpu")
-    changed = [{**lines[0], "n": 1}, lines[1]]
-    (tmp_path / "recheck.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in changed), encoding="utf-8")
-    assert RECHECK["check"](model, tiny.SAMPLE, tmp_path, cells(STREAMING), results, "cpu") == lines[:1]
-    written = (tmp_path / "recheck.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in written] == lines
-
-
-def test_a_row_of_another_policy_differs(model, results, tmp_path):
-    """As if the method had predicted every token better when its row was measured."""
-    rows = [json.loads(line) for line in (results / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    values = next(row for row in rows if row["spec"] == H2O)["item_values"]
-    old = changed_rows(results, tmp_path, item_values={**values, "nll": [value / 2 for value in values["nll"]]})
-    (line,) = RECHECK["check"](model, tiny.SAMPLE, tmp_path / "new", cells(H2O), old, "cpu")
+def test_a_row_of_another_policy_differs(cells, old, tmp_path, capsys, monkeypatch):
+    row = next(row for row in cells if row["method"] == "quest")
+    (name,) = row["item_values"]
+    better = row | {"item_values": {name: [1.0] * row["n"]}}
+    (line,) = recheck.compare([better], old)
     assert line["differs"]
-    assert line["items_changed"] == 6
-    assert line["change"]["high"] < 0
-    assert RECHECK["table"]([line]).endswith("6 of 6 | yes |")
+    assert line["items_changed"] == round(row["n"] * (100 - row["score"]) / 100)
+    assert line["change"]["low"] > 0
+    (tmp_path / "new.jsonl").write_text(json.dumps(better) + "\n", encoding="utf-8")
+    with pytest.raises(recheck.typer.Exit):
+        recheck.main(tmp_path / "out.jsonl", [tmp_path / "new.jsonl"])
+    assert "| yes |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8")) == line
 
 
-def test_other_items_are_refused(model, results, tmp_path):
-    rows = [json.loads(line) for line in (results / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    old = changed_rows(results, tmp_path, run={**rows[0]["run"], "items": "0123456789abcdef"})
-    with pytest.raises(DataError, match="the items of perplexity books are 0123456789abcdef there and"):
-        RECHECK["check"](model, tiny.SAMPLE, tmp_path / "new", cells(H2O), old, "cpu")
-
-
-def test_a_cell_without_a_row_is_refused(model, results, tmp_path):
-    with pytest.raises(DataError, match=r"rows.jsonl: 0 rows of h2o on perplexity books and tiny-llama"):
-        RECHECK["check"](model, tiny.SAMPLE, tmp_path, cells("h2o"), results, "cpu")
-
-
-def test_every_cell_has_its_row_and_its_method():
-    """Ten methods, each in one row of the half-billion model, with settings that are allowed now."""
-    assert len({cell.name for cell in RECHECK["CELLS"]}) == len(RECHECK["CELLS"]) == 10
-    for cell in RECHECK["CELLS"]:
-        row = cell.row(RECHECK["read"]([RESULTS / cell.file]), "qwen2.5-coder-0.5b-instruct")
-        method = RECHECK["_method"](row, RESULTS / "calibrations" / row["model"])
-        assert method.name == cell.name == row["method"]
-        settings = json.loads(json.dumps({**method.retired, **method.settings()}))
-        assert {name: settings[name] for name in row["settings"] if name != "calibration"} == {
-            name: value for name, value in row["settings"].items() if name != "calibration"
-        }
-        assert row["length"] <= 8192
+def test_other_items_are_refused(cells, old):
+    other = cells[0] | {"run": cells[0]["run"] | {"items": "0123456789abcdef"}}
+    with pytest.raises(DataError, match=r"0 rows of .* on the items of"):
+        recheck.compare([other], old)
