@@ -26,23 +26,7 @@ from foveate.results import circumstances
 from foveate.results.quiet import quiet
 
 TOPICS = ("tides", "bread", "tides", "question")
-TEXT = """\
-Tides are the slow rise and fall of the sea. The Moon pulls a little harder on the water of the near side of the Earth \
-than on that of the far side, so that the ocean bulges on both, and a coast that turns beneath the bulges sees high \
-water about twice a day. When the Sun and the Moon pull along one line, the sea rises highest; when they pull at right \
-angles, the difference between high and low water is small.
-
-Sourdough bread begins with a starter of flour and water in which wild yeast and bacteria live together. The yeast \
-gives off the gas that lifts the dough, the bacteria make the acids that give the crumb its taste. A baker feeds the \
-starter, kneads and folds the dough, lets it rest overnight, and bakes the loaf in a hot oven full of steam, which \
-keeps the crust soft until it has opened.
-
-A narrow bay can turn the modest tide of the open sea into an enormous one, because the water swings back and forth \
-between its shores in time with the pull of the Moon. Tables of high water are therefore made from years of \
-measurements on each coast and not from the Moon alone. In some estuaries the rising tide drives turbines, which turn \
-once more as the sea falls.
-
-Which of your habits would you find hardest to give up?"""
+TEXT = (Path(__file__).parent / "attention_map.txt").read_text(encoding="utf-8")
 
 _SINKS = 4  # first tokens, which many heads look at whatever the text says
 _DARKEST = 0.995  # quantile of the attention, those first tokens apart, at which the colours end
