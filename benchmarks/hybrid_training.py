@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +42,7 @@ _WARM_UP = 5
 _KERNELS = 25
 """Kernels that a profile lists."""
 _NAME = 120
-"""Characters of a kernel's name that are printed; a row has all of them."""
+"""Characters of a kernel's name that are printed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
     with joined(plan.device) as place:
         for name in sorted(plan.models, key=lambda name: not name.startswith(f"{BASELINE}-")):
             tokens = plan.tokens or TOKENS[name.partition("-")[2]]
-            measured = _measure(plan, name, tokens, place)
+            measured = _measure(plan, name, tokens, place, say)
             if not place.first:
                 continue
             row = _row(plan, name, tokens, place, measured, rows)
@@ -78,14 +78,12 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
                 f"{name}, {place.world} × {tokens:,} tokens a step: {row['tokens_per_s']:,.0f} tokens/s, "
                 f"{row['ms']:,.1f} ms, peak {row['peak_bytes'] / 1e9:.1f} GB, delta rule by {row['gated_delta_rule']}"
             )
-            for line in _listed(row):
-                say(line)
             keep([row])
             rows.append(row)
     return rows
 
 
-def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]:
+def _measure(plan: Plan, name: str, tokens: int, place: Place, say: Say) -> dict[str, Any]:
     preset, _, size = name.partition("-")
     torch.compiler.reset()
     cuda = place.device.type == "cuda"
@@ -112,9 +110,12 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]
         moments.append(mark())
     times = [between(start, end) for start, end in itertools.pairwise(moments)]
     peak = memory.peak()
-    profiled = {}
     if plan.profile:
-        profiled["kernels"], profiled["kernels_ms"] = _longest(step, place.device.type)
+        stop, by = breakdown.watch(getattr(ProfilerActivity, "CUDA" if cuda else "CPU")), "device" if cuda else "cpu"
+        step()
+        table = stop().table(sort_by=f"self_{by}_time_total", row_limit=_KERNELS, max_name_column_width=_NAME)
+        if place.first:
+            say(table)
     mean = place.sum(torch.tensor(statistics.median(times), device=place.device)).item() / place.world
     return {
         "ms": mean,
@@ -124,40 +125,7 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place) -> dict[str, Any]
         "gated_delta_rule": delta_rule(made.config, place.device, torch.bfloat16 if cuda else torch.float32),
         "peak_bytes": peak,
         "peak_counts": memory.kind,
-        **profiled,
     }
-
-
-def _longest(step: Callable[[], Any], device: str) -> tuple[list[dict[str, Any]], float]:
-    """The kernels that most of a step's time goes to, or on a CPU the operators without those that they call.
-
-    Returns:
-        Of each ``name``, ``calls``, ``ms`` of all calls together and its ``share`` of all kernels' time, the longest
-        first; and the milliseconds of all kernels of the step.
-    """
-    cuda = device == "cuda"
-    stop = breakdown.watch(ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU)
-    step()
-    found = []
-    for event in stop():
-        if cuda and event.is_user_annotation:  # the span of kernels that are counted themselves
-            continue
-        ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
-        found.append({"name": event.key, "calls": event.count, "ms": ms})
-    found.sort(key=lambda kernel: -kernel["ms"])
-    total = sum(kernel["ms"] for kernel in found)
-    timed = (kernel for kernel in found[:_KERNELS] if kernel["ms"])
-    return [kernel | {"share": kernel["ms"] / total} for kernel in timed], total
-
-
-def _listed(row: Row) -> Iterator[str]:
-    """A line for each kernel of a row, after one for all of them; none without a profile."""
-    if "kernels" in row:
-        what = "kernels" if row["case"]["device"] == "cuda" else "operators"
-        yield f"  {what} of one step: {row['kernels_ms']:,.2f} ms without gaps between them; the longest of them:"
-        for kernel in row["kernels"]:
-            times = f"{kernel['ms']:>10,.2f} ms {kernel['share']:>6.1%} {kernel['calls']:>6,} ×"
-            yield f"{times} {kernel['name'][:_NAME]}"
 
 
 def _step(

@@ -98,7 +98,7 @@ def _rows(file: Path, where: Sequence[str] | None) -> list[Row]:
 def _share(row: Row) -> float | None:
     """The share of its pages that a row's method refines, if its setting is a share."""
     settings = row["settings"]
-    if not {"compressor", "mass"} <= settings.keys() or settings.get("refine") != "top_k":
+    if not {"compressor", "mass"} <= settings.keys() or settings.get("refine", "top_k") != "top_k":
         return None
     return float(settings["top_k"]) if settings["top_k"] == 0 or isinstance(settings["top_k"], float) else None
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import hybrid_training
 from foveate.bench.plan import measure
 
-sizes = {{"tokens": 128, "length": 64, "steps": 2, "compile": False, "profile": True, "device": "cpu"}}
+sizes = {{"tokens": 128, "length": 64, "steps": 2, "compile": False, "device": "cpu"}}
 measure("hybrids", hybrid_training.run, hybrid_training.Plan(("gdn_swa-tiny",), **sizes), Path("{out}"), str)
 """
 
@@ -39,25 +39,13 @@ def test_a_row_for_each_model_beside_the_transformer():
         assert (row["baseline"], row["case"]["gpus"], row["peak_share"]) == ("transformer", 0, None)
     assert rows[0]["gated_delta_rule"] is None
     assert rows[1]["gated_delta_rule"].startswith("torch (")
-    assert all("kernels" not in row for row in rows)
     assert "delta rule by torch (" in said[1]
 
 
 def test_a_profile_lists_what_a_step_s_time_goes_to():
     said = []
-    (row,) = hybrid_training.run(hybrid_training.Plan(models=("lalte-tiny",), profile=True, **SMALL), said.append)
-    kernels = row["kernels"]
-    assert len(kernels) == 25
-    assert [set(kernel) for kernel in kernels] == [{"name", "calls", "ms", "share"}] * 25
-    times = [kernel["ms"] for kernel in kernels]
-    assert times == sorted(times, reverse=True)
-    assert 0 < sum(times) <= row["kernels_ms"]
-    assert sum(kernel["share"] for kernel in kernels) == pytest.approx(sum(times) / row["kernels_ms"])
-    multiplied = next(kernel for kernel in kernels if kernel["name"] in ("aten::mm", "aten::addmm"))
-    assert multiplied["calls"] > 2, "of a step forward and backward"
-    assert f"operators of one step: {row['kernels_ms']:,.2f} ms" in said[1]
-    assert len(said) == 2 + len(kernels)
-    assert all(kernel["name"] in line for kernel, line in zip(kernels, said[2:], strict=True))
+    hybrid_training.run(hybrid_training.Plan(models=("lalte-tiny",), profile=True, **SMALL), said.append)
+    assert "aten::addmm" in said[0] or "aten::mm" in said[0]
 
 
 def test_a_step_moves_the_weights_and_the_sparsity_feedback(monkeypatch):
@@ -87,5 +75,4 @@ def test_two_processes_train_together_and_the_first_has_the_row(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert row["case"]["processes"] == 2
-    assert len(row["kernels"]) == 25
     assert row["tokens_per_s"] == pytest.approx(2 * 128_000 / row["ms"])

@@ -127,7 +127,7 @@ class TestPicture:
         assert [text.get_text() for text in axes[0].texts] == [" 11.8 ", " 11.8 ", " 118 "]
         decode_plots.parts([rows[-2]], tmp_path / "library.png", "model")  # nothing of ours to go by
         assert pages[-1].subfigs[0].axes[0].get_xlim()[1] == pytest.approx(1.2 * 117.5)
-        with pytest.raises(UserError, match="no row of foveate bench decode --level model"):
+        with pytest.raises(UserError, match="no row of foveate bench decode-model"):
             decode_plots.parts(self.ROWS, tmp_path / "steps.png", "model")
         with pytest.raises(UserError, match="level must be one of kernel, model, not 'layer'"):
             decode_plots.parts(rows, tmp_path / "steps.png", "layer")
